@@ -1,0 +1,126 @@
+"""Every error that nbdist raises on purpose.
+
+NbdistError
+├── UsageError (ValueError)         a bad argument or option; nothing was started or sent
+│   └── UnsupportedCollective       the operation is not defined for this dtype or op
+├── WrongProcess                    a rank's function called in the notebook, or the reverse
+├── ClusterError
+│   ├── NotRunning                  there is no cluster to talk to
+│   ├── AlreadyRunning              a cluster is running and was left untouched
+│   ├── StartError                  the cluster did not come up; everything was cleaned up
+│   └── RankDied                    a rank's process ended while it was needed
+├── CellError                       a cell failed on one or more ranks
+│   ├── CellTimeout                 the cell's --timeout ran out
+│   └── CellInterrupted             the cell was interrupted
+├── TransferError                   a value could not travel between notebook and ranks
+└── CollectiveError                 raised on the ranks
+    ├── CollectiveMismatch          ranks called different collectives
+    ├── CollectiveTimeout           some ranks never arrived
+    └── CollectiveAborted           released because another rank failed or was interrupted
+
+A message gives the value that was wrong and the next thing to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyRunning",
+    "CellError",
+    "CellInterrupted",
+    "CellTimeout",
+    "ClusterError",
+    "CollectiveAborted",
+    "CollectiveError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "NbdistError",
+    "NotRunning",
+    "RankDied",
+    "StartError",
+    "TransferError",
+    "UnsupportedCollective",
+    "UsageError",
+    "WrongProcess",
+]
+
+
+class NbdistError(Exception):
+    """Base of all errors that nbdist raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message alone, for our own frames explain nothing."""
+        return [f"\x1b[31m{type(self).__name__}\x1b[39m: {self}"]
+
+
+class UsageError(NbdistError, ValueError):
+    """A bad argument or option. Nothing was started or sent."""
+
+
+class UnsupportedCollective(UsageError):
+    """The collective is not defined for this dtype, reduce-op or device."""
+
+
+class WrongProcess(NbdistError, RuntimeError):
+    """A rank's function was called in the notebook kernel, or the reverse."""
+
+
+class ClusterError(NbdistError, RuntimeError):
+    """The cluster is not in the state that the call needs."""
+
+
+class NotRunning(ClusterError):
+    """There is no cluster to talk to."""
+
+
+class AlreadyRunning(ClusterError):
+    """A cluster is already running. It was left untouched."""
+
+
+class StartError(ClusterError):
+    """The cluster did not come up. Everything that was started is cleaned up."""
+
+
+class RankDied(ClusterError):
+    """A rank's process ended while it was needed."""
+
+
+class CellError(NbdistError):
+    """A cell failed on one or more ranks.
+
+    `rendered` holds the lines a notebook shows: one traceback for each distinct error.
+    """
+
+    def __init__(self, message: str, rendered: list[str] | None = None) -> None:
+        super().__init__(message)
+        self.rendered = rendered or []
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self.rendered, *super()._render_traceback_()]
+
+
+class CellTimeout(CellError):
+    """The cell's --timeout ran out before every rank had finished."""
+
+
+class CellInterrupted(CellError, KeyboardInterrupt):
+    """The cell was interrupted. Every rank has stopped and keeps its variables."""
+
+
+class TransferError(NbdistError):
+    """A value could not travel between the notebook and the ranks."""
+
+
+class CollectiveError(NbdistError, RuntimeError):
+    """A collective did not complete."""
+
+
+class CollectiveMismatch(CollectiveError):
+    """The ranks called different collectives. No data was touched."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """Some ranks had not arrived when the time-out ran out."""
+
+
+class CollectiveAborted(CollectiveError):
+    """This rank was released from a collective because another rank left it."""

@@ -1,0 +1,109 @@
+"""The records that cross between the notebook kernel and the ranks.
+
+Plain frozen dataclasses of built-in types: both sides can import them without torch,
+MPI or widgets, and pickle carries them. Times are seconds since the epoch, sizes are
+bytes, and what is not available is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["CollectiveCall", "DeviceSample", "Failure", "RankInfo", "Sample"]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Who a rank is. `rank` is the one numbering; an engine's id is not."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    engine_uuid: str
+    host: str
+    pid: int
+    device: str
+    """torch's name for it: "cpu" or "cuda:0"."""
+    device_name: str
+    device_uuid: str | None
+    """NVML's UUID of the GPU or MIG device; None for a CPU rank."""
+    memory_limit: int | None
+    """Bytes of device memory this rank may take; None when it is not capped."""
+    threads: int
+    transport: str
+    generation: int = 0
+    """Counts the changes of membership since the start."""
+    mpi: str = ""
+    """The MPI library in use, with its version."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about this rank, one sentence each."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Scalars that one rank logged at one step."""
+
+    rank: int
+    step: int
+    time: float
+    scalars: dict[str, float]
+
+
+@dataclass(frozen=True)
+class DeviceSample:
+    """What one rank's device and process were doing at one moment."""
+
+    rank: int
+    time: float
+    device: str
+    utilisation: float | None
+    """Percent of the last sampling period: of the GPU, or of one CPU core."""
+    memory_used: int | None
+    """Bytes in use on the GPU by everyone; a CPU rank's own resident bytes."""
+    memory_total: int | None
+    memory_own: int | None
+    """Bytes held by this rank's torch allocator on the GPU; resident bytes on the CPU."""
+    cpu: float
+    """Percent of one core this process used; 200 is two cores."""
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One rank's view of a collective: what it called, and where."""
+
+    rank: int
+    sequence: int
+    operation: str
+    reduce_op: str | None
+    root: int | None
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    cell: int | None = None
+    """The notebook's In[] number, where the call came from a cell."""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        details = [
+            f"{name}={value}"
+            for name, value in (("op", self.reduce_op), ("root", self.root))
+            if value is not None
+        ]
+        place = "" if self.line is None else f" at line {self.line}"
+        if self.cell is not None:
+            place = f" in In[{self.cell}] line {self.line}"
+        what = ", ".join([str(self.shape), self.dtype, self.device, *details])
+        return f"rank {self.rank}: #{self.sequence} {self.operation}({what}){place}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on one rank."""
+
+    rank: int
+    host: str
+    ename: str
+    evalue: str
+    traceback: tuple[str, ...] = field(default=(), repr=False)
+    """Formatted lines, with ANSI colours, as IPython made them on the rank."""
