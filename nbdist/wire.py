@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["CollectiveCall", "DeviceSample", "Failure", "RankInfo", "Sample"]
+__all__ = ["Batch", "CollectiveCall", "DeviceSample", "Failure", "RankInfo", "Sample"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,20 @@ class DeviceSample:
     """Bytes held by this rank's torch allocator on the GPU; resident bytes on the CPU."""
     cpu: float
     """Percent of one core this process used; 200 is two cores."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank's recorder publishes at once."""
+
+    rank: int
+    source: str
+    """Names the recorder: another one, in a replaced rank, counts from 0 again."""
+    sequence: int
+    """Counts the recorder's batches from 0, so that a lost one is noticed."""
+    dropped: int
+    """Records that found no room in the recorder's buffer, since its start."""
+    records: tuple[Sample | DeviceSample, ...]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,258 @@
+"""The notebook's end of telemetry: keeps what the ranks report, for any view of it.
+
+It imports nothing heavy: no numpy, no widgets.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from nbdist.telemetry.series import Metric, Series
+from nbdist.wire import Batch, DeviceSample, RankInfo
+
+__all__ = ["Collector", "Cursor", "Piece", "Snapshot"]
+
+logger = logging.getLogger(__name__)
+
+MAX_METRICS = 200
+DEVICE_HISTORY = 60
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The end of one rank's series: from bucket number `start` to its last.
+
+    The columns are parallel. `steps` are the buckets' first steps, `times` their last
+    samples' seconds since the epoch.
+    """
+
+    metric: str
+    rank: int
+    width: int
+    start: int
+    steps: array[float]
+    times: array[float]
+    means: array[float]
+    lows: array[float]
+    highs: array[float]
+    latest: tuple[float, float, float]
+    """Step, time and value of the latest sample, as logged."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far a reader has read."""
+
+    collection: str = ""
+    marks: dict[tuple[str, int], tuple[int, int, int]] = field(default_factory=dict)
+    """Epoch, length and total of each series."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What changed since a cursor; everything, when `full`."""
+
+    full: bool
+    pieces: list[Piece]
+    ranks: list[RankInfo]
+    """The world as it is now; empty when it was never told."""
+    devices: dict[int, list[DeviceSample]]
+    """Each rank's last minute, oldest first."""
+    lost: dict[int, int]
+    """Records dropped and batches lost, of each rank that has any."""
+    cursor: Cursor
+
+
+@dataclass
+class _Stream:
+    """Where one recorder's batches stand."""
+
+    source: str
+    expected: int = 0
+    lost: int = 0
+    dropped: int = 0
+
+
+class Collector:
+    """Keeps a bounded history of each metric and rank, and each device's last minute.
+
+    Every method may be called from any thread.
+
+    Args:
+        capacity: Buckets of each series at most; see `nbdist.telemetry.series`.
+    """
+
+    def __init__(self, capacity: int = 2048) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._subscribers: list[Callable[[], None]] = []
+        self._ranks: list[RankInfo] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._collection = uuid.uuid4().hex
+        self._metrics: dict[str, Metric] = {}
+        self._devices: dict[int, deque[DeviceSample]] = {}
+        self._streams: dict[int, _Stream] = {}
+
+    def receive(self, batch: Batch) -> None:
+        """Take one batch in. Cheap; a batch that came before is ignored."""
+        with self._lock:
+            if not self._is_new(batch):
+                return
+            for record in batch.records:
+                if isinstance(record, DeviceSample):
+                    self._keep_device(record)
+                else:
+                    for name, value in record.scalars.items():
+                        metric = self._metric(name)
+                        if metric is not None:
+                            metric.append(record.rank, record.step, record.time, value)
+        self._notify()
+
+    def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
+        """Tell it of the world, at the start and after each change of membership.
+
+        What ranks that left had logged is kept; their devices are forgotten.
+        """
+        with self._lock:
+            self._ranks = sorted(ranks, key=lambda info: info.rank)
+            present = {info.rank for info in self._ranks}
+            for rank in self._devices.keys() - present:
+                del self._devices[rank]
+        self._notify()
+
+    def clear(self) -> None:
+        """Forget all samples; the ranks stay."""
+        with self._lock:
+            streams = self._streams  # else the next batch would look like a lost one
+            self._begin()
+            self._streams = streams
+        self._notify()
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback()` called after each change, in the thread that made it.
+
+        Args:
+            callback: Returns at once and raises nothing, as `Event.set` does.
+
+        Returns:
+            Ends the subscription; safe to call twice.
+        """
+        with self._lock:
+            self._subscribers.append(callback)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                if callback in self._subscribers:
+                    self._subscribers.remove(callback)
+
+        return unsubscribe
+
+    def snapshot(self, since: Cursor | None = None) -> Snapshot:
+        """What changed since the cursor of an earlier snapshot; all of it without one.
+
+        Series are sent from their first changed bucket on.
+        """
+        with self._lock:
+            full = since is None or since.collection != self._collection
+            old = {} if since is None or full else since.marks
+            marks = {}
+            pieces = []
+            for name, metric in self._metrics.items():
+                for rank, series in metric.series.items():
+                    key = (name, rank)
+                    marks[key] = (series.epoch, len(series), series.total)
+                    if old.get(key) != marks[key]:
+                        start = _first_changed(series, old.get(key))
+                        pieces.append(_piece(name, rank, metric.width, series, start))
+            return Snapshot(
+                full=full,
+                pieces=pieces,
+                ranks=list(self._ranks),
+                devices={rank: list(kept) for rank, kept in self._devices.items()},
+                lost={r: s.lost + s.dropped for r, s in self._streams.items()
+                      if s.lost + s.dropped},
+                cursor=Cursor(self._collection, marks),
+            )  # fmt: skip
+
+    def history(self, metric: str) -> dict[int, tuple[array[float], array[float]]]:
+        """Each rank's steps and values of one metric; `{}` if it was never logged.
+
+        A long history is averaged over a few steps per point; steps are then the first
+        of each. `numpy.asarray` and matplotlib take the arrays as they are.
+        """
+        with self._lock:
+            found = self._metrics.get(metric)
+            if found is None:
+                return {}
+            return {
+                rank: (_steps(series, found.width, 0), series.means[:])
+                for rank, series in sorted(found.series.items())
+            }
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names that were logged, in the order they first came."""
+        with self._lock:
+            return list(self._metrics)
+
+    def _is_new(self, batch: Batch) -> bool:
+        stream = self._streams.get(batch.rank)
+        if stream is None or stream.source != batch.source:
+            stream = self._streams[batch.rank] = _Stream(batch.source)
+        if batch.sequence < stream.expected:
+            return False
+        stream.lost += batch.sequence - stream.expected
+        stream.expected = batch.sequence + 1
+        stream.dropped = batch.dropped
+        return True
+
+    def _keep_device(self, sample: DeviceSample) -> None:
+        kept = self._devices.setdefault(sample.rank, deque(maxlen=DEVICE_HISTORY))
+        kept.append(sample)
+
+    def _metric(self, name: str) -> Metric | None:
+        metric = self._metrics.get(name)
+        if metric is None and len(self._metrics) < MAX_METRICS:
+            metric = self._metrics[name] = Metric(self._capacity)
+            if len(self._metrics) == MAX_METRICS:
+                logger.warning("No metrics beyond these %d are kept.", MAX_METRICS)
+        return metric
+
+    def _notify(self) -> None:
+        with self._lock:
+            subscribers = list(self._subscribers)
+        for callback in subscribers:
+            callback()
+
+
+def _first_changed(series: Series, mark: tuple[int, int, int] | None) -> int:
+    if mark is None or mark[0] != series.epoch:
+        return 0
+    return max(0, mark[1] - 1)  # the last bucket may have taken more values since
+
+
+def _piece(name: str, rank: int, width: int, series: Series, start: int) -> Piece:
+    return Piece(
+        metric=name,
+        rank=rank,
+        width=width,
+        start=start,
+        steps=_steps(series, width, start),
+        times=series.times[start:],
+        means=series.means[start:],
+        lows=series.lows[start:],
+        highs=series.highs[start:],
+        latest=(series.step, series.time, series.value),
+    )
+
+
+def _steps(series: Series, width: int, start: int) -> array[float]:
+    return array("d", [bucket * width for bucket in series.buckets[start:]])

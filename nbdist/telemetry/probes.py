@@ -1,0 +1,135 @@
+"""What a rank's process and device are doing now: through psutil, and NVML for GPUs.
+
+Of a device, what cannot be had is None: a MIG device has no utilisation, a driver may
+lack NVML, a GPU may fall off the bus.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from nbdist.wire import DeviceSample
+
+__all__ = ["CpuProbe", "GpuProbe", "Probe"]
+
+T = TypeVar("T")
+
+
+class Probe(Protocol):
+    """Takes samples of one device."""
+
+    def sample(self, rank: int) -> DeviceSample:
+        """The device and this process since the last sample."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the probe holds."""
+        ...
+
+
+class CpuProbe:
+    """Samples this process: CPU time in percent of one core, resident memory."""
+
+    def __init__(self, device: str) -> None:
+        import psutil
+
+        self._device = device
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # the first call only starts the clock
+        self._total = _memory_limit(psutil.virtual_memory().total)
+
+    def sample(self, rank: int) -> DeviceSample:
+        """CPU time since the last sample, resident bytes now."""
+        cpu = self._process.cpu_percent()
+        resident = self._process.memory_info().rss
+        return DeviceSample(
+            rank, time.time(), self._device, cpu, resident, self._total, resident, cpu
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class GpuProbe:
+    """Samples one GPU or MIG device by its UUID, whatever CUDA_VISIBLE_DEVICES says.
+
+    Without NVML, or without that device, its fields are None.
+    """
+
+    def __init__(self, device: str, uuid: str) -> None:
+        import psutil
+
+        self._device = device
+        self._process = psutil.Process()
+        self._process.cpu_percent()
+        self._nvml: Any = _start_nvml()
+        self._handle = self._ask(lambda n: n.nvmlDeviceGetHandleByUUID(uuid))
+
+    def sample(self, rank: int) -> DeviceSample:
+        """The GPU over NVML's last period (up to 1 s), its memory in bytes now."""
+        memory = self._ask_device(lambda n, h: n.nvmlDeviceGetMemoryInfo(h))
+        rates = self._ask_device(lambda n, h: n.nvmlDeviceGetUtilizationRates(h))
+        return DeviceSample(
+            rank=rank,
+            time=time.time(),
+            device=self._device,
+            utilisation=None if rates is None else float(rates.gpu),
+            memory_used=None if memory is None else int(memory.used),
+            memory_total=None if memory is None else int(memory.total),
+            memory_own=_allocated(self._device),
+            cpu=self._process.cpu_percent(),
+        )
+
+    def close(self) -> None:
+        """Leave NVML."""
+        self._ask(lambda n: n.nvmlShutdown())
+        self._nvml = self._handle = None
+
+    def _ask_device(self, query: Callable[[Any, Any], T]) -> T | None:
+        if self._handle is None:
+            return None
+        return self._ask(lambda n: query(n, self._handle))
+
+    def _ask(self, query: Callable[[Any], T]) -> T | None:
+        if self._nvml is None:
+            return None
+        try:
+            return query(self._nvml)
+        except self._nvml.NVMLError:
+            return None
+
+
+def _start_nvml() -> Any:
+    """The pynvml module, ready to be asked; None where there is no NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _allocated(device: str) -> int | None:
+    """Bytes that torch's allocator holds on the device, if torch has woken it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.memory_reserved(device))
+
+
+def _memory_limit(
+    total: int, limit_file: Path = Path("/sys/fs/cgroup/memory.max")
+) -> int:
+    """Bytes of memory this process may use: the machine's, or its container's."""
+    try:
+        limit = limit_file.read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

@@ -1,0 +1,181 @@
+"""The rank's end of telemetry: takes scalars at once, publishes them in batches."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, SupportsIndex
+
+from nbdist.errors import UsageError
+from nbdist.telemetry.scalars import Deferred, capture
+from nbdist.wire import Batch, DeviceSample, Sample
+
+__all__ = ["Recorder"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Draft(NamedTuple):
+    """A sample of which some values may still be on their device."""
+
+    rank: int
+    step: int
+    time: float
+    scalars: dict[str, float | Deferred]
+
+    def finish(self) -> Sample:
+        scalars = {
+            name: value if isinstance(value, float) else value.value()
+            for name, value in self.scalars.items()
+        }
+        return Sample(self.rank, self.step, self.time, scalars)
+
+
+class Recorder:
+    """Collects what one rank logs, and publishes it from a thread of its own.
+
+    `log` neither waits for the device nor for the notebook. When the notebook falls
+    behind, the oldest records go first; `Batch.dropped` says how many.
+
+    Args:
+        rank: This rank. Assign to `rank` after a change of membership.
+        publish: Sends one batch to the notebook. Called from the recorder's thread
+            only, and may block. A batch it raises on is lost, and missed by its number.
+        capacity: Records that wait at most.
+        interval_s: Seconds between two batches at least.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        publish: Callable[[Batch], None],
+        *,
+        capacity: int = 10_000,
+        interval_s: float = 0.1,
+    ) -> None:
+        self.rank = rank
+        self._publish = publish
+        self._interval_s = interval_s
+        self._source = uuid.uuid4().hex
+        self._sequence = 0
+        self._next_step = 0
+        self._buffer: deque[_Draft | DeviceSample] = deque(maxlen=capacity)
+        self._accepted = self._dropped = self._sent = 0
+        self._failing = self._closed = False
+        self._settled = threading.Condition()  # its lock guards everything above
+        self._wake = threading.Event()
+        self._hurry = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="nbdist-recorder", daemon=True
+        )
+        self._thread.start()
+
+    def log(self, step: SupportsIndex | None = None, **scalars: object) -> None:
+        """Record scalars of this rank; they appear in the notebook's monitor.
+
+        Any rank may call it at any time; no rank waits for another. A CUDA scalar is
+        copied on the current stream and read later, without synchronising.
+
+        Args:
+            step: Counts the training steps; the last one plus one when left out.
+            **scalars: Numbers, numpy scalars, tensors of one element. NaN is welcome.
+
+        Raises:
+            UsageError: A value is not one real number, or the step is no integer.
+        """
+        if not scalars:
+            raise UsageError("log() got nothing to record: name a value, log(loss=x).")
+        values = {name: capture(name, value) for name, value in scalars.items()}
+        number = self._next_step if step is None else _as_step(step)
+        self._next_step = number + 1
+        self.record(_Draft(self.rank, number, time.time(), values))
+
+    def record(self, entry: _Draft | DeviceSample) -> None:
+        """Queue one record for the next batch."""
+        with self._settled:
+            if len(self._buffer) == self._buffer.maxlen:
+                self._dropped += 1
+            self._buffer.append(entry)
+            self._accepted += 1
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def flush(self, timeout: float) -> bool:
+        """Publish what was recorded so far now, without waiting for the next interval.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            Whether all of it was handed to `publish` in time.
+        """
+        with self._settled:
+            target = self._accepted
+            if self._sent + self._dropped >= target:
+                return True
+            self._hurry.set()
+            return self._settled.wait_for(
+                lambda: self._sent + self._dropped >= target, timeout
+            )
+
+    def close(self, timeout: float = 1.0) -> bool:
+        """Publish the rest and end the thread. Safe to call twice.
+
+        Args:
+            timeout: Seconds to wait at most, for a `publish` that is stuck.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        self._closed = True
+        self._hurry.set()
+        self._wake.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            self._publish_pending()
+            self._hurry.wait(self._interval_s)
+            self._hurry.clear()
+        self._publish_pending()
+
+    def _publish_pending(self) -> None:
+        with self._settled:
+            drafts = list(self._buffer)
+            self._buffer.clear()
+            dropped = self._dropped
+        if not drafts:
+            return
+        records = tuple(d.finish() if isinstance(d, _Draft) else d for d in drafts)
+        self._send(Batch(self.rank, self._source, self._sequence, dropped, records))
+        self._sequence += 1
+        with self._settled:
+            self._sent += len(drafts)
+            self._settled.notify_all()
+
+    def _send(self, batch: Batch) -> None:
+        try:
+            self._publish(batch)
+            self._failing = False
+        except Exception:  # whatever the transport raises: recording goes on
+            if not self._failing:
+                logger.warning("Telemetry does not reach the notebook.", exc_info=True)
+            self._failing = True
+
+
+def _as_step(step: SupportsIndex) -> int:
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        what = type(step).__name__
+        raise UsageError(
+            f"log(step=...) takes an integer, not a {what}: pass int(step)."
+        ) from error

@@ -1,0 +1,78 @@
+"""Turn what a user logs into a float, without waiting for a device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from nbdist.errors import UsageError
+
+__all__ = ["Deferred", "capture"]
+
+
+class Deferred:
+    """A scalar that is still on its way from a CUDA device.
+
+    The copy goes into pinned memory on the caller's stream, so that neither a later
+    change of the tensor nor a stream of another thread touches it.
+    """
+
+    __slots__ = ("_copy", "_ready")
+
+    def __init__(self, tensor: Any) -> None:
+        cuda = sys.modules["torch"].cuda
+        self._copy = tensor.detach().to("cpu", non_blocking=True)
+        self._ready = cuda.Event()
+        self._ready.record(cuda.current_stream(tensor.device))
+
+    def value(self) -> float:
+        """Wait for the copy; NaN where the device failed meanwhile."""
+        try:
+            self._ready.synchronize()
+        except RuntimeError:  # the user's own thread meets this CUDA error too
+            return float("nan")
+        return float(self._copy.item())
+
+
+def capture(name: str, value: object) -> float | Deferred:
+    """The value as a float, or a promise of one when it lies on a CUDA device.
+
+    Args:
+        name: What the value is logged as; for the message of an error.
+        value: A number, a numpy scalar, or a tensor or array of one element.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    if isinstance(value, (float, int)):
+        return _as_float(name, value)
+    if hasattr(value, "detach"):
+        return _from_tensor(name, value)
+    if getattr(value, "size", 1) != 1:
+        raise _refusal(name, value, "reduce it to one number first, as with .mean()")
+    return _as_float(name, value.item() if hasattr(value, "item") else value)
+
+
+def _from_tensor(name: str, tensor: Any) -> float | Deferred:
+    if tensor.numel() != 1:
+        raise _refusal(name, tensor, "reduce it to one number first, as with .mean()")
+    if hasattr(tensor, "full_tensor"):
+        raise _refusal(name, tensor, "log its .full_tensor(), taken on every rank")
+    if tensor.is_meta or tensor.is_complex():
+        raise _refusal(name, tensor, "log a real number")
+    return Deferred(tensor) if tensor.is_cuda else float(tensor.item())
+
+
+def _as_float(name: str, value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise _refusal(name, value, "log a real number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _refusal(name, value, "log a real number") from error
+
+
+def _refusal(name: str, value: Any, advice: str) -> UsageError:
+    shape = getattr(value, "shape", None)
+    what = type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
+    return UsageError(f"log({name}=...) takes one number, not a {what}: {advice}.")
