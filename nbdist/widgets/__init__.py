@@ -1,0 +1,1 @@
+"""SHOW: what the notebook displays. Import a module of it only to open a view."""

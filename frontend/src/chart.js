@@ -1,0 +1,176 @@
+// The chart: uPlot, fed with columns; rebuilt only when its structure changes.
+import uPlot from "uplot";
+import { band, positive } from "./columns.js";
+import { duration, number } from "./format.js";
+import { dash, stroke, themeOf } from "./palette.js";
+
+const HEIGHT = 260;
+const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+const INVISIBLE = { points: { show: false }, stroke: "transparent", width: 0 };
+
+export class Chart {
+  #host;
+  #onCursor;
+  #plot = null;
+  #structure = "";
+  #theme;
+  #zoomed = false;
+  #picture = null;
+  #highlighted = null;
+  #resizing;
+
+  /** `onCursor(index | null, left, top)` follows the pointer, in CSS pixels. */
+  constructor(host, onCursor) {
+    this.#host = host;
+    this.#onCursor = onCursor;
+    this.#theme = themeOf(host);
+    this.#resizing = new ResizeObserver(() => this.#fit());
+    this.#resizing.observe(host);
+  }
+
+  /**
+   * Draws a picture: { aligned, asBand, x: "step" | "time", log, label }.
+   * A zoom stays.
+   */
+  draw(picture) {
+    this.#picture = picture;
+    const { columns, series, bands } = compose(picture, this.#highlighted, () => this.#theme);
+    const structure = JSON.stringify([
+      picture.asBand, picture.x, picture.log, picture.label, [...picture.aligned.ranks.keys()],
+      series.length, this.#highlighted,
+    ]);
+    if (structure !== this.#structure) this.#build(picture, series, bands, columns);
+    this.#structure = structure;
+    this.#setData(columns);
+  }
+
+  /** Brings one rank to the front; null brings none. */
+  highlight(rank) {
+    if (rank === this.#highlighted) return;
+    this.#highlighted = rank;
+    if (this.#picture) this.draw(this.#picture);
+  }
+
+  /** Moves the cursor to a position of the x axis, as the pointer would. */
+  pointAt(index) {
+    if (!this.#plot) return;
+    const left = this.#plot.valToPos(this.#plot.data[0][index], "x");
+    this.#plot.setCursor({ left, top: this.#plot.over.clientHeight / 2 });
+  }
+
+  /** Takes the colours of the page anew. */
+  repaint() {
+    this.#theme = themeOf(this.#host);
+    this.#plot?.redraw(false);
+  }
+
+  destroy() {
+    this.#resizing.disconnect();
+    this.#plot?.destroy();
+  }
+
+  #build(picture, series, bands, columns) {
+    this.#plot?.destroy();
+    this.#zoomed = false;
+    const options = {
+      width: this.#width(),
+      height: HEIGHT,
+      legend: { show: false },
+      padding: [12, 12, 0, 0],
+      scales: { x: { time: false }, y: picture.log ? { distr: 3 } : {} },
+      axes: this.#axes(picture),
+      series: [{}, ...series],
+      bands,
+      cursor: { y: false, drag: { x: true, y: false }, points: { size: 7 } },
+      hooks: {
+        setCursor: [(plot) => this.#onCursor(plot.cursor.idx, plot.cursor.left, plot.cursor.top)],
+        setSelect: [(plot) => (this.#zoomed = plot.select.width > 0)],
+      },
+    };
+    this.#plot = new uPlot(options, columns, this.#host);
+    this.#plot.over.addEventListener("dblclick", () => (this.#zoomed = false));
+  }
+
+  #setData(columns) {
+    const { min, max } = this.#plot.scales.x;
+    this.#plot.setData(columns, !this.#zoomed);
+    if (this.#zoomed) this.#plot.setScale("x", { min, max });
+  }
+
+  #axes({ x, label }) {
+    const common = {
+      stroke: () => this.#theme.text,
+      font: this.#theme.font,
+      labelFont: this.#theme.font,
+      labelSize: 20,
+      grid: { stroke: () => this.#theme.grid, width: 1 },
+      ticks: { stroke: () => this.#theme.grid, width: 1, size: 4 },
+    };
+    const time = { incrs: SECONDS, values: (_, splits) => splits.map(duration) };
+    return [
+      { ...common, size: 32, label: x, ...(x === "time" ? time : {}) },
+      { ...common, size: 64, label, values: (_, splits) => splits.map((v) => (v === null ? "" : number(v))) },
+    ];
+  }
+
+  #fit() {
+    if (this.#plot && this.#width() !== this.#plot.width) {
+      this.#plot.setSize({ width: this.#width(), height: HEIGHT });
+    }
+  }
+
+  #width() {
+    return Math.max(200, this.#host.clientWidth);
+  }
+}
+
+/** uPlot's columns, series and bands of a picture. */
+function compose({ aligned, asBand, log }, highlighted, theme) {
+  const shape = asBand ? bandOf(aligned, theme) : linesOf(aligned, highlighted, theme);
+  const front = aligned.ranks.get(highlighted);
+  if (asBand && front) {
+    shape.columns.push(front.mean);
+    shape.series.push(line(highlighted, theme, 2.5));
+  }
+  const columns = log ? shape.columns.map(positive) : shape.columns;
+  return { ...shape, columns: [aligned.x, ...columns] };
+}
+
+function bandOf(aligned, theme) {
+  const { low, middle, high } = band(aligned);
+  return {
+    columns: [high, low, middle],
+    series: [
+      { ...INVISIBLE, spanGaps: true },
+      { ...INVISIBLE, spanGaps: true },
+      { stroke: () => theme().middle, width: 2, spanGaps: true, points: { show: false } },
+    ],
+    bands: [{ series: [1, 2], fill: () => theme().band }],
+  };
+}
+
+function linesOf(aligned, highlighted, theme) {
+  const columns = [], series = [], bands = [];
+  for (const [rank, { mean, low, high }] of aligned.ranks) {
+    const dimmed = highlighted !== null && highlighted !== rank;
+    series.push(line(rank, theme, highlighted === rank ? 2.5 : 1.5, dimmed ? 0.25 : 1));
+    columns.push(mean);
+    if (dimmed || low.every((value, i) => value === high[i])) continue;
+    // Means of buckets: show how far the values in each bucket went.
+    const at = columns.push(high, low);
+    series.push({ ...INVISIBLE, spanGaps: true }, { ...INVISIBLE, spanGaps: true });
+    bands.push({ series: [at - 1, at], fill: () => `color-mix(in srgb, ${stroke(rank, theme())} 18%, transparent)` });
+  }
+  return { columns, series, bands };
+}
+
+function line(rank, theme, width, alpha = 1) {
+  return {
+    stroke: () => stroke(rank, theme()),
+    dash: dash(rank),
+    width,
+    alpha,
+    spanGaps: true,
+    points: { show: (plot, i, first, last) => last - first < 30, size: 5 },
+  };
+}

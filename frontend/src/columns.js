@@ -1,0 +1,96 @@
+// Lines up the ranks' series on one x axis: what the chart draws.
+//
+// In a column, undefined is "nothing here" (the line goes on), null is a gap: a value
+// that is no finite number.
+
+const MAX_BINS = 600;
+
+/** The metric over steps. Buckets of the ranks share their steps. */
+export function byStep(metric, ranks) {
+  const chosen = pick(metric, ranks);
+  const x = sortedUnion(chosen.map(([, series]) => series.steps));
+  const index = new Map(x.map((step, i) => [step, i]));
+  return align(x, chosen, (series, i) => index.get(series.steps[i]));
+}
+
+/** The metric over seconds since `origin`. Ranks meet in equal bins of time. */
+export function byTime(metric, ranks, origin) {
+  const chosen = pick(metric, ranks);
+  const end = Math.max(...chosen.map(([, series]) => series.times.at(-1) ?? origin));
+  const longest = Math.max(0, ...chosen.map(([, series]) => series.times.length));
+  const bins = Math.min(MAX_BINS, longest);
+  const width = (end - origin) / bins || 1;
+  const x = Array.from({ length: bins }, (_, i) => (i + 0.5) * width);
+  const binOf = (series, i) =>
+    Math.max(0, Math.min(bins - 1, Math.floor((series.times[i] - origin) / width)));
+  return align(x, chosen, binOf);
+}
+
+/** Least, middle and greatest over the ranks, at each x. */
+export function band(aligned) {
+  const each = [...aligned.ranks.values()];
+  const low = [], middle = [], high = [];
+  for (let i = 0; i < aligned.x.length; i++) {
+    const means = each.map((rank) => rank.mean[i]).filter(isNumber).sort((a, b) => a - b);
+    low.push(extreme(Math.min, each.map((rank) => rank.low[i])));
+    high.push(extreme(Math.max, each.map((rank) => rank.high[i])));
+    middle.push(means.length ? median(means) : undefined);
+  }
+  return { x: aligned.x, low, middle, high };
+}
+
+/** The column without what a logarithmic axis cannot show. */
+export function positive(column) {
+  return column.map((value) => (value <= 0 ? null : value));
+}
+
+function pick(metric, ranks) {
+  return ranks.filter((r) => metric.ranks.has(r)).map((r) => [r, metric.ranks.get(r)]);
+}
+
+function sortedUnion(lists) {
+  const longest = lists.reduce((a, b) => (b.length > a.length ? b : a), []);
+  const known = new Set(longest);
+  for (const list of lists) for (const value of list) known.add(value);
+  if (known.size === longest.length) return [...longest];
+  return [...Float64Array.from(known).sort()];
+}
+
+function align(x, chosen, slotOf) {
+  const ranks = new Map();
+  for (const [rank, series] of chosen) ranks.set(rank, scatter(series, x.length, slotOf));
+  return { x, ranks };
+}
+
+function scatter(series, length, slotOf) {
+  const mean = Array(length).fill(undefined);
+  const low = Array(length).fill(undefined);
+  const high = Array(length).fill(undefined);
+  const counts = new Uint32Array(length);
+  for (let i = 0; i < series.means.length; i++) {
+    const slot = slotOf(series, i);
+    const n = ++counts[slot];
+    mean[slot] = n === 1 ? series.means[i] : mean[slot] + (series.means[i] - mean[slot]) / n;
+    low[slot] = n === 1 ? series.lows[i] : Math.min(low[slot], series.lows[i]);
+    high[slot] = n === 1 ? series.highs[i] : Math.max(high[slot], series.highs[i]);
+  }
+  return { mean: finite(mean), low: finite(low), high: finite(high) };
+}
+
+function finite(column) {
+  return column.map((v) => (v === undefined || Number.isFinite(v) ? v : null));
+}
+
+function isNumber(value) {
+  return value !== undefined && value !== null;
+}
+
+function extreme(choose, values) {
+  const numbers = values.filter(isNumber);
+  return numbers.length ? choose(...numbers) : undefined;
+}
+
+function median(sorted) {
+  const half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}

@@ -1,0 +1,109 @@
+// What one model knows: filled by messages, read by views.
+
+const COLUMNS = ["steps", "times", "means", "lows", "highs"];
+
+/** One rank's values of one metric, in buckets; the columns are parallel. */
+export class Series {
+  steps = [];
+  times = [];
+  means = [];
+  lows = [];
+  highs = [];
+  latest = { step: NaN, time: NaN, value: NaN };
+}
+
+export class Store {
+  /** name → { width, ranks: Map(rank → Series) }, in the order of first logging */
+  metrics = new Map();
+  /** rank → { rank, host, device, name } */
+  ranks = new Map();
+  /** rank → { rank, device, utilisation, used, total, own, cpu } */
+  devices = new Map();
+  /** [rank, count] of records that never arrived */
+  lost = [];
+  /** Ranks that the user does not want to see, in any view. */
+  hidden = new Set();
+  sequence = -1;
+  #asked = false;
+  #listeners = new Set();
+
+  /** Takes a message in. False when one before it is missing: ask for everything. */
+  apply(message, buffer) {
+    if (!message.full && message.sequence !== this.sequence + 1) {
+      // Ask once; what follows the gap cannot be used until everything comes.
+      const first = !this.#asked;
+      this.#asked = true;
+      return !first;
+    }
+    this.#asked = false;
+    this.sequence = message.sequence;
+    if (message.full) this.metrics.clear();
+    this.#readSeries(message.series, new NumberReader(buffer));
+    this.ranks = new Map(
+      message.ranks.map(([rank, host, device, name]) => [rank, { rank, host, device, name }]),
+    );
+    this.devices = new Map(message.devices.map((device) => [device.rank, device]));
+    this.lost = message.lost;
+    for (const listener of this.#listeners) listener();
+    return true;
+  }
+
+  /** Calls `listener()` after each message; returns the function that ends it. */
+  subscribe(listener) {
+    this.#listeners.add(listener);
+    return () => this.#listeners.delete(listener);
+  }
+
+  /** Every rank that is known of, in order. */
+  allRanks() {
+    const known = new Set([...this.ranks.keys(), ...this.devices.keys()]);
+    for (const metric of this.metrics.values()) {
+      for (const rank of metric.ranks.keys()) known.add(rank);
+    }
+    return [...known].sort((a, b) => a - b);
+  }
+
+  /** When the first sample that is still there was taken, in seconds. */
+  origin() {
+    let first = Infinity;
+    for (const metric of this.metrics.values()) {
+      for (const series of metric.ranks.values()) first = Math.min(first, ...series.times.slice(0, 1));
+    }
+    return first;
+  }
+
+  #readSeries(headers, numbers) {
+    for (const [name, rank, width, start, count] of headers) {
+      const series = this.#series(name, rank, width);
+      const [step, time, value] = numbers.take(3);
+      series.latest = { step, time, value };
+      for (const column of COLUMNS) {
+        series[column].length = start;
+        series[column].push(...numbers.take(count));
+      }
+    }
+  }
+
+  #series(name, rank, width) {
+    if (!this.metrics.has(name)) this.metrics.set(name, { width, ranks: new Map() });
+    const metric = this.metrics.get(name);
+    metric.width = width;
+    if (!metric.ranks.has(rank)) metric.ranks.set(rank, new Series());
+    return metric.ranks.get(rank);
+  }
+}
+
+/** Reads float64s one after the other from a DataView, which may lie unaligned. */
+class NumberReader {
+  #numbers;
+  #position = 0;
+
+  constructor({ buffer, byteOffset, byteLength }) {
+    this.#numbers = new Float64Array(buffer.slice(byteOffset, byteOffset + byteLength));
+  }
+
+  take(count) {
+    this.#position += count;
+    return this.#numbers.subarray(this.#position - count, this.#position);
+  }
+}

@@ -1,0 +1,119 @@
+// One row for each rank: where it runs, how busy it is, what it last logged.
+import { h, setText } from "./dom.js";
+import { memory, number, percent } from "./format.js";
+import { stroke } from "./palette.js";
+
+const HEADINGS = ["Rank", "Device", "Utilisation", "Memory", "Step"];
+
+export class RankTable {
+  #body = h("tbody");
+  #value = h("th", { scope: "col", class: "number" });
+  #rows = new Map();
+  element = h("table", { class: "nbdist-ranks" },
+    h("caption", { class: "nbdist-unseen" }, "Ranks: device, load, and latest values"),
+    h("thead", {}, h("tr", {}, ...HEADINGS.map(heading), this.#value)),
+    this.#body);
+
+  draw(store, metricName, theme) {
+    setText(this.#value, metricName || "Value");
+    const ranks = store.allRanks();
+    if (ranks.join() !== [...this.#rows.keys()].join()) this.#build(ranks);
+    const metric = store.metrics.get(metricName);
+    for (const rank of ranks) {
+      const gone = store.ranks.size > 0 && !store.ranks.has(rank);
+      this.#rows.get(rank).draw({
+        gone,
+        info: store.ranks.get(rank),
+        device: store.devices.get(rank),
+        latest: metric?.ranks.get(rank)?.latest,
+        colour: stroke(rank, theme),
+      });
+    }
+  }
+
+  #build(ranks) {
+    this.#rows = new Map(ranks.map((rank) => [rank, new Row(rank)]));
+    this.#body.replaceChildren(...[...this.#rows.values()].map((row) => row.element));
+  }
+}
+
+class Row {
+  #mark = h("span", { class: "mark" });
+  #where = h("td");
+  #spark = new Sparkline();
+  #load = h("span", { class: "percent" });
+  #fill = h("span");
+  #bar = h("span", { class: "bar", role: "meter", "aria-label": "Memory", "aria-valuemin": "0", "aria-valuemax": "100" }, this.#fill);
+  #amount = h("span", { class: "amount" });
+  #step = h("td", { class: "number" });
+  #value = h("td", { class: "number" });
+  element;
+
+  constructor(rank) {
+    this.element = h("tr", {},
+      h("th", { scope: "row" }, this.#mark, String(rank)),
+      this.#where,
+      h("td", { class: "load" }, this.#spark.element, this.#load),
+      h("td", { class: "memory" }, this.#bar, this.#amount),
+      this.#step,
+      this.#value);
+  }
+
+  draw({ gone, info, device, latest, colour }) {
+    this.element.classList.toggle("gone", gone);
+    this.#mark.style.background = colour;
+    setText(this.#where, gone ? "left" : place(info, device));
+    this.#where.title = info?.name ?? "";
+    setText(this.#load, percent(device?.utilisation.at(-1)));
+    this.#spark.draw(device?.utilisation ?? []);
+    this.#drawMemory(device);
+    setText(this.#step, latest ? number(latest.step) : "–");
+    setText(this.#value, latest ? number(latest.value) : "–");
+  }
+
+  #drawMemory(device) {
+    const { used, total, own } = device ?? {};
+    const share = used !== null && total ? Math.min(100, (100 * used) / total) : null;
+    this.#bar.hidden = share === null;
+    if (share !== null) {
+      this.#fill.style.width = `${share}%`;
+      this.#bar.setAttribute("aria-valuenow", share.toFixed(0));
+    }
+    setText(this.#amount, memory(used, total));
+    this.#amount.title = own ? `${memory(own)} of it this rank's own` : "";
+  }
+}
+
+/** A minute of percentages; above 100 (several cores) the scale grows. */
+class Sparkline {
+  static #NS = "http://www.w3.org/2000/svg";
+  element = document.createElementNS(Sparkline.#NS, "svg");
+  #line = document.createElementNS(Sparkline.#NS, "polyline");
+  #drawn = "";
+
+  constructor() {
+    this.element.setAttribute("viewBox", "0 0 60 16");
+    this.element.setAttribute("preserveAspectRatio", "none");
+    this.element.setAttribute("aria-hidden", "true");
+    this.element.append(this.#line);
+  }
+
+  draw(values) {
+    const known = values.filter((value) => value !== null);
+    const top = Math.max(100, ...known);
+    const first = 60 - known.length;
+    const points = known.map((v, i) => `${first + i + 0.5},${(15 - (14 * v) / top).toFixed(1)}`);
+    const drawn = points.join(" ");
+    if (drawn !== this.#drawn) this.#line.setAttribute("points", (this.#drawn = drawn));
+  }
+}
+
+function heading(text) {
+  const numeric = text === "Step";
+  return h("th", numeric ? { scope: "col", class: "number" } : { scope: "col" }, text);
+}
+
+function place(info, device) {
+  const name = info?.device ?? device?.device ?? "–";
+  return info ? `${info.host}:${name}` : name;
+}

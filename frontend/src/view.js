@@ -1,0 +1,151 @@
+// One view of a model: puts the parts together, and draws at most once a frame.
+import { Chart } from "./chart.js";
+import { byStep, byTime } from "./columns.js";
+import { Controls } from "./controls.js";
+import { h, setText } from "./dom.js";
+import { Legend } from "./legend.js";
+import { themeOf, watchTheme } from "./palette.js";
+import { Readout, sentence } from "./readout.js";
+import { Status } from "./status.js";
+import { RankTable } from "./table.js";
+
+const MOST_LINES = 12;
+const TRAITS = ["metric", "x", "log"];
+
+export class View {
+  #model;
+  #store;
+  #root;
+  #plane;
+  #empty;
+  #chart;
+  #status = new Status();
+  #controls;
+  #legend;
+  #readout = new Readout();
+  #table = new RankTable();
+  #picture = null;
+  #index = null;
+  #frame = 0;
+  #idle;
+  #endings;
+
+  constructor(element, model, store) {
+    this.#model = model;
+    this.#store = store;
+    this.#controls = new Controls(model);
+    const highlight = (rank) => this.#chart.highlight(rank);
+    this.#legend = new Legend(store.hidden, () => this.#schedule(), highlight);
+    this.#build(element);
+    this.#chart = new Chart(this.#plane, (...cursor) => this.#onCursor(...cursor));
+    this.#idle = setInterval(() => this.#schedule(), 2000); // "running" must end
+    this.#endings = [
+      store.subscribe(() => this.#schedule()),
+      watchTheme(() => (this.#chart.repaint(), this.#schedule())),
+      this.#watchTraits(),
+    ];
+    this.#schedule();
+  }
+
+  destroy() {
+    cancelAnimationFrame(this.#frame);
+    clearInterval(this.#idle);
+    for (const end of this.#endings) end();
+    this.#chart.destroy();
+  }
+
+  #build(element) {
+    this.#plane = h("div", {
+      class: "nbdist-plane", role: "slider", tabindex: "0",
+      onkeydown: (event) => this.#onKey(event),
+      onblur: () => this.#onCursor(null),
+    });
+    this.#empty = h("p", { class: "nbdist-empty" },
+      "Nothing logged yet. In a ", h("code", {}, "%%distributed"), " cell: ",
+      h("code", {}, "nbdist.log(loss=loss)"));
+    // JupyterLab leaves the keys to what is inside this attribute.
+    this.#root = h("section", { class: "nbdist-monitor", "aria-label": "nbdist monitor", "data-lm-suppress-shortcuts": "true" },
+      h("header", {}, this.#status.element, this.#controls.element),
+      h("div", { class: "nbdist-chart" }, this.#plane, this.#empty, this.#readout.element),
+      this.#legend.element,
+      h("div", { class: "nbdist-scroll" }, this.#table.element),
+      hideStatic(this.#model));
+    element.append(this.#root);
+  }
+
+  #watchTraits() {
+    const changed = () => this.#schedule();
+    for (const trait of TRAITS) this.#model.on(`change:${trait}`, changed);
+    return () => TRAITS.forEach((trait) => this.#model.off(`change:${trait}`, changed));
+  }
+
+  #schedule() {
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#frame = 0;
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    const names = [...this.#store.metrics.keys()];
+    const wanted = this.#model.get("metric");
+    const name = names.includes(wanted) ? wanted : (names[0] ?? "");
+    const theme = themeOf(this.#plane);
+    const ranks = this.#store.allRanks();
+    this.#status.draw(this.#store, name);
+    this.#controls.draw(names, name);
+    this.#legend.draw(ranks, theme);
+    this.#table.draw(this.#store, name, theme);
+    this.#empty.hidden = names.length > 0;
+    if (name) this.#drawChart(name, ranks.filter((rank) => !this.#store.hidden.has(rank)));
+    this.#root.dataset.sequence = this.#store.sequence;
+  }
+
+  #drawChart(name, ranks) {
+    const metric = this.#store.metrics.get(name);
+    const [x, log] = [this.#model.get("x"), this.#model.get("log")];
+    const aligned = x === "time" ? byTime(metric, ranks, this.#store.origin()) : byStep(metric, ranks);
+    this.#picture = { aligned, asBand: aligned.ranks.size > MOST_LINES, x, log, label: name };
+    this.#chart.draw(this.#picture);
+    this.#describe();
+  }
+
+  #describe() {
+    const { aligned, label, x, asBand } = this.#picture;
+    const last = aligned.x.length - 1;
+    const at = Math.min(this.#index ?? last, last);
+    const kind = asBand ? "median and range of the ranks" : "one line for each rank";
+    const attributes = {
+      "aria-label": `${label} by ${x}, ${kind}; arrow keys read the values`,
+      "aria-valuemin": 0,
+      "aria-valuemax": Math.max(0, last),
+      "aria-valuenow": Math.max(0, at),
+      "aria-valuetext": last < 0 ? "no values" : sentence(this.#picture, at),
+    };
+    for (const [name, value] of Object.entries(attributes)) this.#plane.setAttribute(name, value);
+  }
+
+  #onCursor(index, left, top) {
+    this.#index = index ?? null;
+    if (this.#index === null || !this.#picture) return this.#readout.hide();
+    const inset = this.#plane.querySelector(".u-over");
+    this.#readout.show(this.#picture, index, left + inset.offsetLeft, top + inset.offsetTop, themeOf(this.#plane));
+    this.#describe();
+  }
+
+  #onKey(event) {
+    const last = (this.#picture?.aligned.x.length ?? 0) - 1;
+    const at = this.#index ?? last;
+    const page = Math.ceil(last / 10);
+    const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, PageDown: at - page, PageUp: at + page, Home: 0, End: last };
+    if (last < 0 || !(event.key in moves)) return;
+    event.preventDefault();
+    this.#chart.pointAt(Math.min(last, Math.max(0, moves[event.key])));
+  }
+}
+
+/** Hides the static picture of the same monitor for as long as this view is there. */
+function hideStatic(model) {
+  const name = `nbdist-static-${model.get("picture")}`;
+  return h("style", {}, `.${name}, .jp-OutputArea-child:has(.${name}) { display: none }`);
+}

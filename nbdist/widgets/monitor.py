@@ -1,0 +1,111 @@
+"""The live monitor: a chart of what the ranks log, and a table of what they do."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import anywidget
+import traitlets
+
+from nbdist.telemetry.collector import Collector, Cursor
+from nbdist.widgets.messages import encode
+from nbdist.widgets.pacing import Pacer
+
+__all__ = ["Monitor"]
+
+_STATIC = files("nbdist.widgets") / "static"
+
+
+class Monitor(anywidget.AnyWidget):
+    """Shows a collector live, also while a cell keeps the kernel busy.
+
+    A thread of its own sends what changed, at most ten times a second. Every message
+    is numbered; a front end that misses one asks for everything.
+
+    Args:
+        collector: Where the data come from.
+        metric: The metric to show first; the first one logged when empty.
+        x: "step" or "time".
+        log: Whether the y axis is logarithmic.
+    """
+
+    _esm = (_STATIC / "monitor.js").read_text(encoding="utf-8")
+    _css = (_STATIC / "monitor.css").read_text(encoding="utf-8")
+
+    metric = traitlets.Unicode("").tag(sync=True)
+    x = traitlets.Enum(["step", "time"], "step").tag(sync=True)
+    log = traitlets.Bool(False).tag(sync=True)
+    picture = traitlets.Unicode().tag(sync=True)
+    """Names the still picture that the widget hides while it is shown."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        *,
+        metric: str = "",
+        x: str = "step",
+        log: bool = False,
+    ) -> None:
+        super().__init__(metric=metric, x=x, log=log, picture=uuid.uuid4().hex)
+        self._collector = collector
+        self._pacer = Pacer()
+        self._sequence = 0
+        self._cursor: Cursor | None = None
+        self._changed = threading.Event()
+        self._hurry = threading.Event()
+        self._ended = False
+        self._closers: list[Callable[[], None]] = []
+        self.on_msg(self._hear)
+        self._unsubscribe = collector.subscribe(self._changed.set)
+        self._changed.set()
+        self._thread = threading.Thread(
+            target=self._run, name="nbdist-monitor", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, with what is left, and the views. Safe to call twice."""
+        if not self._ended:
+            self._ended = True
+            self._unsubscribe()
+            self._hurry.set()
+            self._changed.set()
+            self._thread.join(timeout=1.0)
+            for closer in self._closers:
+                closer()
+        super().close()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have `callback()` called once, when the monitor is closed."""
+        self._closers.append(callback)
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._changed.wait()
+            self._changed.clear()
+            size = self._publish()
+            self._hurry.wait(self._pacer.delay_s(size))
+            self._hurry.clear()
+
+    def _publish(self) -> int:
+        """Send what the front end lacks; its size in bytes."""
+        everything = self._pacer.next_stands_alone()
+        snapshot = self._collector.snapshot(None if everything else self._cursor)
+        self._cursor = snapshot.cursor
+        content, buffer = encode(snapshot, self._sequence)
+        self._sequence += 1
+        self.send(content, [buffer])
+        self._pacer.sent()
+        return len(buffer)
+
+    def _hear(self, _: Monitor, content: dict[str, Any], __: list[memoryview]) -> None:
+        # May run in any thread: ipykernel 7 hears widgets while a cell runs.
+        self._pacer.acknowledged()
+        if content.get("kind") == "everything":
+            self._pacer.ask()
+            self._changed.set()
+            self._hurry.set()

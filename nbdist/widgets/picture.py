@@ -1,0 +1,192 @@
+"""A still picture of a metric, as HTML that any notebook viewer shows.
+
+Viewers that do not trust a notebook strip inline SVG, so the chart is an image with
+its SVG in a data URL; the table is plain HTML.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from statistics import median
+
+from nbdist.telemetry.collector import Piece, Snapshot
+
+__all__ = ["picture"]
+
+Points = list[tuple[float, float]]
+
+WIDTH, HEIGHT = 720, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 28, 36
+MOST_LINES = 12
+MOST_POINTS = 400
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000",
+           "#F0E442"]  # fmt: skip  # Okabe and Ito, 2008; the live chart has the same
+
+
+def picture(
+    snapshot: Snapshot, metric: str, *, log: bool = False, name: str = ""
+) -> str:
+    """The chart and table of one metric over the steps, as HTML.
+
+    Args:
+        snapshot: A full snapshot.
+        metric: The metric to show; the first one that is there when it is not.
+        log: Whether the y axis is logarithmic; what is not positive is left out then.
+        name: A CSS class for the whole.
+    """
+    names = [piece.metric for piece in snapshot.pieces]
+    metric = metric if metric in names else next(iter(names), "")
+    pieces = sorted(
+        (piece for piece in snapshot.pieces if piece.metric == metric),
+        key=lambda piece: piece.rank,
+    )
+    if not pieces:
+        return f'<div class="{escape(name)}">Nothing was logged.</div>'
+    source = base64.b64encode(_svg(metric, pieces, log).encode()).decode()
+    return (
+        f'<div class="{escape(name)}">'
+        f'<img alt="{escape(_summary(metric, pieces))}" width="{WIDTH}" '
+        f'height="{HEIGHT}" src="data:image/svg+xml;base64,{source}">'
+        f"{_table(metric, pieces, snapshot)}</div>"
+    )
+
+
+def _summary(metric: str, pieces: list[Piece]) -> str:
+    values = [piece.latest[2] for piece in pieces]
+    step = max(piece.latest[0] for piece in pieces)
+    return (
+        f"{metric} of {len(pieces)} ranks by step: from {min(values):.4g} to "
+        f"{max(values):.4g} at step {step:.0f}"
+    )
+
+
+def _table(metric: str, pieces: list[Piece], snapshot: Snapshot) -> str:
+    where = {info.rank: f"{info.host}:{info.device}" for info in snapshot.ranks}
+    rows = "".join(
+        f"<tr><td>{piece.rank}</td><td>{escape(where.get(piece.rank, ''))}</td>"
+        f"<td>{piece.latest[0]:.0f}</td><td>{piece.latest[2]:.4g}</td></tr>"
+        for piece in pieces
+    )
+    head = f"<th>rank</th><th>device</th><th>step</th><th>{escape(metric)}</th>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _svg(metric: str, pieces: list[Piece], log: bool) -> str:
+    curves = [_points(piece, log) for piece in pieces]
+    axes = _Axes([point for curve in curves for point in curve], log)
+    if len(pieces) > MOST_LINES:
+        shapes = _band(pieces, axes, log)
+    else:
+        shapes = [
+            _polyline(axes, _thin(curve), COLOURS[piece.rank % len(COLOURS)])
+            for piece, curve in zip(pieces, curves, strict=True)
+        ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="11" fill="#333">'
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#fff"/>'
+        f'<text x="{LEFT}" y="18" font-weight="bold">{escape(metric)}</text>'
+        f'<text x="{WIDTH - RIGHT}" y="18" text-anchor="end">{len(pieces)} ranks, '
+        f"by step</text>{axes.grid()}{''.join(shapes)}</svg>"
+    )
+
+
+def _points(piece: Piece, log: bool) -> Points:
+    """What can be drawn: finite, and positive on a logarithmic axis."""
+    return [
+        (x, math.log10(y) if log else y)
+        for x, y in zip(piece.steps, piece.means, strict=True)
+        if math.isfinite(y) and (y > 0 or not log)
+    ]
+
+
+def _thin(points: Points) -> Points:
+    """At most MOST_POINTS of them: of each chunk the least and the greatest."""
+    if len(points) <= MOST_POINTS:
+        return points
+    size = math.ceil(2 * len(points) / MOST_POINTS)
+    thinned = []
+    for start in range(0, len(points), size):
+        chunk = sorted(points[start : start + size], key=lambda point: point[1])
+        thinned += sorted((chunk[0], chunk[-1]))
+    return thinned
+
+
+def _band(pieces: list[Piece], axes: _Axes, log: bool) -> list[str]:
+    """Median line and range over the ranks."""
+    at: dict[float, list[float]] = {}
+    for piece in pieces:
+        for x, y in _points(piece, log):
+            at.setdefault(x, []).append(y)
+    steps = sorted(at)
+    steps = steps[:: math.ceil(len(steps) / MOST_POINTS)] if steps else []
+    low = [(x, min(at[x])) for x in steps]
+    high = [(x, max(at[x])) for x in reversed(steps)]
+    outline = axes.path(low + high)
+    return [
+        f'<polygon points="{outline}" fill="{COLOURS[0]}" fill-opacity="0.2"/>',
+        _polyline(axes, [(x, median(at[x])) for x in steps], COLOURS[0]),
+    ]
+
+
+def _polyline(axes: _Axes, points: Points, colour: str) -> str:
+    return (
+        f'<polyline points="{axes.path(points)}" fill="none" stroke="{colour}" '
+        'stroke-width="1.5"/>'
+    )
+
+
+class _Axes:
+    """Maps steps and values (or their logarithms) to the picture."""
+
+    def __init__(self, points: Points, log: bool) -> None:
+        self._log = log
+        self._x = _span([x for x, _ in points])
+        self._y = _span([y for _, y in points])
+
+    def path(self, points: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{self._left(x):.1f},{self._top(y):.1f}" for x, y in points)
+
+    def grid(self) -> str:
+        horizontal = "".join(self._horizontal(y) for y in _ticks(*self._y, 5))
+        return horizontal + "".join(self._vertical(x) for x in _ticks(*self._x, 8))
+
+    def _horizontal(self, y: float) -> str:
+        top = self._top(y)
+        return (
+            f'<path d="M{LEFT} {top:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>'
+            f'<text x="{LEFT - 8}" y="{top + 4:.1f}" text-anchor="end">'
+            f"{10**y if self._log else y:.4g}</text>"
+        )
+
+    def _vertical(self, x: float) -> str:
+        left = self._left(x)
+        return (
+            f'<path d="M{left:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#ddd"/>'
+            f'<text x="{left:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
+            f"{x:.6g}</text>"
+        )
+
+    def _left(self, x: float) -> float:
+        low, high = self._x
+        return LEFT + (x - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+    def _top(self, y: float) -> float:
+        low, high = self._y
+        return HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers within the span: 1, 2 or 5 times a power of ten apart."""
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= most)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [i * step for i in range(first, last + 1)]
