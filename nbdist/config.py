@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["CollectiveConfig", "environment"]
+__all__ = ["ClusterConfig", "CollectiveConfig", "environment"]
 
 
 def environment(name: str, default: str) -> str:
@@ -21,9 +21,15 @@ class CollectiveConfig:
     """How collectives choose and pace their transports."""
 
     transport: str = "auto"
-    """Force one transport for every collective (NBDIST_TRANSPORT)."""
+    """Force one for every CPU tensor: "shared", "mpi" or "ring" (NBDIST_TRANSPORT)."""
     timeout_s: float | None = None
-    """Seconds a collective waits for its peers; None waits until it is released."""
+    """Seconds a collective waits for its peers; None waits until it is released
+    (NBDIST_COLLECTIVE_TIMEOUT)."""
+    slot_bytes: int = 512 * 1024
+    """Shared memory each rank writes one block to; it should fit a core's L2 cache with
+    the block it was copied from (NBDIST_SLOT_BYTES)."""
+    check: bool = True
+    """Compare the ranks' calls; off only to measure what that costs (NBDIST_CHECK=0)."""
 
     @classmethod
     def from_environment(cls) -> CollectiveConfig:
@@ -31,4 +37,33 @@ class CollectiveConfig:
         return cls(
             transport=environment("TRANSPORT", "auto"),
             timeout_s=float(timeout) if timeout else None,
+            slot_bytes=int(environment("SLOT_BYTES", str(cls.slot_bytes))),
+            check=environment("CHECK", "1") != "0",
+        )
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What a user asks of `%dist_start` or `nbdist.Cluster`. None means: decide."""
+
+    n: int | None = None
+    """Number of ranks; default one per visible GPU, else min(4, cores)."""
+    device: str = "auto"
+    """"auto", "cuda" or "cpu"."""
+    ranks_per_gpu: int | None = None
+    """Ranks that share one GPU, each capped at its share of the memory."""
+    gpu_memory: str | float | int | None = None
+    """Cap per rank: a fraction of the card (0.25) or a size ("8GiB", or bytes)."""
+    threads: int | None = None
+    """torch's intra-op threads per rank; default the cores shared evenly."""
+    timeout_s: float = 120.0
+    """Seconds until every rank must be up (NBDIST_START_TIMEOUT)."""
+    mpiexec: str | None = None
+    """Path of the MPI launcher (NBDIST_MPIEXEC); default the one of the wheel."""
+
+    @classmethod
+    def from_environment(cls) -> ClusterConfig:
+        return cls(
+            timeout_s=float(environment("START_TIMEOUT", "120")),
+            mpiexec=environment("MPIEXEC", "") or None,
         )

@@ -1,27 +1,29 @@
 """Every error that nbdist raises on purpose.
 
 NbdistError
-├── UsageError (ValueError)         a bad argument or option; nothing was started or sent
-│   └── UnsupportedCollective       the operation is not defined for this dtype or op
-├── WrongProcess                    a rank's function called in the notebook, or the reverse
+├── UsageError (ValueError)      a bad argument or option; nothing was started
+│   └── UnsupportedCollective    not defined for this dtype or reduce-op
+├── WrongProcess                 a rank's function called in the notebook
 ├── ClusterError
-│   ├── NotRunning                  there is no cluster to talk to
-│   ├── AlreadyRunning              a cluster is running and was left untouched
-│   ├── StartError                  the cluster did not come up; everything was cleaned up
-│   └── RankDied                    a rank's process ended while it was needed
-├── CellError                       a cell failed on one or more ranks
-│   ├── CellTimeout                 the cell's --timeout ran out
-│   └── CellInterrupted             the cell was interrupted
-├── TransferError                   a value could not travel between notebook and ranks
-└── CollectiveError                 raised on the ranks
-    ├── CollectiveMismatch          ranks called different collectives
-    ├── CollectiveTimeout           some ranks never arrived
-    └── CollectiveAborted           released because another rank failed or was interrupted
+│   ├── NotRunning               there is no cluster to talk to
+│   ├── AlreadyRunning           a cluster is running and was left untouched
+│   ├── StartError               the cluster did not come up; all is cleaned up
+│   └── RankDied                 a rank's process ended while it was needed
+├── CellError                    a cell failed on one or more ranks
+│   ├── CellTimeout              the cell's --timeout ran out
+│   └── CellInterrupted          the cell was interrupted
+├── TransferError                a value could not travel to or from the ranks
+└── CollectiveError              raised on the ranks
+    ├── CollectiveMismatch       ranks called different collectives
+    ├── CollectiveTimeout        some ranks never arrived
+    └── CollectiveAborted        released because another rank left it
 
 A message gives the value that was wrong and the next thing to do.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 __all__ = [
     "AlreadyRunning",
@@ -88,11 +90,13 @@ class CellError(NbdistError):
     """A cell failed on one or more ranks.
 
     `rendered` holds the lines a notebook shows: one traceback for each distinct error.
+    `result` is the `CellResult` of a cell: what each rank has printed and done.
     """
 
     def __init__(self, message: str, rendered: list[str] | None = None) -> None:
         super().__init__(message)
         self.rendered = rendered or []
+        self.result: Any = None
 
     def _render_traceback_(self) -> list[str]:
         return [*self.rendered, *super()._render_traceback_()]

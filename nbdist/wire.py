@@ -7,9 +7,18 @@ bytes, and what is not available is None.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Batch", "CollectiveCall", "DeviceSample", "Failure", "RankInfo", "Sample"]
+__all__ = [
+    "Batch",
+    "CollectiveCall",
+    "DeviceSample",
+    "Failure",
+    "RankInfo",
+    "Sample",
+    "format_ranks",
+]
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class DeviceSample:
     """Bytes in use on the GPU by everyone; a CPU rank's own resident bytes."""
     memory_total: int | None
     memory_own: int | None
-    """Bytes held by this rank's torch allocator on the GPU; resident bytes on the CPU."""
+    """Bytes in this rank's torch allocator on the GPU; resident bytes on the CPU."""
     cpu: float
     """Percent of one core this process used; 200 is two cores."""
 
@@ -121,3 +130,16 @@ class Failure:
     evalue: str
     traceback: tuple[str, ...] = field(default=(), repr=False)
     """Formatted lines, with ANSI colours, as IPython made them on the rank."""
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as a short list: "0-2,5"."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(
+        str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts
+    )

@@ -1,0 +1,100 @@
+"""The notebook's handle on the guard process and on the programs it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nbdist.errors import ClusterError
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """Starts a guard, asks it to start programs, and hears when they end.
+
+    Closing the keeper, or the end of this process, makes the guard end everything it
+    started and remove `run_dir`. A second `close` is harmless.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._changed = threading.Condition()
+        self._pids: dict[str, int] = {}
+        self._exit_codes: dict[str, int] = {}
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "nbdist.cluster.guard", str(run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],  # where `nbdist` can be imported from
+        )
+        self._reader = threading.Thread(
+            target=self._read, name="nbdist-keeper", daemon=True
+        )
+        self._reader.start()
+
+    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a program; its output goes to `log(name)`."""
+        order = {
+            "start": name,
+            "argv": list(argv),
+            "env": dict(env),
+            "log": str(self.log(name)),
+        }
+        assert self._guard.stdin is not None
+        try:
+            self._guard.stdin.write(json.dumps(order).encode() + b"\n")
+            self._guard.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise ClusterError(
+                f"cannot start {name}: the cluster's guard process has ended; "
+                "start a new cluster"
+            ) from error
+
+    def log(self, name: str) -> Path:
+        """Where a program's standard output and error are kept."""
+        return self.run_dir / f"{name}.log"
+
+    def exit_code(self, name: str) -> int | None:
+        """The code a program ended with, negative for a signal; None while it runs."""
+        with self._changed:
+            return self._exit_codes.get(name)
+
+    def pid(self, name: str) -> int | None:
+        with self._changed:
+            return self._pids.get(name)
+
+    @property
+    def alive(self) -> bool:
+        return self._guard.poll() is None
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End everything, and return when it has ended."""
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the guard has gone already
+            self._guard.stdin.close()
+        try:
+            self._guard.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(
+                f"the cluster's processes did not end within {timeout_s:.0f} s; "
+                f"guard process {self._guard.pid} is still ending them"
+            ) from error
+
+    def _read(self) -> None:
+        assert self._guard.stdout is not None
+        for line in self._guard.stdout:
+            record = json.loads(line)
+            with self._changed:
+                if "started" in record:
+                    self._pids[record["started"]] = record["pid"]
+                else:
+                    self._exit_codes[record["exited"]] = record["code"]
+                self._changed.notify_all()
+        self._guard.stdout.close()

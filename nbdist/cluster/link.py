@@ -1,0 +1,188 @@
+"""Messages to the ranks and back: the one user of ipyparallel's client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from ipyparallel import Client
+from ipyparallel.client.client import unpack_message
+
+from nbdist.engine import codec
+from nbdist.errors import RankDied
+
+__all__ = ["Exchange", "Link"]
+
+REQUEST = "nbdist_request"
+REPLY = "nbdist_reply"
+TELEMETRY = "nbdist_telemetry"
+CONNECT_TIMEOUT_S = 30
+
+Message = dict[str, Any]
+
+
+class Exchange:
+    """One request to one engine, until its reply and all that it printed are here.
+
+    `reply` resolves to (status, value), from the link's thread. It fails with RankDied
+    where the engine ends first.
+    """
+
+    def __init__(
+        self, engine_uuid: str, on_output: Callable[[Message], None] | None
+    ) -> None:
+        self.engine_uuid = engine_uuid
+        self.reply: Future[tuple[str, Any]] = Future()
+        self._on_output = on_output
+        self._answer: tuple[str, Any] | None = None
+        # Output travels another way than the reply: "idle" marks its end.
+        self._idle = on_output is None
+
+    def output(self, message: Message) -> None:
+        if message["msg_type"] == "status":
+            self._idle |= message["content"]["execution_state"] == "idle"
+            self._settle()
+        elif self._on_output is not None:
+            self._on_output(message)
+
+    def answer(self, message: Message) -> None:
+        value = codec.loads([bytearray(frame) for frame in message["buffers"]])
+        self._answer = message["content"]["status"], value
+        self._settle()
+
+    def fail(self, error: Exception) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+    def _settle(self) -> None:
+        if self._idle and self._answer is not None and not self.reply.done():
+            self.reply.set_result(self._answer)
+
+
+class Link:
+    """A connection to the controller, and through it to every engine."""
+
+    def __init__(
+        self, connection_file: Path, on_telemetry: Callable[[Any], None]
+    ) -> None:
+        self._client = _Client(
+            str(connection_file),
+            profile_dir=str(connection_file.parent.parent),
+            timeout=CONNECT_TIMEOUT_S,
+        )
+        self._client.on_telemetry = on_telemetry
+
+    def engines(self) -> dict[int, str]:
+        """The uuid of every registered engine, by ipyparallel's engine id."""
+        return {number: self._client._engines[number] for number in self._client.ids}
+
+    def on_registration(self, callback: Callable[[Message], None]) -> None:
+        """Hear of engines that come and go, on the link's thread."""
+        self._client._registration_callbacks.append(callback)
+
+    def send(
+        self,
+        engine_uuid: str,
+        target: str,
+        *args: object,
+        what: str = "",
+        control: bool = False,
+        on_output: Callable[[Message], None] | None = None,
+        **kwargs: object,
+    ) -> Exchange:
+        """Ask one engine to call `target` ("module:function" of nbdist.engine).
+
+        Args:
+            what: Names the request in the engine's status.
+            control: Ask the agent's thread, which answers while the engine is busy.
+            on_output: Takes each message that the call prints or displays, on the
+                link's thread.
+        """
+        exchange = Exchange(engine_uuid, on_output)
+        content = {"target": target, "what": what or target}
+        self._client.exchange(exchange, content, codec.dumps((args, kwargs)), control)
+        return exchange
+
+    def fail(self, engine_uuid: str, error: RankDied) -> None:
+        """Give up every exchange with an engine that is gone."""
+        self._client.fail(engine_uuid, error)
+
+    def close(self) -> None:
+        """Close the connection. A second close is harmless."""
+        self._client.close(linger=0)
+
+
+class _Client(Client):  # type: ignore[misc]
+    """ipyparallel's client, with our message type beside its own.
+
+    Its own handling of output keeps everything and costs quadratic time; ours hands
+    each message on.
+    """
+
+    on_telemetry: Callable[[Any], None]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges_lock = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    def activate(self, targets: object = "all", suffix: str = "") -> None:
+        """ipyparallel would claim the %px magics here; they are not ours to take."""
+
+    def exchange(
+        self, exchange: Exchange, content: Message, frames: list[Any], control: bool
+    ) -> None:
+        stream = self._control_stream if control else self._mux_stream
+        message = self.session.msg(REQUEST, content=content)
+        with self._exchanges_lock:
+            self._exchanges[message["header"]["msg_id"]] = exchange
+        self._io_loop.add_callback(
+            self.session.send,
+            stream,
+            message,
+            ident=exchange.engine_uuid.encode(),
+            buffers=frames,
+        )
+
+    def fail(self, engine_uuid: str, error: RankDied) -> None:
+        with self._exchanges_lock:
+            lost = [e for e in self._exchanges.values() if e.engine_uuid == engine_uuid]
+        for exchange in lost:
+            exchange.fail(error)
+
+    def _exchange_of(self, message: Message) -> Exchange | None:
+        parent = message["parent_header"].get("msg_id", "")
+        with self._exchanges_lock:
+            return self._exchanges.get(parent)
+
+    def _forget_finished(self, message: Message, exchange: Exchange) -> None:
+        if exchange.reply.done():
+            with self._exchanges_lock:
+                self._exchanges.pop(message["parent_header"]["msg_id"], None)
+
+    def _on_reply(self, message: Message) -> None:
+        exchange = self._exchange_of(message)
+        if exchange is not None:
+            exchange.answer(message)
+            self._forget_finished(message, exchange)
+
+    @unpack_message  # type: ignore[untyped-decorator]
+    def _dispatch_reply(self, message: Message) -> None:
+        self._on_reply(message)
+
+    @unpack_message  # type: ignore[untyped-decorator]
+    def _dispatch_single_reply(self, message: Message) -> None:
+        self._on_reply(message)
+
+    @unpack_message  # type: ignore[untyped-decorator]
+    def _dispatch_iopub(self, message: Message) -> None:
+        if message["msg_type"] == TELEMETRY:
+            self.on_telemetry(codec.loads(message["buffers"]))
+            return
+        exchange = self._exchange_of(message)
+        if exchange is not None:
+            exchange.output(message)
+            self._forget_finished(message, exchange)

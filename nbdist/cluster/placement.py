@@ -1,0 +1,158 @@
+"""Which rank runs where: pure arithmetic over a configuration and a host."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nbdist.cluster.inventory import Gpu, Host
+from nbdist.config import ClusterConfig
+from nbdist.errors import UsageError
+
+__all__ = ["Place", "place"]
+
+DEFAULT_CPU_RANKS = 4
+UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs, and what it may take there."""
+
+    rank: int
+    host: str
+    gpu: Gpu | None
+    shares_gpu: bool
+    memory_fraction: float | None
+    """Cap on this rank's part of the GPU's memory; None for no cap."""
+    threads: int
+
+
+def place(config: ClusterConfig, host: Host) -> list[Place]:
+    """Places for every rank, in rank order. Pure: the same input, the same places.
+
+    Raises:
+        UsageError: The request cannot be met; the message says by how much.
+    """
+    n = None if config.n is None else _positive("-n", config.n)
+    if config.device not in ("auto", "cuda", "cpu"):
+        raise UsageError(
+            f"--device {config.device!r} is not known: expected auto, cuda or cpu"
+        )
+    on_gpu = _on_gpu(config, host)
+    per_gpu = _ranks_per_gpu(config, on_gpu)
+    if n is None:
+        n = len(host.gpus) * per_gpu if on_gpu else min(DEFAULT_CPU_RANKS, host.cores)
+    if on_gpu and n > len(host.gpus) * per_gpu:
+        raise UsageError(_too_many(n, len(host.gpus), per_gpu))
+    threads = (
+        max(1, host.cores // n)
+        if config.threads is None
+        else _positive("--threads", config.threads)
+    )
+    used = host.gpus[: -(-n // per_gpu)] if on_gpu else ()
+    _check_caps(config, used, per_gpu, n)
+    places = []
+    for rank in range(n):
+        # Neighbouring ranks share a GPU, so that a ring crosses between GPUs least.
+        gpu = used[rank * len(used) // n] if used else None
+        places.append(
+            Place(
+                rank=rank,
+                host=host.name,
+                gpu=gpu,
+                shares_gpu=len(used) < n,
+                memory_fraction=_fraction(config, gpu, per_gpu),
+                threads=threads,
+            )
+        )
+    return places
+
+
+def _positive(option: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{option} {value!r} is not a whole number of 1 or more")
+    return value
+
+
+def _on_gpu(config: ClusterConfig, host: Host) -> bool:
+    if config.device == "cuda" and not host.gpus:
+        raise UsageError(
+            f"--device cuda, but {host.why_no_gpu} on {host.name}: use --device cpu"
+        )
+    for option, value in (
+        ("--ranks-per-gpu", config.ranks_per_gpu),
+        ("--gpu-memory", config.gpu_memory),
+    ):
+        if value is not None and (config.device == "cpu" or not host.gpus):
+            why = "--device cpu" if config.device == "cpu" else host.why_no_gpu
+            raise UsageError(f"{option} {value} needs a GPU ({why}): leave it out")
+    return config.device != "cpu" and bool(host.gpus)
+
+
+def _ranks_per_gpu(config: ClusterConfig, on_gpu: bool) -> int:
+    if config.ranks_per_gpu is None or not on_gpu:
+        return 1
+    return _positive("--ranks-per-gpu", config.ranks_per_gpu)
+
+
+def _too_many(n: int, gpus: int, per_gpu: int) -> str:
+    needed = -(-n // gpus)
+    return (
+        f"-n {n} ranks do not fit on {gpus} GPU{'s' if gpus > 1 else ''} with "
+        f"{per_gpu} per GPU: add --ranks-per-gpu {needed} to share, or lower n to "
+        f"{gpus * per_gpu}"
+    )
+
+
+def _fraction(config: ClusterConfig, gpu: Gpu | None, per_gpu: int) -> float | None:
+    if gpu is None:
+        return None
+    if config.gpu_memory is not None:
+        return memory_fraction(config.gpu_memory, gpu.memory)
+    return 1.0 / per_gpu if per_gpu > 1 else None
+
+
+def memory_fraction(cap: str | float, total: int) -> float:
+    """The part of `total` bytes that a cap such as 0.25, "8GiB" or 2**33 allows.
+
+    Raises:
+        UsageError: Not a fraction in (0, 1] nor a size, or more than the card has.
+    """
+    text = str(cap).strip()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise UsageError(
+            f"--gpu-memory {text!r} is neither a fraction such as 0.25 nor a size "
+            "such as 8GiB"
+        )
+    number = float(match[1])
+    if match[2] or number > 1:
+        number = number * UNITS[match[2].upper()] / total
+    if not 0 < number <= 1:
+        raise UsageError(
+            f"--gpu-memory {text} is not within the card's {total / 2**30:.1f} GiB: "
+            "give a fraction between 0 and 1 or a smaller size"
+        )
+    return number
+
+
+def _check_caps(
+    config: ClusterConfig, used: tuple[Gpu, ...], per_gpu: int, n: int
+) -> None:
+    if not used or config.gpu_memory is None:
+        return
+    sharing = -(-n // len(used))
+    for gpu in used:
+        fraction = memory_fraction(config.gpu_memory, gpu.memory)
+        if fraction * sharing > 1.0 + 1e-9:
+            raise UsageError(
+                f"--gpu-memory {config.gpu_memory} for each of {sharing} ranks is "
+                f"{fraction * sharing:.2f} times the {gpu.memory / 2**30:.1f} GiB of "
+                f"{gpu.name}: at most {1 / sharing:.3g} each"
+            )

@@ -1,0 +1,272 @@
+"""Bringing a cluster up: everything at once, with one deadline and one clean-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist.cluster.keeper import Keeper
+from nbdist.cluster.launchers.base import Launcher
+from nbdist.cluster.placement import Place
+from nbdist.errors import StartError
+from nbdist.wire import RankInfo
+
+if TYPE_CHECKING:
+    from nbdist.cluster.link import Link
+
+__all__ = ["Progress", "Started", "start"]
+
+POLL_S = 0.02
+TAIL_LINES = 12
+CONTROLLER_OPTIONS = {
+    "ip": "127.0.0.1",
+    "IPController.location": "127.0.0.1",
+    # One process instead of nine: the queues run in threads without Python.
+    "IPController.use_threads": "True",
+    "IPController.broadcast_scheduler_depth": "0",
+    "IPController.db_class": "NoDB",
+    # The hub counts an engine as there only at its next beat.
+    "HeartMonitor.period": "100",
+    # A paused rank is not a lost one; who is lost is the supervisor's to say.
+    "HeartMonitor.max_heartmonitor_misses": "36000",
+    "IPController.log_level": "WARN",
+}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a start is."""
+
+    controller: bool
+    stages: Mapping[int, str]
+    """What each rank is doing, for those that have begun."""
+    ready: int
+    places: Sequence[Place]
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a finished start leaves behind."""
+
+    keeper: Keeper
+    link: Link
+    infos: list[RankInfo]
+
+
+def start(
+    launcher: Launcher,
+    places: Sequence[Place],
+    timeout_s: float,
+    on_telemetry: Callable[[Any], None],
+    on_progress: Callable[[Progress], None],
+) -> Started:
+    """Start the controller and every rank, and wait until each of them answers.
+
+    Raises:
+        StartError: A rank failed, or was not up in time; nothing is left running.
+    """
+    run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
+    keeper = Keeper(run_dir)
+    try:
+        startup = _Start(keeper, places, time.monotonic() + timeout_s, on_progress)
+        startup.begin(launcher)
+        return startup.finish(on_telemetry, timeout_s)
+    except BaseException:
+        keeper.close()
+        raise
+
+
+class _Start:
+    def __init__(
+        self,
+        keeper: Keeper,
+        places: Sequence[Place],
+        deadline: float,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._keeper = keeper
+        self._run_dir = keeper.run_dir
+        self._places = places
+        self._deadline = deadline
+        self._on_progress = on_progress
+        self._ready = 0
+        self._shown: Progress | None = None
+
+    def begin(self, launcher: Launcher) -> None:
+        """Start the controller and the ranks side by side."""
+        _write_places(self._run_dir, self._places)
+        options = {"profile-dir": str(self._run_dir), **CONTROLLER_OPTIONS}
+        self._keeper.start(
+            "controller",
+            [
+                *(sys.executable, "-m", "ipyparallel.controller"),
+                *(f"--{name}={value}" for name, value in options.items()),
+            ],
+            dict(os.environ),
+        )
+        n = len(self._places)
+        environment = {
+            **os.environ,
+            **launcher.environment(n, self._run_dir),
+            "NBDIST_RUN_DIR": str(self._run_dir),
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        }
+        command = [sys.executable, "-m", "nbdist.engine"]
+        self._keeper.start("mpiexec", launcher.argv(n, command), environment)
+
+    def finish(self, on_telemetry: Callable[[Any], None], timeout_s: float) -> Started:
+        """Connect, and wait for every rank.
+
+        Raises:
+            StartError: As for `start`.
+        """
+        from nbdist.cluster.link import Link  # slow to import: while the ranks start
+
+        connection = self._run_dir / "security" / "ipcontroller-client.json"
+        self._wait(connection.exists, timeout_s)
+        link = Link(connection, on_telemetry)
+        try:
+            changed = threading.Event()
+            link.on_registration(lambda _event: changed.set())
+
+            def all_here() -> bool:
+                self._ready = len(link.engines())
+                changed.wait(POLL_S)
+                changed.clear()
+                return self._ready >= len(self._places)
+
+            self._wait(all_here, timeout_s)
+            return Started(self._keeper, link, self._greet(link))
+        except BaseException:
+            link.close()
+            raise
+
+    def _greet(self, link: Link) -> list[RankInfo]:
+        uuids = link.engines().values()
+        hellos = [link.send(uuid, "nbdist.engine.agent:status") for uuid in uuids]
+        infos = []
+        for hello in hellos:
+            remaining = max(0.1, self._deadline - time.monotonic())
+            _status, answer = hello.reply.result(remaining)
+            infos.append(answer["info"])
+        return sorted(infos, key=lambda info: info.rank)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Until the condition holds, a rank fails, or the time is up."""
+        while not condition():
+            self._show_progress()
+            self._check_failures()
+            if time.monotonic() > self._deadline:
+                raise StartError(self._late(timeout_s))
+            time.sleep(POLL_S)  # files and other processes' states raise no event
+        self._show_progress()
+
+    def _stages(self) -> dict[int, dict[str, Any]]:
+        return {
+            int(path.stem.removeprefix("rank")): json.loads(path.read_text())
+            for path in self._run_dir.glob("rank*.stage")
+        }
+
+    def _show_progress(self) -> None:
+        progress = Progress(
+            controller=(self._run_dir / "security/ipcontroller-client.json").exists(),
+            stages={rank: stage["stage"] for rank, stage in self._stages().items()},
+            ready=self._ready,
+            places=self._places,
+        )
+        if progress != self._shown:
+            self._shown = progress
+            self._on_progress(progress)
+
+    def _check_failures(self) -> None:
+        failed = sorted(self._run_dir.glob("rank*.failed"))
+        if failed:
+            rank = int(failed[0].stem.removeprefix("rank"))
+            error = _tail_of(failed[0].read_text(errors="replace"))
+            raise StartError(self._failed(rank, "1", error))
+        for program in ("controller", "mpiexec"):
+            code = self._keeper.exit_code(program)
+            if code is not None:
+                raise StartError(self._ended(program, code))
+        for rank, stage in self._stages().items():
+            if not _is_running(stage["pid"]):
+                reported = self._reported_exit() or "an unknown code"
+                raise StartError(self._failed(rank, reported, self._stderr(rank)))
+
+    def _failed(self, rank: int, code: str, last_lines: str) -> str:
+        place = self._places[rank]
+        return (
+            f"rank {rank} of {len(self._places)} on {place.host} ended with exit code "
+            f"{code} while it was starting; its last lines:\n{last_lines}"
+        )
+
+    def _ended(self, program: str, code: int) -> str:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        log = _tail_of(self._keeper.log(program).read_text(errors="replace"))
+        return f"{program} ended with {how} while it was starting:\n{log}"
+
+    def _late(self, timeout_s: float) -> str:
+        stages = self._stages()
+        late = []
+        for place in self._places:
+            stage = stages.get(place.rank)
+            at = f"{stage['stage']}" if stage else "not begun"
+            late.append(f"  rank {place.rank} on {place.host}: {at}")
+            late += [f"    {line}" for line in self._stderr(place.rank).splitlines()]
+        return (
+            f"{self._ready} of {len(self._places)} ranks were up after "
+            f"{timeout_s:g} s: give --timeout more seconds, or see where they are:\n"
+            + "\n".join(late)
+        )
+
+    def _stderr(self, rank: int) -> str:
+        path = self._run_dir / f"rank{rank}.stderr"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return _tail_of(text)
+
+    def _reported_exit(self) -> str | None:
+        """The exit code in mpiexec's own report of an abnormal end."""
+        text = self._keeper.log("mpiexec").read_text(errors="replace")
+        for line in text.splitlines():
+            label, _, value = line.strip().partition(":")
+            if label.lower() == "exit code":
+                return value.strip()
+            if "exited on signal" in line:
+                return line.partition("exited on ")[2].strip().rstrip(".")
+        return None
+
+
+def _write_places(run_dir: Path, places: Sequence[Place]) -> None:
+    records = [
+        {
+            "rank": place.rank,
+            "gpu_uuid": place.gpu.uuid if place.gpu else None,
+            "gpu_name": place.gpu.name if place.gpu else "CPU",
+            "shares_gpu": place.shares_gpu,
+            "memory_fraction": place.memory_fraction,
+            "threads": place.threads,
+        }
+        for place in places
+    ]
+    (run_dir / "places.json").write_text(json.dumps(records), encoding="utf-8")
+
+
+def _is_running(pid: int) -> bool:
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _tail_of(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])

@@ -1,0 +1,91 @@
+"""What a rank answers while its main thread is busy or blocked.
+
+These run in the kernel's control thread. They look, and they interrupt; they never wait
+for the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+from nbdist.collectives import current_call
+from nbdist.engine.cell_names import cell_of
+from nbdist.engine.rank import this_rank
+
+__all__ = ["complete", "interrupt", "memory", "stack", "status", "where"]
+
+
+def status() -> dict[str, Any]:
+    """Whether this rank is busy, in what, for how many seconds, and its memory."""
+    rank = this_rank()
+    activity = rank.activity
+    return {
+        "info": rank.info,
+        "what": activity.what if activity else None,
+        "seconds": time.time() - activity.since if activity else None,
+        "where": where() if activity else None,
+        "memory": memory(),
+    }
+
+
+def memory() -> dict[str, int]:
+    """Bytes: resident in this process and, on a GPU, held by torch's allocator."""
+    import psutil
+    import torch
+
+    sizes = {"resident": psutil.Process().memory_info().rss}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        sizes["allocated"] = torch.cuda.memory_allocated()
+        sizes["reserved"] = torch.cuda.memory_reserved()
+    return sizes
+
+
+def where() -> str:
+    """Where the main thread is: the collective it is in, or the line of its cell."""
+    call = current_call()
+    if call is not None:
+        return str(call)
+    for frame in _main_frames():
+        cell = cell_of(frame.f_code.co_filename)
+        if cell is not None:
+            return f"In[{cell}] line {frame.f_lineno}"
+    for frame in _main_frames():
+        return f"{frame.f_code.co_filename} line {frame.f_lineno}"
+    return "ended"
+
+
+def stack() -> str:
+    """The Python stack of the main thread, outermost call first, as text."""
+    frame = sys._current_frames().get(this_rank().main_thread)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+def complete(token: str, line: str, cursor: int) -> list[str]:
+    """What may stand in place of the token that ends at the cursor in this line."""
+    _text, matches = this_rank().shell.complete(token, line, cursor)
+    return [str(match) for match in matches]
+
+
+def interrupt() -> None:
+    """Raise KeyboardInterrupt in the cell that runs; nothing happens if none does."""
+    if hasattr(signal, "pthread_kill"):
+        # To that very thread, so that a system call it is blocked in returns too.
+        signal.pthread_kill(this_rank().main_thread, signal.SIGINT)
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _main_frames() -> list[FrameType]:
+    """The main thread's frames, innermost first."""
+    frame = sys._current_frames().get(this_rank().main_thread)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames

@@ -1,0 +1,100 @@
+"""Running a notebook cell on this rank, as IPython runs one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from nbdist.engine.rank import this_rank
+from nbdist.wire import Failure
+
+__all__ = ["CellReply", "run_cell"]
+
+CellReply = tuple[Failure | None, float]
+"""The failure, if any, and the seconds that the cell took."""
+
+
+async def run_cell(code: str, number: int) -> CellReply:
+    """Run a cell with its magics, `!`, top-level await and displayed last expression.
+
+    Args:
+        code: The cell, with one comment line where the notebook has `%%distributed`,
+            so that line numbers are the notebook's.
+        number: The notebook's In[] number, used in tracebacks and for Out[].
+    """
+    rank = this_rank()
+    rank.output.begin(number)
+    rank.shell.execution_count = number
+    start = time.perf_counter()
+    try:
+        failure = _failure(await _run_guarded(code))
+    finally:
+        rank.output.end()
+    return failure, time.perf_counter() - start
+
+
+async def _run_guarded(code: str) -> Any:
+    """IPython's result; an interrupt that hits between IPython's own lines is one too.
+
+    IPython turns what user code raises into a result. What is left is a
+    KeyboardInterrupt within its bookkeeping, or the cancellation of a coroutine.
+    """
+    try:
+        return await _run(code)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return KeyboardInterrupt("interrupted")
+
+
+async def _run(code: str) -> Any:
+    rank = this_rank()
+    shell = rank.shell
+    transformed, error = _transform(shell, code)
+    if not shell.should_run_async(
+        code, transformed_cell=transformed, preprocessing_exc_tuple=error
+    ):
+        with rank.interrupts.armed():
+            return shell.run_cell(code, store_history=True)
+    task = asyncio.ensure_future(
+        _run_async(shell, code, transformed_cell=transformed, error=error)
+    )
+    with rank.interrupts.armed(task):
+        return await task
+
+
+async def _run_async(shell: Any, code: str, transformed_cell: str, error: Any) -> Any:
+    # A KeyboardInterrupt must not leave the task: asyncio would pass it to the loop.
+    try:
+        result = await shell.run_cell_async(
+            code,
+            store_history=True,
+            transformed_cell=transformed_cell,
+            preprocessing_exc_tuple=error,
+        )
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+    shell.events.trigger("post_execute")
+    shell.events.trigger("post_run_cell", result)
+    return result
+
+
+def _transform(shell: Any, code: str) -> tuple[str, Any]:
+    try:
+        return shell.transform_cell(code), None
+    except Exception as error:  # noqa: BLE001 - run_cell reports it as the cell's own
+        return code, (type(error), error, error.__traceback__)
+
+
+def _failure(result: Any) -> Failure | None:
+    info = this_rank().info
+    if isinstance(result, BaseException):
+        return Failure(info.rank, info.host, "KeyboardInterrupt", "")
+    error = result.error_before_exec or result.error_in_exec
+    if error is None:
+        return None
+    name = type(error).__name__
+    if isinstance(error, asyncio.CancelledError):
+        name = "KeyboardInterrupt"
+    shell = this_rank().shell
+    lines = tuple(getattr(shell, "_last_traceback", None) or ())
+    return Failure(info.rank, info.host, name, str(error), lines)

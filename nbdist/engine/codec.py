@@ -1,0 +1,90 @@
+"""Values in transit: pickle protocol 5, with arrays and tensors beside the stream.
+
+Both sides use this, and neither imports torch for it: a process that holds a tensor has
+torch loaded already, and one that receives a tensor needs it. Functions and classes of
+`__main__` travel by value, through cloudpickle. Elements are never pickled one by one.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["dumps", "loads"]
+
+
+def dumps(value: object) -> list[Any]:
+    """A pickle stream, then the raw buffers it refers to, without copying them.
+
+    Raises:
+        Whatever the value's own pickling raises; usually TypeError or PicklingError.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    return [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+
+
+def loads(frames: list[Any]) -> Any:
+    """The value that `dumps` took apart. Writable where its buffers are writable."""
+    return pickle.loads(frames[0], buffers=frames[1:])
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter):
+            reduced = _reduce_tensor(obj, torch)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(obj)
+
+
+def _reduce_tensor(tensor: Any, torch: Any) -> Any:
+    """(rebuild, arguments) with the storage as a buffer; None where torch knows better.
+
+    Sparse, quantised and meta tensors have no plain bytes to send.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return None
+    on_device = tensor.device.type != "cpu"
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    octets = plain.reshape(-1).view(torch.uint8).numpy()
+    dtype = str(plain.dtype).removeprefix("torch.")
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return _rebuild_tensor, (
+        pickle.PickleBuffer(octets),
+        dtype,
+        tuple(plain.shape),
+        tensor.requires_grad,
+        is_parameter,
+        on_device,
+    )
+
+
+def _rebuild_tensor(
+    octets: Any,
+    dtype: str,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+    on_device: bool,
+) -> Any:
+    import torch
+
+    if memoryview(octets).readonly:
+        octets = bytearray(octets)
+    kind = getattr(torch, dtype)
+    if memoryview(octets).nbytes:
+        tensor = torch.frombuffer(octets, dtype=torch.uint8).view(kind).reshape(shape)
+    else:
+        tensor = torch.empty(shape, dtype=kind)
+    if on_device and torch.cuda.is_available():
+        tensor = tensor.cuda()
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)

@@ -1,0 +1,152 @@
+"""The ipyparallel engine that a rank becomes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ipyparallel.engine.app import IPEngine
+from mpi4py import MPI
+from traitlets.config import Config
+
+import nbdist
+from nbdist.collectives import set_cell_resolver
+from nbdist.engine import cell_names, codec, rank, requests
+from nbdist.engine.interrupts import Interrupts
+from nbdist.engine.output import Output
+from nbdist.engine.place import Assignment
+from nbdist.engine.world import World
+from nbdist.telemetry.recorder import Recorder
+from nbdist.telemetry.sampler import Sampler
+from nbdist.wire import Batch, RankInfo
+
+__all__ = ["run_engine"]
+
+REGISTRATION_TIMEOUT_S = 60
+# Beats of the hub, one each 0.1 s, that may be missed before an engine gives up: a
+# paused laptop is no reason to end, and a dead notebook is the guard's business.
+HEARTBEAT_MISSES = 36_000
+TELEMETRY = "nbdist_telemetry"
+
+
+class _Engine(IPEngine):  # type: ignore[misc]
+    """An engine whose output, signals and requests are nbdist's."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.captured: dict[str, Path] = kwargs.pop("captured")
+        self.run_dir: Path = kwargs.pop("run_dir")
+        self.interrupts = Interrupts()
+        self.rank_info: RankInfo = kwargs.pop("rank_info")
+        self.device: torch.device = kwargs.pop("device")
+        super().__init__(**kwargs)
+
+    def redirect_output(self, iopub_socket: Any) -> None:
+        """Called by IPEngine once its kernel is there and before it runs."""
+        kernel = self.kernel
+        session, shell = kernel.session, kernel.shell
+
+        def publish(name: str, text: str) -> None:
+            content = {"name": name, "text": text}
+            parent = kernel.get_parent("shell")
+            session.send(iopub_socket, "stream", content, parent=parent)
+
+        def report(batch: Batch) -> None:
+            session.send(iopub_socket, TELEMETRY, {}, buffers=codec.dumps(batch))
+
+        output = Output(publish, self.captured, self.run_dir / "output")
+        sys.stdout, sys.stderr = output.stdout, output.stderr
+        info = self.rank_info
+        recorder = Recorder(info.rank, report)
+        cell_names.learn_from(shell)
+        set_cell_resolver(cell_names.cell_of)
+        rank.become(
+            rank.Rank(
+                info=replace(info, engine_uuid=self.ident),
+                shell=shell,
+                output=output,
+                interrupts=self.interrupts,
+                recorder=recorder,
+            )
+        )
+        _fill_namespace(shell, info, self.device)
+        requests.answer_on(kernel)
+        Sampler(recorder, info.device, info.device_uuid)
+
+    def init_signal(self) -> None:
+        super().init_signal()
+        self.interrupts.install()
+
+
+def run_engine(
+    run_dir: Path,
+    world: World,
+    assignment: Assignment,
+    device: torch.device,
+    captured: dict[str, Path],
+) -> None:
+    """Register with the controller and answer requests until the end."""
+    info = _describe(world, assignment, device)
+    config = Config()
+    config.IPEngine.id = world.rank
+    config.IPEngine.enable_nanny = False
+    config.IPEngine.timeout = REGISTRATION_TIMEOUT_S
+    config.IPEngine.max_heartbeat_misses = HEARTBEAT_MISSES
+    config.IPEngine.wait_for_url_file = REGISTRATION_TIMEOUT_S
+    config.IPEngine.url_file = str(run_dir / "security" / "ipcontroller-engine.json")
+    config.IPEngine.log_level = "ERROR"
+    config.ProfileDir.location = str(run_dir)
+    _Engine.launch_instance(
+        argv=[],
+        config=config,
+        captured=captured,
+        run_dir=run_dir,
+        rank_info=info,
+        device=device,
+    )
+
+
+def _describe(world: World, assignment: Assignment, device: torch.device) -> RankInfo:
+    limit = None
+    if assignment.memory_fraction is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = int(total * assignment.memory_fraction)
+    return RankInfo(
+        rank=world.rank,
+        world_size=world.size,
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        engine_uuid="",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=str(device),
+        device_name=assignment.gpu_name,
+        device_uuid=assignment.gpu_uuid,
+        memory_limit=limit,
+        threads=assignment.threads,
+        transport=world.group.describe(),
+        generation=world.generation,
+        mpi=MPI.Get_library_version().split(",")[0].strip(),
+    )
+
+
+def _fill_namespace(shell: Any, info: RankInfo, device: torch.device) -> None:
+    """The names that every cell finds, hidden from %who and the like."""
+    names = {
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "local_rank": info.local_rank,
+        "device": device,
+        "torch": torch,
+        "dist": dist,
+        "nbdist": nbdist,
+    }
+    shell.push(names, interactive=False)
+    for name in ("exit", "quit"):
+        # IPython's would end the engine; Python's own raise SystemExit in the cell.
+        shell.user_ns.pop(name, None)

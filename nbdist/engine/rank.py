@@ -1,0 +1,60 @@
+"""This process as a rank: what its parts need of each other, in one place."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.engine.interrupts import Interrupts
+from nbdist.engine.output import Output
+from nbdist.errors import WrongProcess
+from nbdist.telemetry.recorder import Recorder
+from nbdist.wire import RankInfo
+
+__all__ = ["Activity", "Rank", "this_rank"]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the main thread is doing."""
+
+    what: str
+    """"In[7]" for a cell, else the name of a request."""
+    since: float = field(default_factory=time.time)
+
+
+@dataclass
+class Rank:
+    """One rank's life. `info` changes with the membership of the world."""
+
+    info: RankInfo
+    shell: Any
+    output: Output
+    interrupts: Interrupts
+    recorder: Recorder
+    main_thread: int = field(default_factory=threading.get_ident)
+    activity: Activity | None = None
+
+
+_this: Rank | None = None
+
+
+def become(rank: Rank) -> None:
+    """Say who this process is; called once, at the end of the start."""
+    global _this
+    _this = rank
+
+
+def this_rank() -> Rank:
+    """The rank this process is.
+
+    Raises:
+        WrongProcess: This process is no rank of a cluster.
+    """
+    if _this is None:
+        raise WrongProcess(
+            "this runs on a rank: put it in a %%distributed cell, after %dist_start"
+        )
+    return _this

@@ -1,0 +1,99 @@
+"""Requests from the notebook: a named function of this package, with arguments.
+
+One message type serves all of them, on two channels: "shell" is answered by the main
+thread, in turn; "control" by the agent's thread, also while the main thread is busy.
+A reply always comes: with the function's value, or with the failure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from nbdist.engine import codec
+from nbdist.engine.rank import Activity, this_rank
+
+__all__ = ["answer_on"]
+
+REQUEST = "nbdist_request"
+REPLY = "nbdist_reply"
+log = logging.getLogger(__name__)
+
+
+def answer_on(kernel: Any) -> None:
+    """Teach an ipykernel kernel our message type, on both of its channels."""
+    kernel.shell_handlers[REQUEST] = lambda stream, ident, message: _answer_main(
+        kernel, stream, ident, message
+    )
+    kernel.control_handlers[REQUEST] = lambda stream, ident, message: _answer_agent(
+        kernel, stream, ident, message
+    )
+    # ipykernel would let SIGINT through during its own bookkeeping, before and after
+    # our handler; engine.interrupts decides instead.
+    kernel.pre_handler_hook = lambda: None
+    kernel.post_handler_hook = lambda: None
+
+
+async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> None:
+    rank = this_rank()
+    content = message["content"]
+    rank.activity = Activity(content["what"])
+    frames: list[Any]
+    try:
+        status, frames = "ok", await _call(content["target"], message["buffers"])
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001
+        # The boundary: whatever went wrong becomes the answer, so that one comes.
+        status, frames = "error", codec.dumps(_describe(error))
+    finally:
+        rank.activity = None
+    rank.output.drain()
+    _reply(kernel, stream, ident, message, status, frames)
+
+
+async def _answer_agent(kernel: Any, stream: Any, ident: Any, message: Any) -> None:
+    content = message["content"]
+    frames: list[Any]
+    try:
+        status, frames = "ok", await _call(content["target"], message["buffers"])
+    except Exception as error:  # noqa: BLE001 - the boundary, as above
+        status, frames = "error", codec.dumps(_describe(error))
+    _reply(kernel, stream, ident, message, status, frames)
+
+
+async def _call(target: str, buffers: list[Any]) -> list[Any]:
+    args, kwargs = codec.loads([bytearray(frame) for frame in buffers])
+    value = _function(target)(*args, **kwargs)
+    if inspect.isawaitable(value):
+        value = await value
+    return codec.dumps(value)
+
+
+def _function(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    if not module.startswith("nbdist.engine."):
+        raise ValueError(f"{target!r} is not a function of nbdist.engine")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _describe(error: BaseException) -> tuple[str, str, list[str]]:
+    """(class, message, traceback lines) of what went wrong."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    return type(error).__name__, str(error), lines
+
+
+def _reply(
+    kernel: Any, stream: Any, ident: Any, message: Any, status: str, frames: list[Any]
+) -> None:
+    kernel.session.send(
+        stream,
+        REPLY,
+        {"status": status},
+        parent=message,
+        ident=ident,
+        buffers=frames,
+    )

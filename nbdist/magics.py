@@ -1,0 +1,213 @@
+"""The words a user types. Each parses one line and makes one call."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic_arguments import (
+    argument,
+    magic_arguments,
+    parse_argstring,
+)
+from IPython.display import display
+
+from nbdist.errors import UsageError
+from nbdist.session import Session
+
+__all__ = ["DistMagics", "parse_ranks", "register", "unregister"]
+
+
+def parse_ranks(text: str | None) -> list[int] | None:
+    """Ranks written as "0,2-3"; None stands for all.
+
+    Raises:
+        UsageError: It is written otherwise.
+    """
+    if text is None:
+        return None
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"-r {text!r}: expected ranks such as 0 or 0,2-3")
+        ranks.update(range(int(first), int(last if dash else first) + 1))
+    if not ranks:
+        raise UsageError(f"-r {text!r} names no rank: expected ranks such as 0,2-3")
+    return sorted(ranks)
+
+
+def _number(option: str, text: str | None, kind: type[int] | type[float]) -> Any:
+    """An option's number; None where it was not given."""
+    if text is None:
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{option} {text!r} is not {expected}") from None
+
+
+@magics_class
+class DistMagics(Magics):  # type: ignore[misc]
+    """nbdist's line and cell magics, over one session."""
+
+    def __init__(self, shell: InteractiveShell, session: Session) -> None:
+        super().__init__(shell)
+        self._shell = shell
+        self.session = session
+
+    @magic_arguments()
+    @argument("-n", help="number of ranks; default one per GPU, else min(4, cores)")
+    @argument("--device", help="auto, cuda or cpu")
+    @argument("--ranks-per-gpu", help="ranks that share one GPU and its memory")
+    @argument("--gpu-memory", help="cap per rank: 0.25 of the card, or 8GiB")
+    @argument("--threads", help="torch threads per rank")
+    @argument("--timeout", help="seconds until every rank must be up")
+    @argument("--mpiexec", help="MPI launcher to use instead of the wheel's")
+    @line_magic
+    def dist_start(self, line: str) -> None:
+        """Start this notebook's cluster."""
+        args = _parse(self.dist_start, line)
+        self.session.start(
+            _number("-n", args.n, int),
+            device=args.device,
+            ranks_per_gpu=_number("--ranks-per-gpu", args.ranks_per_gpu, int),
+            gpu_memory=args.gpu_memory,
+            threads=_number("--threads", args.threads, int),
+            timeout_s=_number("--timeout", args.timeout, float),
+            mpiexec=args.mpiexec,
+        )
+
+    @magic_arguments()
+    @argument("-r", "--ranks", help="run on these ranks only, such as 0,2-3")
+    @argument("--timeout", help="interrupt the ranks after so many seconds")
+    @cell_magic
+    def distributed(self, line: str, cell: str) -> None:
+        """Run the cell on every rank."""
+        args = _parse(self.distributed, line)
+        self.session.execute(
+            cell,
+            parse_ranks(args.ranks),
+            _number("--timeout", args.timeout, float),
+            self._shell.execution_count,
+        )
+
+    @line_magic
+    def dist_status(self, line: str) -> None:
+        """Each rank: alive, busy or idle, device, memory, pid."""
+        display(self.session.status_table())
+
+    @magic_arguments()
+    @argument("pattern", nargs="?", default="*", help="names, such as x or loss_*")
+    @line_magic
+    def dist_vars(self, line: str) -> None:
+        """The ranks' variables, equal ones once, different ones per rank."""
+        args = _parse(self.dist_vars, line)
+        display(self.session.variables_table(args.pattern))
+
+    @line_magic
+    def dist_inspect(self, line: str) -> None:
+        """One expression on all ranks, side by side."""
+        if not line.strip():
+            raise UsageError("%dist_inspect needs an expression, such as model.weight")
+        display(self.session.inspect_table(line.strip()))
+
+    @line_magic
+    def dist_stacks(self, line: str) -> None:
+        """Each rank's Python stack, also while it is blocked."""
+        print(self.session.stacks_text())
+
+    @magic_arguments()
+    @argument("names", nargs="+", help="variables of the notebook")
+    @argument("-r", "--ranks", help="to these ranks only, such as 0,2-3")
+    @line_magic
+    def dist_push(self, line: str) -> None:
+        """Copy variables of the notebook to the ranks."""
+        args = _parse(self.dist_push, line)
+        missing = [name for name in args.names if name not in self._shell.user_ns]
+        if missing:
+            raise UsageError(
+                f"no variable {', '.join(missing)} in the notebook to push"
+            )
+        values = {name: self._shell.user_ns[name] for name in args.names}
+        self.session.cluster.push(parse_ranks(args.ranks), **values)
+
+    @magic_arguments()
+    @argument("name", help="a variable of the ranks")
+    @argument("-r", "--ranks", help="from these ranks; one rank gives its value alone")
+    @line_magic
+    def dist_pull(self, line: str) -> None:
+        """Copy a variable of the ranks here: a list in rank order, or one rank's."""
+        args = _parse(self.dist_pull, line)
+        if not args.name.isidentifier():
+            raise UsageError(
+                f"{args.name!r} is not a variable's name: for an expression, write "
+                f"x = cluster[{args.name!r}] with an nbdist.Cluster"
+            )
+        ranks = parse_ranks(args.ranks)
+        values = self.session.cluster.pull(args.name, ranks)
+        one = ranks is not None and len(ranks) == 1
+        self._shell.push({args.name: values[0] if one else values})
+
+    @line_magic
+    def dist_monitor(self, line: str) -> None:
+        """Show what the ranks log, and their devices, live."""
+        self.session.show_monitor()
+
+    @line_magic
+    def dist_stop(self, line: str) -> None:
+        """Stop this notebook's cluster."""
+        print("stopped" if self.session.stop() else "no cluster was running")
+
+
+def _parse(magic: Any, line: str) -> argparse.Namespace:
+    parsed: argparse.Namespace = parse_argstring(magic, line)
+    return parsed
+
+
+def _matcher(session: Session) -> Any:
+    """A completer matcher: in a `%%distributed` cell, ask the ranks."""
+
+    @context_matcher(identifier="nbdist")
+    def match(context: CompletionContext) -> SimpleMatcherResult:
+        matches: list[str] = []
+        if context.full_text.lstrip().startswith("%%distributed"):
+            line = context.line_with_cursor
+            matches = session.complete(context.token, line, context.cursor_position)
+        completions = [SimpleCompletion(text=text) for text in matches]
+        return SimpleMatcherResult(completions=completions, suppress=bool(completions))
+
+    return match
+
+
+_registered: dict[int, tuple[DistMagics, Any]] = {}
+
+
+def register(shell: InteractiveShell) -> None:
+    """Add the magics and the completion of distributed cells to a shell."""
+    if id(shell) in _registered:
+        return
+    magics = DistMagics(shell, Session())
+    shell.register_magics(magics)
+    matcher = _matcher(magics.session)
+    shell.Completer.custom_matchers.append(matcher)
+    _registered[id(shell)] = magics, matcher
+
+
+def unregister(shell: InteractiveShell) -> None:
+    """Stop the cluster and take the magics away again."""
+    magics, matcher = _registered.pop(id(shell))
+    magics.session.stop()
+    shell.Completer.custom_matchers.remove(matcher)
+    for kind, names in magics.magics.items():
+        for name in names:
+            shell.magics_manager.magics[kind].pop(name, None)

@@ -1,0 +1,187 @@
+"""This notebook's cluster, of which there is one, and what hangs on it."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import AlreadyRunning, NotRunning
+from nbdist.widgets.table import Table, bytes_text, seconds_text
+from nbdist.wire import format_ranks
+
+if TYPE_CHECKING:
+    from nbdist.cluster.controller import Cluster
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Holds the notebook's cluster between cells."""
+
+    def __init__(self) -> None:
+        self._cluster: Cluster | None = None
+        self._cells = 0
+        atexit.register(self.stop)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The running cluster.
+
+        Raises:
+            NotRunning: None is.
+        """
+        if self._cluster is None or not self._cluster.running:
+            raise NotRunning("no cluster is running: start one with %dist_start")
+        return self._cluster
+
+    @property
+    def running(self) -> bool:
+        return self._cluster is not None and self._cluster.running
+
+    def start(self, n: int | None, **options: Any) -> None:
+        """Start this notebook's cluster, showing how far it is.
+
+        Raises:
+            AlreadyRunning: One is running; it is left untouched.
+            UsageError, StartError: As for `Cluster`.
+        """
+        if self.running:
+            raise AlreadyRunning(
+                f"a cluster of {self.cluster.size} ranks is running and was left "
+                "untouched: use it, or %dist_stop it first"
+            )
+        from nbdist.cluster.controller import Cluster
+        from nbdist.widgets.start_view import StartView
+
+        cluster = Cluster(n, **options)
+        with StartView(cluster.size) as view:
+            cluster.start(view.show)
+            view.finish(cluster.ranks, cluster.mpi)
+        self._cluster = cluster
+
+    def stop(self) -> bool:
+        """Stop the cluster; whether there was one. A second stop is harmless."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is None or not cluster.running:
+            return False
+        cluster.stop()
+        return True
+
+    def execute(
+        self,
+        code: str,
+        ranks: Sequence[int] | None,
+        timeout_s: float | None,
+        number: int,
+    ) -> None:
+        """Run a cell on the ranks and show its output as it comes.
+
+        Raises:
+            CellError: It failed on a rank, ran out of time or was interrupted.
+        """
+        from nbdist.widgets.cell_view import CellView
+
+        cluster = self.cluster
+        self._cells += 1
+        shown = range(cluster.size) if ranks is None else ranks
+        view = CellView(shown, f"nbdist-{id(self)}-{self._cells}")
+        try:
+            cluster.execute(
+                code, ranks, timeout_s=timeout_s, number=number, observer=view
+            )
+        finally:
+            view.close()
+
+    def complete(self, token: str, line: str, cursor: int) -> list[str]:
+        """Completions from rank 0's namespace; none when it does not answer at once."""
+        return self.cluster.complete(token, line, cursor) if self.running else []
+
+    def show_monitor(self) -> None:
+        """Display the live chart of this cluster."""
+        from nbdist.widgets.display import show
+
+        show(self.cluster.collector)
+
+    def status_table(self) -> Table:
+        """Every rank's state, also while a cell runs."""
+        cluster = self.cluster
+        states, died = cluster.status(), cluster.died()
+        rows = [
+            _status_row(info, states.get(info.rank), died.get(info.rank))
+            for info in cluster.infos
+        ]
+        header = ["rank", "state", "device", "memory", "host", "pid", "transport"]
+        mode = (
+            "survivors outlive a dead rank"
+            if cluster.fault_tolerant
+            else ("one dead rank ends all")
+        )
+        return Table(header, rows, f"{cluster.mpi}; {mode}")
+
+    def variables_table(self, pattern: str) -> Table:
+        """The ranks' variables, by name; what is equal on all stands once."""
+        answers = self.cluster.variables(pattern)
+        silent = [rank for rank, answer in answers.items() if answer is None]
+        by_name: dict[str, dict[str, list[tuple[int, Any]]]] = {}
+        for rank, variables in answers.items():
+            for variable in variables or []:
+                alike = by_name.setdefault(variable.name, {})
+                alike.setdefault(variable.digest, []).append((rank, variable))
+        everywhere = len(answers) - len(silent)
+        rows = [
+            _variable_row(alike, everywhere)
+            for name in sorted(by_name)
+            for alike in by_name[name].values()
+        ]
+        header = ["name", "ranks", "type", "shape", "dtype", "device", "value"]
+        note = f"rank {format_ranks(silent)} does not answer" if silent else ""
+        return Table(header, rows, note)
+
+    def inspect_table(self, expression: str) -> Table:
+        """One expression on all ranks, equal values once."""
+        alike: dict[str, list[int]] = {}
+        for rank, text in self.cluster.inspect(expression).items():
+            alike.setdefault(text, []).append(rank)
+        rows = [(format_ranks(ranks), text) for text, ranks in alike.items()]
+        return Table(["ranks", expression], rows)
+
+    def stacks_text(self) -> str:
+        """Every rank's Python stack; ranks with equal stacks together."""
+        alike: dict[str, list[int]] = {}
+        for rank, stack in self.cluster.stacks().items():
+            text = stack or "does not answer: stopped, or the interpreter is held"
+            alike.setdefault(text, []).append(rank)
+        return "\n".join(
+            f"rank {format_ranks(ranks)}:\n{text}" for text, ranks in alike.items()
+        )
+
+
+def _status_row(info: Any, state: dict[str, Any] | None, died: object) -> list[object]:
+    memory: dict[str, int] = {}
+    if died is not None:
+        what = "dead"
+    elif state is None:
+        what = "does not answer"
+    elif state["what"] is None:
+        what, memory = "idle", state["memory"]
+    else:
+        duration = seconds_text(state["seconds"])
+        what = f"busy: {state['what']} for {duration}, at {state['where']}"
+        memory = state["memory"]
+    device = f"{info.device} ({info.device_name})" if info.device_uuid else info.device
+    used = bytes_text(memory.get("allocated", memory.get("resident")))
+    limit = f" of {bytes_text(info.memory_limit)}" if info.memory_limit else ""
+    return [
+        info.rank, what, device, used + limit, info.host, info.pid, info.transport,
+    ]  # fmt: skip
+
+
+def _variable_row(alike: list[tuple[int, Any]], everywhere: int) -> list[object]:
+    variable = alike[0][1]
+    ranks = "all" if len(alike) == everywhere else format_ranks(r for r, _ in alike)
+    shape = "" if variable.shape is None else tuple(variable.shape)
+    return [
+        variable.name, ranks, variable.kind, shape, variable.dtype, variable.device,
+        variable.value,
+    ]  # fmt: skip

@@ -1,0 +1,220 @@
+"""A distributed cell's output in the notebook, while it runs and afterwards."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from IPython.display import display, update_display
+
+from nbdist.widgets.lines import Item, LineSplitter, merge
+from nbdist.wire import format_ranks
+
+__all__ = ["CellView"]
+
+MERGE_S = 0.1
+"""How long a line waits for the same line of other ranks."""
+STATUS_AFTER_S = 2.0
+STATUS_PERIOD_S = 0.25
+NOT_FROM_HERE = "application/vnd.jupyter.widget-view+json"
+"""A rank's widgets have no model in this kernel: their text stands for them."""
+
+Message = dict[str, Any]
+
+
+class CellView:
+    """Shows the output of some ranks as it comes; an observer of a run.
+
+    Whole lines become text, each under its ranks. Unfinished lines, such as progress
+    bars, stand in a status line that appears when a cell takes long.
+    """
+
+    def __init__(self, ranks: Sequence[int], key: str) -> None:
+        self._key = key
+        self._begun = time.monotonic()
+        self._queues: dict[int, deque[Item]] = {rank: deque() for rank in ranks}
+        self._splitters = {
+            (rank, name): LineSplitter()
+            for rank in ranks
+            for name in ("stdout", "stderr")
+        }
+        self._finished: dict[int, float] = {}
+        self._waiting_since: float | None = None
+        self._status_shown: str | None = None
+        self._status_at = 0.0
+        self._shown: dict[int, list[str]] = {rank: [] for rank in ranks}
+        self._reusable: dict[int, list[str]] = {rank: [] for rank in ranks}
+        self._displays = 0
+
+    def take(self, event: Any) -> None:
+        """See one event of the run."""
+        if event.output is None:
+            self._finish_rank(event.rank, event.seconds)
+            return
+        handler = {
+            "stream": self._take_stream,
+            "display_data": self._take_display,
+            "execute_result": self._take_display,
+            "update_display_data": self._take_update,
+            "clear_output": self._take_clear,
+        }.get(event.output["msg_type"])
+        if handler is not None:
+            handler(event.rank, event.output["content"])
+
+    def due(self) -> float | None:
+        """Show what has waited long enough; the seconds until there is more to do."""
+        now = time.monotonic()
+        if self._waiting_since is not None and now >= self._waiting_since + MERGE_S:
+            self._flush()
+        self._show_status(now)
+        if self._waiting_since is not None:
+            return max(0.0, self._waiting_since + MERGE_S - now)
+        return STATUS_PERIOD_S if len(self._finished) < len(self._queues) else None
+
+    def close(self) -> None:
+        """The cell has ended: show all that is left."""
+        for (rank, name), splitter in self._splitters.items():
+            if splitter.unfinished.strip("\r"):
+                self._add(rank, Item(name, splitter.unfinished.strip("\r")))
+        self._flush()
+        if self._status_shown is not None:
+            self._update_status(self._final_status())
+
+    def _finish_rank(self, rank: int, seconds: float) -> None:
+        self._finished[rank] = seconds
+        if len(self._finished) == len(self._queues):
+            self._flush()
+
+    def _take_stream(self, rank: int, content: Message) -> None:
+        name = content["name"]
+        for line in self._splitters[rank, name].feed(content["text"]):
+            self._add(rank, Item(name, line))
+
+    def _take_display(self, rank: int, content: Message) -> None:
+        data = {k: v for k, v in content["data"].items() if k != NOT_FROM_HERE}
+        count = content.get("execution_count")
+        if count is not None and data.keys() == {"text/plain"}:
+            text = data["text/plain"]
+            label = f"\x1b[31mOut[{count}]:\x1b[0m" + ("\n" if "\n" in text else " ")
+            self._add(rank, Item("stdout", label + text))
+            return
+        shown = {**content, "data": data}
+        own_id = content.get("transient", {}).get("display_id")
+        self._add(rank, Item("display", (own_id, repr(sorted(data.items()))), shown))
+
+    def _take_update(self, rank: int, content: Message) -> None:
+        self._flush()
+        identifier = self._display_id([rank], content["transient"]["display_id"])
+        update_display(
+            content["data"],
+            raw=True,
+            metadata=content.get("metadata"),
+            display_id=identifier,
+        )
+
+    def _take_clear(self, rank: int, content: Message) -> None:
+        """The rank draws anew: its next displays take the places of the last ones."""
+        self._flush()
+        self._reusable[rank], self._shown[rank] = self._shown[rank], []
+        if not content["wait"]:
+            for identifier in self._reusable[rank]:
+                update_display({"text/plain": ""}, raw=True, display_id=identifier)
+
+    def _add(self, rank: int, item: Item) -> None:
+        self._queues[rank].append(item)
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+
+    def _flush(self) -> None:
+        self._waiting_since = None
+        texts: list[tuple[str, list[str]]] = []
+        for ranks, item in merge(self._queues):
+            if item.kind == "display":
+                _write(texts)
+                texts = []
+                self._display(ranks, item.payload)
+                continue
+            if not texts or texts[-1][0] != item.kind:
+                texts.append((item.kind, []))
+            texts[-1][1].append(f"{_label(ranks)} {item.key}\n")
+        _write(texts)
+
+    def _display(self, ranks: list[int], content: Any) -> None:
+        identifier = self._display_id(
+            ranks, content.get("transient", {}).get("display_id")
+        )
+        reusable = self._reusable[ranks[0]]
+        arguments = {"raw": True, "metadata": content.get("metadata")}
+        if reusable and len(ranks) == 1:
+            identifier = reusable.pop(0)
+            update_display(content["data"], display_id=identifier, **arguments)
+        else:
+            _write([("stdout", [f"{_label(ranks)}\n"])])
+            display(content["data"], display_id=identifier, **arguments)
+        for rank in ranks:
+            self._shown[rank].append(identifier)
+
+    def _display_id(self, ranks: list[int], own_id: str | None) -> str:
+        """The notebook's name for a rank's display; a rank's own name is not unique."""
+        if own_id is None:
+            self._displays += 1
+            own_id = f"display{self._displays}"
+        return f"{self._key}-{ranks[0]}-{own_id}"
+
+    def _show_status(self, now: float) -> None:
+        if now < self._status_at or now - self._begun < STATUS_AFTER_S:
+            return
+        self._status_at = now + STATUS_PERIOD_S
+        self._update_status(self._status(now - self._begun))
+
+    def _update_status(self, text: str) -> None:
+        if text == self._status_shown:
+            return
+        bundle = {"text/plain": text, "text/html": _status_html(text)}
+        identifier = f"{self._key}-status"
+        if self._status_shown is None:
+            display(bundle, raw=True, display_id=identifier)
+        else:
+            update_display(bundle, raw=True, display_id=identifier)
+        self._status_shown = text
+
+    def _status(self, elapsed: float) -> str:
+        running = [rank for rank in self._queues if rank not in self._finished]
+        parts = []
+        if self._finished:
+            parts.append(f"✓ rank {format_ranks(self._finished)} finished")
+        if running:
+            parts.append(f"● rank {format_ranks(running)} running {elapsed:.0f} s")
+        lines = ["   ".join(parts)]
+        for (rank, _name), splitter in self._splitters.items():
+            if splitter.unfinished.strip():
+                lines.append(f"[{rank}] {splitter.unfinished.strip()}")
+        return "\n".join(lines)
+
+    def _final_status(self) -> str:
+        if not self._finished:
+            return ""
+        seconds = self._finished.values()
+        low, high = min(seconds), max(seconds)
+        spread = f"{low:.1f}" if high - low < 0.1 else f"{low:.1f} to {high:.1f}"
+        return f"✓ rank {format_ranks(self._finished)} finished in {spread} s"
+
+
+def _label(ranks: Iterable[int]) -> str:
+    return f"\x1b[36m[{format_ranks(ranks)}]\x1b[0m"
+
+
+def _write(texts: list[tuple[str, list[str]]]) -> None:
+    for kind, parts in texts:
+        stream = sys.stdout if kind == "stdout" else sys.stderr
+        stream.write("".join(parts))
+        stream.flush()
+
+
+def _status_html(text: str) -> str:
+    style = "margin:0;color:var(--jp-ui-font-color2,#666);white-space:pre-wrap"
+    return f'<pre role="status" style="{style}">{html.escape(text)}</pre>'

@@ -1,0 +1,88 @@
+"""Merging what several ranks print into one readable text.
+
+Each rank's own order is kept. What ranks print alike, near enough in time to be seen
+together, becomes one item with the ranks it came from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator
+from typing import NamedTuple
+
+__all__ = ["Item", "LineSplitter", "merge"]
+
+
+class Item(NamedTuple):
+    """One line, or one displayed object."""
+
+    kind: str
+    """"stdout", "stderr" or "display"."""
+    key: Hashable
+    """Equal for items that look alike; for text, the line itself."""
+    payload: object = None
+
+
+def merge(queues: dict[int, deque[Item]]) -> Iterator[tuple[list[int], Item]]:
+    """Empty the queues: each item once, with the ranks that have it next in line.
+
+    An item that another rank has further back waits for that rank to come to it, as
+    long as some other rank can go first.
+    """
+    pending = Counter(_name(item) for queue in queues.values() for item in queue)
+    while any(queues.values()):
+        heads: dict[Hashable, list[int]] = {}
+        for rank in sorted(rank for rank, queue in queues.items() if queue):
+            heads.setdefault(_name(queues[rank][0]), []).append(rank)
+        name, ranks = next(
+            (
+                (name, ranks)
+                for name, ranks in heads.items()
+                if _is_complete(name, ranks, pending, queues)
+            ),
+            next(iter(heads.items())),
+        )
+        items = [queues[rank].popleft() for rank in ranks]
+        pending[name] -= len(items)
+        yield ranks, items[0]
+
+
+def _is_complete(
+    name: Hashable,
+    ranks: list[int],
+    pending: Counter[Hashable],
+    queues: dict[int, deque[Item]],
+) -> bool:
+    """Whether no rank beyond these has the item somewhere behind its head."""
+    if pending[name] == len(ranks):
+        return True
+    others = (queue for rank, queue in queues.items() if rank not in ranks)
+    return not any(_name(item) == name for queue in others for item in queue)
+
+
+def _name(item: Item) -> Hashable:
+    return item.kind, item.key
+
+
+class LineSplitter:
+    """Cuts one rank's stream into whole lines, and knows the unfinished one.
+
+    A carriage return starts the line anew, as a terminal would show it.
+    """
+
+    def __init__(self) -> None:
+        self.unfinished = ""
+
+    def feed(self, text: str) -> Iterable[str]:
+        """The lines that this text completes, without their ends."""
+        text = (self.unfinished + text).replace("\r\n", "\n")
+        *lines, last = text.split("\n")
+        self.unfinished = _last_return(last, keep_trailing=True)
+        return [_last_return(line) for line in lines]
+
+
+def _last_return(line: str, *, keep_trailing: bool = False) -> str:
+    """What a terminal shows of a line with carriage returns in it."""
+    shown = line.rstrip("\r")
+    trailing = "\r" if keep_trailing and len(shown) < len(line) else ""
+    return shown.rsplit("\r", 1)[-1] + trailing

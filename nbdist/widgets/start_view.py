@@ -1,0 +1,85 @@
+"""How far a start is, and at its end one table of ranks."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from IPython.display import display, update_display
+
+from nbdist.widgets.table import Table, bytes_text
+from nbdist.wire import RankInfo
+
+__all__ = ["StartView", "rank_table"]
+
+
+class StartView:
+    """One display, updated while the ranks come up."""
+
+    _count = 0
+
+    def __init__(self, n: int) -> None:
+        StartView._count += 1
+        self._id = f"nbdist-start-{StartView._count}-{time.time_ns()}"
+        self._n = n
+        self._begun = time.monotonic()
+
+    def __enter__(self) -> StartView:
+        display(self._bundle("starting the controller"), raw=True, display_id=self._id)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        if kind is not None:
+            self._update(f"the start of {self._n} ranks did not succeed")
+
+    def show(self, progress: Any) -> None:
+        """Show a `cluster.start.Progress`."""
+        devices = Counter(
+            f"{place.gpu.name if place.gpu else 'CPU'} on {place.host}"
+            for place in progress.places
+        )
+        where = ", ".join(f"{count} × {device}" for device, count in devices.items())
+        stages = Counter(progress.stages.values())
+        doing = ", ".join(f"{count} {stage}" for stage, count in stages.items())
+        controller = "ready" if progress.controller else "starting"
+        self._update(
+            f"controller {controller} · {progress.ready}/{self._n} ranks ready"
+            f" ({where})" + (f" · {doing}" if progress.ready < self._n else "")
+        )
+
+    def finish(self, infos: Sequence[RankInfo], mpi: str) -> None:
+        """Show the table of ranks in place of the progress."""
+        table = rank_table(infos, f"{mpi}; started in {self._elapsed():.1f} s")
+        bundle = {"text/plain": repr(table), "text/html": table._repr_html_()}
+        update_display(bundle, raw=True, display_id=self._id)
+
+    def _update(self, text: str) -> None:
+        update_display(self._bundle(text), raw=True, display_id=self._id)
+
+    def _bundle(self, text: str) -> dict[str, str]:
+        text = f"{text} · {self._elapsed():.1f} s"
+        return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def rank_table(infos: Sequence[RankInfo], caption: str) -> Table:
+    """Rank, host, pid, device, memory, threads and transport."""
+    header = ["rank", "host", "pid", "device", "memory", "threads", "transport"]
+    rows = [
+        [
+            info.rank,
+            info.host,
+            info.pid,
+            f"{info.device} ({info.device_name})" if info.device_uuid else info.device,
+            bytes_text(info.memory_limit),
+            info.threads,
+            info.transport,
+        ]
+        for info in infos
+    ]
+    return Table(header, rows, caption)

@@ -1,0 +1,71 @@
+"""A plain table: HTML in a notebook, aligned text elsewhere."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+__all__ = ["Table", "bytes_text", "seconds_text"]
+
+CELL = "text-align:left;padding:2px 10px;white-space:nowrap"
+
+
+class Table:
+    """Rows of text under a header, with an optional caption."""
+
+    def __init__(
+        self,
+        header: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        caption: str = "",
+    ) -> None:
+        self._header = list(header)
+        self._rows = [
+            ["" if cell is None else str(cell) for cell in row] for row in rows
+        ]
+        self._caption = caption
+
+    def __repr__(self) -> str:
+        table = [self._header, *self._rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            )
+            for row in table
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(line.rstrip() for line in [*lines, self._caption] if line)
+
+    def _repr_html_(self) -> str:
+        head = "".join(
+            f'<th scope="col" style="{CELL}">{html.escape(cell)}</th>'
+            for cell in self._header
+        )
+        body = "".join(
+            "<tr>"
+            + "".join(f'<td style="{CELL}">{html.escape(c)}</td>' for c in row)
+            + "</tr>"
+            for row in self._rows
+        )
+        caption = f"<div>{html.escape(self._caption)}</div>" if self._caption else ""
+        head = f"<thead><tr>{head}</tr></thead>"
+        return f"<table>{head}<tbody>{body}</tbody></table>{caption}"
+
+
+def bytes_text(size: int | None) -> str:
+    """Bytes in MiB or GiB."""
+    if size is None:
+        return ""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A duration, short."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
