@@ -1,0 +1,62 @@
+"""Collectives among the ranks of a group, on the best transport there is.
+
+`Group` stands for the ranks; the operations are functions of tensors, with the argument
+order and the in-place conventions of torch.distributed.
+"""
+
+from __future__ import annotations
+
+from ._handle import Handle
+from ._mailbox import Message
+from ._place import set_cell_resolver
+from ._reduction import ReduceOp
+from ._ring import RingStep, chunk_bounds, ring_steps
+from ._signature import Signature, signature
+from ._transport import Transport
+from .all_gather import all_gather, all_gather_into_tensor
+from .all_reduce import all_reduce
+from .all_to_all import all_to_all, all_to_all_single
+from .barrier import barrier
+from .broadcast import broadcast
+from .gather import gather
+from .group import Group, current_call, default_group, set_default_group
+from .objects import all_gather_object, broadcast_object
+from .point_to_point import irecv, isend, recv, send
+from .reduce import reduce
+from .reduce_scatter import reduce_scatter, reduce_scatter_tensor
+from .scatter import scatter
+
+__all__ = [
+    "Group",
+    "Handle",
+    "Message",
+    "ReduceOp",
+    "RingStep",
+    "Signature",
+    "Transport",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "chunk_bounds",
+    "current_call",
+    "default_group",
+    "gather",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "ring_steps",
+    "scatter",
+    "send",
+    "set_cell_resolver",
+    "set_default_group",
+    "signature",
+]

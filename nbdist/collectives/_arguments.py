@@ -1,0 +1,120 @@
+"""Checks and conversions that every operation makes before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nbdist.errors import UnsupportedCollective, UsageError
+
+from .group import Group, default_group
+
+__all__ = [
+    "Flat",
+    "check_kind",
+    "check_list",
+    "check_same",
+    "flatten",
+    "resolve",
+    "root_position",
+    "split_evenly",
+]
+
+
+class Flat:
+    """A tensor as the contiguous, one-dimensional one that transports work on."""
+
+    __slots__ = ("_original", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        self._original: Tensor | None = None
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            self.tensor = tensor if tensor.dim() == 1 else tensor.view(-1)
+        else:
+            self._original = tensor
+            self.tensor = torch.empty(
+                tensor.numel(), dtype=tensor.dtype, device=tensor.device
+            )
+            self.tensor.view(tensor.shape).copy_(tensor)
+
+    def write_back(self) -> None:
+        """Put what was received where the user's tensor really lies."""
+        if self._original is not None:
+            self._original.copy_(self.tensor.view(self._original.shape))
+
+
+def flatten(tensors: Sequence[Tensor]) -> list[Flat]:
+    """`Flat` for each."""
+    return [Flat(tensor) for tensor in tensors]
+
+
+def resolve(tensor: object, group: Group | None) -> Group:
+    """The group to use for `tensor`, which must be one that can be sent.
+
+    Raises:
+        UsageError: it is no tensor.
+        UnsupportedCollective: it is sparse or quantized.
+        WrongProcess: there is no group here.
+    """
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UnsupportedCollective(
+            f"a {tensor.layout} {tensor.dtype} tensor: expected a dense one; "
+            "send its parts, or to_dense()"
+        )
+    return group if group is not None else default_group()
+
+
+def root_position(group: Group, rank: int) -> int:
+    """Where a world rank stands in the group."""
+    try:
+        return group.ranks.index(rank)
+    except ValueError:
+        raise UsageError(f"rank {rank}: expected one of {list(group.ranks)}") from None
+
+
+def check_list(name: str, tensors: Sequence[Tensor] | None, group: Group) -> None:
+    """One tensor for each member."""
+    if tensors is None or len(tensors) != group.size:
+        got = "none" if tensors is None else len(tensors)
+        raise UsageError(f"{name}: expected {group.size} tensors, got {got}")
+
+
+def check_kind(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+    """All of one dtype and device kind."""
+    for tensor in tensors:
+        if tensor.dtype != like.dtype or tensor.device.type != like.device.type:
+            raise UsageError(
+                f"{name}: expected {like.dtype} on {like.device.type}, "
+                f"got {tensor.dtype} on {tensor.device.type}"
+            )
+
+
+def check_same(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+    """All of one dtype, device kind and number of elements."""
+    check_kind(name, tensors, like)
+    for tensor in tensors:
+        if tensor.numel() != like.numel():
+            raise UsageError(
+                f"{name}: expected {like.numel()} elements as the other tensor has, "
+                f"got {tensor.numel()}"
+            )
+
+
+def split_evenly(
+    name: str, tensor: Tensor, part: Tensor, group: Group
+) -> Sequence[Tensor]:
+    """One run of `tensor`, flattened, for each member; each as long as `part`."""
+    if tensor.numel() != part.numel() * group.size:
+        raise UsageError(
+            f"{name}: expected {group.size} x {part.numel()} elements, "
+            f"got {tensor.numel()}"
+        )
+    if part.numel() == 0:
+        return [tensor.reshape(-1)] * group.size
+    return tensor.reshape(-1).split(part.numel())

@@ -1,0 +1,48 @@
+"""Tensors as MPI sees them."""
+
+from __future__ import annotations
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+__all__ = ["Spec", "moved", "reduced"]
+
+Spec = list[object]
+"""mpi4py's [buffer, count, datatype]."""
+
+_BY_SIZE = {
+    1: MPI.BYTE,
+    2: MPI.INT16_T,
+    4: MPI.INT32_T,
+    8: MPI.INT64_T,
+    16: MPI.C_DOUBLE_COMPLEX,
+}
+_NUMBERS = {
+    torch.float64: MPI.DOUBLE,
+    torch.float32: MPI.FLOAT,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.bool: MPI.UINT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+
+
+def moved(tensor: Tensor) -> Spec:
+    """A contiguous tensor as opaque elements, for a transfer without arithmetic."""
+    return [_memory(tensor), tensor.numel(), _BY_SIZE[tensor.element_size()]]
+
+
+def reduced(tensor: Tensor) -> Spec:
+    """A contiguous tensor as numbers; not for the half types, which MPI lacks."""
+    return [_memory(tensor), tensor.numel(), _NUMBERS[tensor.dtype]]
+
+
+def _memory(tensor: Tensor) -> object:
+    # By address: numpy, and so the buffer protocol, has no bfloat16 and no CUDA.
+    size = tensor.numel() * tensor.element_size()
+    return MPI.buffer.fromaddress(tensor.data_ptr(), size)

@@ -1,0 +1,128 @@
+"""One call of a collective on this rank, and how calls are told to the user."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from nbdist.wire import CollectiveCall
+
+from ._place import Place, find_place
+from ._signature import Signature
+
+__all__ = ["Call", "describe_mismatch", "describe_timeout"]
+
+
+class Call:
+    """What this rank is doing. Cheap to make: where it was called is found on demand."""
+
+    __slots__ = ("kind", "place", "sequence", "thread", "timeout")
+
+    def __init__(
+        self, kind: Signature, timeout: float | timedelta | None = None
+    ) -> None:
+        self.kind = kind
+        self.timeout = timeout
+        self.place: Place | None = None
+        self.thread = threading.get_ident()
+        self.sequence = 0
+
+    @property
+    def label(self) -> str:
+        """Such as "all_reduce #12"."""
+        return f"{self.kind.operation} #{self.sequence}"
+
+    def record(self, rank: int) -> CollectiveCall:
+        """The call as `rank` reports it. May be called from any thread meanwhile."""
+        kind = self.kind
+        place = self.place or find_place(sys._current_frames().get(self.thread))
+        return CollectiveCall(
+            rank=rank,
+            sequence=self.sequence,
+            operation=kind.operation,
+            reduce_op=kind.reduce_op,
+            root=kind.root,
+            dtype=kind.dtype,
+            shape=kind.shape,
+            device=kind.device,
+            cell=place.cell,
+            line=place.line,
+        )
+
+
+def describe_mismatch(calls: Sequence[CollectiveCall]) -> str:
+    """A table of what each rank called."""
+    rows = [
+        ("rank", "call", "operation", "op", "root", "shape", "dtype", "device", "at")
+    ]
+    rows += [_row(call) for call in calls]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join(
+        [
+            "the ranks called different collectives; no data was touched.",
+            *(line.rstrip() for line in lines),
+            "Make every rank call the same operation with the same shape and dtype.",
+        ]
+    )
+
+
+def _row(call: CollectiveCall) -> tuple[str, ...]:
+    return (
+        str(call.rank),
+        f"#{call.sequence}",
+        call.operation,
+        call.reduce_op or "-",
+        "-" if call.root is None else str(call.root),
+        str(call.shape),
+        call.dtype,
+        call.device,
+        _where(call),
+    )
+
+
+def _where(call: CollectiveCall) -> str:
+    if call.line is None:
+        return "unknown"
+    return (
+        f"line {call.line}"
+        if call.cell is None
+        else f"In[{call.cell}] line {call.line}"
+    )
+
+
+def describe_timeout(
+    call: CollectiveCall,
+    ranks: Sequence[int],
+    missing: Sequence[int],
+    notes: Mapping[int, str],
+) -> str:
+    """Who had arrived at `call` when its time ran out, and where the others were.
+
+    Args:
+        call: this rank's.
+        ranks: the members' numbers.
+        missing: those of them that had not arrived.
+        notes: what ranks that wait somewhere said of it; "" for those that do not.
+    """
+    arrived = [rank for rank in ranks if rank not in missing]
+    lines = [
+        f"{call.operation} #{call.sequence} ({_where(call)}) ran out of time.",
+        f"Arrived: {_names(arrived)}. Missing: {_names(missing)}.",
+    ]
+    lines += [f"{notes[rank]} (it waits there)" for rank in missing if notes.get(rank)]
+    silent = [rank for rank in missing if not notes.get(rank)]
+    if silent and notes:
+        lines.append(f"Not in any collective: {_names(silent)}.")
+    return "\n".join(lines)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ("ranks " if len(ranks) > 1 else "rank ") + (
+        ", ".join(map(str, ranks)) or "none"
+    )

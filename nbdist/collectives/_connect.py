@@ -1,0 +1,177 @@
+"""How the ranks of a communicator find each other, and what they may use."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from mpi4py import MPI
+
+from nbdist.config import CollectiveConfig
+from nbdist.errors import UsageError
+
+from . import _semaphore
+from ._gate import Gate, MessageGate
+from ._gate_shared import SharedGate
+from ._segment import Segment
+from ._transport import Transport
+from ._transport_local import LocalTransport
+from ._transport_mpi import MpiTransport, RingTransport
+from ._transport_shared import SharedTransport, memory_bytes
+from ._wait import Check, wait_until
+
+__all__ = ["Connection", "Hooks", "connect"]
+
+_CARD_BYTES = 1024
+_SPINS = 300
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What gates and transports ask of the group they work for."""
+
+    meet: Callable[[], None]
+    """Passes the gate with the running call's signature."""
+    check: Check
+    """Raises when the running call must end."""
+    on_late: Callable[[], None]
+    """Called when a wait takes long."""
+
+
+@dataclass
+class Connection:
+    """What one group holds for as long as it lives."""
+
+    gate: Gate
+    mail: MPI.Comm
+    """For point-to-point messages of the user's."""
+    cpu: dict[str, Transport]
+    """By algorithm; "auto" is the best."""
+    comms: list[MPI.Comm] = field(default_factory=list)
+
+    def transport(self, device: str, algorithm: str) -> Transport:
+        """The transport for a kind of device and an algorithm's name."""
+        if device != "cpu":
+            raise UsageError(f"device {device!r}: expected cpu")
+        if algorithm not in self.cpu:
+            names = ", ".join(sorted(self.cpu))
+            raise UsageError(f"algorithm {algorithm!r} on {device}: expected {names}")
+        return self.cpu[algorithm]
+
+    def describe(self) -> str:
+        """The transports in words."""
+        return f"{self.cpu['auto'].description} (CPU)"
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+        self.gate.close()
+        for transport in self.cpu.values():
+            transport.close()
+        while self.comms:
+            self.comms.pop().Free()
+
+
+def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connection:
+    """Meet the other ranks of `comm` and agree on gate and transports.
+
+    Every rank of `comm` must call, with the same configuration.
+    """
+    inner, mail = _duplicate(comm, hooks.check), _duplicate(comm, hooks.check)
+    ring = RingTransport(inner, hooks.check)
+    mpi = MpiTransport(inner, hooks.check)
+    cpu: dict[str, Transport] = {"ring": ring, "mpi": mpi, "auto": mpi}
+    shared = None
+    if config.transport in ("auto", "shared"):
+        shared = _share(inner, config, hooks)
+    if comm.size == 1:
+        cpu["auto"] = LocalTransport()
+    elif shared is not None:
+        cpu["shared"] = cpu["auto"] = SharedTransport(*shared, hooks)
+    elif config.transport == "shared":
+        raise UsageError("transport 'shared': the ranks are not all on one host")
+    if config.transport not in ("auto", "shared"):
+        cpu["auto"] = cpu[config.transport]
+    gate = shared[0] if shared is not None else MessageGate(inner)
+    return Connection(gate, mail, cpu, [inner, mail])
+
+
+def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
+    duplicate, request = comm.Idup()
+    wait_until(request.Test, check)
+    return duplicate
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank tells the others about itself."""
+
+    host: str
+    cores: frozenset[int]
+    segment: str | None
+
+
+def _share(
+    comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks
+) -> tuple[SharedGate, memoryview] | None:
+    """Memory that all ranks of `comm` map, and the gate in it.
+
+    None where they cannot: the same answer on all ranks.
+    """
+    pages = -(-SharedGate.bytes_needed(comm.size) // mmap.PAGESIZE)
+    head = pages * mmap.PAGESIZE
+    size = head + memory_bytes(comm.size, config.slot_bytes)
+    segment = _create(size) if comm.rank == 0 and _semaphore.AVAILABLE else None
+    card = _Card(_host(), _cores(), segment.address if segment else None)
+    cards = _swap_cards(comm, card, hooks.check)
+    if len({each.host for each in cards}) == 1 and cards[0].segment and segment is None:
+        segment = _open(cards[0].segment, size)
+    reached = _swap_cards(comm, segment is not None, hooks.check)
+    if segment is None or not all(reached):
+        return None
+    segment.close_file()
+    cores = frozenset().union(*(each.cores for each in cards))
+    spins = _SPINS if len(cores) >= comm.size else 0
+    view = memoryview(segment.memory)
+    gate = SharedGate(view[:head], comm.rank, comm.size, spins, hooks.on_late)
+    gate.prepare()
+    _swap_cards(comm, True, hooks.check)
+    return gate, view[head:]
+
+
+def _create(size: int) -> Segment | None:
+    try:
+        return Segment.create(size)
+    except OSError:  # no room to share: MPI's messages do it
+        return None
+
+
+def _open(address: str, size: int) -> Segment | None:
+    try:
+        return Segment.open(address, size)
+    except OSError:  # another container, or another user
+        return None
+
+
+def _swap_cards(comm: MPI.Comm, card: object, check: Check) -> list[object]:
+    mine = np.frombuffer(pickle.dumps(card).ljust(_CARD_BYTES, b"\0"), np.uint8)
+    cards = np.zeros((comm.size, _CARD_BYTES), np.uint8)
+    wait_until(comm.Iallgather(mine, cards).Test, check)
+    return [pickle.loads(each.tobytes()) for each in cards]
+
+
+def _host() -> str:
+    """Equal for processes that can share memory by way of /proc."""
+    space = (
+        os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns") else 0
+    )
+    return f"{MPI.Get_processor_name()}/{space}"
+
+
+def _cores() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))

@@ -1,0 +1,103 @@
+"""Where the ranks of a group meet, and see whether they mean the same call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from mpi4py import MPI
+
+from ._wait import Check, wait_until
+
+__all__ = ["RECORD_BYTES", "Gate", "MessageGate"]
+
+RECORD_BYTES = 512
+"""Room for one rank's pickled record of its call."""
+_WORD_TAG = 1
+_RECORD_TAG = 2
+
+
+class Gate(ABC):
+    """Every rank arrives with a word; nobody passes before all have arrived."""
+
+    @abstractmethod
+    def arrive(self, word: int, check: Check) -> bool:
+        """Wait for all ranks.
+
+        Args:
+            word: 63 bits that must agree.
+            check: called while waiting; ends the wait by raising.
+
+        Returns:
+            Whether every rank brought the same word: the same answer on all ranks.
+        """
+
+    @abstractmethod
+    def exchange(self, record: bytes, check: Check) -> list[bytes]:
+        """Every rank's record, in rank order. All ranks must call."""
+
+    @abstractmethod
+    def missing(self) -> list[int]:
+        """Ranks whose arrival the last `arrive` was still waiting for."""
+
+    def leave(self, reason: str) -> None:
+        """Tell the ranks that wait here that this one will not come any more."""
+
+    def leave_note(self, note: str) -> None:
+        """Say where this rank is, for `notes` on the other ranks; "" takes it back."""
+
+    def notes(self) -> list[str]:
+        """Each rank's last note, in rank order; empty where there is none to read."""
+        return []
+
+    def wake(self) -> None:
+        """Make a waiting thread of this process run its `check` now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the gate holds. Safe to call twice."""
+
+
+class MessageGate(Gate):
+    """A gate of MPI messages, each rank to each other: one latency, any network."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._mine = np.zeros(1, np.int64)
+        self._theirs = np.zeros((comm.size, 1), np.int64)
+        sends = [comm.Send_init(self._mine, peer, _WORD_TAG) for peer in self._peers]
+        receives = [
+            comm.Recv_init(self._theirs[peer], peer, _WORD_TAG) for peer in self._peers
+        ]
+        self._requests: list[MPI.Prequest] = [*receives, *sends]
+
+    def arrive(self, word: int, check: Check) -> bool:
+        self._mine[0] = self._theirs[self._comm.rank] = word
+        requests = self._requests
+        MPI.Prequest.Startall(requests)
+        wait_until(lambda: MPI.Request.Testall(requests), check)
+        return bool((self._theirs == word).all())
+
+    def exchange(self, record: bytes, check: Check) -> list[bytes]:
+        mine = np.frombuffer(record.ljust(RECORD_BYTES, b"\0"), np.uint8)
+        theirs = np.zeros((self._comm.size, RECORD_BYTES), np.uint8)
+        theirs[self._comm.rank] = mine
+        requests: list[MPI.Request] = []
+        for peer in self._peers:
+            requests.append(self._comm.Irecv(theirs[peer], peer, _RECORD_TAG))
+            requests.append(self._comm.Isend(mine, peer, _RECORD_TAG))
+        wait_until(lambda: MPI.Request.Testall(requests), check)
+        return [row.tobytes() for row in theirs]
+
+    def missing(self) -> list[int]:
+        return [
+            peer
+            for peer, request in zip(self._peers, self._requests, strict=False)
+            if not request.Test()
+        ]
+
+    def close(self) -> None:
+        for request in self._requests:
+            request.Free()
+        self._requests = []

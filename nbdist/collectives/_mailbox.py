@@ -1,0 +1,151 @@
+"""Messages from one rank to another, with their own tags and their own order."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from nbdist.errors import CollectiveMismatch, CollectiveTimeout, UsageError
+
+from ._buffer import moved
+from ._wait import Check, wait_until
+
+__all__ = ["Mailbox", "Message"]
+
+_KIND_BITS = 11
+_LARGEST_TAG = (2**31 - 1) >> _KIND_BITS
+_LOOK_EVERY_S = 0.25
+
+
+class Message(dist.Work):
+    """A message under way: a `dist.Work`. It moves while somebody waits for it."""
+
+    def __init__(
+        self,
+        request: MPI.Request,
+        label: str,
+        size: int | None,
+        check: Check,
+        look: Check,
+        tensor: Tensor,
+    ) -> None:
+        super().__init__()
+        self._request = request
+        self._label = label
+        self._size = size
+        self._check = check
+        self._look = look
+        self._tensor = tensor  # MPI has its address: it must live as long
+        self._status = MPI.Status()
+        self._arrived = False
+        self.source: int | None = None
+        """The sender's rank in the group, once a message was received."""
+
+    def is_completed(self) -> bool:
+        """Whether the message has left, or has arrived."""
+        if not self._arrived and self._request.Test(self._status):
+            self._arrived = True
+            self._finish()
+        return self._arrived
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait until the tensor may be used again.
+
+        Args:
+            timeout: seconds or a timedelta; None or zero waits until it is released.
+
+        Raises:
+            CollectiveTimeout: `timeout` ran out; the message is still under way.
+            CollectiveMismatch: the other rank's message has another size or dtype.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        end = time.monotonic() + seconds if seconds else math.inf
+        next_look = time.monotonic() + _LOOK_EVERY_S
+
+        def check() -> None:
+            nonlocal next_look
+            self._check()
+            now = time.monotonic()
+            if now > end:
+                raise CollectiveTimeout(f"{self._label} is not done after {seconds} s")
+            if now > next_look:
+                next_look = now + _LOOK_EVERY_S
+                self._look()
+
+        wait_until(self.is_completed, check)
+        return True
+
+    def _finish(self) -> None:
+        if self._size is None:
+            return
+        self.source = self._status.Get_source()
+        got = self._status.Get_count(MPI.BYTE)
+        if got != self._size:
+            raise CollectiveMismatch(
+                f"{self._label}: expected {self._size} bytes, got {got}"
+            )
+
+
+class Mailbox:
+    """Sends and receives on a communicator of their own.
+
+    The dtype and the number of elements are part of the tag, so that a message that
+    does not fit is never received, and is seen by whoever waits in vain.
+    """
+
+    def __init__(self, comm: MPI.Comm, check: Check) -> None:
+        self._comm = comm
+        self._check = check
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> Message:
+        """Start to send a contiguous CPU tensor to a rank of the group."""
+        request = self._comm.Isend(moved(tensor), target, _full_tag(tag, tensor))
+        label = f"send to rank {target}, tag {tag}"
+        return Message(request, label, None, self._check, _nothing, tensor)
+
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
+        """Start to receive into a contiguous CPU tensor; from anyone where None."""
+        peer = MPI.ANY_SOURCE if source is None else source
+        full = _full_tag(tag, tensor)
+        request = self._comm.Irecv(moved(tensor), peer, full)
+        size = tensor.numel() * tensor.element_size()
+        label = f"recv from rank {'any' if source is None else source}, tag {tag}"
+        look = self._look_for_foreign(peer, full, label, tensor)
+        return Message(request, label, size, self._check, look, tensor)
+
+    def _look_for_foreign(
+        self, peer: int, full_tag: int, label: str, tensor: Tensor
+    ) -> Callable[[], None]:
+        expected = f"{tensor.numel()} elements of {tensor.dtype}"
+
+        def look() -> None:
+            status = MPI.Status()
+            if not self._comm.Iprobe(peer, MPI.ANY_TAG, status):
+                return
+            got = status.Get_tag()
+            if got != full_tag and got >> _KIND_BITS == full_tag >> _KIND_BITS:
+                raise CollectiveMismatch(
+                    f"{label}: expected {expected}, got a message of "
+                    f"{status.Get_count(MPI.BYTE)} bytes from rank "
+                    f"{status.Get_source()} with another shape or dtype"
+                )
+
+        return look
+
+
+def _nothing() -> None:
+    pass
+
+
+def _full_tag(tag: int, tensor: Tensor) -> int:
+    if not 0 <= tag <= _LARGEST_TAG:
+        raise UsageError(f"tag {tag}: expected 0 to {_LARGEST_TAG}")
+    kind = zlib.crc32(f"{tensor.dtype} {tensor.numel()}".encode())
+    return tag << _KIND_BITS | kind & ((1 << _KIND_BITS) - 1)

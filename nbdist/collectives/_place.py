@@ -1,0 +1,55 @@
+"""Where in the user's program a collective was called from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple
+
+__all__ = ["Place", "find_place", "set_cell_resolver"]
+
+CellResolver = Callable[[str], int | None]
+_LIBRARIES = ("nbdist", "torch", "threading", "concurrent", "contextlib", "functools")
+
+
+class Place(NamedTuple):
+    """A line of the user's, in a file or a notebook cell."""
+
+    cell: int | None
+    line: int | None
+
+
+def _no_cell(filename: str) -> int | None:
+    return None
+
+
+_resolver: CellResolver = _no_cell
+
+
+def set_cell_resolver(resolver: CellResolver) -> None:
+    """Install the function that knows which notebook cell a code object is from.
+
+    Args:
+        resolver: maps a code object's filename to the cell's In[] number, or to None
+            for a file that is no cell. It must not raise, and is called only when a
+            record of a call is asked for.
+    """
+    global _resolver
+    _resolver = resolver
+
+
+def find_place(frame: FrameType | None) -> Place:
+    """The first frame outside nbdist and torch, from `frame` outwards.
+
+    Both parts are None where there is no such frame, as in an autograd thread.
+    """
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    if frame is None:
+        return Place(None, None)
+    return Place(_resolver(frame.f_code.co_filename), frame.f_lineno)
+
+
+def _is_library(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return isinstance(module, str) and module.split(".", 1)[0] in _LIBRARIES

@@ -1,0 +1,53 @@
+"""What must agree between ranks before a collective may touch data."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Signature", "signature"]
+
+_LIMIT = 4096
+_cache: dict[tuple[object, ...], Signature] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """One kind of call. Made once for each kind and then looked up."""
+
+    operation: str
+    reduce_op: str | None
+    root: int | None
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    word: int
+    """A 63-bit digest of all the above, the same in every process; never 0."""
+
+
+def signature(
+    operation: str,
+    reduce_op: str | None,
+    root: int | None,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...],
+    device: str,
+) -> Signature:
+    """The signature of a call; `device` is a device kind such as "cpu"."""
+    key = (operation, reduce_op, root, dtype, shape, device)
+    found = _cache.get(key)
+    return found if found is not None else _make(key)
+
+
+def _make(key: tuple[object, ...]) -> Signature:
+    operation, reduce_op, root, dtype, shape, device = key
+    name = str(dtype).removeprefix("torch.") if dtype is not None else "object"
+    plain = (operation, reduce_op, root, name, tuple(shape), device)  # type: ignore[arg-type]
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
+    word = int.from_bytes(digest, "little") >> 1 or 1
+    if len(_cache) >= _LIMIT:  # shapes that never repeat must not fill the memory
+        _cache.clear()
+    made = _cache[key] = Signature(*plain, word)  # type: ignore[arg-type]
+    return made

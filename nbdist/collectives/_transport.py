@@ -1,0 +1,71 @@
+"""The seam: what a way of moving data between ranks must offer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+__all__ = ["Transport"]
+
+
+class Transport(ABC):
+    """Moves and reduces tensors between the ranks of one group.
+
+    Every tensor is contiguous and one-dimensional, on a device this transport serves,
+    and equal in length and dtype on all ranks, except in `all_to_all`. All ranks call
+    the same method; the caller has checked the arguments. A list holds one tensor per
+    rank, in rank order; on ranks where it has no meaning it is None.
+    """
+
+    description: ClassVar[str]
+    """In words, for %dist_status."""
+    meets: ClassVar[bool] = False
+    """Whether each operation passes the gate by itself, before it touches data."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Reduce in place; the same bits on all ranks."""
+
+    @abstractmethod
+    def reduce(self, tensor: Tensor, op: str, root: int) -> None:
+        """Reduce into root's tensor; the others' stay as they are."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
+        """Reduce inputs[r] of all ranks into rank r's output; inputs are kept."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite all tensors with root's."""
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """outputs[r] becomes rank r's tensor."""
+
+    @abstractmethod
+    def gather(
+        self, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int
+    ) -> None:
+        """On root, outputs[r] becomes rank r's tensor."""
+
+    @abstractmethod
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int
+    ) -> None:
+        """Rank r's tensor becomes root's inputs[r]."""
+
+    @abstractmethod
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], longest: int
+    ) -> None:
+        """outputs[r] becomes rank r's inputs[own rank].
+
+        Lengths may differ by pair; `longest` is the greatest of them, on all ranks.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the transport holds. Safe to call twice."""

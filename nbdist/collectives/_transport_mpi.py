@@ -1,0 +1,185 @@
+"""Collectives out of MPI messages: for several hosts, and the literal ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from ._buffer import moved, reduced
+from ._reduction import accumulation_dtype, combine, finish
+from ._ring import RingStep, chunk_bounds, ring_steps
+from ._transport import Transport
+from ._wait import Check, wait_until
+
+__all__ = ["MpiTransport", "RingTransport"]
+
+_TAG = 3
+_MPI_OPS = {
+    "sum": MPI.SUM,
+    "mean": MPI.SUM,
+    "product": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
+}
+_BOOL_OPS = {"sum": MPI.MAX, "product": MPI.MIN}  # or, and
+
+
+class RingTransport(Transport):
+    """The ring over MPI point-to-point messages; nothing else is used.
+
+    An all-reduce of n elements sends 2(N-1) messages of at most ceil(n/N) elements from
+    each rank. Half types travel as float32 until they are summed.
+    """
+
+    description: ClassVar[str] = "MPI messages in a ring"
+
+    def __init__(self, comm: MPI.Comm, check: Check) -> None:
+        self._comm = comm
+        self._check = check
+        self._steps = ring_steps(comm.size, comm.rank)
+        self.sent_messages = 0
+        """Messages this rank has sent, for tests and benchmarks."""
+        self.sent_elements = 0
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        wide = accumulation_dtype(tensor.dtype)
+        work = tensor.to(wide)  # the tensor itself, unless it is a half type
+        chunks = self._cut(work)
+        done = self._reduce_around(chunks, op)
+        finish(op, done, self._comm.size)
+        if work is not tensor:
+            tensor.copy_(work)
+        self._gather_around(self._cut(tensor))
+
+    def reduce(self, tensor: Tensor, op: str, root: int) -> None:
+        work = tensor.clone()
+        self.all_reduce(work, op)
+        if self._comm.rank == root:
+            tensor.copy_(work)
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
+        wide = accumulation_dtype(output.dtype)
+        # The ring leaves chunk r+1 on rank r: shift, so that it leaves rank r its own.
+        chunks = [piece.to(wide, copy=True) for piece in [*inputs[-1:], *inputs[:-1]]]
+        done = self._reduce_around(chunks, op)
+        finish(op, done, self._comm.size)
+        output.copy_(done)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        outputs[self._comm.rank].copy_(tensor)
+        # The ring's all-gather starts from chunk r+1 on rank r: shift by one.
+        self._gather_around([*outputs[-1:], *outputs[:-1]])
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Pass `tensor` down the chain of ranks in N pieces, each sent on at once."""
+        position = (self._comm.rank - root) % self._comm.size
+        right = (self._comm.rank + 1) % self._comm.size
+        left = (self._comm.rank - 1) % self._comm.size
+        sends = []
+        for piece in self._cut(tensor):
+            if position > 0:
+                self._wait([self._comm.Irecv(moved(piece), left, _TAG)])
+            if position < self._comm.size - 1:
+                sends.append(self._send(piece, right))
+        self._wait(sends)
+
+    def gather(
+        self, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int
+    ) -> None:
+        if outputs is None:
+            self._wait([self._send(tensor, root)])
+        else:
+            outputs[root].copy_(tensor)
+            self._wait(list(self._receive_from_others(outputs)))
+
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int
+    ) -> None:
+        if inputs is None:
+            self._wait([self._comm.Irecv(moved(tensor), root, _TAG)])
+        else:
+            tensor.copy_(inputs[root])
+            self._wait(list(self._send_to_others(inputs)))
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], longest: int
+    ) -> None:
+        rank = self._comm.rank
+        receives = list(self._receive_from_others(outputs))
+        outputs[rank].copy_(inputs[rank])
+        self._wait([*receives, *self._send_to_others(inputs)])
+
+    def close(self) -> None:
+        pass
+
+    def _cut(self, tensor: Tensor) -> list[Tensor]:
+        bounds = chunk_bounds(tensor.numel(), self._comm.size)
+        return [tensor[start:stop] for start, stop in bounds]
+
+    def _reduce_around(self, chunks: Sequence[Tensor], op: str) -> Tensor:
+        """Overwrites `chunks`; returns the one that is reduced on this rank."""
+        incoming = torch.empty_like(max(chunks, key=len))
+        for step in self._steps[: self._comm.size - 1]:
+            mine = chunks[step.receive_chunk]
+            other = incoming[: len(mine)]
+            self._swap(step, chunks[step.send_chunk], other)
+            combine(op, other, mine, out=mine)
+        return chunks[(self._comm.rank + 1) % self._comm.size]
+
+    def _gather_around(self, chunks: Sequence[Tensor]) -> None:
+        for step in self._steps[self._comm.size - 1 :]:
+            self._swap(step, chunks[step.send_chunk], chunks[step.receive_chunk])
+
+    def _swap(self, step: RingStep, outgoing: Tensor, incoming: Tensor) -> None:
+        receive = self._comm.Irecv(moved(incoming), step.receive_from, _TAG)
+        self._wait([receive, self._send(outgoing, step.send_to)])
+
+    def _send(self, tensor: Tensor, peer: int) -> MPI.Request:
+        self.sent_messages += 1
+        self.sent_elements += tensor.numel()
+        return self._comm.Isend(moved(tensor), peer, _TAG)
+
+    def _send_to_others(self, tensors: Sequence[Tensor]) -> Iterator[MPI.Request]:
+        for peer, tensor in enumerate(tensors):
+            if peer != self._comm.rank:
+                yield self._send(tensor, peer)
+
+    def _receive_from_others(self, tensors: Sequence[Tensor]) -> Iterator[MPI.Request]:
+        for peer, tensor in enumerate(tensors):
+            if peer != self._comm.rank:
+                yield self._comm.Irecv(moved(tensor), peer, _TAG)
+
+    def _wait(self, requests: list[MPI.Request]) -> None:
+        wait_until(lambda: MPI.Request.Testall(requests), self._check)
+
+
+class MpiTransport(RingTransport):
+    """MPI's own collectives where they do what torch does; the ring elsewhere."""
+
+    description: ClassVar[str] = "MPI"
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        if op in ("min", "max") and tensor.is_floating_point():
+            super().all_reduce(tensor, op)  # MPI's own lose NaN
+            return
+        work = tensor.to(accumulation_dtype(tensor.dtype))
+        mpi_op = _mpi_op(op, work.dtype)
+        self._wait([self._comm.Iallreduce(MPI.IN_PLACE, reduced(work), mpi_op)])
+        finish(op, work, self._comm.size)
+        if work is not tensor:
+            tensor.copy_(work)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        self._wait([self._comm.Ibcast(moved(tensor), root)])
+
+
+def _mpi_op(op: str, dtype: torch.dtype) -> MPI.Op:
+    named = _BOOL_OPS if dtype == torch.bool else {}
+    return named.get(op, _MPI_OPS[op])

@@ -1,0 +1,59 @@
+"""The thread that runs a group's asynchronous collectives, in the order of the calls."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from ._handle import Handle
+
+__all__ = ["Worker"]
+
+Job = tuple[Callable[[], None], Handle]
+
+
+class Worker:
+    """One daemon thread, started with the first job."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Handle | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is waiting or running."""
+        return self._last is not None and not self._last.is_completed()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is this worker's thread."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, body: Callable[[], None], handle: Handle) -> Handle:
+        """Run `body` after all earlier jobs, and complete `handle` with its outcome."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name=self._name, daemon=True
+            )
+            self._thread.start()
+        self._last = handle
+        self._jobs.put((body, handle))
+        return handle
+
+    def stop(self) -> None:
+        """End the thread after the jobs already submitted. Safe to call twice."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            body, handle = job
+            try:
+                body()
+            except BaseException as error:  # noqa: BLE001 - it goes to whoever waits
+                handle.complete(error)
+            else:
+                handle.complete()
+            del job, body, handle  # release the tensors while idle

@@ -1,0 +1,73 @@
+"""all_gather: everybody's tensor, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch import Tensor
+
+from nbdist.errors import UsageError
+
+from ._arguments import Flat, check_list, check_same, flatten, resolve, split_evenly
+from ._handle import Handle
+from ._signature import signature
+from .group import Group
+
+__all__ = ["all_gather", "all_gather_into_tensor"]
+
+
+def all_gather(
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """Copy rank r's tensor into `tensor_list[r]` on all ranks. Every rank must call.
+
+    Args:
+        tensor_list: one tensor per rank, each with tensor's dtype and number of
+            elements; overwritten.
+        tensor: any shape, equal shape and dtype on all ranks; kept.
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group = resolve(tensor, group)
+    check_list("tensor_list", tensor_list, group)
+    check_same("tensor_list", tensor_list, tensor)
+    device = tensor.device.type
+    transport = group.transport(device)
+    kind = signature("all_gather", None, None, tensor.dtype, tensor.shape, device)
+    flat, outputs = Flat(tensor), flatten(tensor_list)
+
+    def body() -> None:
+        transport.all_gather([each.tensor for each in outputs], flat.tensor)
+        for each in outputs:
+            each.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )
+
+
+def all_gather_into_tensor(
+    output: Tensor,
+    input: Tensor,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """`all_gather` into a tensor that takes all parts one after the other.
+
+    Args:
+        output: world-size times input's elements, same dtype, contiguous; overwritten.
+        input: any shape, equal shape and dtype on all ranks; kept.
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group = resolve(output, group)
+    if not output.is_contiguous():
+        raise UsageError("output: expected a contiguous tensor")
+    parts = split_evenly("output", output, input, group)
+    return all_gather(parts, input, group=group, async_op=async_op, timeout=timeout)

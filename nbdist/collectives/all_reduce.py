@@ -1,0 +1,58 @@
+"""all_reduce: the same reduction on all ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch import Tensor
+
+from ._arguments import Flat, resolve
+from ._handle import Handle
+from ._reduction import ReduceOp, parse_op
+from ._signature import signature
+from .group import Group
+
+__all__ = ["all_reduce"]
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: ReduceOp = "sum",
+    *,
+    algorithm: str = "auto",
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """Reduce a tensor over all ranks, in place. Every rank of the group must call.
+
+    All ranks get the same bits. A sum lies within (N-1) eps sum|x_i| of the exact one,
+    eps being the dtype's; half types are accumulated in float32.
+
+    Args:
+        tensor: any shape, strided, equal shape and dtype on all ranks; overwritten.
+        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or c10d's.
+        algorithm: "auto", "ring", "mpi", "shared" or "nccl", as far as there is such a
+            one for the tensor's device.
+        group: default: all ranks.
+        async_op: return a handle at once; the tensor is the group's until it is done.
+        timeout: seconds to wait for the other ranks; None takes the configured time.
+
+    Raises:
+        UnsupportedCollective: `op` is not defined for the dtype. Nothing was sent.
+        CollectiveMismatch, CollectiveTimeout, CollectiveAborted: see `Group.run`.
+    """
+    group = resolve(tensor, group)
+    op = parse_op(op, tensor.dtype)
+    device = tensor.device.type
+    transport = group.transport(device, algorithm)
+    kind = signature("all_reduce", op, None, tensor.dtype, tensor.shape, device)
+    flat = Flat(tensor)
+
+    def body() -> None:
+        transport.all_reduce(flat.tensor, op)
+        flat.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )

@@ -1,0 +1,133 @@
+"""all_to_all: each rank has something for each other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from nbdist.errors import CollectiveMismatch, UsageError
+
+from ._arguments import Flat, check_kind, check_list, flatten, resolve
+from ._handle import Handle
+from ._signature import signature
+from .group import Group
+
+__all__ = ["all_to_all", "all_to_all_single"]
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """Copy `input_tensor_list[r]` into rank r's output for this rank. All must call.
+
+    Args:
+        output_tensor_list: one tensor per rank, overwritten; `[r]` has as many elements
+            as rank r sends to this one.
+        input_tensor_list: one tensor per rank, kept; one dtype on all ranks.
+        group, async_op, timeout: as for `all_reduce`.
+
+    Raises:
+        CollectiveMismatch: also where the two lengths of a pair differ. No data was
+            touched.
+    """
+    like = next(iter(input_tensor_list), None)
+    group = resolve(like, group)
+    assert like is not None  # or resolve had raised
+    check_list("input_tensor_list", input_tensor_list, group)
+    check_list("output_tensor_list", output_tensor_list, group)
+    check_kind("input_tensor_list", input_tensor_list, like)
+    check_kind("output_tensor_list", output_tensor_list, like)
+    outputs, inputs = flatten(output_tensor_list), flatten(input_tensor_list)
+    return _exchange(group, outputs, inputs, async_op, timeout)
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """`all_to_all` of runs of rows of one tensor. Every rank must call.
+
+    Args:
+        output: overwritten; contiguous.
+        input: kept; same dtype and row shape.
+        output_split_sizes: rows of output for each rank; None or empty cuts evenly.
+        input_split_sizes: rows of input for each rank; None or empty cuts evenly.
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group = resolve(input, group)
+    check_kind("output", [output], input)
+    if not output.is_contiguous():
+        raise UsageError("output: expected a contiguous tensor")
+    outputs = _runs("output", output, output_split_sizes, group)
+    inputs = _runs("input", input.contiguous(), input_split_sizes, group)
+    return _exchange(group, flatten(outputs), flatten(inputs), async_op, timeout)
+
+
+def _runs(
+    name: str, tensor: Tensor, sizes: Sequence[int] | None, group: Group
+) -> Sequence[Tensor]:
+    rows = len(tensor) if tensor.dim() else 0
+    wanted = list(sizes or [rows // group.size] * group.size)
+    if len(wanted) != group.size or sum(wanted) != rows:
+        raise UsageError(
+            f"{name}: {rows} rows cannot be cut into {wanted}: expected "
+            f"{group.size} sizes that add up to {rows}"
+        )
+    return tensor.split(wanted)
+
+
+def _exchange(
+    group: Group,
+    outputs: Sequence[Flat],
+    inputs: Sequence[Flat],
+    async_op: bool,
+    timeout: float | timedelta | None,
+) -> Handle | None:
+    like = inputs[0].tensor
+    device = like.device.type
+    transport = group.transport(device)
+    kind = signature("all_to_all", None, None, like.dtype, (), device)
+
+    def body() -> None:
+        longest = _agree_on_lengths(group, outputs, inputs)
+        transport.all_to_all(
+            [each.tensor for each in outputs], [each.tensor for each in inputs], longest
+        )
+        for each in outputs:
+            each.write_back()
+
+    return group.run(kind, body, async_op=async_op, timeout=timeout)
+
+
+def _agree_on_lengths(
+    group: Group, outputs: Sequence[Flat], inputs: Sequence[Flat]
+) -> int:
+    """The longest piece of any pair. All ranks see all lengths, and decide alike."""
+    mine = torch.tensor(
+        [[len(each.tensor) for each in row] for row in (inputs, outputs)]
+    )
+    table = torch.empty(group.size, 2, group.size, dtype=mine.dtype)
+    group.transport("cpu").all_gather([row.view(-1) for row in table], mine.view(-1))
+    sent, expected = table[:, 0], table[:, 1].T
+    if not torch.equal(sent, expected):
+        source, target = (sent != expected).nonzero()[0].tolist()
+        raise CollectiveMismatch(
+            f"all_to_all: rank {group.ranks[source]} sends "
+            f"{int(sent[source, target])} elements to rank {group.ranks[target]}, "
+            f"which expects {int(expected[source, target])}; no data was touched"
+        )
+    return int(sent.max())

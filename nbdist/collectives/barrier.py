@@ -1,0 +1,31 @@
+"""barrier: nobody passes before all have come."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from ._handle import Handle
+from ._signature import signature
+from .group import Group, default_group
+
+__all__ = ["barrier"]
+
+
+def barrier(
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """Wait until every rank of the group has called.
+
+    Args:
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group = group if group is not None else default_group()
+    kind = signature("barrier", None, None, None, (), "none")
+    return group.run(kind, _nothing, async_op=async_op, timeout=timeout)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,46 @@
+"""broadcast: one rank's tensor to all."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch import Tensor
+
+from ._arguments import Flat, resolve, root_position
+from ._handle import Handle
+from ._signature import signature
+from .group import Group
+
+__all__ = ["broadcast"]
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int = 0,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """Overwrite the tensor on all ranks with rank `src`'s. Every rank must call.
+
+    Args:
+        tensor: any shape, equal shape and dtype on all ranks; overwritten except on
+            `src`.
+        src: a world rank.
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group = resolve(tensor, group)
+    root = root_position(group, src)
+    device = tensor.device.type
+    transport = group.transport(device)
+    kind = signature("broadcast", None, src, tensor.dtype, tensor.shape, device)
+    flat = Flat(tensor)
+
+    def body() -> None:
+        transport.broadcast(flat.tensor, root)
+        flat.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )

@@ -1,0 +1,55 @@
+"""gather: everybody's tensor, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch import Tensor
+
+from ._arguments import Flat, check_list, check_same, flatten, resolve, root_position
+from ._handle import Handle
+from ._signature import signature
+from .group import Group
+
+__all__ = ["gather"]
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: Sequence[Tensor] | None = None,
+    dst: int = 0,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """Copy rank r's tensor into rank `dst`'s `gather_list[r]`. Every rank must call.
+
+    Args:
+        tensor: any shape, equal shape and dtype on all ranks; kept.
+        gather_list: on `dst`, one tensor per rank, overwritten; None elsewhere.
+        dst: a world rank.
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group = resolve(tensor, group)
+    root = root_position(group, dst)
+    outputs = None
+    if group.rank == root:
+        check_list("gather_list", gather_list, group)
+        check_same("gather_list", gather_list or (), tensor)
+        outputs = flatten(gather_list or ())
+    device = tensor.device.type
+    transport = group.transport(device)
+    kind = signature("gather", None, dst, tensor.dtype, tensor.shape, device)
+    flat = Flat(tensor)
+
+    def body() -> None:
+        wanted = None if outputs is None else [each.tensor for each in outputs]
+        transport.gather(wanted, flat.tensor, root)
+        for each in outputs or ():
+            each.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )

@@ -1,0 +1,312 @@
+"""Ranks that communicate: one communicator, its transports, and the running call."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from mpi4py import MPI
+
+from nbdist.config import CollectiveConfig
+from nbdist.errors import (
+    CollectiveAborted,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    UsageError,
+    WrongProcess,
+)
+from nbdist.wire import CollectiveCall
+
+from ._call import Call, describe_mismatch, describe_timeout
+from ._connect import Connection, Hooks, connect
+from ._handle import Handle
+from ._mailbox import Mailbox
+from ._place import find_place
+from ._signature import Signature, signature
+from ._transport import Transport
+from ._wait import seconds
+from ._worker import Worker
+
+__all__ = ["Group", "current_call", "default_group", "set_default_group"]
+
+_live: weakref.WeakSet[Group] = weakref.WeakSet()
+_default: Group | None = None
+
+
+class _OutOfTime(Exception):
+    """The running call's own time-out ran out."""
+
+
+class Group:
+    """The ranks of one MPI communicator, for collectives among them.
+
+    All its ranks must make the group, and must make the same calls on it in the same
+    order. Once a call was left by an abort, a time-out or an interrupt, the ranks no
+    longer agree on what was sent: every later call raises, until a new Group over a
+    fresh communicator takes this one's place.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        *,
+        generation: int = 0,
+        config: CollectiveConfig | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Meet the other ranks. Every rank of `comm` must call.
+
+        Args:
+            comm: an intracommunicator; it is duplicated, and stays the caller's.
+            generation: counts changes of membership.
+            config: default: from the environment.
+            ranks: the members' world ranks; default 0 to size-1.
+        """
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.generation = generation
+        self.ranks = tuple(range(comm.size) if ranks is None else ranks)
+        self.config = config or CollectiveConfig.from_environment()
+        self.sequence = 0
+        """Collectives begun on this group so far."""
+        self._error: BaseException | None = None
+        self._deadline = math.inf
+        self._call: Call | None = None
+        self._noted = False
+        self._turn = threading.Lock()
+        self._worker = Worker(f"nbdist collectives of {self.ranks}")
+        hooks = Hooks(self._meet, self._check, _leave_notes)
+        self._connection: Connection = connect(comm, self.config, hooks)
+        self.mailbox = Mailbox(self._connection.mail, self.raise_if_aborted)
+        """Point-to-point messages among the members."""
+        _live.add(self)
+
+    # -- what a collective needs ---------------------------------------------------
+
+    def transport(self, device: str, algorithm: str = "auto") -> Transport:
+        """The transport for tensors on a kind of device.
+
+        Raises:
+            UsageError: there is no such algorithm, or not for this device.
+        """
+        return self._connection.transport(device, algorithm)
+
+    def run(
+        self,
+        kind: Signature,
+        body: Callable[[], object],
+        *,
+        meets: bool = False,
+        async_op: bool = False,
+        timeout: float | timedelta | None = None,
+    ) -> Handle | None:
+        """Make one collective call. Every rank must, with an equal `kind`.
+
+        Args:
+            kind: what must agree.
+            body: moves the data, by way of one of this group's transports.
+            meets: whether `body` passes the gate itself (`Transport.meets`).
+            async_op: return at once, with a handle.
+            timeout: seconds; None takes the configured one.
+
+        Raises:
+            CollectiveMismatch: the ranks made different calls. No data was touched,
+                and the group is as usable as before.
+            CollectiveTimeout: some ranks did not come in time.
+            CollectiveAborted: the call was released.
+        """
+        call = Call(kind, timeout)
+        if async_op or (self._worker.busy and not self._worker.is_current):
+            call.place = find_place(sys._getframe())
+            handle = self._worker.submit(
+                lambda: self._run(call, body, meets), Handle(kind.operation)
+            )
+            if async_op:
+                return handle
+            handle.wait()
+            return None
+        self._run(call, body, meets)
+        return None
+
+    def _run(self, call: Call, body: Callable[[], object], meets: bool) -> None:
+        with self._turn:
+            self._begin(call)
+            try:
+                if not meets:
+                    self._meet()
+                body()
+            except CollectiveMismatch:
+                raise
+            except BaseException as error:
+                raise self._leave(call, error) from error.__cause__
+            finally:
+                self._end()
+
+    def _begin(self, call: Call) -> None:
+        if self._error is not None:
+            self.raise_if_aborted()
+        self.sequence = call.sequence = self.sequence + 1
+        timeout = self.config.timeout_s if call.timeout is None else call.timeout
+        if timeout is None:
+            self._deadline = math.inf
+        else:
+            self._deadline = time.monotonic() + seconds(timeout)
+        self._call = call
+
+    def _end(self) -> None:
+        self._call = None
+        if self._noted:
+            self._noted = False
+            self._connection.gate.leave_note("")
+
+    def _leave(self, call: Call, error: BaseException) -> BaseException:
+        """The error to raise for a call that ended halfway. The group is spent."""
+        if isinstance(error, _OutOfTime):
+            error = CollectiveTimeout(self._explain_timeout(call))
+        elif isinstance(error, MPI.Exception):
+            cause = error
+            error = CollectiveAborted(f"{call.label} failed in MPI: {cause}")
+            error.__cause__ = cause
+        if self._error is None:
+            self._error = error
+        self._connection.gate.leave(f"{type(error).__name__}: {error}")
+        return error
+
+    # -- meeting -------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Wait for all ranks; raise on all of them when their calls differ."""
+        call = self._call
+        assert call is not None
+        word = call.kind.word if self.config.check else 0
+        if not self._connection.gate.arrive(word, self._check):
+            raise CollectiveMismatch(self._explain_mismatch(call))
+
+    def _check(self) -> None:
+        if self._error is not None:
+            self.raise_if_aborted()
+        if time.monotonic() > self._deadline:
+            raise _OutOfTime
+
+    def _explain_mismatch(self, call: Call) -> str:
+        record = pickle.dumps(call.record(self.ranks[self.rank]))
+        records = self._connection.gate.exchange(record, self._check)
+        return describe_mismatch([pickle.loads(each) for each in records])
+
+    def _explain_timeout(self, call: Call) -> str:
+        gate = self._connection.gate
+        notes = dict(zip(self.ranks, gate.notes(), strict=False))
+        missing = [self.ranks[peer] for peer in gate.missing()]
+        record = call.record(self.ranks[self.rank])
+        return describe_timeout(record, self.ranks, missing, notes)
+
+    def leave_note(self, note: str) -> None:
+        """Let the other members read where this rank is, should they miss it."""
+        self._noted = True
+        self._connection.gate.leave_note(note)
+
+    # -- life ----------------------------------------------------------------------
+
+    def abort(self, error: BaseException) -> None:
+        """Release this rank from whatever call of this group it is blocked in.
+
+        May be called from any thread. The blocked call raises `error`, and so does
+        every later one. Other ranks are not told.
+        """
+        if self._error is None:
+            self._error = error
+        self._connection.gate.wake()
+
+    def raise_if_aborted(self) -> None:
+        """Raise what ended this group, if anything has."""
+        error = self._error
+        if error is not None:
+            raise error.with_traceback(None)
+
+    def new(self, ranks: Sequence[int]) -> Group | None:
+        """A group of some of the members. Every member of this group must call.
+
+        Args:
+            ranks: positions in this group, 0 to size-1, in the new group's order; the
+                same on all ranks.
+
+        Returns:
+            The new group; None on ranks that are not in it.
+        """
+        chosen = tuple(ranks)
+        if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(self.size)):
+            raise UsageError(
+                f"ranks {chosen}: expected different ranks from 0 to {self.size - 1}"
+            )
+        self.run(signature("new_group", None, None, None, chosen, "none"), _nothing)
+        if self.rank not in chosen:
+            return None
+        members = self.comm.group.Incl(chosen)
+        comm = self.comm.Create_group(members, tag=self.sequence % 32768)
+        members.Free()
+        return Group(
+            comm,
+            generation=self.generation,
+            config=self.config,
+            ranks=[self.ranks[position] for position in chosen],
+        )
+
+    def describe(self) -> str:
+        """The transports in words, such as "shared memory (CPU)"."""
+        return self._connection.describe()
+
+    def close(self) -> None:
+        """Give back what the group holds. Safe to call twice; calls after it raise."""
+        self.abort(CollectiveAborted("this group of ranks was closed"))
+        self._worker.stop()
+        self._connection.close()
+        _live.discard(self)
+
+    @property
+    def call(self) -> CollectiveCall | None:
+        """The call this process is in on this group, as any thread may ask."""
+        call = self._call
+        return None if call is None else call.record(self.ranks[self.rank])
+
+
+def _leave_notes() -> None:
+    """Tell every group of this process where it waits: another may be missing it."""
+    call = current_call()
+    for group in list(_live):
+        if group.size > 1:
+            group.leave_note(str(call or ""))
+
+
+def _nothing() -> None:
+    pass
+
+
+def current_call() -> CollectiveCall | None:
+    """The collective this process is in right now, on any group; None when in none."""
+    return next((call for group in list(_live) if (call := group.call)), None)
+
+
+def set_default_group(group: Group | None) -> None:
+    """Set the group that collectives use when they are not given one."""
+    global _default
+    _default = group
+
+
+def default_group() -> Group:
+    """The group that collectives use when they are not given one.
+
+    Raises:
+        WrongProcess: there is none, as in the notebook kernel.
+    """
+    if _default is None:
+        raise WrongProcess(
+            "there are no ranks here: call this on a rank, in a %%distributed cell"
+        )
+    return _default

@@ -1,0 +1,93 @@
+"""Any picklable object, in place of a tensor."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._arguments import root_position
+from ._signature import signature
+from .group import Group, default_group
+
+__all__ = ["all_gather_object", "broadcast_object"]
+
+
+def broadcast_object(
+    obj: Any,
+    src: int = 0,
+    *,
+    group: Group | None = None,
+    timeout: float | timedelta | None = None,
+) -> Any:
+    """Rank `src`'s object, on all ranks. Every rank must call.
+
+    Args:
+        obj: picklable on `src`; not looked at elsewhere.
+        src: a world rank.
+        group, timeout: as for `all_reduce`.
+
+    Returns:
+        `obj` itself on `src`, a copy elsewhere.
+    """
+    group = group if group is not None else default_group()
+    root = root_position(group, src)
+    mine = _packed(obj if group.rank == root else None)
+    received: list[Tensor] = []
+
+    def body() -> None:
+        transport = group.transport("cpu")
+        length = torch.tensor([len(mine)])
+        transport.broadcast(length, root)
+        data = mine if group.rank == root else _room(int(length))
+        transport.broadcast(data, root)
+        received.append(data)
+
+    kind = signature("broadcast_object", None, src, None, (), "cpu")
+    group.run(kind, body, timeout=timeout)
+    return obj if group.rank == root else _unpacked(received[0])
+
+
+def all_gather_object(
+    obj: Any,
+    *,
+    group: Group | None = None,
+    timeout: float | timedelta | None = None,
+) -> list[Any]:
+    """Every rank's object, in rank order, on all ranks. Every rank must call.
+
+    Args:
+        obj: picklable.
+        group, timeout: as for `all_reduce`.
+    """
+    group = group if group is not None else default_group()
+    mine = _packed(obj)
+    received: list[Tensor] = []
+
+    def body() -> None:
+        transport = group.transport("cpu")
+        lengths = torch.empty(group.size, dtype=torch.int64)
+        transport.all_gather(lengths.split(1), torch.tensor([len(mine)]))
+        outputs = [_room(length) for length in lengths.tolist()]
+        longest = max(lengths.tolist())
+        transport.all_to_all(outputs, [mine] * group.size, longest)
+        received.extend(outputs)
+
+    kind = signature("all_gather_object", None, None, None, (), "cpu")
+    group.run(kind, body, timeout=timeout)
+    return [_unpacked(data) for data in received]
+
+
+def _packed(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    return pickle.loads(bytes(data.numpy()))
+
+
+def _room(length: int) -> Tensor:
+    return torch.empty(length, dtype=torch.uint8)

@@ -1,0 +1,50 @@
+"""reduce: the reduction of all ranks' tensors, on one of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch import Tensor
+
+from ._arguments import Flat, resolve, root_position
+from ._handle import Handle
+from ._reduction import ReduceOp, parse_op
+from ._signature import signature
+from .group import Group
+
+__all__ = ["reduce"]
+
+
+def reduce(
+    tensor: Tensor,
+    dst: int = 0,
+    op: ReduceOp = "sum",
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """Reduce into rank `dst`'s tensor, in place there. Every rank must call.
+
+    Args:
+        tensor: any shape, equal shape and dtype on all ranks; kept except on `dst`.
+        dst: a world rank.
+        op: as for `all_reduce`.
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group = resolve(tensor, group)
+    op = parse_op(op, tensor.dtype)
+    root = root_position(group, dst)
+    device = tensor.device.type
+    transport = group.transport(device)
+    kind = signature("reduce", op, dst, tensor.dtype, tensor.shape, device)
+    flat = Flat(tensor)
+
+    def body() -> None:
+        transport.reduce(flat.tensor, op, root)
+        if group.rank == root:
+            flat.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )

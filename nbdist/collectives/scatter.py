@@ -1,0 +1,54 @@
+"""scatter: one rank deals a tensor to each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch import Tensor
+
+from ._arguments import Flat, check_list, check_same, flatten, resolve, root_position
+from ._handle import Handle
+from ._signature import signature
+from .group import Group
+
+__all__ = ["scatter"]
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
+    src: int = 0,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """Copy rank `src`'s `scatter_list[r]` into rank r's tensor. Every rank must call.
+
+    Args:
+        tensor: any shape, equal shape and dtype on all ranks; overwritten.
+        scatter_list: on `src`, one tensor per rank, kept; None elsewhere.
+        src: a world rank.
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group = resolve(tensor, group)
+    root = root_position(group, src)
+    inputs = None
+    if group.rank == root:
+        check_list("scatter_list", scatter_list, group)
+        check_same("scatter_list", scatter_list or (), tensor)
+        inputs = flatten(scatter_list or ())
+    device = tensor.device.type
+    transport = group.transport(device)
+    kind = signature("scatter", None, src, tensor.dtype, tensor.shape, device)
+    flat = Flat(tensor)
+
+    def body() -> None:
+        offered = None if inputs is None else [each.tensor for each in inputs]
+        transport.scatter(flat.tensor, offered, root)
+        flat.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )
