@@ -29,6 +29,7 @@ async def run_cell(code: str, number: int) -> CellReply:
     start = time.perf_counter()
     try:
         failure = _failure(await _run_guarded(code))
+        _show_pages(rank.shell)
     finally:
         rank.output.end()
     return failure, time.perf_counter() - start
@@ -76,6 +77,14 @@ async def _run_async(shell: Any, code: str, transformed_cell: str, error: Any) -
     shell.events.trigger("post_execute")
     shell.events.trigger("post_run_cell", result)
     return result
+
+
+def _show_pages(shell: Any) -> None:
+    """What `name?` would page belongs under the cell: a rank has no pager."""
+    for payload in shell.payload_manager.read_payload():
+        if payload.get("source") == "page":
+            shell.display_pub.publish(payload["data"])
+    shell.payload_manager.clear_payload()
 
 
 def _transform(shell: Any, code: str) -> tuple[str, Any]:

@@ -82,7 +82,17 @@ class Output:
     def drain(self) -> None:
         """Send all that was printed so far, by Python or by C."""
         ctypes.CDLL(None).fflush(None)
-        self._send()
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is queued; what is displayed next then comes after it."""
+        with self._sending:
+            self._wake.clear()
+            with self._lock:
+                self._read_tails()
+                chunks, self._chunks = self._chunks, []
+            for name, text in _joined(chunks):
+                self._publish(name, text)
 
     def close(self) -> None:
         self._closed = True
@@ -96,16 +106,7 @@ class Output:
             poll = ACTIVE_POLL_S if self._busy else IDLE_POLL_S
             if self._wake.wait(poll):
                 pause.wait(COALESCE_S)  # let a burst of prints travel together
-            self._send()
-
-    def _send(self) -> None:
-        with self._sending:
-            self._wake.clear()
-            with self._lock:
-                self._read_tails()
-                chunks, self._chunks = self._chunks, []
-            for name, text in _joined(chunks):
-                self._publish(name, text)
+            self.flush()
 
     def _read_tails(self) -> None:
         for tail in self._tails:
@@ -175,6 +176,10 @@ class RankStream(io.TextIOBase):
             # A forked child, such as a DataLoader worker, has no publisher thread.
             os.write(self._descriptor, text.encode("utf-8", "replace"))
         return len(text)
+
+    def flush(self) -> None:
+        if os.getpid() == self._pid:
+            self._output.flush()
 
     def writable(self) -> bool:
         return True

@@ -16,8 +16,10 @@ from nbdist.wire import format_ranks
 
 __all__ = ["CellView"]
 
-MERGE_S = 0.1
-"""How long a line waits for the same line of other ranks."""
+MERGE_S = 0.2
+"""How long a line waits at most for the same line of other ranks."""
+FLUSH_PERIOD_S = 0.05
+"""How often text is shown at most; browsers redraw no faster to any use."""
 STATUS_AFTER_S = 2.0
 STATUS_PERIOD_S = 0.25
 NOT_FROM_HERE = "application/vnd.jupyter.widget-view+json"
@@ -44,6 +46,7 @@ class CellView:
         }
         self._finished: dict[int, float] = {}
         self._waiting_since: float | None = None
+        self._flushed_at = 0.0
         self._status_shown: str | None = None
         self._status_at = 0.0
         self._shown: dict[int, list[str]] = {rank: [] for rank in ranks}
@@ -68,12 +71,22 @@ class CellView:
     def due(self) -> float | None:
         """Show what has waited long enough; the seconds until there is more to do."""
         now = time.monotonic()
-        if self._waiting_since is not None and now >= self._waiting_since + MERGE_S:
+        if self._waiting_since is not None and now >= self._flush_at():
             self._flush()
         self._show_status(now)
         if self._waiting_since is not None:
-            return max(0.0, self._waiting_since + MERGE_S - now)
+            return max(0.0, self._flush_at() - now)
         return STATUS_PERIOD_S if len(self._finished) < len(self._queues) else None
+
+    def _flush_at(self) -> float:
+        """When to show what waits: soon, if no rank is left that could add to it."""
+        assert self._waiting_since is not None
+        silent = [
+            r for r, q in self._queues.items() if not q and r not in self._finished
+        ]
+        if silent:
+            return self._waiting_since + MERGE_S
+        return max(self._waiting_since, self._flushed_at + FLUSH_PERIOD_S)
 
     def close(self) -> None:
         """The cell has ended: show all that is left."""
@@ -131,6 +144,7 @@ class CellView:
 
     def _flush(self) -> None:
         self._waiting_since = None
+        self._flushed_at = time.monotonic()
         texts: list[tuple[str, list[str]]] = []
         for ranks, item in merge(self._queues):
             if item.kind == "display":
