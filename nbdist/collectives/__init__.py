@@ -19,7 +19,13 @@ from .all_to_all import all_to_all, all_to_all_single
 from .barrier import barrier
 from .broadcast import broadcast
 from .gather import gather
-from .group import Group, current_call, default_group, set_default_group
+from .group import (
+    Group,
+    current_call,
+    default_group,
+    renew_groups,
+    set_default_group,
+)
 from .objects import all_gather_object, broadcast_object
 from .point_to_point import irecv, isend, recv, send
 from .reduce import reduce
@@ -53,6 +59,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "renew_groups",
     "ring_steps",
     "scatter",
     "send",

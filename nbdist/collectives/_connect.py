@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -73,6 +74,21 @@ class Connection:
             transport.close()
         while self.comms:
             self.comms.pop().Free()
+
+
+    def discard(self) -> None:
+        """Give up everything, with what is still under way, on a group that is spent.
+
+        Communicators are revoked where MPI can do so, which ends their pending
+        messages; they are not freed, for that waits for peers.
+        """
+        self.gate.close()
+        for transport in self.cpu.values():
+            transport.close()
+        for comm in self.comms:
+            with contextlib.suppress(NotImplementedError, MPI.Exception):
+                comm.Revoke()
+        self.comms.clear()
 
 
 def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import sys
@@ -33,9 +34,16 @@ from ._transport import Transport
 from ._wait import seconds
 from ._worker import Worker
 
-__all__ = ["Group", "current_call", "default_group", "set_default_group"]
+__all__ = [
+    "Group",
+    "current_call",
+    "default_group",
+    "renew_groups",
+    "set_default_group",
+]
 
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
+_numbers = itertools.count()
 _default: Group | None = None
 
 
@@ -82,11 +90,15 @@ class Group:
         self._noted = False
         self._turn = threading.Lock()
         self._worker = Worker(f"nbdist collectives of {self.ranks}")
+        self._number = next(_numbers)
+        self._connect()
+        _live.add(self)
+
+    def _connect(self) -> None:
         hooks = Hooks(self._meet, self._check, _leave_notes)
-        self._connection: Connection = connect(comm, self.config, hooks)
+        self._connection: Connection = connect(self.comm, self.config, hooks)
         self.mailbox = Mailbox(self._connection.mail, self.raise_if_aborted)
         """Point-to-point messages among the members."""
-        _live.add(self)
 
     # -- what a collective needs ---------------------------------------------------
 
@@ -224,6 +236,22 @@ class Group:
             self._error = error
         self._connection.gate.wake()
 
+    @property
+    def spent(self) -> bool:
+        """Whether a call was left halfway: later calls raise until `renew`."""
+        return self._error is not None
+
+    def renew(self, generation: int) -> None:
+        """Make a spent group usable again. Every member must call, in no other call.
+
+        What was under way on it is given up, on all members.
+        """
+        self._connection.discard()
+        self.generation = generation
+        self.sequence = 0
+        self._error = None
+        self._connect()
+
     def raise_if_aborted(self) -> None:
         """Raise what ended this group, if anything has."""
         error = self._error
@@ -291,6 +319,16 @@ def _nothing() -> None:
 def current_call() -> CollectiveCall | None:
     """The collective this process is in right now, on any group; None when in none."""
     return next((call for group in list(_live) if (call := group.call)), None)
+
+
+def renew_groups(generation: int) -> None:
+    """Renew every group of this process. All ranks of the world must call.
+
+    Groups are made by calls that all their members make in the same order, so the order
+    in which they were made is one that all members can renew them in.
+    """
+    for group in sorted(_live, key=lambda group: group._number):
+        group.renew(generation)
 
 
 def set_default_group(group: Group | None) -> None:
