@@ -1,0 +1,65 @@
+# Everything a checkout can do. Each target sets up what it needs in $(VENV) first; the
+# second time that takes no time.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Any spelling that pip takes. README.md says how to choose.
+TORCH ?= torch==2.13.0
+# Where there is no NVIDIA driver, PyTorch's own index of CPU builds: on Linux a plain
+# `pip install torch` brings several GB of CUDA libraries.
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+endif
+
+RUN := $(VENV)/bin/python
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+.PHONY: help demo lab test soak bench lint clean
+.NOTPARALLEL:
+
+help:
+	@echo "make demo   run examples/quickstart.ipynb on 4 ranks, without a browser"
+	@echo "make lab    open it in JupyterLab"
+	@echo "make test   every test but the long ones"
+	@echo "make soak   the long ones"
+	@echo "make bench  measure, and write docs/benchmarks.md"
+	@echo "make lint   ruff and mypy"
+	@echo "make clean  remove $(VENV) and out/"
+
+demo: $(VENV)/.notebook
+	$(RUN) examples/run.py quickstart
+
+lab: $(VENV)/.notebook
+	$(RUN) -m jupyterlab $(AS_ROOT) examples/quickstart.ipynb
+
+test: $(VENV)/.test
+	$(RUN) -m pytest -m "not slow"
+
+soak: $(VENV)/.test
+	$(RUN) -m pytest -m slow
+
+bench: $(VENV)/.test
+	$(RUN) -m benchmarks
+
+lint: $(VENV)/.test
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV) out
+
+# An extra of pyproject.toml, installed: .venv/.notebook stands for nbdist[notebook].
+$(VENV)/.%: pyproject.toml | $(VENV)/.torch
+	$(RUN) -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+$(VENV)/.torch: | $(RUN)
+	$(RUN) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; (3, 10) <= sys.version_info < (3, 14) or sys.exit( \
+		"nbdist needs Python 3.10 to 3.13, and $(PYTHON) is " + sys.version.split()[0] \
+		+ ": name another, as in make demo PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
