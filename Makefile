@@ -55,7 +55,7 @@ $(VENV)/.%: pyproject.toml | $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.torch: | $(RUN)
-	$(RUN) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
+	$(RUN) -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
 	@touch $@
 
 $(RUN):
