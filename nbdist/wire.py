@@ -106,6 +106,8 @@ class CollectiveCall:
     cell: int | None = None
     """The notebook's In[] number, where the call came from a cell."""
     line: int | None = None
+    members: tuple[int, ...] = ()
+    """The world ranks that take part."""
 
     def __str__(self) -> str:
         details = [
@@ -128,6 +130,8 @@ class Failure:
     host: str
     ename: str
     evalue: str
+    place: str = ""
+    """The last line of the user's own that was reached: "In[7] line 4"."""
     traceback: tuple[str, ...] = field(default=(), repr=False)
     """Formatted lines, with ANSI colours, as IPython made them on the rank."""
 

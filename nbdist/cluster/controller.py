@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,27 +14,25 @@ from nbdist.cluster.observer import Event, Observer, Quiet
 from nbdist.cluster.placement import place
 from nbdist.cluster.result import CellResult, RankResult
 from nbdist.cluster.start import Progress, Started, start
-from nbdist.cluster.supervisor import Supervisor
 from nbdist.config import ClusterConfig
 from nbdist.errors import (
     AlreadyRunning,
     CellError,
-    CellInterrupted,
-    CellTimeout,
     NotRunning,
     RankDied,
     UsageError,
 )
 from nbdist.telemetry.collector import Collector
-from nbdist.wire import Failure, RankInfo, format_ranks
+from nbdist.wire import Failure, RankInfo
 
 if TYPE_CHECKING:
+    from nbdist.cluster.roster import Roster
     from nbdist.cluster.run import Run
+    from nbdist.cluster.supervisor import Supervisor
 
 __all__ = ["Cluster"]
 
-ANSWER_TIMEOUT_S = 2.0
-INTERRUPT_GRACE_S = 5.0
+VARIABLES_TIMEOUT_S = 10.0
 FIRST_LINE = "# %%distributed\n"
 """Stands where the notebook has the magic, so that line numbers agree."""
 
@@ -72,10 +68,8 @@ class Cluster:
         self._places = place(self.config, this_host())
         self.collector = Collector()
         self._started: Started | None = None
+        self._roster: Roster | None = None
         self._supervisor: Supervisor | None = None
-        self._infos: dict[int, RankInfo] = {}
-        self._died: dict[int, RankDied] = {}
-        self._lock = threading.Lock()
         self._cells = 0
 
     # -- life ------------------------------------------------------------------
@@ -100,10 +94,13 @@ class Cluster:
             self.collector.receive,
             on_progress,
         )
-        self._died.clear()
-        self._infos = {info.rank: info for info in self._started.infos}
+        # Like the link, these are loaded once a cluster runs, not before.
+        from nbdist.cluster.roster import Roster
+        from nbdist.cluster.supervisor import Supervisor
+
         self.collector.set_ranks(self._started.infos)
-        self._supervisor = Supervisor(self._started.infos, self._on_death)
+        self._roster = Roster(self._started)
+        self._supervisor = Supervisor(self._roster)
         return self
 
     def stop(self) -> None:
@@ -112,9 +109,9 @@ class Cluster:
         Every process has ended when this returns.
         """
         started, self._started = self._started, None
-        supervisor, self._supervisor = self._supervisor, None
-        if supervisor is not None:
-            supervisor.close()
+        roster, self._roster = self._roster, None
+        if roster is not None:
+            roster.close()
         if started is not None:
             started.link.close()
             started.keeper.close()
@@ -137,12 +134,12 @@ class Cluster:
     @property
     def ranks(self) -> list[RankInfo]:
         """Every rank that lives, in rank order."""
-        return [info for rank, info in self._infos.items() if rank not in self._died]
+        return self._live().living
 
     @property
     def infos(self) -> list[RankInfo]:
         """Every rank, dead ones too, in rank order."""
-        return list(self._infos.values())
+        return self._live().infos
 
     @property
     def fault_tolerant(self) -> bool:
@@ -186,7 +183,7 @@ class Cluster:
         """
         self._cells += 1
         number = self._cells if number is None else number
-        collected = _Collected(self._select(ranks), observer)
+        collected = _Collected(self._live().select(ranks), observer)
         if not code.lstrip().startswith("%%"):
             code = FIRST_LINE + code
         run = self._run(
@@ -195,15 +192,13 @@ class Cluster:
             f"In[{number}]",
             collected,
         )
-        stopped = self._finish(run, timeout_s)
-        for rank, (status, answer) in run.answers.items():
-            failure, seconds = (
-                answer if status == "ok" else (self._failure(rank, answer), 0.0)
-            )
-            collected.ranks[rank].failure = failure
-            collected.ranks[rank].seconds = seconds
-        for rank, error in run.died.items():
-            collected.ranks[rank].failure = self._failure(rank, error)
+        stopped = self._see_through(run, timeout_s)
+        for rank, answer in run.answers.items():
+            if answer.ok:
+                part = collected.ranks[rank]
+                part.failure, part.seconds = answer.value
+        for failure in self._failures(run):
+            collected.ranks[failure.rank].failure = failure
         result = CellResult(collected.ranks, self.size)
         if stopped is not None:
             raise _with_result(stopped, result)
@@ -272,41 +267,21 @@ class Cluster:
 
     # -- looking ---------------------------------------------------------------
 
-    def ask(
-        self, target: str, *args: object, timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> dict[int, Any]:
-        """Ask each rank's agent, busy or not; None for a rank that does not answer."""
-        link = self._live().link
-        deadline = time.monotonic() + timeout_s
-        asked = {
-            info.rank: link.send(info.engine_uuid, target, *args, control=True)
-            for info in self.ranks
-        }
-        answers: dict[int, Any] = dict.fromkeys(self._infos)
-        for rank, exchange in asked.items():
-            try:
-                status, value = exchange.reply.result(
-                    max(0.0, deadline - time.monotonic())
-                )
-            except (TimeoutError, RankDied):
-                continue
-            answers[rank] = value if status == "ok" else None
-        return answers
-
     def status(self) -> dict[int, dict[str, Any] | None]:
         """Each rank's state, as `nbdist.engine.agent.status` says it, busy or not."""
-        return self.ask("nbdist.engine.agent:status")
+        return self._live().ask("nbdist.engine.agent:status")
 
     def stacks(self) -> dict[int, str | None]:
         """Each rank's Python stack, also while its main thread is blocked."""
-        return self.ask("nbdist.engine.agent:stack")
+        return self._live().ask("nbdist.engine.agent:stack")
 
     def variables(self, pattern: str = "*") -> dict[int, Any]:
         """A description of each rank's variables, for `%dist_vars`."""
-        return self.ask("nbdist.engine.inspection:variables", pattern, timeout_s=10)
+        target = "nbdist.engine.inspection:variables"
+        return self._live().ask(target, pattern, timeout_s=VARIABLES_TIMEOUT_S)
 
     def inspect(self, expression: str) -> dict[int, str]:
-        """One expression's value on every rank, as text."""
+        """One expression's value on every living rank, as text."""
         ranks = [info.rank for info in self.ranks]
         texts = self._call(
             "nbdist.engine.calls:show", (expression,), ranks, f"inspect {expression}"
@@ -315,53 +290,25 @@ class Cluster:
 
     def complete(self, token: str, line: str, cursor: int) -> list[str]:
         """Completions of a token, from the lowest living rank's namespace."""
-        lowest = self.ranks[0]
-        exchange = self._live().link.send(
-            lowest.engine_uuid,
-            "nbdist.engine.agent:complete",
-            *(token, line, cursor),
-            control=True,
-        )
-        try:
-            status, matches = exchange.reply.result(ANSWER_TIMEOUT_S)
-        except TimeoutError:
-            return []
-        return matches if status == "ok" else []
+        lowest = self.ranks[0].rank
+        target = "nbdist.engine.agent:complete"
+        answers = self._live().ask(target, token, line, cursor, ranks=[lowest])
+        return answers[lowest] or []
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in whatever cell each rank runs."""
-        self.ask("nbdist.engine.agent:interrupt")
+        self._live().ask("nbdist.engine.agent:interrupt")
 
     def died(self) -> dict[int, RankDied]:
         """The ranks whose processes have ended, and why."""
-        return dict(self._died)
+        return self._live().died
 
     # -- inside ----------------------------------------------------------------
 
-    def _live(self) -> Started:
-        if self._started is None:
+    def _live(self) -> Roster:
+        if self._roster is None:
             raise NotRunning("no cluster is running: start one with %dist_start")
-        return self._started
-
-    def _select(self, ranks: Iterable[int] | None) -> list[int]:
-        """The ranks asked for, checked against those that live and are idle."""
-        self._live()
-        wanted = sorted(self._infos if ranks is None else set(ranks))
-        missing = [rank for rank in wanted if rank not in self._infos]
-        if missing or not wanted:
-            raise UsageError(
-                f"rank {format_ranks(missing) or '(none)'} is not one of "
-                f"0-{self.size - 1}"
-            )
-        dead = [rank for rank in wanted if rank in self._died]
-        if dead:
-            reasons = "; ".join(str(self._died[rank]) for rank in dead)
-            raise RankDied(
-                f"{reasons}. The others keep their variables: -r "
-                f"{format_ranks(i.rank for i in self.ranks) or 'none'} reaches them; "
-                "%dist_stop and %dist_start begin anew"
-            )
-        return wanted
+        return self._roster
 
     def _run(
         self,
@@ -372,28 +319,15 @@ class Cluster:
     ) -> Run:
         from nbdist.cluster.run import Run
 
-        link = self._live().link
-        self._refuse_busy(args)
-        infos = [self._infos[rank] for rank in args]
-        run = Run(link, infos, target, args, what, observer)
-        self._current = run
-        return run
+        roster = self._live()
+        assert self._supervisor is not None
+        self._supervisor.admit(args)
+        infos = [roster[rank] for rank in args]
+        return Run(roster.link, infos, target, args, what, observer)
 
-    _current: Run | None = None
-
-    def _refuse_busy(self, ranks: Iterable[int]) -> None:
-        """A rank that was left behind by an earlier cell cannot take another."""
-        if self._current is None:
-            return
-        self._current.wait(time.monotonic())  # answers that came meanwhile
-        busy = {info.rank for info in self._current.unfinished} & set(ranks)
-        if busy:
-            places = self.ask("nbdist.engine.agent:where")
-            where = "; ".join(f"rank {r} at {places[r]}" for r in sorted(busy))
-            raise UsageError(
-                f"still busy with an earlier cell: {where}. Interrupt again, choose "
-                "other ranks with -r, or %dist_stop"
-            )
+    def _see_through(self, run: Run, timeout_s: float | None) -> CellError | None:
+        assert self._supervisor is not None
+        return self._supervisor.see_through(run, timeout_s)
 
     def _call(
         self,
@@ -404,93 +338,34 @@ class Cluster:
         timeout_s: float | None = None,
         observer: Observer = QUIET,
     ) -> list[Any]:
-        selected = self._select(ranks)
+        selected = self._live().select(ranks)
         run = self._run(target, dict.fromkeys(selected, args), what, observer)
-        stopped = self._finish(run, timeout_s)
-        failures = [
-            self._failure(rank, answer)
-            for rank, (status, answer) in run.answers.items()
-            if status == "error"
-        ]
-        failures += [self._failure(rank, error) for rank, error in run.died.items()]
+        stopped = self._see_through(run, timeout_s)
         if stopped is not None:
             raise stopped
+        failures = self._failures(run)
         if failures:
             raise transfer.translate(failures) or _cell_error(failures, self.size)
-        return [run.answers[rank][1] for rank in selected]
+        return [run.answers[rank].value for rank in selected]
 
-    def _finish(self, run: Run, timeout_s: float | None) -> CellError | None:
-        """Wait for a run; end it on all ranks at a time-out, interrupt or death."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        try:
-            while not run.wait(deadline, tick_s=0.5):
-                if deadline is not None and time.monotonic() >= deadline:
-                    return self._time_out(run, timeout_s)
-                if run.died:
-                    self._end(run)
-                    return None
-        except KeyboardInterrupt:
-            return self._interrupted(run)
-        return None
-
-    def _time_out(self, run: Run, timeout_s: float | None) -> CellError:
-        places = self.ask("nbdist.engine.agent:where")
-        where = "; ".join(f"rank {i.rank} at {places[i.rank]}" for i in run.unfinished)
-        self._end(run)
-        return CellTimeout(
-            f"not finished after {timeout_s:g} s: {where}. All ranks were interrupted "
-            f"and keep their variables{self._left_behind(run)}"
-        )
-
-    def _interrupted(self, run: Run) -> CellError:
-        self._end(run)
-        return CellInterrupted(
-            f"interrupted; all ranks keep their variables{self._left_behind(run)}"
-        )
-
-    def _end(self, run: Run) -> None:
-        """Interrupt the ranks of a run, and wait for those that listen."""
-        deadline = time.monotonic() + INTERRUPT_GRACE_S
-        self.interrupt()
-        try:
-            run.wait(deadline)
-        except KeyboardInterrupt:
-            return  # a second press: the user does not want to wait
-
-    def _left_behind(self, run: Run) -> str:
-        left = run.unfinished
-        if not left:
-            return ""
-        ranks = format_ranks(info.rank for info in left)
-        return (
-            f". Rank {ranks} has not come back within {INTERRUPT_GRACE_S:g} s: "
-            "%dist_stacks shows where it is, and it takes no cell until then"
-        )
-
-    def _on_death(self, rank: int) -> None:
-        """Called by the supervisor's thread."""
-        started = self._started
-        if started is None:
-            return
-        error = RankDied(self._obituary(rank, started))
-        with self._lock:
-            self._died[rank] = error
-        started.link.fail(self._infos[rank].engine_uuid, error)
-
-    def _obituary(self, rank: int, started: Started) -> str:
-        info = self._infos[rank]
-        path = started.keeper.run_dir / f"rank{rank}.stderr"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        last = "".join(f"\n    {line}" for line in text.rstrip().splitlines()[-5:])
-        said = f"; the last lines of its stderr:{last}\n" if last else ""
-        return f"rank {rank} (pid {info.pid} on {info.host}) has died{said}"
-
-    def _failure(self, rank: int, error: Any) -> Failure:
-        host = self._infos[rank].host
-        if isinstance(error, RankDied):
-            return Failure(rank, host, "RankDied", str(error))
-        ename, evalue, lines = error
-        return Failure(rank, host, ename, evalue, tuple(lines))
+    def _failures(self, run: Run) -> list[Failure]:
+        """What went wrong in the requests themselves, rank by rank."""
+        failures = []
+        for rank, answer in run.answers.items():
+            if not answer.ok:
+                ename, evalue, lines = answer.value
+                host = self._live()[rank].host
+                failures.append(
+                    Failure(rank, host, ename, evalue, traceback=tuple(lines))
+                )
+        for rank, error in run.died.items():
+            host = self._live()[rank].host
+            failures.append(Failure(rank, host, "RankDied", str(error)))
+        failures += [
+            Failure(info.rank, info.host, "Unfinished", "still busy")
+            for info in run.unfinished
+        ]
+        return failures
 
 
 class _Collected:
@@ -526,6 +401,7 @@ def _cell_error(failures: Sequence[Failure], world_size: int) -> CellError:
 def _with_result(error: CellError, result: CellResult) -> CellError:
     error.result = result
     if not error.rendered:
-        failures = [f for f in result.failures if f.ename != "KeyboardInterrupt"]
+        expected = ("KeyboardInterrupt", "Unfinished")
+        failures = [f for f in result.failures if f.ename not in expected]
         error.rendered = render(failures, result.world_size)
     return error

@@ -1,4 +1,4 @@
-"""Failures of several ranks, said once each."""
+"""Failures of several ranks, said once each, the causes before their effects."""
 
 from __future__ import annotations
 
@@ -10,30 +10,39 @@ from nbdist.wire import Failure, format_ranks
 __all__ = ["group", "render", "summary"]
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+RELEASED = "CollectiveAborted"
 
 
 def group(failures: Sequence[Failure]) -> list[list[Failure]]:
-    """Failures that read the same, together; in the order of their first rank."""
+    """Failures that read the same, together.
+
+    In the order of their first rank, but those of ranks that were only released from a
+    collective come last: they are not what went wrong.
+    """
     groups: dict[tuple[str, str, str], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
         text = ANSI.sub("", "\n".join(failure.traceback))
         groups.setdefault((failure.ename, failure.evalue, text), []).append(failure)
-    return list(groups.values())
+    return sorted(groups.values(), key=lambda alike: alike[0].ename == RELEASED)
 
 
 def summary(failures: Sequence[Failure], world_size: int) -> str:
     """One line for each distinct failure, such as "rank 2 of 4: ValueError: ..."."""
     return "\n".join(
-        f"{_who(alike, world_size)}: {_error(alike[0])}" for alike in group(failures)
+        f"{_who(alike, world_size)}{_where(alike[0])}: {_error(alike[0], first=True)}"
+        for alike in group(failures)
     )
 
 
 def render(failures: Sequence[Failure], world_size: int) -> list[str]:
     """One traceback for each distinct failure, headed by its ranks and hosts."""
     lines = []
-    for alike in group(failures):
+    groups = group(failures)
+    causes = [alike for alike in groups if alike[0].ename != RELEASED]
+    for alike in causes or groups:
         hosts = ", ".join(sorted({failure.host for failure in alike}))
-        lines.append(f"\x1b[1;31m[{_who(alike, world_size)} on {hosts}]\x1b[0m")
+        head = f"{_who(alike, world_size)} on {hosts}{_where(alike[0])}"
+        lines.append(f"\x1b[1;31m[{head}]\x1b[0m")
         lines += alike[0].traceback or (f"\x1b[31m{_error(alike[0])}\x1b[39m",)
     return lines
 
@@ -43,5 +52,12 @@ def _who(alike: Sequence[Failure], world_size: int) -> str:
     return f"rank{'s' if len(alike) > 1 else ''} {ranks} of {world_size}"
 
 
-def _error(failure: Failure) -> str:
-    return f"{failure.ename}: {failure.evalue}" if failure.evalue else failure.ename
+def _where(failure: Failure) -> str:
+    return f" in {failure.place}" if failure.place else ""
+
+
+def _error(failure: Failure, *, first: bool = False) -> str:
+    message = failure.evalue
+    if first:
+        message = message.partition("\n")[0]
+    return f"{failure.ename}: {message}" if message else failure.ename

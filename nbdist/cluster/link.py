@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ipyparallel import Client
 from ipyparallel.client.client import unpack_message
@@ -14,7 +14,7 @@ from ipyparallel.client.client import unpack_message
 from nbdist.engine import codec
 from nbdist.errors import RankDied
 
-__all__ = ["Exchange", "Link"]
+__all__ = ["Answer", "Exchange", "Link"]
 
 REQUEST = "nbdist_request"
 REPLY = "nbdist_reply"
@@ -24,20 +24,30 @@ CONNECT_TIMEOUT_S = 30
 Message = dict[str, Any]
 
 
+class Answer(NamedTuple):
+    """What an engine replied."""
+
+    ok: bool
+    value: Any
+    """What the function returned; (class, message, traceback lines) if it raised."""
+    spent: bool
+    """Whether a collective was left halfway on that rank."""
+
+
 class Exchange:
     """One request to one engine, until its reply and all that it printed are here.
 
-    `reply` resolves to (status, value), from the link's thread. It fails with RankDied
-    where the engine ends first.
+    `reply` is resolved by the link's thread; it fails with RankDied where the engine
+    ends first.
     """
 
     def __init__(
         self, engine_uuid: str, on_output: Callable[[Message], None] | None
     ) -> None:
         self.engine_uuid = engine_uuid
-        self.reply: Future[tuple[str, Any]] = Future()
+        self.reply: Future[Answer] = Future()
         self._on_output = on_output
-        self._answer: tuple[str, Any] | None = None
+        self._answer: Answer | None = None
         # Output travels another way than the reply: "idle" marks its end.
         self._idle = on_output is None
 
@@ -50,7 +60,8 @@ class Exchange:
 
     def answer(self, message: Message) -> None:
         value = codec.loads([bytearray(frame) for frame in message["buffers"]])
-        self._answer = message["content"]["status"], value
+        content = message["content"]
+        self._answer = Answer(content["status"] == "ok", value, content["spent"])
         self._settle()
 
     def fail(self, error: Exception) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nbdist.cluster.link import Exchange, Link
+from nbdist.cluster.link import Answer, Exchange, Link
 from nbdist.cluster.observer import Event, Observer
 from nbdist.errors import RankDied
 from nbdist.wire import RankInfo
@@ -40,7 +40,7 @@ class Run:
         self._observer = observer
         self._begun = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
-        self.answers: dict[int, tuple[str, Any]] = {}
+        self.answers: dict[int, Answer] = {}
         self.died: dict[int, RankDied] = {}
         self._exchanges = {
             info.rank: self._send(info, target, args[info.rank], what)
@@ -66,6 +66,16 @@ class Run:
         """The ranks that have not answered, in rank order."""
         done = self.answers.keys() | self.died.keys()
         return [info for rank, info in self._infos.items() if rank not in done]
+
+    @property
+    def finished(self) -> bool:
+        """Whether some rank has answered, or has died."""
+        return bool(self.answers or self.died)
+
+    @property
+    def spent(self) -> bool:
+        """Whether the ranks may no longer agree on what was sent in collectives."""
+        return bool(self.died) or any(answer.spent for answer in self.answers.values())
 
     def wait(self, deadline: float | None, tick_s: float | None = None) -> bool:
         """Handle events until all ranks have answered, or until the deadline.

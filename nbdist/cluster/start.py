@@ -155,8 +155,7 @@ class _Start:
         infos = []
         for hello in hellos:
             remaining = max(0.1, self._deadline - time.monotonic())
-            _status, answer = hello.reply.result(remaining)
-            infos.append(answer["info"])
+            infos.append(hello.reply.result(remaining).value["info"])
         return sorted(infos, key=lambda info: info.rank)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:

@@ -1,77 +1,158 @@
-"""Watching the ranks' processes: a death is noticed when it happens."""
+"""Sees every run to its end: nothing waits for a rank that will not come."""
 
 from __future__ import annotations
 
-import os
-import selectors
-import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterable
 
-import psutil
-
-from nbdist.wire import RankInfo
+from nbdist.cluster.roster import Roster
+from nbdist.cluster.run import Run
+from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
+from nbdist.wire import CollectiveCall, format_ranks
 
 __all__ = ["Supervisor"]
 
-POLL_S = 0.5
+INTERRUPT_GRACE_S = 5.0
+PROBE_S = 0.3
+"""How often waiting ranks are asked what they wait for, once a rank is missing."""
+RENEW_TIMEOUT_S = 20.0
 
 
 class Supervisor:
-    """Calls `on_death(rank)` from a thread of its own, once for each rank that ends."""
+    """Waits for runs, ends those that cannot end, and mends the ranks afterwards."""
 
-    def __init__(
-        self, infos: Sequence[RankInfo], on_death: Callable[[int], None]
-    ) -> None:
-        self._on_death = on_death
-        self._wake_read, self._wake_write = os.pipe()
-        self._closed = False
-        self._thread = threading.Thread(
-            target=self._watch_descriptors
-            if hasattr(os, "pidfd_open")
-            else self._watch_by_polling,
-            args=(list(infos),),
-            name="nbdist-supervisor",
-            daemon=True,
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._unfinished: list[Run] = []
+        self._spent = False
+
+    def admit(self, ranks: Iterable[int]) -> None:
+        """Before a run: its ranks must be idle, and able to communicate.
+
+        Raises:
+            UsageError: A rank was left behind by an earlier cell.
+        """
+        busy = self._busy()
+        if busy & set(ranks):
+            raise UsageError(
+                f"still busy with an earlier cell: {self._places(busy & set(ranks))}. "
+                "Interrupt again, choose other ranks with -r, or %dist_stop"
+            )
+        self._renew_if_spent()
+
+    def see_through(self, run: Run, timeout_s: float | None) -> CellError | None:
+        """Wait until a run has ended on all its ranks.
+
+        Returns:
+            None, or why it was ended before it had finished.
+        """
+        self._unfinished.append(run)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        waiting: dict[int, CollectiveCall] = {}
+        stopped: CellError | None = None
+        try:
+            while not run.wait(deadline, tick_s=PROBE_S):
+                if deadline is not None and time.monotonic() >= deadline:
+                    stopped = self._time_out(run, timeout_s)
+                    break
+                if run.finished:
+                    waiting = self._release_waiting(run, waiting)
+        except KeyboardInterrupt:
+            stopped = self._interrupt(run)
+        self._spent |= run.spent or bool(run.unfinished)
+        self._renew_if_spent()
+        return stopped
+
+    # -- ranks that will not come --------------------------------------------------
+
+    def _release_waiting(
+        self, run: Run, before: dict[int, CollectiveCall]
+    ) -> dict[int, CollectiveCall]:
+        """Release ranks that wait in a collective for one whose cell has ended.
+
+        A call that was there at the last look already, and at this one still, is not
+        about to complete: all its data would have been on their way.
+
+        Returns:
+            What each rank waits in now.
+        """
+        ranks = [info.rank for info in run.unfinished]
+        calls = self._roster.ask("nbdist.engine.agent:waiting", ranks=ranks)
+        waiting = {rank: call for rank, call in calls.items() if call is not None}
+        busy = self._busy()
+        for rank, call in waiting.items():
+            missing = set(call.members) - busy
+            if missing and before.get(rank) == call:
+                reason = (
+                    f"rank {format_ranks(missing)} will not come: its cell has ended"
+                )
+                self._roster.ask("nbdist.engine.agent:release", reason, ranks=[rank])
+        return waiting
+
+    def _busy(self) -> set[int]:
+        """The living ranks that have not answered some run."""
+        for run in self._unfinished:
+            run.wait(time.monotonic())  # answers that came meanwhile
+        self._unfinished = [run for run in self._unfinished if run.unfinished]
+        return {info.rank for run in self._unfinished for info in run.unfinished}
+
+    # -- ending a run --------------------------------------------------------------
+
+    def _time_out(self, run: Run, timeout_s: float | None) -> CellError:
+        where = self._places(info.rank for info in run.unfinished)
+        self._end(run)
+        return CellTimeout(
+            f"not finished after {timeout_s:g} s: {where}. All ranks were interrupted "
+            f"and keep their variables{self._left_behind(run)}"
         )
-        self._thread.start()
 
-    def close(self) -> None:
-        """Stop watching. A second close is harmless."""
-        if not self._closed:
-            self._closed = True
-            os.write(self._wake_write, b"x")
-            self._thread.join()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+    def _interrupt(self, run: Run) -> CellError:
+        self._end(run)
+        return CellInterrupted(
+            f"interrupted; all ranks keep their variables{self._left_behind(run)}"
+        )
 
-    def _watch_descriptors(self, infos: list[RankInfo]) -> None:
-        """Linux: a descriptor per process becomes readable when the process ends."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            for info in infos:
-                try:
-                    descriptor = os.pidfd_open(info.pid)
-                except ProcessLookupError:
-                    self._on_death(info.rank)
-                else:
-                    selector.register(descriptor, selectors.EVENT_READ, info.rank)
-            while not self._closed:
-                for key, _ in selector.select():
-                    if key.data is not None:
-                        selector.unregister(key.fd)
-                        os.close(key.fd)
-                        self._on_death(key.data)
-            for key in list(selector.get_map().values()):
-                if key.data is not None:
-                    os.close(key.fd)
+    def _end(self, run: Run) -> None:
+        """Interrupt the ranks of a run, and wait for those that listen."""
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        try:
+            ranks = [info.rank for info in run.unfinished]
+            self._roster.ask("nbdist.engine.agent:interrupt", ranks=ranks)
+            run.wait(deadline)
+        except KeyboardInterrupt:
+            return  # a second press: the user does not want to wait
 
-    def _watch_by_polling(self, infos: list[RankInfo]) -> None:
-        """Elsewhere: look twice a second."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            living = infos
-            while not self._closed and not selector.select(POLL_S):
-                ended = [info for info in living if not psutil.pid_exists(info.pid)]
-                living = [info for info in living if info not in ended]
-                for info in ended:
-                    self._on_death(info.rank)
+    def _left_behind(self, run: Run) -> str:
+        left = run.unfinished
+        if not left:
+            return ""
+        ranks = format_ranks(info.rank for info in left)
+        return (
+            f". Rank {ranks} has not come back within {INTERRUPT_GRACE_S:g} s: "
+            "%dist_stacks shows where it is, and it takes no cell until then"
+        )
+
+    def _places(self, ranks: Iterable[int]) -> str:
+        places = self._roster.ask("nbdist.engine.agent:where", ranks=ranks)
+        return "; ".join(
+            f"rank {rank} at {place}" if place else f"rank {rank} does not answer"
+            for rank, place in places.items()
+        )
+
+    # -- mending -------------------------------------------------------------------
+
+    def _renew_if_spent(self) -> None:
+        """Give the ranks working collectives again, as soon as all are idle.
+
+        With a dead rank there is no renewing: its survivors have no world to meet in.
+        """
+        if not self._spent or self._roster.died or self._busy():
+            return
+        link = self._roster.link
+        asked = [
+            link.send(info.engine_uuid, "nbdist.engine.world:renew", what="renew")
+            for info in self._roster.living
+        ]
+        answers = [exchange.reply.result(RENEW_TIMEOUT_S) for exchange in asked]
+        self._roster.update(answer.value for answer in answers)
+        self._spent = False

@@ -21,8 +21,10 @@ from .broadcast import broadcast
 from .gather import gather
 from .group import (
     Group,
+    any_spent,
     current_call,
     default_group,
+    release_calls,
     renew_groups,
     set_default_group,
 )
@@ -46,6 +48,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
+    "any_spent",
     "barrier",
     "broadcast",
     "broadcast_object",
@@ -59,6 +62,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "release_calls",
     "renew_groups",
     "ring_steps",
     "scatter",

@@ -75,7 +75,6 @@ class Connection:
         while self.comms:
             self.comms.pop().Free()
 
-
     def discard(self) -> None:
         """Give up everything, with what is still under way, on a group that is spent.
 

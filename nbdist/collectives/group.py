@@ -8,8 +8,8 @@ import pickle
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from mpi4py import MPI
@@ -36,13 +36,16 @@ from ._worker import Worker
 
 __all__ = [
     "Group",
+    "any_spent",
     "current_call",
     "default_group",
+    "release_calls",
     "renew_groups",
     "set_default_group",
 ]
 
-_live: weakref.WeakSet[Group] = weakref.WeakSet()
+_live: set[Group] = set()
+"""Every group that is not closed. Held, for all members must renew the same ones."""
 _numbers = itertools.count()
 _default: Group | None = None
 
@@ -301,7 +304,9 @@ class Group:
     def call(self) -> CollectiveCall | None:
         """The call this process is in on this group, as any thread may ask."""
         call = self._call
-        return None if call is None else call.record(self.ranks[self.rank])
+        if call is None:
+            return None
+        return replace(call.record(self.ranks[self.rank]), members=self.ranks)
 
 
 def _leave_notes() -> None:
@@ -329,6 +334,18 @@ def renew_groups(generation: int) -> None:
     """
     for group in sorted(_live, key=lambda group: group._number):
         group.renew(generation)
+
+
+def any_spent() -> bool:
+    """Whether a group of this process waits to be renewed."""
+    return any(group.spent for group in list(_live))
+
+
+def release_calls(error: BaseException) -> None:
+    """Abort every group in which this process is in a call. Any thread may call."""
+    for group in list(_live):
+        if group.call is not None:
+            group.abort(error)
 
 
 def set_default_group(group: Group | None) -> None:

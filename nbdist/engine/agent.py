@@ -14,11 +14,22 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from nbdist.collectives import current_call
+from nbdist.collectives import current_call, release_calls
 from nbdist.engine.cell_names import cell_of
 from nbdist.engine.rank import this_rank
+from nbdist.errors import CollectiveAborted
+from nbdist.wire import CollectiveCall
 
-__all__ = ["complete", "interrupt", "memory", "stack", "status", "where"]
+__all__ = [
+    "complete",
+    "interrupt",
+    "memory",
+    "release",
+    "stack",
+    "status",
+    "waiting",
+    "where",
+]
 
 
 def status() -> dict[str, Any]:
@@ -58,6 +69,16 @@ def where() -> str:
     for frame in _main_frames():
         return f"{frame.f_code.co_filename} line {frame.f_lineno}"
     return "ended"
+
+
+def waiting() -> CollectiveCall | None:
+    """The collective this rank is in, with the ranks that take part."""
+    return current_call()
+
+
+def release(reason: str) -> None:
+    """Let the main thread out of the collective it waits in, with an error."""
+    release_calls(CollectiveAborted(reason))
 
 
 def stack() -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
-__all__ = ["cell_of", "learn_from"]
+__all__ = ["cell_of", "last_place", "learn_from"]
 
 _shell: Any = None
 
@@ -21,3 +22,12 @@ def cell_of(filename: str) -> int | None:
         return None
     number = _shell.compile._filename_map.get(filename)
     return int(number) if number is not None else None
+
+
+def last_place(error: BaseException) -> str:
+    """The last line of a cell that an exception passed: "In[7] line 4", or ""."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        cell = cell_of(frame.f_code.co_filename)
+        if cell is not None:
+            return f"In[{cell}] line {line}"
+    return ""

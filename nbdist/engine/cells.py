@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+from nbdist.engine import cell_names
 from nbdist.engine.rank import this_rank
 from nbdist.wire import Failure
 
@@ -105,5 +106,11 @@ def _failure(result: Any) -> Failure | None:
     if isinstance(error, asyncio.CancelledError):
         name = "KeyboardInterrupt"
     shell = this_rank().shell
-    lines = tuple(getattr(shell, "_last_traceback", None) or ())
-    return Failure(info.rank, info.host, name, str(error), lines)
+    return Failure(
+        info.rank,
+        info.host,
+        name,
+        str(error),
+        cell_names.last_place(error),
+        tuple(getattr(shell, "_last_traceback", None) or ()),
+    )

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from nbdist.collectives import any_spent
 from nbdist.engine import codec
 from nbdist.engine.rank import Activity, this_rank
 
@@ -92,7 +93,7 @@ def _reply(
     kernel.session.send(
         stream,
         REPLY,
-        {"status": status},
+        {"status": status, "spent": any_spent()},
         parent=message,
         ident=ident,
         buffers=frames,

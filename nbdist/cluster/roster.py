@@ -1,0 +1,128 @@
+"""Who the ranks are, which of them live, and asking their agents."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from nbdist.cluster.deathwatch import Deathwatch
+from nbdist.cluster.start import Started
+from nbdist.errors import RankDied, UsageError
+from nbdist.wire import RankInfo, format_ranks
+
+__all__ = ["Roster"]
+
+ANSWER_TIMEOUT_S = 2.0
+OBITUARY_LINES = 5
+
+
+class Roster:
+    """The ranks of a running cluster, in rank order."""
+
+    def __init__(self, started: Started) -> None:
+        self.link = started.link
+        self._run_dir = started.keeper.run_dir
+        self._infos = {info.rank: info for info in started.infos}
+        self._died: dict[int, RankDied] = {}
+        self._lock = threading.Lock()
+        self._watch = Deathwatch(started.infos, self._on_death)
+
+    def close(self) -> None:
+        """Stop watching. A second close is harmless."""
+        self._watch.close()
+
+    @property
+    def infos(self) -> list[RankInfo]:
+        """Every rank, dead ones too."""
+        return list(self._infos.values())
+
+    @property
+    def living(self) -> list[RankInfo]:
+        """Every rank whose process runs."""
+        died = self.died
+        return [info for rank, info in self._infos.items() if rank not in died]
+
+    @property
+    def died(self) -> dict[int, RankDied]:
+        """The ranks whose processes have ended, and why."""
+        with self._lock:
+            return dict(self._died)
+
+    def __getitem__(self, rank: int) -> RankInfo:
+        return self._infos[rank]
+
+    def update(self, infos: Iterable[RankInfo]) -> None:
+        """Take new descriptions of ranks."""
+        self._infos |= {info.rank: info for info in infos}
+
+    def select(self, ranks: Iterable[int] | None) -> list[int]:
+        """The ranks asked for, None for all; each exists and lives.
+
+        Raises:
+            UsageError: There is no such rank.
+            RankDied: One has died.
+        """
+        wanted = sorted(self._infos if ranks is None else set(ranks))
+        missing = [rank for rank in wanted if rank not in self._infos]
+        if missing or not wanted:
+            raise UsageError(
+                f"rank {format_ranks(missing) or '(none)'} is not one of "
+                f"0-{len(self._infos) - 1}"
+            )
+        died = self.died
+        dead = [rank for rank in wanted if rank in died]
+        if dead:
+            living = format_ranks(info.rank for info in self.living)
+            raise RankDied(
+                f"{'; '.join(str(died[rank]) for rank in dead)}. "
+                + (f"-r {living} reaches the others, " if living else "")
+                + "which keep their variables; %dist_stop and %dist_start begin anew"
+            )
+        return wanted
+
+    def ask(
+        self,
+        target: str,
+        *args: object,
+        ranks: Iterable[int] | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> dict[int, Any]:
+        """Ask the agents of living ranks, busy or not.
+
+        Returns:
+            An answer for each rank asked; None from one that does not answer in time,
+            or is dead.
+        """
+        deadline = time.monotonic() + timeout_s
+        chosen = set(self._infos if ranks is None else ranks)
+        exchanges = {
+            info.rank: self.link.send(info.engine_uuid, target, *args, control=True)
+            for info in self.living
+            if info.rank in chosen
+        }
+        answers: dict[int, Any] = dict.fromkeys(sorted(chosen))
+        for rank, exchange in exchanges.items():
+            try:
+                answer = exchange.reply.result(max(0.0, deadline - time.monotonic()))
+            except (TimeoutError, RankDied):
+                continue
+            answers[rank] = answer.value if answer.ok else None
+        return answers
+
+    def _on_death(self, rank: int) -> None:
+        """Called by the watch's thread."""
+        error = RankDied(self._obituary(rank))
+        with self._lock:
+            self._died[rank] = error
+        self.link.fail(self._infos[rank].engine_uuid, error)
+
+    def _obituary(self, rank: int) -> str:
+        info = self._infos[rank]
+        path = self._run_dir / f"rank{rank}.stderr"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines = text.rstrip().splitlines()[-OBITUARY_LINES:]
+        last = "".join(f"\n    {line}" for line in lines)
+        said = f"; the last lines of its stderr:{last}\n" if last else ""
+        return f"rank {rank} (pid {info.pid} on {info.host}) has died{said}"
