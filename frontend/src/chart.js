@@ -2,7 +2,7 @@
 import uPlot from "uplot";
 import { band, positive } from "./columns.js";
 import { duration, number } from "./format.js";
-import { dash, stroke, themeOf } from "./palette.js";
+import { dash, stroke } from "./palette.js";
 
 const HEIGHT = 260;
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
@@ -17,23 +17,20 @@ export class Chart {
   #zoomed = false;
   #picture = null;
   #highlighted = null;
-  #resizing;
 
   /** `onCursor(index | null, left, top)` follows the pointer, in CSS pixels. */
   constructor(host, onCursor) {
     this.#host = host;
     this.#onCursor = onCursor;
-    this.#theme = themeOf(host);
-    this.#resizing = new ResizeObserver(() => this.#fit());
-    this.#resizing.observe(host);
   }
 
   /**
-   * Draws a picture: { aligned, asBand, x: "step" | "time", log, label }.
+   * Draws a picture: { aligned, asBand, x: "step" | "time", log, label, theme }.
    * A zoom stays.
    */
   draw(picture) {
     this.#picture = picture;
+    this.#theme = picture.theme;
     const { columns, series, bands } = compose(picture, this.#highlighted, () => this.#theme);
     const structure = JSON.stringify([
       picture.asBand, picture.x, picture.log, picture.label, [...picture.aligned.ranks.keys()],
@@ -41,6 +38,7 @@ export class Chart {
     ]);
     if (structure !== this.#structure) this.#build(picture, series, bands, columns);
     this.#structure = structure;
+    this.#fit();
     this.#setData(columns);
   }
 
@@ -58,14 +56,7 @@ export class Chart {
     this.#plot.setCursor({ left, top: this.#plot.over.clientHeight / 2 });
   }
 
-  /** Takes the colours of the page anew. */
-  repaint() {
-    this.#theme = themeOf(this.#host);
-    this.#plot?.redraw(false);
-  }
-
   destroy() {
-    this.#resizing.disconnect();
     this.#plot?.destroy();
   }
 
@@ -114,7 +105,7 @@ export class Chart {
   }
 
   #fit() {
-    if (this.#plot && this.#width() !== this.#plot.width) {
+    if (this.#width() !== this.#plot.width) {
       this.#plot.setSize({ width: this.#width(), height: HEIGHT });
     }
   }

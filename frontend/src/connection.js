@@ -6,18 +6,25 @@ const ACKNOWLEDGE_AFTER_MS = 500;
 export function connect(model, store) {
   let timer = null;
 
+  const tell = (message) => {
+    try {
+      model.send(message);
+    } catch (error) {
+      console.debug("nbdist: the kernel has gone", error);
+    }
+  };
   const acknowledge = () => {
     timer = null;
-    model.send({ kind: "acknowledge", sequence: store.sequence });
+    tell({ kind: "acknowledge", sequence: store.sequence });
   };
   const receive = (content, buffers) => {
     if (content.kind !== "update") return;
-    if (!store.apply(content, buffers[0])) model.send({ kind: "everything" });
+    if (!store.apply(content, buffers[0])) tell({ kind: "everything" });
     else timer ??= setTimeout(acknowledge, ACKNOWLEDGE_AFTER_MS);
   };
 
   model.on("msg:custom", receive);
-  model.send({ kind: "everything" });
+  tell({ kind: "everything" });
   return () => {
     clearTimeout(timer);
     model.off("msg:custom", receive);

@@ -2,6 +2,7 @@
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
+/** As short as it gets: for axes and steps. */
 export function number(value) {
   if (value === undefined || value === null) return "–";
   if (Number.isNaN(value)) return "NaN";
@@ -10,6 +11,12 @@ export function number(value) {
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
   return size >= 1000 ? value.toFixed(1) : String(Number(value.toPrecision(4)));
+}
+
+/** With four digits: values below each other line up. */
+export function reading(value) {
+  const short = number(value);
+  return /^-?\d\.\d+$/.test(short) ? value.toPrecision(4) : short;
 }
 
 export function percent(value) {

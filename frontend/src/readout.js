@@ -1,6 +1,6 @@
 // What the chart says at the cursor: a box for the eye, a sentence for the ear.
 import { h, setText } from "./dom.js";
-import { duration, number } from "./format.js";
+import { duration, number, reading } from "./format.js";
 import { stroke } from "./palette.js";
 
 const MANY = 12;
@@ -13,8 +13,8 @@ export class Readout {
   }
 
   /** Shows all ranks' values at one place of the chart, beside the cursor. */
-  show(picture, index, left, top, theme) {
-    const { aligned } = picture;
+  show(picture, index, left, top) {
+    const { aligned, theme } = picture;
     const values = valuesAt(aligned, index);
     const grid = h("div", { class: values.length > MANY ? "grid many" : "grid" });
     for (const [rank, value] of values) grid.append(entry(rank, value, theme));
@@ -52,6 +52,6 @@ function entry(rank, value, theme) {
   const mark = h("span", { class: "mark", style: `background:${stroke(rank, theme)}` });
   const name = h("span", { class: "rank" }, String(rank));
   const amount = h("span", { class: "value" });
-  setText(amount, value === null ? "NaN" : number(value));
+  setText(amount, value === null ? "NaN" : reading(value));
   return h("span", { class: "entry" }, mark, name, amount);
 }

@@ -1,6 +1,6 @@
 // One row for each rank: where it runs, how busy it is, what it last logged.
 import { h, setText } from "./dom.js";
-import { memory, number, percent } from "./format.js";
+import { memory, number, percent, reading } from "./format.js";
 import { stroke } from "./palette.js";
 
 const HEADINGS = ["Rank", "Device", "Utilisation", "Memory", "Step"];
@@ -68,7 +68,7 @@ class Row {
     this.#spark.draw(device?.utilisation ?? []);
     this.#drawMemory(device);
     setText(this.#step, latest ? number(latest.step) : "–");
-    setText(this.#value, latest ? number(latest.value) : "–");
+    setText(this.#value, latest ? reading(latest.value) : "–");
   }
 
   #drawMemory(device) {

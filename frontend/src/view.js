@@ -41,7 +41,8 @@ export class View {
     this.#idle = setInterval(() => this.#schedule(), 2000); // "running" must end
     this.#endings = [
       store.subscribe(() => this.#schedule()),
-      watchTheme(() => (this.#chart.repaint(), this.#schedule())),
+      watchTheme(() => this.#schedule()),
+      this.#watchSize(),
       this.#watchTraits(),
     ];
     this.#schedule();
@@ -79,6 +80,13 @@ export class View {
     return () => TRAITS.forEach((trait) => this.#model.off(`change:${trait}`, changed));
   }
 
+  /** Its first call comes when the view gets into the page, with colours and width. */
+  #watchSize() {
+    const observer = new ResizeObserver(() => this.#schedule());
+    observer.observe(this.#plane);
+    return () => observer.disconnect();
+  }
+
   #schedule() {
     this.#frame ||= requestAnimationFrame(() => {
       this.#frame = 0;
@@ -97,15 +105,15 @@ export class View {
     this.#legend.draw(ranks, theme);
     this.#table.draw(this.#store, name, theme);
     this.#empty.hidden = names.length > 0;
-    if (name) this.#drawChart(name, ranks.filter((rank) => !this.#store.hidden.has(rank)));
+    if (name) this.#drawChart(name, ranks.filter((rank) => !this.#store.hidden.has(rank)), theme);
     this.#root.dataset.sequence = this.#store.sequence;
   }
 
-  #drawChart(name, ranks) {
+  #drawChart(name, ranks, theme) {
     const metric = this.#store.metrics.get(name);
     const [x, log] = [this.#model.get("x"), this.#model.get("log")];
     const aligned = x === "time" ? byTime(metric, ranks, this.#store.origin()) : byStep(metric, ranks);
-    this.#picture = { aligned, asBand: aligned.ranks.size > MOST_LINES, x, log, label: name };
+    this.#picture = { aligned, asBand: aligned.ranks.size > MOST_LINES, x, log, label: name, theme };
     this.#chart.draw(this.#picture);
     this.#describe();
   }
@@ -129,7 +137,7 @@ export class View {
     this.#index = index ?? null;
     if (this.#index === null || !this.#picture) return this.#readout.hide();
     const inset = this.#plane.querySelector(".u-over");
-    this.#readout.show(this.#picture, index, left + inset.offsetLeft, top + inset.offsetTop, themeOf(this.#plane));
+    this.#readout.show(this.#picture, index, left + inset.offsetLeft, top + inset.offsetTop);
     this.#describe();
   }
 

@@ -42,6 +42,8 @@ class Monitor(anywidget.AnyWidget):
     picture = traitlets.Unicode().tag(sync=True)
     """Names the still picture that the widget hides while it is shown."""
 
+    _ended = True  # ipywidgets closes a widget whose construction failed, too
+
     def __init__(
         self,
         collector: Collector,
@@ -57,11 +59,11 @@ class Monitor(anywidget.AnyWidget):
         self._cursor: Cursor | None = None
         self._changed = threading.Event()
         self._hurry = threading.Event()
-        self._ended = False
         self._closers: list[Callable[[], None]] = []
         self.on_msg(self._hear)
         self._unsubscribe = collector.subscribe(self._changed.set)
         self._changed.set()
+        self._ended = False
         self._thread = threading.Thread(
             target=self._run, name="nbdist-monitor", daemon=True
         )

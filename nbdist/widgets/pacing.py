@@ -17,6 +17,7 @@ SHORTEST_S = 0.1
 LONGEST_S = 5.0
 BYTES_PER_S = 1_000_000
 PATIENCE_S = 4.0
+SILENCE_PER_DELAY = 300
 
 
 class Pacer:
@@ -68,5 +69,5 @@ class Pacer:
 
     def delay_s(self, size: int) -> float:
         """Seconds to wait after a message of `size` bytes."""
-        wanted = max(SHORTEST_S, self.silence_s / 100, size / BYTES_PER_S)
+        wanted = max(SHORTEST_S, self.silence_s / SILENCE_PER_DELAY, size / BYTES_PER_S)
         return min(wanted, LONGEST_S)

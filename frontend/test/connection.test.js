@@ -1,0 +1,57 @@
+import assert from "node:assert/strict";
+import { mock, test } from "node:test";
+import { connect } from "../src/connection.js";
+import { Store } from "../src/store.js";
+import { rows, update } from "./messages.js";
+
+class Model {
+  sent = [];
+  listeners = new Set();
+  on(_, listener) { this.listeners.add(listener); }
+  off(_, listener) { this.listeners.delete(listener); }
+  send(message) { this.sent.push(message); }
+  receive([message, buffer]) { for (const listener of this.listeners) listener(message, [buffer]); }
+}
+
+test("it asks, acknowledges together what comes together, and asks again at a gap", () => {
+  mock.timers.enable({ apis: ["setTimeout"] });
+  const model = new Model();
+  const end = connect(model, new Store());
+  assert.deepEqual(model.sent, [{ kind: "everything" }]);
+
+  model.receive(update(0, [["loss", 0, 1, 0, rows([1])]]));
+  model.receive(update(1, []));
+  assert.equal(model.sent.length, 1);
+  mock.timers.tick(500);
+  assert.deepEqual(model.sent[1], { kind: "acknowledge", sequence: 1 });
+
+  model.receive(update(3, []));
+  model.receive(update(4, []));
+  assert.deepEqual(model.sent.slice(2), [{ kind: "everything" }]);
+
+  end();
+  assert.equal(model.listeners.size, 0);
+  mock.timers.reset();
+});
+
+test("nothing is acknowledged after the end", () => {
+  mock.timers.enable({ apis: ["setTimeout"] });
+  const model = new Model();
+  const end = connect(model, new Store());
+  model.receive(update(0, []));
+  end();
+  mock.timers.tick(1000);
+  assert.equal(model.sent.length, 1);
+  mock.timers.reset();
+});
+
+test("a kernel that has gone is no error", () => {
+  mock.timers.enable({ apis: ["setTimeout"] });
+  const model = new Model();
+  connect(model, new Store());
+  model.receive(update(0, []));
+  model.send = () => { throw new Error("Cannot send"); };
+  mock.timers.tick(500);
+  model.receive(update(2, []));
+  mock.timers.reset();
+});

@@ -1,0 +1,275 @@
+"""A JupyterLab server and a page of it in headless Chromium, for tests.
+
+    from tests.lab import lab, lab_browser, lab_server  # in a conftest.py
+
+    def test_it(lab):
+        lab.open_notebook(["x = 1", "x + 1"])
+        lab.run_cell(0)
+        lab.start_cell(1)          # does not wait for it to end
+        lab.wait("() => document.querySelector('canvas') !== null")
+        lab.wait_cell(1)
+        lab.screenshot("it")       # out/screenshots/it.png
+
+Every wait has a deadline in seconds and raises when it passes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+ROOT = Path(__file__).parent.parent
+SCREENSHOTS = ROOT / "out" / "screenshots"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHROMIUM_OPTIONS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--disable-dev-shm-usage",
+]  # fmt: skip
+
+
+class LabServer:
+    """JupyterLab on a loopback port, with a home directory of its own.
+
+    Its kernels import nbdist from this repository. It ends with `close`, and with the
+    process that started it.
+    """
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="nblab"))
+        self.notebooks = self.home / "work"
+        self.notebooks.mkdir()
+        self._disable_news()
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self._process = subprocess.Popen(
+            self._command(),
+            cwd=self.notebooks,
+            env=self._environment() | (environment or {}),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(60) or self._process.poll() is not None:
+            self.close()
+            raise RuntimeError("JupyterLab did not start:\n" + "".join(self.log))
+
+    def close(self) -> None:
+        """End the server and its kernels, and remove its home."""
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+        self._reader.join(5)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def _command(self) -> list[str]:
+        with_parent = ["setpriv", "--pdeathsig", "TERM"] if _has_setpriv() else []
+        return [
+            *with_parent, sys.executable, "-m", "jupyterlab", "--no-browser",
+            "--allow-root", f"--ServerApp.port={self.url.rsplit(':', 1)[1]}",
+            "--ServerApp.port_retries=0", "--IdentityProvider.token=",
+            "--ServerApp.disable_check_xsrf=True",
+            f"--ServerApp.root_dir={self.notebooks}",
+            "--LabApp.expose_app_in_browser=True",
+        ]  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        names = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR",
+                 "IPYTHONDIR"]  # fmt: skip
+        private = {name: str(self.home / name.lower()) for name in names}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        return os.environ | private | {"HOME": str(self.home), "PYTHONPATH": path}
+
+    def _disable_news(self) -> None:
+        folder = self.home / "jupyter_config_dir" / "labconfig"
+        folder.mkdir(parents=True)
+        news = "@jupyterlab/apputils-extension:announcements"
+        config = json.dumps({"disabledExtensions": {news: True}})
+        (folder / "page_config.json").write_text(config, encoding="utf-8")
+
+    def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self.log.append(line)
+                if "is running at" in line:
+                    self._ready.set()
+        self._ready.set()  # it ended: let go of who waits
+
+
+class Lab:
+    """A page of JupyterLab, with at most one notebook open."""
+
+    def __init__(self, server: LabServer, page: Page) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        """What the page's JavaScript raised."""
+        self._server = server
+        self._count = 0
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.goto(f"{server.url}/lab?reset")
+        self.wait("() => window.jupyterapp !== undefined")
+        self._run("await jupyterapp.restored; jupyterapp.shell.collapseLeft();")
+
+    def open_notebook(self, cells: list[str]) -> Path:
+        """Open a new notebook of these code cells, its kernel running; its path."""
+        self._count += 1
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(source) for source in cells],
+            metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+        )
+        path = self._server.notebooks / f"notebook{self._count}.ipynb"
+        nbformat.write(notebook, path)
+        self.show_notebook(path)
+        return path
+
+    def show_notebook(self, path: Path) -> None:
+        """Open a notebook that is there already, its kernel running."""
+        self._run(
+            """
+            const panel = await jupyterapp.commands.execute(
+              'docmanager:open', { path: argument, factory: 'Notebook' });
+            await panel.context.ready;
+            await panel.sessionContext.ready;
+            await panel.sessionContext.session.kernel.info;
+            window.nbdistTest = { panel, runs: {} };
+            """,
+            path.name,
+        )
+
+    def start_cell(self, index: int) -> None:
+        """Start a cell, and return while it runs."""
+        self._run(
+            """
+            const { panel, runs } = nbdistTest;
+            panel.content.activeCellIndex = argument;
+            runs[argument] = jupyterapp.commands.execute('notebook:run-cell');
+            """,
+            index,
+        )
+
+    def wait_cell(self, index: int, timeout: float = 60) -> list[dict[str, Any]]:
+        """Wait for the end of a started cell; its outputs, in nbformat's form."""
+        self._run("await nbdistTest.runs[argument];", index, timeout)
+        return self.outputs(index)
+
+    def run_cell(self, index: int, timeout: float = 60) -> list[dict[str, Any]]:
+        """Run a cell to its end; its outputs, in nbformat's form."""
+        self.start_cell(index)
+        return self.wait_cell(index, timeout)
+
+    def outputs(self, index: int) -> list[dict[str, Any]]:
+        """A cell's outputs as they are now, in nbformat's form."""
+        cell = "nbdistTest.panel.content.widgets[argument]"
+        return self._run(f"return {cell}.model.outputs.toJSON();", index)
+
+    def wait(self, condition: str, timeout: float = 30) -> None:
+        """Wait until a JavaScript function returns a true value."""
+        self.page.wait_for_function(condition, timeout=timeout * 1000)
+
+    def set_theme(self, name: str) -> None:
+        """Change the theme: "JupyterLab Light" or "JupyterLab Dark"."""
+        change = "await jupyterapp.commands.execute('apputils:change-theme', argument);"
+        self._run(change, {"theme": name})
+        light = "true" if "Light" in name else "false"
+        self.wait(f"() => document.body.dataset.jpThemeLight === '{light}'")
+
+    def screenshot(self, name: str) -> Path:
+        """Save the page as out/screenshots/<name>.png."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        path = SCREENSHOTS / f"{name}.png"
+        self.page.screenshot(path=path)
+        return path
+
+    def save_notebook(self) -> None:
+        """Write the notebook with its outputs to its file."""
+        self._run("await nbdistTest.panel.context.save();")
+
+    def close_notebook(self) -> None:
+        """End the notebook's kernel and close it."""
+        self._run(
+            """
+            const panel = window.nbdistTest?.panel;
+            if (!panel || panel.isDisposed) return;
+            await panel.context.save();
+            await panel.sessionContext.shutdown();
+            panel.dispose();
+            """
+        )
+
+    def _run(self, body: str, argument: Any = None, timeout: float = 60) -> Any:
+        """Run the body of an async JavaScript function; what it returns."""
+        return self.page.evaluate(
+            f"""([argument, milliseconds]) => Promise.race([
+              (async () => {{ {body} }})(),
+              new Promise((_, reject) => setTimeout(() => reject(
+                new Error(`not done in ${{milliseconds}} ms`)), milliseconds)),
+            ])""",
+            [argument, timeout * 1000],
+        )
+
+
+@pytest.fixture(scope="session")
+def lab_server() -> Iterator[LabServer]:
+    """A JupyterLab server for the whole test run."""
+    server = LabServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def lab_browser() -> Iterator[Browser]:
+    """A headless Chromium for the whole test run."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=CHROMIUM_OPTIONS
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def _lab_page(lab_server: LabServer, lab_browser: Browser) -> Iterator[Lab]:
+    page = lab_browser.new_page(viewport={"width": 1200, "height": 900})
+    yield Lab(lab_server, page)
+    page.close()
+
+
+@pytest.fixture
+def lab(_lab_page: Lab) -> Iterator[Lab]:
+    """JupyterLab's page; the notebook that a test opens is closed after it."""
+    _lab_page.errors.clear()
+    yield _lab_page
+    _lab_page.close_notebook()
+    assert not _lab_page.errors, "\n".join(_lab_page.errors)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _has_setpriv() -> bool:
+    return shutil.which("setpriv") is not None

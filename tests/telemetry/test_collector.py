@@ -1,0 +1,222 @@
+"""The collector: what arrives, what is missing, and what changed."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from nbdist.telemetry.collector import MAX_METRICS, Collector
+from nbdist.wire import Batch, DeviceSample, RankInfo, Sample
+
+
+def batch(
+    rank: int = 0,
+    sequence: int = 0,
+    steps: range = range(1),
+    source: str = "first",
+    dropped: int = 0,
+    **scalars: float,
+) -> Batch:
+    records = tuple(
+        Sample(rank, s, 1000.0 + s, scalars or {"loss": float(s)}) for s in steps
+    )
+    return Batch(rank, source, sequence, dropped, records)
+
+
+def device(rank: int, utilisation: float) -> Batch:
+    sample = DeviceSample(rank, 1.0, "cuda:0", utilisation, 1, 2, 1, 5.0)
+    return Batch(rank, "device", int(utilisation), 0, (sample,))
+
+
+def info(rank: int) -> RankInfo:
+    return RankInfo(
+        rank, 2, rank, 2, "e", "host", 1, "cpu", "cpu", None, None, 1, "shm"
+    )
+
+
+def test_a_history_holds_each_ranks_steps_and_values() -> None:
+    collector = Collector()
+    collector.receive(batch(1, steps=range(3)))
+    collector.receive(batch(0, steps=range(2)))
+    history = collector.history("loss")
+    assert list(history) == [0, 1]
+    assert [list(column) for column in history[1]] == [[0, 1, 2], [0, 1, 2]]
+    assert collector.history("accuracy") == {}
+    assert collector.metrics == ["loss"]
+
+
+def test_a_long_history_spans_the_run() -> None:
+    collector = Collector(capacity=100)
+    for sequence in range(100):
+        first = 100 * sequence
+        collector.receive(batch(0, sequence, range(first, first + 100)))
+    steps, values = collector.history("loss")[0]
+    assert 50 <= len(steps) <= 100
+    assert steps[0] == 0
+    assert steps[-1] >= 9800
+    assert values[0] == pytest.approx(63.5)
+    (piece,) = collector.snapshot().pieces
+    assert piece.latest == (9999.0, 10999.0, 9999.0)
+
+
+def test_a_snapshot_since_another_holds_only_the_change() -> None:
+    collector = Collector()
+    collector.receive(batch(0, 0, range(5)))
+    collector.receive(batch(1, 0, range(5)))
+    first = collector.snapshot()
+    assert first.full
+    assert {piece.rank: piece.start for piece in first.pieces} == {0: 0, 1: 0}
+
+    collector.receive(batch(1, 1, range(5, 7)))
+    second = collector.snapshot(first.cursor)
+    (piece,) = second.pieces
+    assert not second.full
+    assert (piece.rank, piece.start, list(piece.steps)) == (1, 4, [4, 5, 6])
+    assert collector.snapshot(second.cursor).pieces == []
+
+
+def test_a_change_of_the_past_is_sent_whole() -> None:
+    collector = Collector(capacity=4)
+    collector.receive(batch(0, 0, range(4)))
+    before = collector.snapshot().cursor
+    collector.receive(batch(0, 1, range(4, 5)))
+    (coarser,) = collector.snapshot(before).pieces
+    assert (coarser.start, coarser.width, list(coarser.steps)) == (0, 2, [0, 2, 4])
+    before = collector.snapshot().cursor
+    collector.receive(batch(0, 2, range(2, 3)))
+    (cut,) = collector.snapshot(before).pieces
+    assert (cut.start, list(cut.steps)) == (0, [0, 2])
+
+
+def test_after_clear_a_snapshot_is_full() -> None:
+    collector = Collector()
+    collector.receive(batch(0, 0))
+    cursor = collector.snapshot().cursor
+    collector.clear()
+    collector.receive(batch(0, 1, accuracy=1.0))
+    snapshot = collector.snapshot(cursor)
+    assert snapshot.full
+    assert [piece.metric for piece in snapshot.pieces] == ["accuracy"]
+    assert snapshot.lost == {}
+
+
+def test_lost_batches_and_dropped_records_are_counted() -> None:
+    collector = Collector()
+    collector.receive(batch(0, 0))
+    collector.receive(batch(0, 3, dropped=10))
+    collector.receive(batch(1, 0))
+    assert collector.snapshot().lost == {0: 12}
+
+
+def test_a_repeated_batch_is_ignored_and_a_new_recorder_is_not() -> None:
+    collector = Collector()
+    collector.receive(batch(0, 0, loss=1.0))
+    collector.receive(batch(0, 0, loss=5.0))
+    assert list(collector.history("loss")[0][1]) == [1.0]
+    collector.receive(batch(0, 0, range(1, 2), source="second", loss=7.0))
+    assert list(collector.history("loss")[0][1]) == [1.0, 7.0]
+    assert collector.snapshot().lost == {}
+
+
+def test_devices_keep_their_last_minute_and_leave_with_their_rank() -> None:
+    collector = Collector()
+    for second in range(100):
+        collector.receive(device(0, second))
+        collector.receive(device(7, second))
+    collector.set_ranks([info(1), info(0)])
+    snapshot = collector.snapshot()
+    assert [entry.rank for entry in snapshot.ranks] == [0, 1]
+    assert list(snapshot.devices) == [0]
+    assert [s.utilisation for s in snapshot.devices[0]] == list(range(40, 100))
+
+
+def test_subscribers_are_called_until_they_leave() -> None:
+    collector = Collector()
+    calls: list[str] = []
+    leave = collector.subscribe(lambda: calls.append("x"))
+    collector.receive(batch())
+    collector.set_ranks([])
+    collector.clear()
+    leave()
+    leave()
+    collector.receive(batch(0, 1))
+    assert len(calls) == 3
+
+
+def test_a_subscriber_may_call_back() -> None:
+    collector = Collector()
+    seen: list[int] = []
+    leave = collector.subscribe(lambda: seen.append(len(collector.snapshot().pieces)))
+    collector.subscribe(leave)
+    collector.receive(batch())
+    assert seen == [1]
+
+
+def test_endless_metric_names_do_not_fill_the_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    collector = Collector()
+    with caplog.at_level(logging.WARNING):
+        for i in range(MAX_METRICS + 50):
+            collector.receive(batch(0, i, **{f"m{i}": 1.0}))
+    assert len(collector.metrics) == MAX_METRICS
+    assert caplog.text.count("No metrics beyond") == 1
+
+
+def test_64_ranks_report_from_threads_while_a_view_reads() -> None:
+    """100,000 steps a rank in all, at a width that leaves nothing out."""
+    collector = Collector(capacity=64)
+    rounds, steps = 4, 100_000 // 50
+
+    def report(rank: int) -> None:
+        for sequence in range(rounds):
+            # Every 50th step: the memory depends on the steps spanned, not the points.
+            first = sequence * steps // rounds
+            records = tuple(
+                Sample(rank, 50 * s, float(s), {"loss": 1.0})
+                for s in range(first, first + steps // rounds)
+            )
+            collector.receive(Batch(rank, "a", sequence, 0, records))
+
+    threads = [threading.Thread(target=report, args=(rank,)) for rank in range(64)]
+    for thread in threads:
+        thread.start()
+    cursor = None
+    while any(thread.is_alive() for thread in threads):
+        cursor = collector.snapshot(cursor).cursor
+    for thread in threads:
+        thread.join(30)
+    snapshot = collector.snapshot()
+    assert {piece.rank for piece in snapshot.pieces} == set(range(64))
+    assert {len(piece.steps) for piece in snapshot.pieces} <= set(range(32, 65))
+    assert {piece.latest[0] for piece in snapshot.pieces} == {50.0 * (steps - 1)}
+    assert snapshot.lost == {}
+
+
+def test_a_point_costs_a_few_microseconds() -> None:
+    collector = Collector()
+    batches = [batch(0, i, range(1000 * i, 1000 * i + 1000)) for i in range(5)]
+    start = time.perf_counter()
+    for each in batches:
+        collector.receive(each)
+    assert (time.perf_counter() - start) / 5000 < 50e-6
+
+
+def test_it_imports_nothing_heavy() -> None:
+    heavy = (
+        "{'torch', 'numpy', 'mpi4py', 'ipywidgets', 'anywidget', 'psutil', 'pynvml'}"
+    )
+    code = (
+        "import sys, nbdist.telemetry.collector, nbdist.telemetry.recorder, "
+        "nbdist.telemetry.sampler, nbdist.widgets\n"
+        f"print(*({heavy} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

@@ -1,0 +1,234 @@
+"""The recorder: quick, bounded, numbered, and never in the way."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from nbdist.errors import UsageError
+from nbdist.telemetry.recorder import Recorder
+from nbdist.wire import Batch, DeviceSample, Sample
+
+DEVICE = DeviceSample(0, 0.0, "cpu", 1.0, 2, 3, 2, 1.0)
+
+
+@contextmanager
+def recorder(publish: Callable[[Batch], None], **options: float) -> Iterator[Recorder]:
+    made = Recorder(3, publish, **options)
+    try:
+        yield made
+    finally:
+        assert made.close(5)
+
+
+def logged(**scalars: object) -> dict[str, float]:
+    """What arrives of one log call."""
+    batches: list[Batch] = []
+    with recorder(batches.append) as made:
+        made.log(**scalars)
+        assert made.flush(5)
+    (sample,) = batches[0].records
+    assert isinstance(sample, Sample)
+    return sample.scalars
+
+
+def test_a_record_says_rank_step_time_and_scalars() -> None:
+    batches: list[Batch] = []
+    before = time.time()
+    with recorder(batches.append) as made:
+        made.log(7, loss=0.5, lr=1)
+        assert made.flush(5)
+    (sample,) = batches[0].records
+    assert isinstance(sample, Sample)
+    assert (sample.rank, sample.step) == (3, 7)
+    assert sample.scalars == {"loss": 0.5, "lr": 1.0}
+    assert before <= sample.time <= time.time()
+
+
+def test_steps_count_on_from_the_last_one() -> None:
+    batches: list[Batch] = []
+    with recorder(batches.append) as made:
+        made.log(loss=1)
+        made.log(loss=1)
+        made.log(step=np.int64(40), loss=1)
+        made.log(loss=1)
+    records = [record for batch in batches for record in batch.records]
+    assert [r.step for r in records if isinstance(r, Sample)] == [0, 1, 40, 41]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2, 2.0, Fraction(2), np.float32(2), np.int8(2), np.array(2.0),
+     np.array([2]), torch.tensor(2.0), torch.tensor([2]),
+     torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(2.0, requires_grad=True)],
+    ids=repr,
+)  # fmt: skip
+def test_every_kind_of_number_is_taken(value: object) -> None:
+    assert logged(x=value) == {"x": 2.0}
+
+
+def test_nan_and_infinity_are_taken() -> None:
+    scalars = logged(a=math.nan, b=-math.inf, c=torch.tensor(math.nan))
+    assert math.isnan(scalars["a"])
+    assert scalars["b"] == -math.inf
+    assert math.isnan(scalars["c"])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("0.5", "not a str"), (b"1", "not a bytes"), (None, "not a NoneType"),
+     (1j, "not a complex"), ([1.0], "not a list"), (10**400, "not a int"),
+     (np.complex64(1), "not a complex"), (np.zeros(2), r"of shape \(2,\)"),
+     (torch.zeros(2, 1), r"of shape \(2, 1\)"), (torch.zeros(0), r"of shape \(0,\)"),
+     (torch.tensor(1j), "log a real number"),
+     (torch.zeros((), device="meta"), "log a real number")],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_what_is_no_number_is_refused(value: object, said: str) -> None:
+    batches: list[Batch] = []
+    with recorder(batches.append) as made:
+        with pytest.raises(UsageError, match=r"log\(loss=...\)") as caught:
+            made.log(loss=value)
+        assert caught.match(said)
+        assert made.flush(5)
+    assert batches == []
+
+
+def test_a_call_without_a_value_or_with_a_bad_step_is_refused() -> None:
+    with recorder(lambda _: None) as made:
+        with pytest.raises(UsageError, match="log\\(loss=x\\)"):
+            made.log()
+        with pytest.raises(UsageError, match="int\\(step\\)"):
+            made.log(step=0.5, loss=1.0)  # type: ignore[arg-type]
+
+
+def test_batches_are_numbered_and_name_their_recorder() -> None:
+    batches: list[Batch] = []
+    with recorder(batches.append) as first, recorder(batches.append) as second:
+        for made in (first, first, second):
+            made.log(loss=1)
+            assert made.flush(5)
+    assert [batch.sequence for batch in batches] == [0, 1, 0]
+    assert batches[0].source == batches[1].source != batches[2].source
+
+
+def test_at_most_one_batch_an_interval() -> None:
+    times: list[float] = []
+    second = threading.Event()
+
+    def publish(_: Batch) -> None:
+        times.append(time.monotonic())
+        if len(times) == 2:
+            second.set()
+
+    with recorder(publish, interval_s=0.2) as made:
+        while not second.wait(0.001):
+            made.log(loss=1)
+    assert times[1] - times[0] >= 0.19
+
+
+def test_logging_waits_for_no_one_and_drops_the_oldest() -> None:
+    arrived, go, batches = threading.Event(), threading.Event(), queue.SimpleQueue()
+
+    def publish(batch: Batch) -> None:
+        arrived.set()
+        assert go.wait(10)
+        batches.put(batch)
+
+    with recorder(publish, capacity=10) as made:
+        made.log(loss=0)
+        assert arrived.wait(5)
+        for step in range(1, 26):
+            made.log(loss=step)
+        assert not made.flush(0.05)
+        go.set()
+        assert made.flush(5)
+    first, second = batches.get(timeout=5), batches.get(timeout=5)
+    assert first.dropped == 0
+    assert second.dropped == 15
+    assert [record.step for record in second.records] == list(range(16, 26))
+
+
+def test_a_failing_transport_is_said_once_and_recording_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batches: list[Batch] = []
+
+    def publish(batch: Batch) -> None:
+        if batch.sequence < 2:
+            raise OSError("the socket is closed")
+        batches.append(batch)
+
+    with caplog.at_level(logging.WARNING), recorder(publish) as made:
+        for _ in range(3):
+            made.log(loss=1)
+            assert made.flush(5)
+    assert [batch.sequence for batch in batches] == [2]
+    assert caplog.text.count("does not reach the notebook") == 1
+
+
+def test_device_samples_travel_in_the_same_batches() -> None:
+    batches: list[Batch] = []
+    with recorder(batches.append) as made:
+        made.record(DEVICE)
+        assert made.flush(5)
+    assert batches[0].records == (DEVICE,)
+
+
+def test_close_publishes_the_rest_and_may_be_called_twice() -> None:
+    batches: list[Batch] = []
+    made = Recorder(0, batches.append, interval_s=60)
+    for _ in range(3):
+        made.log(loss=1)
+    assert made.close(5)
+    assert made.close(5)
+    assert sum(len(batch.records) for batch in batches) == 3
+    assert not [t for t in threading.enumerate() if t.name == "nbdist-recorder"]
+
+
+def test_flush_with_nothing_to_do_returns_at_once() -> None:
+    with recorder(lambda _: None) as made:
+        assert made.flush(0)
+
+
+def test_a_log_call_takes_less_than_20_microseconds() -> None:
+    value = torch.tensor(0.5)
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(500):
+            made.log(loss=value, lr=0.1)
+        return (time.perf_counter() - start) / 500
+
+    with recorder(lambda _: None) as made:
+        assert min(once() for _ in range(10)) < 20e-6
+
+
+@pytest.mark.gpu
+def test_a_cuda_scalar_is_copied_without_synchronising() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    batches: list[Batch] = []
+    value = torch.ones((), device="cuda")
+    with recorder(batches.append) as made:
+        made.log(loss=value)  # pays for what is set up once
+        torch.cuda._sleep(2_000_000_000)
+        start = time.perf_counter()
+        made.log(loss=value)
+        spent = time.perf_counter() - start
+        value += 1  # in place, and after the log
+        assert not torch.cuda.current_stream().query(), "the GPU must still be busy"
+        assert made.flush(30)
+    assert spent < 0.05
+    records = [record for batch in batches for record in batch.records]
+    assert [r.scalars["loss"] for r in records if isinstance(r, Sample)] == [1.0, 1.0]

@@ -1,0 +1,168 @@
+"""The monitor in JupyterLab: live while a cell blocks, usable, and there when saved.
+
+Screenshots are left in out/screenshots/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lab import Lab
+
+SETUP = """
+import math, threading, time
+from pathlib import Path
+from nbdist.telemetry.collector import Collector
+from nbdist.wire import Batch, DeviceSample, RankInfo, Sample
+from nbdist.widgets.display import show
+
+N = {ranks}
+stop = Path("{stop}")
+collector = Collector()
+collector.set_ranks(
+    RankInfo(r, N, r, N, "e", f"node{{r // 8}}", r, f"cuda:{{r % 8}}",
+             "GPU", None, None, 1, "x")
+    for r in range(N)
+)
+
+def records(rank, step, now):
+    noise = 0.06 * math.sin(12.9898 * step + 78.233 * rank)
+    late = 0.2 if rank == N - 1 and step > 60 else 0.0
+    loss = 2.5 * math.exp(-step / 80) + 0.3 + noise * math.exp(-step / 200) + late
+    yield Sample(rank, step, now, {{"loss": loss, "lr": 0.1 * 0.99**step}})
+    if step % 10 == 0:
+        used = (40 + rank % 8 + step // 40) * 2**30
+        busy = 80 + 15 * math.sin(step / 30 + rank)
+        yield DeviceSample(rank, now, "cuda:0", busy, used, 80 * 2**30, 2**30, 99.0)
+
+def feed(steps):
+    start = time.time()
+    for step in range(steps):
+        for rank in range(N):
+            new = tuple(records(rank, step, start + step / 20))
+            collector.receive(Batch(rank, "source", step, 0, new))
+        if paced.wait(0.02 if step >= {at_once} else 0):
+            return
+
+paced = threading.Event()
+thread = threading.Thread(target=feed, args=({steps},), daemon=True)
+monitor = show(collector)
+"""
+RUN = """
+thread.start()
+while not stop.exists():  # this cell keeps the kernel busy
+    time.sleep(0.02)
+paced.set()
+thread.join()
+"""
+SEQUENCE = "Number(document.querySelector('.nbdist-monitor')?.dataset.sequence)"
+PIXELS = "document.querySelector('.nbdist-monitor canvas').toDataURL()"
+PLANE = ".nbdist-plane"
+
+
+class Run:
+    """A notebook whose second cell blocks while a thread feeds the monitor."""
+
+    def __init__(self, lab: Lab, stop: Path, ranks: int, at_once: int = 0) -> None:
+        self._stop = stop
+        self._lab = lab
+        setup = SETUP.format(ranks=ranks, stop=stop, steps=2000, at_once=at_once)
+        self.path = lab.open_notebook([setup, RUN, "monitor.close()"])
+        lab.run_cell(0)
+        lab.wait(f"() => {SEQUENCE} >= 0")
+        lab.page.locator(".nbdist-monitor").scroll_into_view_if_needed()
+        lab.start_cell(1)
+        lab.wait(f"() => {step_shown()} >= 150", timeout=60)
+
+    def end(self) -> None:
+        """Let the cell end, and wait for it."""
+        self._stop.touch()
+        assert self._lab.wait_cell(1) == []
+
+
+def step_shown() -> str:
+    """The step of the first row of the table, as JavaScript."""
+    cell = "document.querySelector('.nbdist-ranks tbody td.number')"
+    return f"Number({cell}?.textContent.replaceAll(',', ''))"
+
+
+def hover(lab: Lab, across: float) -> None:
+    box = lab.page.locator(".nbdist-plane .u-over").bounding_box()
+    assert box is not None
+    lab.page.mouse.move(box["x"] + across * box["width"], box["y"] + 60)
+
+
+def test_the_chart_is_live_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None:
+    run = Run(lab, tmp_path / "stop", ranks=4)
+    before, at = lab.page.evaluate(PIXELS), lab.page.evaluate(SEQUENCE)
+    lab.wait(f"() => {SEQUENCE} >= {at + 5} && {PIXELS} !== '{before}'", timeout=10)
+    assert "running · 4 ranks" in lab.page.locator(".nbdist-status").inner_text()
+    hover(lab, 0.7)
+    lab.screenshot("monitor-live")
+    run.end()
+
+
+def test_the_view_answers_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None:
+    run = Run(lab, tmp_path / "stop", ranks=4)
+    page = lab.page
+
+    page.locator(".nbdist-controls select").select_option("lr")
+    lab.wait(
+        "() => document.querySelector('.nbdist-ranks thead').textContent.endsWith('lr')"
+    )
+    page.locator(".nbdist-controls select").select_option("loss")
+    page.locator(".nbdist-controls input").check()
+    page.locator(".nbdist-controls button", has_text="time").click()
+    page.locator(".nbdist-legend button").nth(1).click()
+    lab.wait(
+        f"() => document.querySelector('{PLANE}').ariaLabel.startsWith('loss by time')"
+    )
+    hover(lab, 0.5)
+    readout = page.locator(".nbdist-readout")
+    assert readout.locator(".rank").all_inner_texts() == ["0", "2", "3"]
+    assert " s" in readout.locator(".title").inner_text()
+
+    page.locator(PLANE).focus()
+    page.keyboard.press("Home")
+    first = page.locator(PLANE).get_attribute("aria-valuetext")
+    page.keyboard.press("ArrowRight")
+    second = page.locator(PLANE).get_attribute("aria-valuetext")
+    assert first is not None
+    assert first != second
+    assert "rank 3" in first
+    assert "rank 1" not in first
+
+    lab.set_theme("JupyterLab Dark")
+    lab.screenshot("monitor-dark-log-time")
+    lab.set_theme("JupyterLab Light")
+    run.end()
+
+
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_many_ranks_are_a_band(lab: Lab, tmp_path: Path, theme: str) -> None:
+    lab.set_theme(f"JupyterLab {theme}")
+    run = Run(lab, tmp_path / "stop", ranks=24, at_once=300)
+    label = lab.page.locator(PLANE).get_attribute("aria-label")
+    assert label is not None
+    assert "median and range" in label
+    hover(lab, 0.5)
+    assert lab.page.locator(".nbdist-readout .rank").count() == 24
+    before = lab.page.evaluate(PIXELS)
+    lab.page.locator(".nbdist-legend button").nth(23).hover()
+    lab.wait(f"() => {PIXELS} !== '{before}'")
+    lab.screenshot(f"monitor-band-{theme.lower()}")
+    lab.set_theme("JupyterLab Light")
+    run.end()
+
+
+def test_a_saved_notebook_shows_the_picture(lab: Lab, tmp_path: Path) -> None:
+    run = Run(lab, tmp_path / "stop", ranks=4, at_once=200)
+    still = "img[src^='data:image/svg']"
+    assert not lab.page.locator(still).is_visible()
+    run.end()
+    lab.close_notebook()
+    lab.show_notebook(run.path)
+    lab.page.locator(still).wait_for(state="visible")
+    lab.screenshot("monitor-saved")

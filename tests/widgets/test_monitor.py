@@ -1,0 +1,154 @@
+"""The monitor's kernel side: what it sends, when, and that it ends."""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import traitlets
+
+from nbdist.telemetry.collector import Collector
+from nbdist.widgets.monitor import Monitor
+from nbdist.wire import Batch, DeviceSample, RankInfo, Sample
+
+Sent = tuple[dict[str, Any], bytes]
+
+
+class SpyMonitor(Monitor):
+    """Keeps what would go to the browser."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        super().__init__(collector)
+
+    def send(self, content: dict[str, Any], buffers: list[bytes] | None = None) -> None:
+        assert buffers is not None
+        self.sent.put((content, buffers[0]))
+
+    def hear(self, kind: str) -> None:
+        """As if a front end had sent it."""
+        self._handle_custom_msg({"kind": kind}, [])
+
+    def next(self) -> Sent:
+        return self.sent.get(timeout=10)
+
+
+@pytest.fixture
+def collector() -> Collector:
+    return Collector()
+
+
+@pytest.fixture
+def monitor(collector: Collector) -> Iterator[SpyMonitor]:
+    made = SpyMonitor(collector)
+    made.next()  # the first one, of everything there was
+    made.hear("acknowledge")
+    yield made
+    made.close()
+
+
+def loss(sequence: int, *values: float, rank: int = 0) -> Batch:
+    first = 10 * sequence
+    return Batch(rank, "source", sequence, 0, tuple(
+        Sample(rank, first + i, 1000.0 + i, {"loss": value})
+        for i, value in enumerate(values)
+    ))  # fmt: skip
+
+
+def numbers(buffer: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(buffer) // 8}d", buffer))
+
+
+def test_a_change_is_sent_as_numbers(monitor: SpyMonitor, collector: Collector) -> None:
+    collector.receive(loss(0, 3.0, 2.0))
+    content, buffer = monitor.next()
+    assert content["series"] == [["loss", 0, 1, 0, 2]]
+    assert not content["full"]
+    latest, steps, times, *values = [
+        numbers(buffer)[:3], *(numbers(buffer)[3 + 2 * i :][:2] for i in range(5))
+    ]  # fmt: skip
+    assert latest == [1.0, 1001.0, 2.0]
+    assert steps == [0.0, 1.0]
+    assert times == [1000.0, 1001.0]
+    assert values == [[3.0, 2.0]] * 3
+
+    monitor.hear("acknowledge")
+    collector.receive(loss(1, 1.0))
+    content, _ = monitor.next()
+    assert content["series"] == [["loss", 0, 1, 1, 2]]
+
+
+def test_messages_are_numbered_without_a_gap(
+    monitor: SpyMonitor, collector: Collector
+) -> None:
+    numbers = []
+    for i in range(4):
+        collector.receive(loss(i, 1.0))
+        numbers.append(monitor.next()[0]["sequence"])
+        monitor.hear("acknowledge")
+    assert numbers == [1, 2, 3, 4]
+
+
+def test_who_asks_gets_everything(monitor: SpyMonitor, collector: Collector) -> None:
+    collector.receive(loss(0, 3.0, 2.0))
+    monitor.next()
+    monitor.hear("everything")
+    content, _ = monitor.next()
+    assert content["full"]
+    assert content["series"] == [["loss", 0, 1, 0, 2]]
+
+
+def test_ranks_devices_and_losses_travel_along(
+    monitor: SpyMonitor, collector: Collector
+) -> None:
+    sample = DeviceSample(0, 1.0, "cuda:0", None, 10, 20, 5, 99.0)
+    collector.receive(Batch(0, "source", 4, 0, (sample,)))
+    monitor.next()
+    collector.set_ranks([
+        RankInfo(0, 1, 0, 1, "e", "node", 1, "cuda:0", "H200", "GPU-1", None, 1, "nccl")
+    ])  # fmt: skip
+    content, _ = monitor.next()
+    assert content["ranks"] == [[0, "node", "cuda:0", "H200"]]
+    assert content["devices"] == [{
+        "rank": 0, "device": "cuda:0", "utilisation": [None],
+        "used": 10, "total": 20, "own": 5, "cpu": 99.0,
+    }]  # fmt: skip
+    assert content["lost"] == [[0, 4]]
+
+
+def test_a_flood_is_sent_ten_times_a_second(
+    monitor: SpyMonitor, collector: Collector
+) -> None:
+    done = threading.Event()
+    timer = threading.Timer(1.0, done.set)
+    timer.start()
+    sequence = 0
+    while not done.is_set():
+        collector.receive(loss(sequence, 1.0))
+        sequence += 1
+    timer.join()
+    monitor.close()
+    assert sequence > 100
+    assert 3 <= monitor.sent.qsize() <= 13
+
+
+def test_close_ends_the_thread_and_the_subscription(collector: Collector) -> None:
+    made = SpyMonitor(collector)
+    closed: list[str] = []
+    made.on_close(lambda: closed.append("x"))
+    made.next()
+    made.close()
+    made.close()
+    assert closed == ["x"]
+    assert not made._thread.is_alive()
+    collector.receive(loss(0, 1.0))
+    assert made.sent.empty()
+
+
+def test_choices_are_checked(collector: Collector) -> None:
+    with pytest.raises(traitlets.TraitError, match="epoch"):
+        Monitor(collector, x="epoch")

@@ -1,0 +1,83 @@
+"""The pacer: fast while somebody listens, sparing while nobody does."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.widgets.pacing import LONGEST_S, SHORTEST_S, Pacer
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pacer(clock: Clock) -> Pacer:
+    return Pacer(clock)
+
+
+def test_an_answering_front_end_gets_ten_messages_a_second(
+    pacer: Pacer, clock: Clock
+) -> None:
+    assert pacer.next_stands_alone()
+    for _ in range(100):
+        pacer.sent()
+        clock.now += 0.5
+        pacer.acknowledged()
+        assert pacer.delay_s(1000) == SHORTEST_S
+        assert not pacer.next_stands_alone()
+
+
+def test_large_messages_come_less_often(pacer: Pacer) -> None:
+    assert pacer.delay_s(2_000_000) == 2.0
+
+
+def test_the_pace_falls_with_the_silence(pacer: Pacer, clock: Clock) -> None:
+    pacer.sent()
+    delays, messages = [], 0
+    while clock.now < 100 + 12 * 3600:
+        delay = pacer.delay_s(1000)
+        delays.append(delay)
+        clock.now += delay
+        pacer.sent()
+        messages += 1
+    assert delays[0] == SHORTEST_S
+    assert delays == sorted(delays)
+    assert delays[-1] == LONGEST_S
+    assert messages < 12 * 3600 / LONGEST_S + 2000
+
+
+def test_quiet_ranks_are_no_silence(pacer: Pacer, clock: Clock) -> None:
+    pacer.sent()
+    pacer.acknowledged()
+    clock.now += 3600
+    pacer.sent()
+    assert pacer.delay_s(1000) == SHORTEST_S
+
+
+def test_a_request_is_answered_once(pacer: Pacer) -> None:
+    assert pacer.next_stands_alone()
+    assert not pacer.next_stands_alone()
+    pacer.ask()
+    assert pacer.next_stands_alone()
+    assert not pacer.next_stands_alone()
+
+
+def test_in_silence_everything_is_repeated_ever_more_rarely(
+    pacer: Pacer, clock: Clock
+) -> None:
+    pacer.next_stands_alone()
+    pacer.sent()
+    whole = 0
+    for _ in range(36_000):
+        clock.now += 0.1
+        whole += pacer.next_stands_alone()
+    assert 10 < whole < 20
