@@ -1,0 +1,156 @@
+"""What the repository says of itself is true, and the package loads fast."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nbdist
+from nbdist.magics import DistMagics
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it on 3.10
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+LOAD_LIMIT_S = 0.3
+LOAD = """
+import json, sys, time
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+begun = time.perf_counter()
+import nbdist
+shell.extension_manager.load_extension("nbdist")
+seconds = time.perf_counter() - begun
+print(json.dumps({"seconds": seconds, "modules": sorted(sys.modules)}))
+"""
+
+
+def tracked_files() -> list[Path]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    paths = (ROOT / name for name in listed.stdout.split("\0") if name)
+    return [path for path in paths if path.is_file()]
+
+
+def tracked_texts() -> Iterator[tuple[str, str]]:
+    for path in tracked_files():
+        if path.suffix not in {".png", ".gz"}:
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def registered_magics() -> set[str]:
+    by_kind = DistMagics.magics
+    return {f"%{name}" for name in by_kind["line"]} | {
+        f"%%{name}" for name in by_kind["cell"]
+    }
+
+
+def options() -> Iterator[tuple[str, str]]:
+    """(magic, option) for every option that a magic takes."""
+    for names in DistMagics.magics.values():
+        for name in names:
+            parser = getattr(getattr(DistMagics, name), "parser", None)
+            for action in parser._actions if parser else []:
+                if action.option_strings:
+                    yield name, action.option_strings[0]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub forms them."""
+    headings = HEADING.findall(page.read_text(encoding="utf-8"))
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {word.replace(" ", "-") for word in words}
+
+
+def test_the_readme_lists_the_magics_that_there_are() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(%+\w+)", readme, re.MULTILINE)
+    assert sorted(listed) == sorted(registered_magics())
+
+
+def test_every_option_is_explained() -> None:
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert not [(name, option) for name, option in options() if option not in page]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        aim = (page.parent / path).resolve() if path else page
+        assert aim.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(aim), f"{page.name} links to {target}"
+
+
+def test_the_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)
+    assert newest is not None
+    assert project["project"]["version"] == nbdist.__version__ == newest[1]
+
+
+def test_no_text_depends_on_the_machine_it_was_written_on() -> None:
+    # Whole absolute paths, not the relative ones that end alike.
+    personal = re.compile(r"(?<![\w.)}~$-])/(?:root|work|opt|home/\w+|Users/\w+)/\S")
+    found = [
+        (name, match[0])
+        for name, text in tracked_texts()
+        for match in personal.finditer(text)
+    ]
+    assert not found
+
+
+def test_only_the_makefile_names_a_package_index() -> None:
+    index = re.compile(
+        r"https?://[\w.-]*(?:pypi|pythonhosted|npmjs|anaconda)[\w.]*"
+        r"|https?://[\w./-]+/(?:simple|whl)\b"
+    )
+    found = {name for name, text in tracked_texts() if index.search(text)}
+    assert found <= {"Makefile", "README.md"}
+
+
+@pytest.fixture(scope="module")
+def loads() -> list[dict[str, object]]:
+    """Three loads of the extension, each in a fresh interpreter."""
+    return [
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", LOAD],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            ).stdout
+        )
+        for _ in range(3)
+    ]
+
+
+def test_the_extension_loads_neither_torch_nor_mpi(
+    loads: list[dict[str, list[str]]],
+) -> None:
+    heavy = {"torch", "mpi4py", "numpy", "ipyparallel", "ipywidgets", "anywidget"}
+    assert not heavy & set(loads[0]["modules"])
+
+
+def test_the_extension_loads_fast(loads: list[dict[str, float]]) -> None:
+    # The fastest of three: what it costs, not what else the machine was doing.
+    assert min(load["seconds"] for load in loads) < LOAD_LIMIT_S
