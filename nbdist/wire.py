@@ -110,6 +110,11 @@ class CollectiveCall:
     """The world ranks that take part."""
 
     def __str__(self) -> str:
+        return f"rank {self.rank}: {self.description}"
+
+    @property
+    def description(self) -> str:
+        """The call and its place, without its rank."""
         details = [
             f"{name}={value}"
             for name, value in (("op", self.reduce_op), ("root", self.root))
@@ -119,7 +124,7 @@ class CollectiveCall:
         if self.cell is not None:
             place = f" in In[{self.cell}] line {self.line}"
         what = ", ".join([str(self.shape), self.dtype, self.device, *details])
-        return f"rank {self.rank}: #{self.sequence} {self.operation}({what}){place}"
+        return f"#{self.sequence} {self.operation}({what}){place}"
 
 
 @dataclass(frozen=True)

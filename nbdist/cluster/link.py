@@ -45,6 +45,8 @@ class Exchange:
         self, engine_uuid: str, on_output: Callable[[Message], None] | None
     ) -> None:
         self.engine_uuid = engine_uuid
+        self.name = ""
+        """Unique; set when the request is sent."""
         self.reply: Future[Answer] = Future()
         self._on_output = on_output
         self._answer: Answer | None = None
@@ -59,9 +61,13 @@ class Exchange:
             self._on_output(message)
 
     def answer(self, message: Message) -> None:
-        value = codec.loads([bytearray(frame) for frame in message["buffers"]])
         content = message["content"]
-        self._answer = Answer(content["status"] == "ok", value, content["spent"])
+        ok, value = content["status"] == "ok", None
+        try:
+            value = codec.loads([bytearray(frame) for frame in message["buffers"]])
+        except Exception as error:  # noqa: BLE001 - a class's own unpickling may do anything
+            ok, value = False, ("TransferError", _cannot_arrive(error), [])
+        self._answer = Answer(ok, value, content["spent"])
         self._settle()
 
     def fail(self, error: Exception) -> None:
@@ -71,6 +77,13 @@ class Exchange:
     def _settle(self) -> None:
         if self._idle and self._answer is not None and not self.reply.done():
             self.reply.set_result(self._answer)
+
+
+def _cannot_arrive(error: Exception) -> str:
+    return (
+        f"the result cannot be unpickled in this process ({type(error).__name__}: "
+        f"{error}): return plain values, arrays or tensors"
+    )
 
 
 class Link:
@@ -137,6 +150,7 @@ class _Client(Client):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._exchanges: dict[str, Exchange] = {}
+        self._gone: dict[str, RankDied] = {}
         self._exchanges_lock = threading.Lock()
         super().__init__(*args, **kwargs)
 
@@ -148,8 +162,12 @@ class _Client(Client):  # type: ignore[misc]
     ) -> None:
         stream = self._control_stream if control else self._mux_stream
         message = self.session.msg(REQUEST, content=content)
+        exchange.name = message["header"]["msg_id"]
         with self._exchanges_lock:
-            self._exchanges[message["header"]["msg_id"]] = exchange
+            self._exchanges[exchange.name] = exchange
+            error = self._gone.get(exchange.engine_uuid)
+        if error is not None:
+            self._io_loop.add_callback(self._fail, exchange, error)
         self._io_loop.add_callback(
             self.session.send,
             stream,
@@ -160,9 +178,16 @@ class _Client(Client):  # type: ignore[misc]
 
     def fail(self, engine_uuid: str, error: RankDied) -> None:
         with self._exchanges_lock:
+            self._gone[engine_uuid] = error
             lost = [e for e in self._exchanges.values() if e.engine_uuid == engine_uuid]
         for exchange in lost:
-            exchange.fail(error)
+            # On the link's thread, where answers are taken: one of the two comes first.
+            self._io_loop.add_callback(self._fail, exchange, error)
+
+    def _fail(self, exchange: Exchange, error: RankDied) -> None:
+        exchange.fail(error)
+        with self._exchanges_lock:
+            self._exchanges.pop(exchange.name, None)
 
     def _exchange_of(self, message: Message) -> Exchange | None:
         parent = message["parent_header"].get("msg_id", "")

@@ -117,6 +117,7 @@ class _Start:
             **os.environ,
             **launcher.environment(n, self._run_dir),
             "NBDIST_RUN_DIR": str(self._run_dir),
+            "NBDIST_WORK_DIR": os.getcwd(),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
         command = [sys.executable, "-m", "nbdist.engine"]

@@ -83,11 +83,17 @@ class Supervisor:
         for rank, call in waiting.items():
             missing = set(call.members) - busy
             if missing and before.get(rank) == call:
-                reason = (
-                    f"rank {format_ranks(missing)} will not come: its cell has ended"
-                )
+                reason = self._reason(call, missing)
                 self._roster.ask("nbdist.engine.agent:release", reason, ranks=[rank])
         return waiting
+
+    def _reason(self, call: CollectiveCall, missing: set[int]) -> str:
+        dead = missing & self._roster.died.keys()
+        ended = missing - dead
+        whys = [f"rank {format_ranks(dead)} has died"] if dead else []
+        if ended:
+            whys.append(f"the cell of rank {format_ranks(ended)} has ended")
+        return f"released from {call.operation}: {' and '.join(whys)}"
 
     def _busy(self) -> set[int]:
         """The living ranks that have not answered some run."""

@@ -6,6 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,13 +16,26 @@ from torch import Tensor
 from nbdist.errors import CollectiveMismatch, CollectiveTimeout, UsageError
 
 from ._buffer import moved
+from ._signature import Signature, signature
 from ._wait import Check, wait_until
 
-__all__ = ["Mailbox", "Message"]
+__all__ = ["MailHooks", "Mailbox", "Message"]
 
 _KIND_BITS = 11
 _LARGEST_TAG = (2**31 - 1) >> _KIND_BITS
 _LOOK_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class MailHooks:
+    """What messages ask of the group they belong to."""
+
+    check: Check
+    """Raises when the wait must end."""
+    on_wait: Callable[[Message | None], None]
+    """Told of the message this thread waits for, and of None when it no longer does."""
+    on_leave: Callable[[BaseException], None]
+    """Told that a message was left under way."""
 
 
 class Message(dist.Work):
@@ -32,15 +46,18 @@ class Message(dist.Work):
         request: MPI.Request,
         label: str,
         size: int | None,
-        check: Check,
+        hooks: MailHooks,
         look: Check,
+        kind: Signature,
         tensor: Tensor,
     ) -> None:
         super().__init__()
+        self.kind = kind
+        """What is under way; its root is the other rank, None for any."""
         self._request = request
         self._label = label
         self._size = size
-        self._check = check
+        self._hooks = hooks
         self._look = look
         self._tensor = tensor  # MPI has its address: it must live as long
         self._status = MPI.Status()
@@ -71,7 +88,7 @@ class Message(dist.Work):
 
         def check() -> None:
             nonlocal next_look
-            self._check()
+            self._hooks.check()
             now = time.monotonic()
             if now > end:
                 raise CollectiveTimeout(f"{self._label} is not done after {seconds} s")
@@ -79,7 +96,14 @@ class Message(dist.Work):
                 next_look = now + _LOOK_EVERY_S
                 self._look()
 
-        wait_until(self.is_completed, check)
+        self._hooks.on_wait(self)
+        try:
+            wait_until(self.is_completed, check)
+        except KeyboardInterrupt as error:
+            self._hooks.on_leave(error)  # MPI may still write to the tensor
+            raise
+        finally:
+            self._hooks.on_wait(None)
         return True
 
     def _finish(self) -> None:
@@ -100,15 +124,16 @@ class Mailbox:
     does not fit is never received, and is seen by whoever waits in vain.
     """
 
-    def __init__(self, comm: MPI.Comm, check: Check) -> None:
+    def __init__(self, comm: MPI.Comm, hooks: MailHooks) -> None:
         self._comm = comm
-        self._check = check
+        self._hooks = hooks
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Message:
         """Start to send a contiguous CPU tensor to a rank of the group."""
         request = self._comm.Isend(moved(tensor), target, _full_tag(tag, tensor))
         label = f"send to rank {target}, tag {tag}"
-        return Message(request, label, None, self._check, _nothing, tensor)
+        kind = _kind("send", target, tensor)
+        return Message(request, label, None, self._hooks, _nothing, kind, tensor)
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
         """Start to receive into a contiguous CPU tensor; from anyone where None."""
@@ -118,7 +143,8 @@ class Mailbox:
         size = tensor.numel() * tensor.element_size()
         label = f"recv from rank {'any' if source is None else source}, tag {tag}"
         look = self._look_for_foreign(peer, full, label, tensor)
-        return Message(request, label, size, self._check, look, tensor)
+        kind = _kind("recv", source, tensor)
+        return Message(request, label, size, self._hooks, look, kind, tensor)
 
     def _look_for_foreign(
         self, peer: int, full_tag: int, label: str, tensor: Tensor
@@ -138,6 +164,10 @@ class Mailbox:
                 )
 
         return look
+
+
+def _kind(operation: str, peer: int | None, tensor: Tensor) -> Signature:
+    return signature(operation, None, peer, tensor.dtype, tensor.shape, "cpu")
 
 
 def _nothing() -> None:

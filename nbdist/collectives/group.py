@@ -27,7 +27,7 @@ from nbdist.wire import CollectiveCall
 from ._call import Call, describe_mismatch, describe_timeout
 from ._connect import Connection, Hooks, connect
 from ._handle import Handle
-from ._mailbox import Mailbox
+from ._mailbox import Mailbox, MailHooks, Message
 from ._place import find_place
 from ._signature import Signature, signature
 from ._transport import Transport
@@ -90,6 +90,7 @@ class Group:
         self._error: BaseException | None = None
         self._deadline = math.inf
         self._call: Call | None = None
+        self._awaited: Call | None = None
         self._noted = False
         self._turn = threading.Lock()
         self._worker = Worker(f"nbdist collectives of {self.ranks}")
@@ -100,7 +101,8 @@ class Group:
     def _connect(self) -> None:
         hooks = Hooks(self._meet, self._check, _leave_notes)
         self._connection: Connection = connect(self.comm, self.config, hooks)
-        self.mailbox = Mailbox(self._connection.mail, self.raise_if_aborted)
+        mail_hooks = MailHooks(self.raise_if_aborted, self._wait_for, self.abort)
+        self.mailbox = Mailbox(self._connection.mail, mail_hooks)
         """Point-to-point messages among the members."""
 
     # -- what a collective needs ---------------------------------------------------
@@ -303,10 +305,20 @@ class Group:
     @property
     def call(self) -> CollectiveCall | None:
         """The call this process is in on this group, as any thread may ask."""
-        call = self._call
-        if call is None:
+        own = self.ranks[self.rank]
+        call, awaited = self._call, self._awaited
+        if call is not None:
+            return replace(call.record(own), members=self.ranks)
+        if awaited is None:
             return None
-        return replace(call.record(self.ranks[self.rank]), members=self.ranks)
+        record = awaited.record(own)
+        if record.root is None:  # from any rank: only all of them can be missed
+            return record
+        peer = self.ranks[record.root]
+        return replace(record, root=peer, members=(own, peer))
+
+    def _wait_for(self, message: Message | None) -> None:
+        self._awaited = None if message is None else Call(message.kind)
 
 
 def _leave_notes() -> None:

@@ -6,8 +6,6 @@ for the main thread.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 import traceback
@@ -61,7 +59,7 @@ def where() -> str:
     """Where the main thread is: the collective it is in, or the line of its cell."""
     call = current_call()
     if call is not None:
-        return str(call)
+        return call.description
     for frame in _main_frames():
         cell = cell_of(frame.f_code.co_filename)
         if cell is not None:
@@ -93,13 +91,9 @@ def complete(token: str, line: str, cursor: int) -> list[str]:
     return [str(match) for match in matches]
 
 
-def interrupt() -> None:
-    """Raise KeyboardInterrupt in the cell that runs; nothing happens if none does."""
-    if hasattr(signal, "pthread_kill"):
-        # To that very thread, so that a system call it is blocked in returns too.
-        signal.pthread_kill(this_rank().main_thread, signal.SIGINT)
-    else:
-        os.kill(os.getpid(), signal.SIGINT)
+def interrupt(request: str | None = None) -> None:
+    """Raise KeyboardInterrupt in one request, or in whatever runs."""
+    this_rank().interrupts.interrupt(request)
 
 
 def _main_frames() -> list[FrameType]:

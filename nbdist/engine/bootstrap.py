@@ -21,6 +21,7 @@ __all__ = ["main"]
 def main() -> None:
     """Become one rank of the cluster in $NBDIST_RUN_DIR; returns when it ends."""
     run_dir = Path(os.environ["NBDIST_RUN_DIR"])
+    _enter(os.environ["NBDIST_WORK_DIR"])
     rank = launched_rank()
     captured = capture_descriptors(run_dir, rank)
     try:
@@ -42,6 +43,12 @@ def capture_descriptors(run_dir: Path, rank: int) -> dict[str, Path]:
         os.close(target)
         captured[name] = path
     return captured
+
+
+def _enter(work_dir: str) -> None:
+    """Work where the notebook does: relative paths and imports mean the same here."""
+    os.chdir(work_dir)
+    sys.path[0] = work_dir  # `python -m` has put there where nbdist was found
 
 
 def _become_engine(

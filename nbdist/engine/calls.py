@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from collections.abc import Awaitable
 from typing import Any
 
 from nbdist.engine import codec, shipping
@@ -19,7 +21,7 @@ async def call(payload: list[Any]) -> Any:
     with rank.interrupts.armed():
         value = function(*args, **kwargs)
     if inspect.isawaitable(value):
-        value = await value
+        value = await _interruptible(value)
     try:
         codec.dumps(value)
     except Exception as error:
@@ -47,6 +49,27 @@ def show(expression: str) -> str:
     shell = this_rank().shell
     bundle, _metadata = shell.display_formatter.format(_evaluate(expression))
     return str(bundle.get("text/plain", ""))
+
+
+async def _interruptible(value: Awaitable[Any]) -> Any:
+    """What it awaits to; SIGINT reaches it as it reaches a function."""
+    task = asyncio.ensure_future(_caught(value))
+    with this_rank().interrupts.armed(task):
+        try:
+            result, interrupt = await task
+        except asyncio.CancelledError:
+            interrupt = KeyboardInterrupt()
+    if interrupt is not None:
+        raise interrupt
+    return result
+
+
+async def _caught(value: Awaitable[Any]) -> tuple[Any, KeyboardInterrupt | None]:
+    # A KeyboardInterrupt must not leave the task: asyncio would pass it to the loop.
+    try:
+        return await value, None
+    except KeyboardInterrupt as interrupt:
+        return None, interrupt
 
 
 def _evaluate(expression: str) -> Any:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from nbdist.engine.cell_names import cell_of
 
 __all__ = ["Interrupts"]
 
@@ -15,36 +19,95 @@ class Interrupts:
     """Turns SIGINT into KeyboardInterrupt while user code runs; ignores it otherwise.
 
     A SIGINT that comes between two requests must not hit the kernel's own machinery,
-    for then a reply would be lost and the notebook would wait for it.
+    for then a reply would be lost and the notebook would wait for it. And an interrupt
+    is meant for one request: it must neither miss that one, because it came an instant
+    too early, nor hit the next.
     """
 
     def __init__(self) -> None:
+        self._request = ""
+        self._early: set[str] = set()
+        self._pending = False
         self._armed = False
         self._waiting: asyncio.Task[object] | None = None
+        self._lock = threading.Lock()
 
     def install(self) -> None:
         """Take SIGINT over. Call from the main thread."""
+        self._main_thread = threading.get_ident()
         signal.signal(signal.SIGINT, self._on_sigint)
+
+    @contextmanager
+    def request(self, name: str) -> Iterator[None]:
+        """The main thread works on this request. Names are unique."""
+        with self._lock:
+            self._request = name
+            self._pending = name in self._early
+            self._early.discard(name)
+        try:
+            yield
+        finally:
+            self._armed = False
+            with self._lock:
+                self._request = ""
+
+    def interrupt(self, request: str | None) -> None:
+        """Interrupt a request, or whatever runs. Call from another thread.
+
+        A request that has not begun is interrupted when it does.
+        """
+        with self._lock:  # held, so that the main thread cannot begin the next request
+            if request is not None and request != self._request:
+                self._early.add(request)
+            elif self._request:
+                self._signal()
 
     @contextmanager
     def armed(self, task: asyncio.Task[object] | None = None) -> Iterator[None]:
         """Let SIGINT through; give the task when user code runs as a coroutine."""
         self._waiting = task
-        self._armed = True
         try:
+            self._armed = True
+            if self._pending:
+                self._pending = False
+                self._deliver(task)
             yield
         finally:
             self._armed = False
             self._waiting = None
 
+    def _signal(self) -> None:
+        if hasattr(signal, "pthread_kill"):
+            # To that very thread, so that a system call it is blocked in returns too.
+            signal.pthread_kill(self._main_thread, signal.SIGINT)
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
-        if not self._armed:
-            return
-        task = self._waiting
+        if self._armed:
+            self._deliver(self._waiting, frame)
+        else:
+            self._pending = True
+
+    def _deliver(
+        self, task: asyncio.Task[object] | None, frame: FrameType | None = None
+    ) -> None:
         if task is None:
             raise KeyboardInterrupt
         loop = task.get_loop()
         if asyncio.current_task(loop) is task:
             raise KeyboardInterrupt
-        # The loop is idle or runs something else: raising there would end the loop.
         loop.call_soon_threadsafe(task.cancel)
+        if _in_cell(frame):
+            # A task that the cell has made. KeyboardInterrupt would end the loop; this
+            # ends that task, and then the loop comes to cancel the cell's own.
+            raise asyncio.CancelledError
+
+
+def _in_cell(frame: FrameType | None) -> bool:
+    """Whether a cell's code is on the stack."""
+    while frame is not None:
+        if cell_of(frame.f_code.co_filename) is not None:
+            return True
+        frame = frame.f_back
+    return False

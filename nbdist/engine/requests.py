@@ -45,8 +45,10 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
     rank.activity = Activity(content["what"])
     frames: list[Any]
     try:
-        status, frames = "ok", await _call(content["target"], message["buffers"])
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001
+        with rank.interrupts.request(message["header"]["msg_id"]):
+            frames = await _call(content["target"], message["buffers"])
+        status = "ok"
+    except BaseException as error:  # noqa: BLE001
         # The boundary: whatever went wrong becomes the answer, so that one comes.
         status, frames = "error", codec.dumps(_describe(error))
     finally:
