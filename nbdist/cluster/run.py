@@ -14,6 +14,8 @@ from nbdist.wire import RankInfo
 
 __all__ = ["Run"]
 
+INTERRUPT = "nbdist.engine.agent:interrupt"
+
 Message = dict[str, Any]
 
 
@@ -37,35 +39,42 @@ class Run:
     ) -> None:
         self._link = link
         self._infos = {info.rank: info for info in targets}
+        self._target, self._args, self._what = target, args, what
         self._observer = observer
         self._begun = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self.answers: dict[int, Answer] = {}
         self.died: dict[int, RankDied] = {}
-        self._exchanges = {
-            info.rank: self._send(info, target, args[info.rank], what)
-            for info in targets
-        }
+        self._exchanges: dict[int, Exchange] = {}
 
-    def _send(
-        self, info: RankInfo, target: str, args: tuple[object, ...], what: str
-    ) -> Exchange:
-        rank, events = info.rank, self._queue
+    def begin(self) -> None:
+        """Send the requests."""
+        for rank, info in self._infos.items():
+            self._exchanges[rank] = self._send(rank, info.engine_uuid)
+
+    def _send(self, rank: int, engine_uuid: str) -> Exchange:
+        events = self._queue
         exchange = self._link.send(
-            info.engine_uuid,
-            target,
-            *args,
-            what=what,
+            engine_uuid,
+            self._target,
+            *self._args[rank],
+            what=self._what,
             on_output=lambda message: events.put((rank, message)),
         )
         exchange.reply.add_done_callback(lambda _reply: events.put((rank, None)))
         return exchange
 
+    def interrupt(self) -> None:
+        """Interrupt this run, and no other, on the ranks that have not answered."""
+        for info in self.unfinished:
+            name = self._exchanges[info.rank].name
+            self._link.send(info.engine_uuid, INTERRUPT, name, control=True)
+
     @property
     def unfinished(self) -> list[RankInfo]:
-        """The ranks that have not answered, in rank order."""
+        """The ranks that were asked and have not answered, in rank order."""
         done = self.answers.keys() | self.died.keys()
-        return [info for rank, info in self._infos.items() if rank not in done]
+        return [self._infos[rank] for rank in self._exchanges if rank not in done]
 
     @property
     def finished(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 
@@ -51,6 +52,7 @@ class Supervisor:
         waiting: dict[int, CollectiveCall] = {}
         stopped: CellError | None = None
         try:
+            run.begin()
             while not run.wait(deadline, tick_s=PROBE_S):
                 if deadline is not None and time.monotonic() >= deadline:
                     stopped = self._time_out(run, timeout_s)
@@ -60,7 +62,8 @@ class Supervisor:
         except KeyboardInterrupt:
             stopped = self._interrupt(run)
         self._spent |= run.spent or bool(run.unfinished)
-        self._renew_if_spent()
+        with contextlib.suppress(KeyboardInterrupt):  # then the next run does it
+            self._renew_if_spent()
         return stopped
 
     # -- ranks that will not come --------------------------------------------------
@@ -122,8 +125,7 @@ class Supervisor:
         """Interrupt the ranks of a run, and wait for those that listen."""
         deadline = time.monotonic() + INTERRUPT_GRACE_S
         try:
-            ranks = [info.rank for info in run.unfinished]
-            self._roster.ask("nbdist.engine.agent:interrupt", ranks=ranks)
+            run.interrupt()
             run.wait(deadline)
         except KeyboardInterrupt:
             return  # a second press: the user does not want to wait
