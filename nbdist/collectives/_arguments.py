@@ -117,4 +117,5 @@ def split_evenly(
         )
     if part.numel() == 0:
         return [tensor.reshape(-1)] * group.size
-    return tensor.reshape(-1).split(part.numel())
+    parts: Sequence[Tensor] = tensor.reshape(-1).split(part.numel())
+    return parts

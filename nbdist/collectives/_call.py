@@ -15,8 +15,13 @@ from ._signature import Signature
 __all__ = ["Call", "describe_mismatch", "describe_timeout"]
 
 
+_HEADINGS: tuple[str, ...] = (
+    "rank", "call", "operation", "op", "root", "shape", "dtype", "device", "at",
+)  # fmt: skip
+
+
 class Call:
-    """What this rank is doing. Cheap to make: where it was called is found on demand."""
+    """What this rank is doing. Cheap to make: its place is found on demand."""
 
     __slots__ = ("kind", "place", "sequence", "thread", "timeout")
 
@@ -54,10 +59,7 @@ class Call:
 
 def describe_mismatch(calls: Sequence[CollectiveCall]) -> str:
     """A table of what each rank called."""
-    rows = [
-        ("rank", "call", "operation", "op", "root", "shape", "dtype", "device", "at")
-    ]
-    rows += [_row(call) for call in calls]
+    rows = [_HEADINGS, *map(_row, calls)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -89,11 +91,8 @@ def _row(call: CollectiveCall) -> tuple[str, ...]:
 def _where(call: CollectiveCall) -> str:
     if call.line is None:
         return "unknown"
-    return (
-        f"line {call.line}"
-        if call.cell is None
-        else f"In[{call.cell}] line {call.line}"
-    )
+    cell = "" if call.cell is None else f"In[{call.cell}] "
+    return f"{cell}line {call.line}"
 
 
 def describe_timeout(

@@ -8,6 +8,8 @@ import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -19,15 +21,17 @@ from . import _semaphore
 from ._gate import Gate, MessageGate
 from ._gate_shared import SharedGate
 from ._segment import Segment
+from ._slots import slots_bytes
 from ._transport import Transport
 from ._transport_local import LocalTransport
 from ._transport_mpi import MpiTransport, RingTransport
-from ._transport_shared import SharedTransport, memory_bytes
+from ._transport_shared import SharedTransport
 from ._wait import Check, wait_until
 
 __all__ = ["Connection", "Hooks", "connect"]
 
-_CARD_BYTES = 1024
+_Item = TypeVar("_Item")
+_CARD_BYTES = 4096
 _SPINS = 300
 
 
@@ -138,7 +142,7 @@ def _share(
     """
     pages = -(-SharedGate.bytes_needed(comm.size) // mmap.PAGESIZE)
     head = pages * mmap.PAGESIZE
-    size = head + memory_bytes(comm.size, config.slot_bytes)
+    size = head + slots_bytes(comm.size, config.slot_bytes)
     segment = _create(size) if comm.rank == 0 and _semaphore.AVAILABLE else None
     card = _Card(_host(), _cores(), segment.address if segment else None)
     cards = _swap_cards(comm, card, hooks.check)
@@ -148,7 +152,7 @@ def _share(
     if segment is None or not all(reached):
         return None
     segment.close_file()
-    cores = frozenset().union(*(each.cores for each in cards))
+    cores = {core for each in cards for core in each.cores}
     spins = _SPINS if len(cores) >= comm.size else 0
     view = memoryview(segment.memory)
     gate = SharedGate(view[:head], comm.rank, comm.size, spins, hooks.on_late)
@@ -171,7 +175,8 @@ def _open(address: str, size: int) -> Segment | None:
         return None
 
 
-def _swap_cards(comm: MPI.Comm, card: object, check: Check) -> list[object]:
+def _swap_cards(comm: MPI.Comm, card: _Item, check: Check) -> list[_Item]:
+    """An all-gather of something small, released by `check`."""
     mine = np.frombuffer(pickle.dumps(card).ljust(_CARD_BYTES, b"\0"), np.uint8)
     cards = np.zeros((comm.size, _CARD_BYTES), np.uint8)
     wait_until(comm.Iallgather(mine, cards).Test, check)
@@ -180,10 +185,9 @@ def _swap_cards(comm: MPI.Comm, card: object, check: Check) -> list[object]:
 
 def _host() -> str:
     """Equal for processes that can share memory by way of /proc."""
-    space = (
-        os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns") else 0
-    )
-    return f"{MPI.Get_processor_name()}/{space}"
+    namespace = Path("/proc/self/ns/pid")
+    processes = namespace.stat().st_ino if namespace.exists() else 0
+    return f"{MPI.Get_processor_name()}/{processes}"
 
 
 def _cores() -> frozenset[int]:

@@ -40,17 +40,17 @@ class Gate(ABC):
     def missing(self) -> list[int]:
         """Ranks whose arrival the last `arrive` was still waiting for."""
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str) -> None:  # noqa: B027 - a gate need not be able to
         """Tell the ranks that wait here that this one will not come any more."""
 
-    def leave_note(self, note: str) -> None:
+    def leave_note(self, note: str) -> None:  # noqa: B027 - likewise
         """Say where this rank is, for `notes` on the other ranks; "" takes it back."""
 
     def notes(self) -> list[str]:
         """Each rank's last note, in rank order; empty where there is none to read."""
         return []
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027 - where waits look often anyway
         """Make a waiting thread of this process run its `check` now."""
 
     @abstractmethod

@@ -57,7 +57,7 @@ class Handle(dist.Work):
         """Whether the call has ended with its result in place."""
         return self._done.is_set() and self._error is None
 
-    def exception(self) -> BaseException | None:  # type: ignore[override]
+    def exception(self) -> BaseException | None:
         """What ended the call; None while it is under way or when it went well."""
         return self._error
 

@@ -1,4 +1,4 @@
-"""Reduce-ops: what they are called, where they are defined, how tensors are combined."""
+"""Reduce-ops: their names, where they are defined, how tensors are combined."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torch import Tensor
 
 from nbdist.errors import UnsupportedCollective, UsageError
 
-__all__ = ["ReduceOp", "accumulation_dtype", "combine", "finish", "parse_op"]
+__all__ = [
+    "ReduceOp",
+    "accumulation_dtype",
+    "combine",
+    "finish",
+    "parse_op",
+    "reduce_rows",
+]
 
 ReduceOp = str | dist.ReduceOp
 """A name ("sum", "mean", "product", "min", "max", "band", "bor", "bxor") or c10d's."""
@@ -122,13 +129,11 @@ def reduce_rows(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
 
     Args:
         op: a parsed reduce-op.
-        rows: one tensor per rank, same shape, dtype and device.
+        rows: two tensors or more, same shape, dtype and device.
         out: receives the result; may be one of `rows` only if it is the first or
             the second.
     """
-    if len(rows) == 1:
-        out.copy_(rows[0])
-    elif out.dtype in _HALF:
+    if out.dtype in _HALF:
         out.copy_(_reduce_wide(op, rows))
     else:
         step = _COMBINE[op]

@@ -8,6 +8,7 @@ from here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["RingStep", "chunk_bounds", "ring_steps"]
 
@@ -40,7 +41,7 @@ def chunk_bounds(length: int, chunks: int) -> list[tuple[int, int]]:
     """
     size, extra = divmod(length, chunks)
     starts = [i * size + min(i, extra) for i in range(chunks + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return list(pairwise(starts))
 
 
 def ring_steps(world_size: int, rank: int | None = None) -> list[RingStep]:

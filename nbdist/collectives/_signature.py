@@ -38,16 +38,22 @@ def signature(
     """The signature of a call; `device` is a device kind such as "cpu"."""
     key = (operation, reduce_op, root, dtype, shape, device)
     found = _cache.get(key)
-    return found if found is not None else _make(key)
+    if found is None:
+        if len(_cache) >= _LIMIT:  # shapes that never repeat must not fill the memory
+            _cache.clear()
+        found = _cache[key] = _make(*key)
+    return found
 
 
-def _make(key: tuple[object, ...]) -> Signature:
-    operation, reduce_op, root, dtype, shape, device = key
-    name = str(dtype).removeprefix("torch.") if dtype is not None else "object"
-    plain = (operation, reduce_op, root, name, tuple(shape), device)  # type: ignore[arg-type]
-    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
-    word = int.from_bytes(digest, "little") >> 1 or 1
-    if len(_cache) >= _LIMIT:  # shapes that never repeat must not fill the memory
-        _cache.clear()
-    made = _cache[key] = Signature(*plain, word)  # type: ignore[arg-type]
-    return made
+def _make(
+    operation: str,
+    reduce_op: str | None,
+    root: int | None,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...],
+    device: str,
+) -> Signature:
+    name = "object" if dtype is None else str(dtype).removeprefix("torch.")
+    parts = (operation, reduce_op, root, name, tuple(shape), device)
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return Signature(*parts, word=int.from_bytes(digest, "little") >> 1 or 1)

@@ -1,4 +1,4 @@
-"""The thread that runs a group's asynchronous collectives, in the order of the calls."""
+"""The thread that runs a group's asynchronous collectives, in order."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def _runs(
             f"{name}: {rows} rows cannot be cut into {wanted}: expected "
             f"{group.size} sizes that add up to {rows}"
         )
-    return tensor.split(wanted)
+    runs: Sequence[Tensor] = tensor.split(wanted)
+    return runs
 
 
 def _exchange(
@@ -117,9 +118,8 @@ def _agree_on_lengths(
     group: Group, outputs: Sequence[Flat], inputs: Sequence[Flat]
 ) -> int:
     """The longest piece of any pair. All ranks see all lengths, and decide alike."""
-    mine = torch.tensor(
-        [[len(each.tensor) for each in row] for row in (inputs, outputs)]
-    )
+    rows = [[len(each.tensor) for each in row] for row in (inputs, outputs)]
+    mine = torch.tensor(rows)
     table = torch.empty(group.size, 2, group.size, dtype=mine.dtype)
     group.transport("cpu").all_gather([row.view(-1) for row in table], mine.view(-1))
     sent, expected = table[:, 0], table[:, 1].T

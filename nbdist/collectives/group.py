@@ -65,7 +65,7 @@ class Group:
 
     def __init__(
         self,
-        comm: MPI.Comm,
+        comm: MPI.Intracomm,
         *,
         generation: int = 0,
         config: CollectiveConfig | None = None,
@@ -161,7 +161,7 @@ class Group:
                 body()
             except CollectiveMismatch:
                 raise
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the others must learn of it
                 raise self._leave(call, error) from error.__cause__
             finally:
                 self._end()

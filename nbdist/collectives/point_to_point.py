@@ -81,4 +81,5 @@ def recv(
     """
     message = irecv(tensor, src, group=group, tag=tag)
     message.wait(timeout)
-    return message.source
+    assert message.source is not None  # for it was received
+    return resolve(tensor, group).ranks[message.source]

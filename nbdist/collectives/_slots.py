@@ -1,0 +1,105 @@
+"""The data part of the shared segment: slots, and the views of them that are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Grid", "Place", "Slots", "slots_bytes"]
+
+_PAGE = 4096
+_SHARE_ELEMENTS = 64
+"""Shares begin at multiples of this: two ranks never write to one cache line."""
+_CACHED_VIEWS = 512
+
+
+class Place(NamedTuple):
+    """Where one step's data lies, as views of one dtype and length."""
+
+    slots: list[Tensor]
+    """One per rank, written by that rank alone."""
+    result: Tensor
+    """Written by all ranks, each its own share."""
+    shares: list[Tensor]
+    """This rank's share of each slot; may be empty."""
+    share: Tensor
+    """This rank's share of the result; may be empty."""
+
+
+Grid = list[list[Tensor]]
+"""grid[source][target]: one step's data where each rank has some for each other."""
+_View = TypeVar("_View")
+
+
+def slots_bytes(size: int, slot: int) -> int:
+    """Shared memory for `size` ranks: two places of a slot per rank and a result."""
+    piece = max(-(-slot // size // _PAGE), 1) * _PAGE
+    return 2 * (size + 1) * piece * size
+
+
+class Slots:
+    """Views of memory that all ranks map: made once for each dtype and length.
+
+    Each comes as a pair, for even and odd steps.
+    """
+
+    def __init__(self, memory: memoryview, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._slot = len(memory) // (2 * (size + 1))
+        self._places: dict[tuple[torch.dtype, int], tuple[Place, Place]] = {}
+        self._grids: dict[tuple[torch.dtype, int], tuple[Grid, Grid]] = {}
+
+    def capacity(self, dtype: torch.dtype) -> int:
+        """Elements that fit into a slot."""
+        return self._slot // dtype.itemsize
+
+    def piece_capacity(self, dtype: torch.dtype) -> int:
+        """Elements that fit into a slot for each rank."""
+        return self._slot // self._size // dtype.itemsize
+
+    def places(self, dtype: torch.dtype, length: int) -> tuple[Place, Place]:
+        """Slots of `length` elements."""
+        found = self._places.get((dtype, length))
+        return found or _keep(self._places, (dtype, length), self._make_place)
+
+    def grids(self, dtype: torch.dtype, length: int) -> tuple[Grid, Grid]:
+        """Pieces of `length` elements."""
+        found = self._grids.get((dtype, length))
+        return found or _keep(self._grids, (dtype, length), self._make_grid)
+
+    def close(self) -> None:
+        """Let go of all views. Safe to call twice."""
+        self._places.clear()
+        self._grids.clear()
+
+    def _make_place(self, parity: int, dtype: torch.dtype, length: int) -> Place:
+        share = -(-length // self._size // _SHARE_ELEMENTS) * _SHARE_ELEMENTS
+        mine = slice(min(self._rank * share, length), (self._rank + 1) * share)
+        slots = [self._view(parity, i, dtype)[:length] for i in range(self._size)]
+        result = self._view(parity, self._size, dtype)[:length]
+        return Place(slots, result, [slot[mine] for slot in slots], result[mine])
+
+    def _make_grid(self, parity: int, dtype: torch.dtype, length: int) -> Grid:
+        return [
+            [piece[:length] for piece in self._view(parity, i, dtype).chunk(self._size)]
+            for i in range(self._size)
+        ]
+
+    def _view(self, parity: int, index: int, dtype: torch.dtype) -> Tensor:
+        start = (parity * (self._size + 1) + index) * self._slot
+        return self._bytes[start : start + self._slot].view(dtype)
+
+
+def _keep(
+    cache: dict[tuple[torch.dtype, int], tuple[_View, _View]],
+    key: tuple[torch.dtype, int],
+    make: Callable[[int, torch.dtype, int], _View],
+) -> tuple[_View, _View]:
+    if len(cache) >= _CACHED_VIEWS:  # lengths that never repeat
+        cache.clear()
+    made = cache[key] = (make(0, *key), make(1, *key))
+    return made
