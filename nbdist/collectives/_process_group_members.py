@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from nbdist.errors import UsageError
 
@@ -17,7 +18,7 @@ _SLICE = timedelta(milliseconds=200)
 _ARRIVED, _COMPLETE = "nbdist/arrived", "nbdist/complete"
 
 
-def members_of(ranks: Sequence[int], store: dist.Store, rank: int, size: int) -> Group:
+def members_of(ranks: Sequence[int], store: Store, rank: int, size: int) -> Group:
     """The world's own group, or a new one of some of its ranks. All of them must call.
 
     Args:
@@ -40,7 +41,7 @@ def members_of(ranks: Sequence[int], store: dist.Store, rank: int, size: int) ->
     return _subgroup(world, chosen, store) if ranks else world
 
 
-def _subgroup(world: Group, ranks: Sequence[int], store: dist.Store) -> Group:
+def _subgroup(world: Group, ranks: Sequence[int], store: Store) -> Group:
     # MPI makes a communicator in one blocking call: enter it once all have come.
     _meet(world, store, len(ranks))
     members = world.comm.group.Incl(ranks)
@@ -54,14 +55,14 @@ def _subgroup(world: Group, ranks: Sequence[int], store: dist.Store) -> Group:
     )
 
 
-def _meet(world: Group, store: dist.Store, size: int) -> None:
+def _meet(world: Group, store: Store, size: int) -> None:
     if store.add(_ARRIVED, 1) == size:
-        store.set(_COMPLETE, b"")
+        store.set(_COMPLETE, "")
     while not _is_set(store, _COMPLETE):
         world.raise_if_aborted()
 
 
-def _is_set(store: dist.Store, key: str) -> bool:
+def _is_set(store: Store, key: str) -> bool:
     """Whether the key is there, after a short wait. KeyboardInterrupt comes through."""
     try:
         store.wait([key], _SLICE)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
-from nbdist.errors import UsageError
+from nbdist.errors import CollectiveAborted, UsageError
 
 from ._handle import Handle
+from ._mailbox import Message
 from ._process_group_members import members_of
 from ._work import CollectiveWork, MessageWork, WorkList
 from .all_gather import all_gather, all_gather_into_tensor
@@ -47,8 +49,7 @@ _OPS = {
     dist.ReduceOp.BOR: "bor",
     dist.ReduceOp.BXOR: "bxor",
 }
-_P = ParamSpec("_P")
-_Operation = Callable[Concatenate["ProcessGroup", Any, _P], dist.Work]
+_Operation = Callable[..., dist.Work]
 
 
 def register() -> None:
@@ -71,18 +72,15 @@ def _create(options: Any, _: object) -> ProcessGroup:
     return ProcessGroup(options.store, members, options.timeout, owned)
 
 
-def _by_device(operation: _Operation[_P]) -> _Operation[_P]:
+def _by_device(operation: _Operation) -> _Operation:
     """Give tensors on GPUs to NCCL, where that is the group's backend for them."""
 
     @functools.wraps(operation)
-    def chosen(
-        self: ProcessGroup, tensors: Any, *args: _P.args, **kwargs: _P.kwargs
-    ) -> dist.Work:
+    def chosen(self: ProcessGroup, tensors: Any, *args: Any, **options: Any) -> Any:
         native = self._native(tensors)
         if native is None:
-            return operation(self, tensors, *args, **kwargs)
-        work: dist.Work = getattr(native, operation.__name__)(tensors, *args, **kwargs)
-        return work
+            return operation(self, tensors, *args, **options)
+        return getattr(native, operation.__name__)(tensors, *args, **options)
 
     return chosen
 
@@ -99,7 +97,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         members: Group,
         timeout: timedelta,
         owned: Group | None = None,
@@ -112,12 +110,306 @@ class ProcessGroup(dist.ProcessGroup):
             timeout: for operations that come without one.
             owned: a group to close in `shutdown`.
         """
-        super().__init__(members.rank, members.size)
+        # The one constructor that a Python subclass can use; torch's stubs lack it.
+        super().__init__(members.rank, members.size)  # type: ignore[call-arg]
         self.members = members
         self._store = store
         self._timeout = timeout
         self._owned = owned
-        self._names = {"name": "", "description": ""}
+        self._name = self._description = ""
         self._coalesced: list[dist.Work] | None = None
         for device in (_CPU, _CUDA) if torch.cuda.is_available() else (_CPU,):
             self._register_backend(device, _Type.CUSTOM, None)
+
+    # -- reductions ----------------------------------------------------------------
+
+    @_by_device
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """all_reduce, in place."""
+        tensor, op = _one(tensors), _op(opts)
+        return self._run(functools.partial(all_reduce, tensor, op), opts, [tensor])
+
+    @_by_device
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """all_reduce of several tensors."""
+        return WorkList([self.allreduce(tensor, opts) for tensor in tensors])
+
+    @_by_device
+    def reduce(self, tensors: Any, opts: Any) -> dist.Work:
+        """reduce to one rank."""
+        tensor, op, root = _one(tensors), _op(opts), self._root(opts)
+        return self._run(functools.partial(reduce, tensor, root, op), opts, [tensor])
+
+    @_by_device
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """reduce_scatter of a list of tensors."""
+        output, pieces = _one(outputs), _only_list(inputs)
+        call = functools.partial(reduce_scatter, output, pieces, _op(opts))
+        return self._run(call, opts, [output])
+
+    @_by_device
+    def _reduce_scatter_base(
+        self, output: Tensor, input: Tensor, opts: Any = None
+    ) -> dist.Work:
+        """reduce_scatter of one tensor that holds all parts."""
+        call = functools.partial(reduce_scatter_tensor, output, input, _op(opts))
+        return self._run(call, opts, [output])
+
+    @_by_device
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
+        """reduce_scatter of several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return WorkList([self._reduce_scatter_base(*pair, opts) for pair in pairs])
+
+    # -- moving --------------------------------------------------------------------
+
+    @_by_device
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+        """broadcast from one rank, in place."""
+        tensor, root = _one(tensors), self._root(opts)
+        return self._run(functools.partial(broadcast, tensor, root), opts, [tensor])
+
+    @_by_device
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """all_gather into a list of tensors."""
+        parts, tensor = _only_list(outputs), _one(inputs)
+        return self._run(functools.partial(all_gather, parts, tensor), opts, parts)
+
+    @_by_device
+    def allgather_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
+        """all_gather of several tensors; `outputs[r]` are those of rank r."""
+        columns = zip(*outputs, strict=True)
+        pairs = zip(columns, inputs, strict=True)
+        return WorkList(
+            [self.allgather([list(column)], [one], opts) for column, one in pairs]
+        )
+
+    @_by_device
+    def _allgather_base(
+        self, output: Tensor, input: Tensor, opts: Any = None
+    ) -> dist.Work:
+        """all_gather into one tensor."""
+        call = functools.partial(all_gather_into_tensor, output, input)
+        return self._run(call, opts, [output])
+
+    @_by_device
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
+        """all_gather of several tensors, each into one."""
+        pairs = zip(outputs, inputs, strict=True)
+        return WorkList([self._allgather_base(*pair, opts) for pair in pairs])
+
+    @_by_device
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """all_to_all of lists of tensors."""
+        return self._run(functools.partial(all_to_all, outputs, inputs), opts, outputs)
+
+    @_by_device
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Any,
+        input_sizes: Any,
+        opts: Any = None,
+    ) -> dist.Work:
+        """all_to_all of runs of rows."""
+        call = functools.partial(
+            all_to_all_single, output, input, output_sizes, input_sizes
+        )
+        return self._run(call, opts, [output])
+
+    # torch 2.13's names for the same.
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    # -- one rank and the others ---------------------------------------------------
+
+    @_by_device
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        """gather on one rank; `outputs` is empty on the others."""
+        parts, tensor = _only_list(outputs) if outputs else None, _one(inputs)
+        call = functools.partial(gather, tensor, parts, self._root(opts))
+        return self._run(call, opts, parts or [])
+
+    @_by_device
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        """scatter from one rank; `inputs` is empty on the others."""
+        tensor, parts = _one(outputs), _only_list(inputs) if inputs else None
+        call = functools.partial(scatter, tensor, parts, self._root(opts))
+        return self._run(call, opts, [tensor])
+
+    @_by_device
+    def send(self, tensors: Any, target: int, tag: int = 0) -> dist.Work:
+        """send to one rank."""
+        tensor, target = _contiguous(tensors), self.members.ranks[target]
+        return self._message(isend(tensor, target, group=self.members, tag=tag))
+
+    @_by_device
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
+        """receive from one rank."""
+        tensor, source = _contiguous(tensors), self.members.ranks[source]
+        return self._message(irecv(tensor, source, group=self.members, tag=tag))
+
+    @_by_device
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """receive from any rank."""
+        tensor = _contiguous(tensors)
+        return self._message(irecv(tensor, group=self.members, tag=tag))
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for every member."""
+        return self._run(barrier, opts, [])
+
+    # -- several as one ------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cuda" and self._nccl is not None:
+            self._nccl._start_coalescing(device)
+        else:
+            self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type == "cuda" and self._nccl is not None:
+            return self._nccl._end_coalescing(device)
+        works, self._coalesced = self._coalesced, None
+        return WorkList(works or [])
+
+    # -- what every operation does -------------------------------------------------
+
+    def _run(
+        self, call: Callable[..., Handle | None], opts: Any, result: Sequence[Tensor]
+    ) -> dist.Work:
+        handle = call(
+            group=self.members,
+            async_op=getattr(opts, "asyncOp", True),
+            timeout=self._timeout_of(opts),
+        )
+        return self._collect(CollectiveWork(handle, result))
+
+    def _message(self, message: Message) -> dist.Work:
+        return self._collect(MessageWork(message, self._timeout))
+
+    def _collect(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _timeout_of(self, opts: Any) -> timedelta:
+        timeout: timedelta | None = getattr(opts, "timeout", None)
+        if timeout is None or timeout <= timedelta(0):  # c10d's "unset" is negative
+            return self._timeout
+        return timeout
+
+    def _root(self, opts: Any) -> int:
+        root: int = getattr(opts, "rootRank", opts)
+        return self.members.ranks[root]
+
+    def _native(self, tensors: Any) -> dist.ProcessGroup | None:
+        """The group to use in place of this one for these tensors."""
+        while not isinstance(tensors, Tensor):
+            if not tensors:
+                return None
+            tensors = tensors[0]
+        return self._nccl if tensors.is_cuda else None
+
+    @functools.cached_property
+    def _nccl(self) -> dist.ProcessGroup | None:
+        """NCCL for the same ranks, where the group was asked for with "cuda:nccl"."""
+        if "cuda:nccl" not in dist.get_backend_config(self):
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        rank, size = self.rank(), self.size()
+        group = dist.ProcessGroup(self._store, rank, size)
+        nccl = dist.ProcessGroupNCCL(self._store, rank, size, options)
+        group._set_default_backend(_Type.NCCL)
+        group._register_backend(_CUDA, _Type.NCCL, nccl)
+        return group
+
+    # -- life ----------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of operations that come without one."""
+        self._timeout = timeout
+
+    def abort(self) -> None:
+        """Release this rank from what it is blocked in. Any thread may call."""
+        self.members.abort(CollectiveAborted("the process group was aborted"))
+
+    def shutdown(self) -> None:
+        """Give back what the group holds. The world's own group stays."""
+        if self._owned is not None:
+            self._owned.close()
+
+    def getBackendName(self) -> str:
+        """What C++ calls it."""
+        return NAME
+
+    def name(self) -> str:
+        """The backend's name."""
+        return NAME
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name under which torch.distributed registers the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The name under which torch.distributed registers the group."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the user's description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """The user's description."""
+        return self._description
+
+
+def _one(tensors: Any) -> Tensor:
+    """c10d passes lists, from the days of several GPUs per process."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise UsageError(f"expected one tensor for each rank, got {len(tensors)}")
+    only: Tensor = tensors[0]
+    return only
+
+
+def _only_list(lists: Any) -> list[Tensor]:
+    if lists and isinstance(lists[0], Tensor):
+        return list(lists)
+    if len(lists) != 1:
+        raise UsageError(f"expected one list of tensors, got {len(lists)}")
+    return list(lists[0])
+
+
+def _contiguous(tensors: Any) -> Tensor:
+    tensor = _one(tensors)
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"a tensor of strides {tensor.stride()}: expected a contiguous one; send "
+            "tensor.contiguous()"
+        )
+    return tensor
+
+
+def _op(opts: Any) -> str:
+    """The reduce-op's name; c10d's default is a sum."""
+    if opts is None:
+        return "sum"
+    op = getattr(opts, "reduceOp", opts)
+    kind = getattr(op, "op", op)  # the enum, or an object around it
+    name = _OPS.get(kind)
+    if name is None:
+        raise NotImplementedError(f"nbdist has no reduce-op {kind}")
+    return name

@@ -1,0 +1,149 @@
+"""What operations of the torch.distributed backend give back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future, collect_all
+
+from ._handle import Handle
+from ._mailbox import Message
+
+__all__ = ["CollectiveWork", "MessageWork", "WorkList"]
+
+
+class CollectiveWork(dist.Work):
+    """A collective, under way or done. Waiting for it lets KeyboardInterrupt through.
+
+    C++ waits by `get_future`, as DDP's reducer does: that wait ends with the call, so
+    also when the group is aborted from another thread.
+    """
+
+    def __init__(self, handle: Handle | None, tensors: Sequence[Tensor]) -> None:
+        """Make it from what a collective returned.
+
+        Args:
+            handle: the asynchronous call; None for one that is done.
+            tensors: where its result lies.
+        """
+        super().__init__()
+        self._handle = handle
+        self._tensors = list(tensors)
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the result is in place; raises what ended the call otherwise."""
+        return self._handle is None or self._handle.wait(timeout)
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended, well or not."""
+        return self._handle is None or self._handle.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether the result is in place."""
+        return self._handle is None or self._handle.is_success()
+
+    def exception(self) -> BaseException | None:
+        """What ended the call; None while it is under way or when it went well."""
+        return None if self._handle is None else self._handle.exception()
+
+    def result(self) -> list[Tensor]:
+        """The tensors that the call writes to."""
+        return self._tensors
+
+    def get_future(self) -> Future[Any]:
+        """A future of `result()`. It fails with the text of what ended the call."""
+        if self._future is None:
+            ended: Future[None] = Future()
+            # Future.set_exception sets no error that C++ sees. One that is raised in
+            # a callback is seen.
+            self._future = ended.then(self._outcome)
+            if self._handle is None:
+                ended.set_result(None)
+            else:
+                self._handle.add_done_callback(lambda _: ended.set_result(None))
+        return self._future
+
+    def _outcome(self, _: Future[None]) -> list[Tensor]:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._tensors
+
+
+class MessageWork(dist.Work):
+    """A message under way. It moves while somebody waits."""
+
+    def __init__(self, message: Message, timeout: timedelta) -> None:
+        super().__init__()
+        self._message = message
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the tensor may be used again."""
+        return self._message.wait(timeout or self._timeout)
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the message has left, or has arrived."""
+        return self._message.is_completed()
+
+    def is_success(self) -> bool:
+        """The same as `is_completed`: a message that fails raises."""
+        return self.is_completed()
+
+    def _source_rank(self) -> int:
+        """The sender's rank in the group."""
+        assert self._message.source is not None, "wait first"
+        return self._message.source
+
+
+class WorkList(dist.Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each in turn, up to `timeout` each."""
+        for work in self._works:
+            work.wait(timeout or timedelta(0))
+        return True
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended well."""
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        """The tensors of all."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Future[Any]:
+        """A future of `result()`."""
+        every = collect_all([work.get_future() for work in self._works])
+        return every.then(self._outcome)
+
+    def _outcome(self, every: Future[list[Future[Any]]]) -> list[Tensor]:
+        for future in every.value():
+            future.value()  # raises what ended it
+        return self.result()
