@@ -6,8 +6,11 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from nbdist.collectives import default_group
+from nbdist.collectives.process_group import register
 
 __all__ = ["start"]
 
@@ -19,15 +22,19 @@ def start(run_dir: Path, owns_gpu: bool) -> None:
     """Initialise the default process group. Every rank must call.
 
     The ranks meet through a file in `run_dir`, so that no port is opened for it.
+
+    Args:
+        run_dir: the cluster's folder.
+        owns_gpu: whether each rank has a GPU for itself, so that NCCL can be used.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = torch._C._distributed_c10d.FileStore(str(run_dir / "torch-store"), size)
+    register()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for groups of the user's
+    group = default_group()
+    seconds = group.config.timeout_s
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if owns_gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=NO_TIMEOUT,
-        device_id=torch.device("cuda:0") if owns_gpu else None,
+        "cpu:nbdist,cuda:nccl" if owns_gpu else "nbdist",
+        store=FileStore(str(run_dir / "torch-store"), group.size),
+        rank=group.rank,
+        world_size=group.size,
+        timeout=NO_TIMEOUT if seconds is None else timedelta(seconds=seconds),
     )
