@@ -21,10 +21,6 @@ _BY_SIZE = {
 _NUMBERS = {
     torch.float64: MPI.DOUBLE,
     torch.float32: MPI.FLOAT,
-    torch.int8: MPI.INT8_T,
-    torch.uint8: MPI.UINT8_T,
-    torch.bool: MPI.UINT8_T,
-    torch.int16: MPI.INT16_T,
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
     torch.complex64: MPI.C_FLOAT_COMPLEX,
@@ -38,7 +34,7 @@ def moved(tensor: Tensor) -> Spec:
 
 
 def reduced(tensor: Tensor) -> Spec:
-    """A contiguous tensor as numbers; not for the half types, which MPI lacks."""
+    """A contiguous tensor as numbers, where MPI reckons with them as torch does."""
     return [_memory(tensor), tensor.numel(), _NUMBERS[tensor.dtype]]
 
 

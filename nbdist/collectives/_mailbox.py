@@ -16,6 +16,7 @@ from torch import Tensor
 from nbdist.errors import CollectiveMismatch, CollectiveTimeout, UsageError
 
 from ._buffer import moved
+from ._flat import Flat
 from ._signature import Signature, signature
 from ._wait import Check, wait_until
 
@@ -49,7 +50,7 @@ class Message(dist.Work):
         hooks: MailHooks,
         look: Check,
         kind: Signature,
-        tensor: Tensor,
+        flat: Flat,
     ) -> None:
         super().__init__()
         self.kind = kind
@@ -59,7 +60,7 @@ class Message(dist.Work):
         self._size = size
         self._hooks = hooks
         self._look = look
-        self._tensor = tensor  # MPI has its address: it must live as long
+        self._flat = flat  # MPI has its address: it must live as long
         self._status = MPI.Status()
         self._arrived = False
         self.source: int | None = None
@@ -115,6 +116,7 @@ class Message(dist.Work):
             raise CollectiveMismatch(
                 f"{self._label}: expected {self._size} bytes, got {got}"
             )
+        self._flat.write_back()
 
 
 class Mailbox:
@@ -129,22 +131,24 @@ class Mailbox:
         self._hooks = hooks
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Message:
-        """Start to send a contiguous CPU tensor to a rank of the group."""
-        request = self._comm.Isend(moved(tensor), target, _full_tag(tag, tensor))
+        """Start to send a CPU tensor to a rank of the group."""
+        flat = Flat(tensor)
+        request = self._comm.Isend(moved(flat.tensor), target, _full_tag(tag, tensor))
         label = f"send to rank {target}, tag {tag}"
         kind = _kind("send", target, tensor)
-        return Message(request, label, None, self._hooks, _nothing, kind, tensor)
+        return Message(request, label, None, self._hooks, _nothing, kind, flat)
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
-        """Start to receive into a contiguous CPU tensor; from anyone where None."""
+        """Start to receive into a CPU tensor; from anyone where `source` is None."""
         peer = MPI.ANY_SOURCE if source is None else source
         full = _full_tag(tag, tensor)
-        request = self._comm.Irecv(moved(tensor), peer, full)
+        flat = Flat(tensor)
+        request = self._comm.Irecv(moved(flat.tensor), peer, full)
         size = tensor.numel() * tensor.element_size()
         label = f"recv from rank {'any' if source is None else source}, tag {tag}"
         look = self._look_for_foreign(peer, full, label, tensor)
         kind = _kind("recv", source, tensor)
-        return Message(request, label, size, self._hooks, look, kind, tensor)
+        return Message(request, label, size, self._hooks, look, kind, flat)
 
     def _look_for_foreign(
         self, peer: int, full_tag: int, label: str, tensor: Tensor

@@ -28,7 +28,10 @@ _MPI_OPS = {
     "bor": MPI.BOR,
     "bxor": MPI.BXOR,
 }
-_BOOL_OPS = {"sum": MPI.MAX, "product": MPI.MIN}  # or, and
+_NATIVE_FLOATS = frozenset({"sum", "mean", "product"})
+"""MPI's own min and max of floats lose NaN."""
+_NATIVE_INTEGERS = frozenset({torch.int32, torch.int64})
+"""Open MPI's sums of shorter ones saturate on some processors instead of wrapping."""
 
 
 class RingTransport(Transport):
@@ -166,11 +169,11 @@ class MpiTransport(RingTransport):
     description: ClassVar[str] = "MPI"
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        if op in ("min", "max") and tensor.is_floating_point():
-            super().all_reduce(tensor, op)  # MPI's own lose NaN
-            return
         work = tensor.to(accumulation_dtype(tensor.dtype))
-        mpi_op = _mpi_op(op, work.dtype)
+        if not _is_native(op, work.dtype):
+            super().all_reduce(tensor, op)
+            return
+        mpi_op = _MPI_OPS[op]
         self._wait([self._comm.Iallreduce(MPI.IN_PLACE, reduced(work), mpi_op)])
         finish(op, work, self._comm.size)
         if work is not tensor:
@@ -180,6 +183,8 @@ class MpiTransport(RingTransport):
         self._wait([self._comm.Ibcast(moved(tensor), root)])
 
 
-def _mpi_op(op: str, dtype: torch.dtype) -> MPI.Op:
-    named = _BOOL_OPS if dtype == torch.bool else {}
-    return named.get(op, _MPI_OPS[op])
+def _is_native(op: str, dtype: torch.dtype) -> bool:
+    """Whether MPI's own reduction does what torch's does."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return op in _NATIVE_FLOATS
+    return dtype in _NATIVE_INTEGERS

@@ -1,0 +1,32 @@
+"""Tensors of any layout, as transports want them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Flat"]
+
+
+class Flat:
+    """A tensor as the contiguous, one-dimensional one that transports work on."""
+
+    __slots__ = ("_original", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        self._original: Tensor | None = None
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            self.tensor = tensor if tensor.dim() == 1 else tensor.view(-1)
+        else:
+            self._original = tensor
+            self.tensor = torch.empty(
+                tensor.numel(), dtype=tensor.dtype, device=tensor.device
+            )
+            self.tensor.view(tensor.shape).copy_(tensor)
+
+    def write_back(self) -> None:
+        """Put what was received where the user's tensor really lies."""
+        if self._original is not None:
+            self._original.copy_(self.tensor.view(self._original.shape))

@@ -1,0 +1,499 @@
+"""What every transport must do. Runs on the ranks; `test_contract.py` launches it.
+
+Inputs come from per-rank seeds: each rank can compute everybody's, and a dropped or
+doubled contribution shows. After each case the ranks compare notes over plain MPI.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import nbdist.collectives as nc
+from nbdist.config import CollectiveConfig
+from nbdist.errors import CollectiveMismatch, UnsupportedCollective, UsageError
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (2,), (SIZE,), (7, 11), (1009,)]
+LARGE = 700_001
+OPS = ["sum", "mean", "product", "min", "max", "band", "bor", "bxor"]
+
+Case = Callable[[nc.Group], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def run_all(transports: list[str]) -> dict[str, dict[str, list[str | None]]]:
+    """`run` for each transport."""
+    return {transport: run(transport) for transport in transports}
+
+
+def run(transport: str) -> dict[str, list[str | None]]:
+    """Run all cases; per case, what went wrong on each rank."""
+    config = CollectiveConfig(transport=transport, timeout_s=20.0)
+    group = nc.Group(COMM, config=config)
+    nc.set_default_group(group)
+    outcomes = {}
+    for name, function in CASES.items():
+        error = None
+        try:
+            function(group)
+        except BaseException:  # noqa: BLE001 - it is the outcome of the case
+            error = traceback.format_exc()
+        outcomes[name] = COMM.allgather(error)
+        if any(COMM.allgather(group.spent)):
+            group.renew(group.generation + 1)
+    group.close()
+    return outcomes
+
+
+# -- inputs and references -------------------------------------------------------------
+
+
+def made(
+    shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int = 0
+) -> Tensor:
+    """The input of a rank, which any rank can make."""
+    seed = torch.Generator().manual_seed(1000 * salt + rank)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=seed) < 0.7
+    if not (dtype.is_floating_point or dtype.is_complex):
+        low = 0 if dtype == torch.uint8 else -3
+        return torch.randint(low, 4, shape, generator=seed).to(dtype)
+    if dtype.is_complex:
+        return torch.randn(shape, generator=seed, dtype=torch.complex128).to(dtype)
+    return torch.randn(shape, generator=seed, dtype=torch.float64).to(dtype)
+
+
+def all_made(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> list[Tensor]:
+    return [made(shape, dtype, rank, salt) for rank in range(SIZE)]
+
+
+def reference(op: str, tensors: list[Tensor]) -> Tensor:
+    """The exact result, in the widest dtype of the kind."""
+    dtype = tensors[0].dtype
+    wide = _widest(dtype)
+    stack = torch.stack([tensor.to(wide) for tensor in tensors])
+    if op in ("sum", "mean"):
+        total = stack.any(0) if dtype == torch.bool else stack.sum(0)
+        return total / SIZE if op == "mean" else total
+    if op == "product":
+        return stack.all(0) if dtype == torch.bool else stack.prod(0)
+    if op in ("min", "max"):
+        return (
+            getattr(stack.to(torch.uint8), f"a{op}")(0).bool()
+            if (dtype == torch.bool)
+            else getattr(stack, f"a{op}")(0)
+        )
+    step = getattr(torch, f"bitwise_{op[1:]}")
+    return _fold(step, list(stack))
+
+
+def _fold(step: Callable[[Tensor, Tensor], Tensor], rows: list[Tensor]) -> Tensor:
+    total = rows[0]
+    for row in rows[1:]:
+        total = step(total, row)
+    return total
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_floating_point:
+        return torch.float64
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.bool if dtype == torch.bool else torch.int64
+
+
+def close_enough(op: str, got: Tensor, tensors: list[Tensor]) -> None:
+    dtype = got.dtype
+    exact = reference(op, tensors)
+    if not (dtype.is_floating_point or dtype.is_complex) or op in ("min", "max"):
+        assert torch.equal(got, exact.to(dtype)), (op, got, exact)
+        return
+    # (N-1) eps for the additions, one more eps for rounding the result to its dtype.
+    steps = SIZE - 1 + (1 if op != "sum" or dtype in FLOATS[2:] else 0)
+    wide = [tensor.to(exact.dtype).abs() for tensor in tensors]
+    scale = _fold(torch.mul, wide) if op == "product" else _fold(torch.add, wide)
+    if op == "mean":
+        scale = scale / SIZE
+    factor = 4.0 if dtype.is_complex else 1.0
+    tiny = torch.finfo(dtype).tiny
+    bound = factor * steps * torch.finfo(dtype).eps * scale + SIZE * tiny
+    assert ((got.to(exact.dtype) - exact).abs() <= bound).all(), (op, dtype)
+
+
+def same_on_all_ranks(tensor: Tensor) -> None:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert len(set(COMM.allgather(hash_of(raw)))) == 1, "ranks hold different bits"
+
+
+def hash_of(raw: bytes) -> str:
+    import hashlib
+
+    return hashlib.blake2b(raw).hexdigest()
+
+
+def defined() -> Iterator[tuple[str, torch.dtype]]:
+    for op, dtype in itertools.product(OPS, DTYPES):
+        exact = not (dtype.is_floating_point or dtype.is_complex)
+        if op == "mean" and exact:
+            continue
+        if op in ("min", "max") and dtype.is_complex:
+            continue
+        if op in ("band", "bor", "bxor") and not exact:
+            continue
+        yield op, dtype
+
+
+# -- reductions ------------------------------------------------------------------------
+
+
+@case
+def all_reduce_every_op_and_dtype(group: nc.Group) -> None:
+    for op, dtype in defined():
+        tensor = made((23,), dtype, RANK)
+        nc.all_reduce(tensor, op)
+        close_enough(op, tensor, all_made((23,), dtype))
+        same_on_all_ranks(tensor)
+
+
+@case
+def all_reduce_every_shape(group: nc.Group) -> None:
+    for shape, dtype in itertools.product(SHAPES, [torch.float32, torch.int64]):
+        tensor = made(shape, dtype, RANK, 1)
+        nc.all_reduce(tensor)
+        assert tensor.shape == shape
+        close_enough("sum", tensor, all_made(shape, dtype, 1))
+
+
+@case
+def all_reduce_many_blocks(group: nc.Group) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int16):
+        tensor = made((LARGE,), dtype, RANK, 2)
+        nc.all_reduce(tensor)
+        close_enough("sum", tensor, all_made((LARGE,), dtype, 2))
+        same_on_all_ranks(tensor)
+
+
+@case
+def all_reduce_every_algorithm(group: nc.Group) -> None:
+    for algorithm, length in itertools.product(("ring", "mpi", "auto"), (3, 10_007)):
+        tensor = made((length,), torch.float32, RANK, 3)
+        nc.all_reduce(tensor, "mean", algorithm=algorithm)
+        close_enough("mean", tensor, all_made((length,), torch.float32, 3))
+        same_on_all_ranks(tensor)
+
+
+@case
+def all_reduce_of_views(group: nc.Group) -> None:
+    whole = made((12, 10), torch.float64, RANK, 4)
+    wholes = all_made((12, 10), torch.float64, 4)
+    views: list[Callable[[Tensor], Tensor]] = [
+        lambda t: t.T,
+        lambda t: t[::2],
+        lambda t: t[:, 3],
+        lambda t: t[2:5, 1:4],
+        lambda t: t.view(3, 4, 10).permute(2, 0, 1),
+    ]
+    for view in views:
+        tensor = whole.clone()
+        nc.all_reduce(view(tensor))
+        expected = whole.clone()
+        view(expected).copy_(reference("sum", [view(each) for each in wholes]))
+        assert torch.allclose(tensor, expected, rtol=1e-12), "a view was missed"
+
+
+@case
+def all_reduce_one_hot(group: nc.Group) -> None:
+    for length in (SIZE, 5 * SIZE + 1, 40_000):
+        tensor = torch.zeros(length)
+        tensor[RANK::SIZE] = RANK + 1.0
+        nc.all_reduce(tensor)
+        assert torch.equal(tensor, (torch.arange(length) % SIZE) + 1.0)
+
+
+@case
+def all_reduce_cancelling_values(group: nc.Group) -> None:
+    tensors = [
+        torch.full((1000,), 1e8 * (-1) ** rank) + torch.arange(1000) * 1e-3
+        for rank in range(SIZE)
+    ]
+    tensor = tensors[RANK].clone()
+    nc.all_reduce(tensor)
+    close_enough("sum", tensor, tensors)
+    same_on_all_ranks(tensor)
+
+
+@case
+def nan_and_infinity_travel(group: nc.Group) -> None:
+    for op, dtype in itertools.product(("sum", "min", "max", "product"), FLOATS):
+        tensor = torch.ones(4 * SIZE, dtype=dtype)
+        tensor[RANK] = float("nan")
+        tensor[SIZE + RANK] = float("inf")
+        tensor[2 * SIZE + RANK] = float("-inf")
+        nc.all_reduce(tensor, op)
+        assert tensor[:SIZE].isnan().all(), (op, dtype, tensor)
+        lowest, highest = tensor[2 * SIZE : 3 * SIZE], tensor[SIZE : 2 * SIZE]
+        if op != "min" or SIZE == 1:
+            assert (highest == float("inf")).all(), (op, dtype)
+        if op != "max" or SIZE == 1:
+            assert (lowest == float("-inf")).all(), (op, dtype)
+
+
+@case
+def integers_wrap_as_in_torch(group: nc.Group) -> None:
+    tensor = torch.full((100,), 100, dtype=torch.int8)
+    nc.all_reduce(tensor)
+    assert (tensor == torch.tensor(100 * SIZE).to(torch.int8)).all()
+
+
+@case
+def reduce_to_every_root(group: nc.Group) -> None:
+    for root, length in itertools.product(range(SIZE), (0, 5, 30_001)):
+        tensor = made((length,), torch.float32, RANK, 5)
+        nc.reduce(tensor, root, "sum")
+        if root == RANK:
+            close_enough("sum", tensor, all_made((length,), torch.float32, 5))
+        else:
+            assert torch.equal(tensor, made((length,), torch.float32, RANK, 5))
+
+
+@case
+def reduce_scatter_lists_and_tensors(group: nc.Group) -> None:
+    for length, dtype in itertools.product((0, 1, 13, 200_003), (FLOATS[1], FLOATS[3])):
+        inputs = made((SIZE, length), dtype, RANK, 6)
+        mine = [each[RANK] for each in all_made((SIZE, length), dtype, 6)]
+        output = torch.empty(length, dtype=dtype)
+        nc.reduce_scatter(output, list(inputs))
+        close_enough("sum", output, mine)
+        nc.reduce_scatter_tensor(output, inputs, "max")
+        close_enough("max", output, mine)
+        assert torch.equal(inputs, made((SIZE, length), dtype, RANK, 6)), (
+            "input changed"
+        )
+
+
+# -- moving ----------------------------------------------------------------------------
+
+
+@case
+def broadcast_from_every_root(group: nc.Group) -> None:
+    for root, dtype in itertools.product(range(SIZE), DTYPES):
+        tensor = made((3, 5), dtype, RANK, 7)
+        nc.broadcast(tensor, root)
+        assert torch.equal(tensor, made((3, 5), dtype, root, 7))
+    tensor = made((LARGE,), torch.float32, RANK, 8)
+    nc.broadcast(tensor, SIZE - 1)
+    assert torch.equal(tensor, made((LARGE,), torch.float32, SIZE - 1, 8))
+
+
+@case
+def all_gather_lists_and_tensors(group: nc.Group) -> None:
+    for length, dtype in itertools.product(
+        (0, 1, 17, 150_001), (FLOATS[1], torch.bool)
+    ):
+        expected = torch.stack(all_made((length,), dtype, 9))
+        outputs = [torch.empty(length, dtype=dtype) for _ in range(SIZE)]
+        nc.all_gather(outputs, made((length,), dtype, RANK, 9))
+        assert torch.equal(torch.stack(outputs), expected)
+        joined = torch.empty(SIZE * length, dtype=dtype)
+        nc.all_gather_into_tensor(joined, made((length,), dtype, RANK, 9))
+        assert torch.equal(joined, expected.view(-1))
+
+
+@case
+def gather_and_scatter_at_every_root(group: nc.Group) -> None:
+    for root, length in itertools.product(range(SIZE), (0, 3, 90_001)):
+        mine = made((length,), torch.float64, RANK, 10)
+        everyones = all_made((length,), torch.float64, 10)
+        room = [torch.empty_like(mine) for _ in range(SIZE)] if root == RANK else None
+        nc.gather(mine, room, root)
+        if room is not None:
+            assert all(map(torch.equal, room, everyones))
+        output = torch.empty_like(mine)
+        nc.scatter(output, everyones if root == RANK else None, root)
+        assert torch.equal(output, mine)
+
+
+@case
+def all_to_all_even_and_uneven(group: nc.Group) -> None:
+    lengths = [[(3 * i + 5 * j) % 7 * 4001 for j in range(SIZE)] for i in range(SIZE)]
+    inputs = [_parcel(RANK, target, lengths) for target in range(SIZE)]
+    outputs = [torch.empty(lengths[source][RANK]) for source in range(SIZE)]
+    nc.all_to_all(outputs, inputs)
+    for source, output in enumerate(outputs):
+        assert torch.equal(output, _parcel(source, RANK, lengths))
+    joined = torch.empty(sum(map(len, outputs)))
+    nc.all_to_all_single(
+        joined, torch.cat(inputs), [len(each) for each in outputs], lengths[RANK]
+    )
+    assert torch.equal(joined, torch.cat(outputs))
+    even = torch.arange(2 * SIZE) + 100 * RANK
+    received = torch.empty_like(even)
+    nc.all_to_all_single(received, even)
+    expected = [torch.arange(2) + 2 * RANK + 100 * source for source in range(SIZE)]
+    assert torch.equal(received, torch.cat(expected))
+
+
+def _parcel(source: int, target: int, lengths: list[list[int]]) -> Tensor:
+    return made((lengths[source][target],), torch.float32, SIZE * source + target, 11)
+
+
+@case
+def objects_travel(group: nc.Group) -> None:
+    root = SIZE - 1
+    assert nc.broadcast_object({"from": RANK}, root) == {"from": root}
+    everyones = nc.all_gather_object("x" * 10_000 * RANK)
+    assert everyones == ["x" * 10_000 * rank for rank in range(SIZE)]
+
+
+@case
+def messages_keep_their_order_and_tags(group: nc.Group) -> None:
+    if SIZE == 1:
+        return
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    sent = [
+        nc.isend(torch.tensor([RANK, index]), right, tag=index % 2)
+        for index in range(6)
+    ]
+    room = [torch.empty(2, dtype=torch.int64) for _ in range(6)]
+    for index in (1, 3, 5, 0, 2, 4):
+        nc.irecv(room[index], left, tag=index % 2).wait()
+    for message in sent:
+        message.wait()
+    assert [each.tolist() for each in room] == [[left, index] for index in range(6)]
+
+
+@case
+def receive_from_any_rank(group: nc.Group) -> None:
+    if RANK == 0:
+        got = set()
+        for _ in range(SIZE - 1):
+            room = torch.empty(3, 3).T[1:]
+            source = nc.recv(room, tag=9)
+            assert (room == source).all()
+            got.add(source)
+        assert got == set(range(1, SIZE))
+    else:
+        nc.send(torch.full((2, 3), float(RANK)), 0, tag=9)
+
+
+# -- order, groups, refusals -----------------------------------------------------------
+
+
+@case
+def asynchronous_calls_keep_their_order(group: nc.Group) -> None:
+    tensors = [torch.full((1000,), float(i)) for i in range(20)]
+    handles = [nc.all_reduce(each, async_op=True) for each in tensors]
+    last = torch.ones(3)
+    nc.all_reduce(last)  # waits for its turn
+    assert all(handle is not None and handle.is_completed() for handle in handles)
+    assert [each[0].item() for each in tensors] == [i * SIZE for i in range(20)]
+    assert (last == SIZE).all()
+
+
+@case
+def subgroups(group: nc.Group) -> None:
+    for chosen in ([0], list(range(SIZE)), list(range(SIZE))[::-2]):
+        part = group.new(chosen)
+        assert (part is not None) == (RANK in chosen)
+        if part is not None:
+            assert part.ranks == tuple(chosen)
+            tensor = torch.tensor([RANK + 1])
+            nc.all_reduce(tensor, group=part)
+            assert tensor.item() == sum(chosen) + len(chosen)
+            tensor = torch.tensor([RANK])
+            nc.broadcast(tensor, chosen[-1], group=part)
+            assert tensor.item() == chosen[-1]
+            part.close()
+
+
+@case
+def what_is_not_defined_is_refused_before_anything_is_sent(group: nc.Group) -> None:
+    before = group.sequence
+    for op, dtype in itertools.product(OPS, DTYPES):
+        if (op, dtype) not in set(defined()):
+            refused(
+                UnsupportedCollective, nc.all_reduce, torch.ones(2, dtype=dtype), op
+            )
+    refused(UnsupportedCollective, nc.all_reduce, torch.eye(3).to_sparse())
+    refused(UsageError, nc.all_reduce, torch.ones(2), "average")
+    refused(UsageError, nc.all_reduce, [1.0])
+    refused(UsageError, nc.broadcast, torch.ones(2), SIZE)
+    refused(UsageError, nc.all_gather, [torch.ones(2)] * (SIZE + 1), torch.ones(2))
+    refused(UsageError, nc.reduce_scatter, torch.ones(2), [torch.ones(3)] * SIZE)
+    refused(UsageError, nc.all_to_all_single, torch.ones(2), torch.ones(2), [3], [3])
+    assert group.sequence == before
+
+
+def refused(
+    error: type[Exception], function: Callable[..., object], *args: object
+) -> str:
+    with pytest.raises(error) as refusal:
+        function(*args)
+    return str(refusal.value)
+
+
+# -- mismatches ------------------------------------------------------------------------
+
+
+def _mismatches() -> dict[str, Callable[[], object]]:
+    """Calls that differ on the last rank."""
+    odd = RANK == SIZE - 1
+    calls = [nc.barrier, lambda: nc.all_reduce(torch.ones(3))]
+    return {
+        "shape": lambda: nc.all_reduce(torch.ones(4 if odd else 3)),
+        "dtype": lambda: nc.all_reduce(
+            torch.ones(3, dtype=torch.float64 if odd else torch.float32)
+        ),
+        "op": lambda: nc.all_reduce(torch.ones(3), "max" if odd else "sum"),
+        "root": lambda: nc.broadcast(torch.ones(3), 1 if odd else 0),
+        "operation": lambda: (nc.reduce if odd else nc.broadcast)(torch.ones(3), 0),
+        "order": calls[1] if odd else calls[0],
+        "lengths": lambda: nc.all_to_all_single(
+            torch.ones(SIZE + odd), torch.ones(SIZE), [1] * (SIZE - 1) + [1 + odd]
+        ),
+    }
+
+
+@case
+def mismatches_are_raised_everywhere_before_data_is_touched(group: nc.Group) -> None:
+    if SIZE == 1:
+        return
+    for _ in range(500):
+        nc.all_reduce(torch.ones(3))
+    for name, call in _mismatches().items():
+        start = MPI.Wtime()
+        message = refused(CollectiveMismatch, call)
+        assert MPI.Wtime() - start < 2.0, name
+        assert "no data was touched" in message, name
+        if name == "shape":
+            assert all(part in message for part in ("(3,)", "(4,)", "line")), message
+        tensor = torch.ones(3)
+        nc.all_reduce(tensor)
+        assert (tensor == SIZE).all(), name
+
+
+@case
+def a_mismatch_leaves_the_tensor_alone(group: nc.Group) -> None:
+    if SIZE == 1:
+        return
+    for length in (5, LARGE):
+        tensor = torch.full((length + (RANK == 0),), float(RANK))
+        refused(CollectiveMismatch, nc.all_reduce, tensor)
+        assert (tensor == RANK).all()
