@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from datetime import timedelta
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from mpi4py import MPI
 
 from nbdist.errors import UsageError
 
+from ._wait import wait_until
 from .group import Group, default_group
 
 __all__ = ["members_of"]
 
-_SLICE = timedelta(milliseconds=200)
-_ARRIVED, _COMPLETE = "nbdist/arrived", "nbdist/complete"
+_TAGS = 32768  # the least that MPI promises
 
 
-def members_of(ranks: Sequence[int], store: Store, rank: int, size: int) -> Group:
+def members_of(ranks: Sequence[int], name: str, rank: int, size: int) -> Group:
     """The world's own group, or a new one of some of its ranks. All of them must call.
 
     Args:
         ranks: world ranks in the order of the new group; none stands for the world.
-        store: where the new group's ranks, and nobody else, meet once.
+        name: the new group's, the same on its ranks and never used before.
         rank: this rank's number in the group, as torch.distributed has it.
         size: the group's size, likewise.
 
@@ -32,18 +31,18 @@ def members_of(ranks: Sequence[int], store: Store, rank: int, size: int) -> Grou
         WrongProcess: this process has joined no world.
     """
     world = default_group()
-    chosen = tuple(ranks) or tuple(range(size))
+    chosen = tuple(ranks) or tuple(range(world.size))
     if len(chosen) != size or chosen[rank : rank + 1] != (world.rank,):
         raise UsageError(
             f"rank {rank} of {size}: expected rank {world.rank} of {world.size}, which "
             "MPI made this process; leave rank and world_size to the environment"
         )
-    return _subgroup(world, chosen, store) if ranks else world
+    return _subgroup(world, chosen, name) if ranks else world
 
 
-def _subgroup(world: Group, ranks: Sequence[int], store: Store) -> Group:
+def _subgroup(world: Group, ranks: Sequence[int], name: str) -> Group:
     # MPI makes a communicator in one blocking call: enter it once all have come.
-    _meet(world, store, len(ranks))
+    _meet(world, ranks, zlib.crc32(name.encode()) % _TAGS)
     members = world.comm.group.Incl(ranks)
     comm = world.comm.Create_group(members)
     members.Free()
@@ -55,17 +54,9 @@ def _subgroup(world: Group, ranks: Sequence[int], store: Store) -> Group:
     )
 
 
-def _meet(world: Group, store: Store, size: int) -> None:
-    if store.add(_ARRIVED, 1) == size:
-        store.set(_COMPLETE, "")
-    while not _is_set(store, _COMPLETE):
-        world.raise_if_aborted()
-
-
-def _is_set(store: Store, key: str) -> bool:
-    """Whether the key is there, after a short wait. KeyboardInterrupt comes through."""
-    try:
-        store.wait([key], _SLICE)
-    except dist.DistStoreError:
-        return False
-    return True
+def _meet(world: Group, ranks: Sequence[int], tag: int) -> None:
+    comm, nothing = world.comm, bytearray()
+    peers = [rank for rank in ranks if rank != world.rank]
+    requests = [comm.Irecv(nothing, peer, tag) for peer in peers]
+    requests += [comm.Isend(nothing, peer, tag) for peer in peers]
+    wait_until(lambda: MPI.Request.Testall(requests), world.raise_if_aborted)

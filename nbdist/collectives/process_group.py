@@ -62,12 +62,10 @@ def register() -> None:
 
 def _create(options: Any, _: object) -> ProcessGroup:
     """What torch.distributed calls on each member of a new process group."""
-    ranks, rank, size = (
-        options.global_ranks_in_group,
-        options.group_rank,
-        options.group_size,
+    ranks = options.global_ranks_in_group
+    members = members_of(
+        ranks, options.group_id, options.group_rank, options.group_size
     )
-    members = members_of(ranks, options.store, rank, size)
     owned = members if ranks else None
     return ProcessGroup(options.store, members, options.timeout, owned)
 
