@@ -29,7 +29,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
 
 ROOT = Path(__file__).parent.parent
 SCREENSHOTS = ROOT / "out" / "screenshots"
@@ -122,10 +122,10 @@ class Lab:
     def __init__(self, server: LabServer, page: Page) -> None:
         self.page = page
         self.errors: list[str] = []
-        """What the page's JavaScript raised."""
+        """What widgets' JavaScript raised, with its stack, but not JupyterLab's own."""
         self._server = server
         self._count = 0
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("pageerror", lambda error: self._note(error.stack or str(error)))
         page.goto(f"{server.url}/lab?reset")
         self.wait("() => window.jupyterapp !== undefined")
         self._run("await jupyterapp.restored; jupyterapp.shell.collapseLeft();")
@@ -183,8 +183,15 @@ class Lab:
         return self._run(f"return {cell}.model.outputs.toJSON();", index)
 
     def wait(self, condition: str, timeout: float = 30) -> None:
-        """Wait until a JavaScript function returns a true value."""
-        self.page.wait_for_function(condition, timeout=timeout * 1000)
+        """Wait until a JavaScript function returns a true value.
+
+        If it never does, out/screenshots/timed-out.png shows the page.
+        """
+        try:
+            self.page.wait_for_function(condition, timeout=timeout * 1000)
+        except TimeoutError:
+            self.screenshot("timed-out")
+            raise
 
     def set_theme(self, name: str) -> None:
         """Change the theme: "JupyterLab Light" or "JupyterLab Dark"."""
@@ -215,6 +222,10 @@ class Lab:
             panel.dispose();
             """
         )
+
+    def _note(self, error: str) -> None:
+        if "blob:" in error:  # where widgets' modules are loaded from
+            self.errors.append(error)
 
     def _run(self, body: str, argument: Any = None, timeout: float = 60) -> Any:
         """Run the body of an async JavaScript function; what it returns."""

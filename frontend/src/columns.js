@@ -10,7 +10,10 @@ export function byStep(metric, ranks) {
   const chosen = pick(metric, ranks);
   const x = sortedUnion(chosen.map(([, series]) => series.steps));
   const index = new Map(x.map((step, i) => [step, i]));
-  return align(x, chosen, (series, i) => index.get(series.steps[i]));
+  return align(x, chosen, (series) =>
+    // As long as the union is the union: the common case costs nothing.
+    series.steps.length === x.length ? inPlace(series) : scatter(series, x.length, (i) => index.get(series.steps[i])),
+  );
 }
 
 /** The metric over seconds since `origin`. Ranks meet in equal bins of time. */
@@ -21,20 +24,25 @@ export function byTime(metric, ranks, origin) {
   const bins = Math.min(MAX_BINS, longest);
   const width = (end - origin) / bins || 1;
   const x = Array.from({ length: bins }, (_, i) => (i + 0.5) * width);
-  const binOf = (series, i) =>
-    Math.max(0, Math.min(bins - 1, Math.floor((series.times[i] - origin) / width)));
-  return align(x, chosen, binOf);
+  const binOf = (time) => Math.max(0, Math.min(bins - 1, Math.floor((time - origin) / width)));
+  return align(x, chosen, (series) => scatter(series, bins, (i) => binOf(series.times[i])));
 }
 
 /** Least, middle and greatest over the ranks, at each x. */
 export function band(aligned) {
   const each = [...aligned.ranks.values()];
+  const means = new Float64Array(each.length);
   const low = [], middle = [], high = [];
   for (let i = 0; i < aligned.x.length; i++) {
-    const means = each.map((rank) => rank.mean[i]).filter(isNumber).sort((a, b) => a - b);
-    low.push(extreme(Math.min, each.map((rank) => rank.low[i])));
-    high.push(extreme(Math.max, each.map((rank) => rank.high[i])));
-    middle.push(means.length ? median(means) : undefined);
+    let count = 0, least = Infinity, most = -Infinity;
+    for (const rank of each) {
+      if (isNumber(rank.mean[i])) means[count++] = rank.mean[i];
+      if (isNumber(rank.low[i])) least = Math.min(least, rank.low[i]);
+      if (isNumber(rank.high[i])) most = Math.max(most, rank.high[i]);
+    }
+    low.push(least === Infinity ? undefined : least);
+    high.push(most === -Infinity ? undefined : most);
+    middle.push(count ? median(means.subarray(0, count).sort()) : undefined);
   }
   return { x: aligned.x, low, middle, high };
 }
@@ -56,10 +64,12 @@ function sortedUnion(lists) {
   return [...Float64Array.from(known).sort()];
 }
 
-function align(x, chosen, slotOf) {
-  const ranks = new Map();
-  for (const [rank, series] of chosen) ranks.set(rank, scatter(series, x.length, slotOf));
-  return { x, ranks };
+function align(x, chosen, columnsOf) {
+  return { x, ranks: new Map(chosen.map(([rank, series]) => [rank, columnsOf(series)])) };
+}
+
+function inPlace({ means, lows, highs }) {
+  return { mean: finite(means), low: finite(lows), high: finite(highs) };
 }
 
 function scatter(series, length, slotOf) {
@@ -68,7 +78,7 @@ function scatter(series, length, slotOf) {
   const high = Array(length).fill(undefined);
   const counts = new Uint32Array(length);
   for (let i = 0; i < series.means.length; i++) {
-    const slot = slotOf(series, i);
+    const slot = slotOf(i);
     const n = ++counts[slot];
     mean[slot] = n === 1 ? series.means[i] : mean[slot] + (series.means[i] - mean[slot]) / n;
     low[slot] = n === 1 ? series.lows[i] : Math.min(low[slot], series.lows[i]);
@@ -77,17 +87,14 @@ function scatter(series, length, slotOf) {
   return { mean: finite(mean), low: finite(low), high: finite(high) };
 }
 
+/** The column itself where it can be drawn as it is; it is only read. */
 function finite(column) {
-  return column.map((v) => (v === undefined || Number.isFinite(v) ? v : null));
+  const drawable = (v) => v === undefined || Number.isFinite(v);
+  return column.every(drawable) ? column : column.map((v) => (drawable(v) ? v : null));
 }
 
 function isNumber(value) {
   return value !== undefined && value !== null;
-}
-
-function extreme(choose, values) {
-  const numbers = values.filter(isNumber);
-  return numbers.length ? choose(...numbers) : undefined;
 }
 
 function median(sorted) {

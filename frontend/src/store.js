@@ -37,12 +37,15 @@ export class Store {
     }
     this.#asked = false;
     this.sequence = message.sequence;
-    if (message.full) this.metrics.clear();
+    if (message.full) {
+      this.metrics.clear();
+      this.devices.clear();
+    }
     this.#readSeries(message.series, new NumberReader(buffer));
     this.ranks = new Map(
       message.ranks.map(([rank, host, device, name]) => [rank, { rank, host, device, name }]),
     );
-    this.devices = new Map(message.devices.map((device) => [device.rank, device]));
+    for (const device of message.devices) this.devices.set(device.rank, device);
     this.lost = message.lost;
     for (const listener of this.#listeners) listener();
     return true;

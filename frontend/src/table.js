@@ -24,7 +24,7 @@ export class RankTable {
       this.#rows.get(rank).draw({
         gone,
         info: store.ranks.get(rank),
-        device: store.devices.get(rank),
+        device: gone ? undefined : store.devices.get(rank),
         latest: metric?.ranks.get(rank)?.latest,
         colour: stroke(rank, theme),
       });
@@ -63,7 +63,7 @@ class Row {
     this.element.classList.toggle("gone", gone);
     this.#mark.style.background = colour;
     setText(this.#where, gone ? "left" : place(info, device));
-    this.#where.title = info?.name ?? "";
+    setTitle(this.#where, info?.name ?? "");
     setText(this.#load, percent(device?.utilisation.at(-1)));
     this.#spark.draw(device?.utilisation ?? []);
     this.#drawMemory(device);
@@ -80,7 +80,7 @@ class Row {
       this.#bar.setAttribute("aria-valuenow", share.toFixed(0));
     }
     setText(this.#amount, memory(used, total));
-    this.#amount.title = own ? `${memory(own)} of it this rank's own` : "";
+    setTitle(this.#amount, own ? `${memory(own)} of it this rank's own` : "");
   }
 }
 
@@ -106,6 +106,10 @@ class Sparkline {
     const drawn = points.join(" ");
     if (drawn !== this.#drawn) this.#line.setAttribute("points", (this.#drawn = drawn));
   }
+}
+
+function setTitle(element, title) {
+  if (element.title !== title) element.title = title;
 }
 
 function heading(text) {

@@ -1,4 +1,5 @@
-// One view of a model: puts the parts together, and draws at most once a frame.
+// One view of a model: puts the parts together. The chart is drawn at most once a
+// frame, text and table four times a second: faster, nobody reads them.
 import { Chart } from "./chart.js";
 import { byStep, byTime } from "./columns.js";
 import { Controls } from "./controls.js";
@@ -10,6 +11,7 @@ import { Status } from "./status.js";
 import { RankTable } from "./table.js";
 
 const MOST_LINES = 12;
+const TEXT_EVERY_MS = 250;
 const TRAITS = ["metric", "x", "log"];
 
 export class View {
@@ -27,7 +29,7 @@ export class View {
   #picture = null;
   #index = null;
   #frame = 0;
-  #idle;
+  #ticking;
   #endings;
 
   constructor(element, model, store) {
@@ -38,7 +40,7 @@ export class View {
     this.#legend = new Legend(store.hidden, () => this.#schedule(), highlight);
     this.#build(element);
     this.#chart = new Chart(this.#plane, (...cursor) => this.#onCursor(...cursor));
-    this.#idle = setInterval(() => this.#schedule(), 2000); // "running" must end
+    this.#ticking = setInterval(() => this.#drawText(), TEXT_EVERY_MS);
     this.#endings = [
       store.subscribe(() => this.#schedule()),
       watchTheme(() => this.#schedule()),
@@ -46,11 +48,12 @@ export class View {
       this.#watchTraits(),
     ];
     this.#schedule();
+    this.#drawText();
   }
 
   destroy() {
     cancelAnimationFrame(this.#frame);
-    clearInterval(this.#idle);
+    clearInterval(this.#ticking);
     for (const end of this.#endings) end();
     this.#chart.destroy();
   }
@@ -96,17 +99,26 @@ export class View {
 
   #draw() {
     const names = [...this.#store.metrics.keys()];
-    const wanted = this.#model.get("metric");
-    const name = names.includes(wanted) ? wanted : (names[0] ?? "");
+    const name = this.#metricShown();
     const theme = themeOf(this.#plane);
     const ranks = this.#store.allRanks();
-    this.#status.draw(this.#store, name);
     this.#controls.draw(names, name);
     this.#legend.draw(ranks, theme);
-    this.#table.draw(this.#store, name, theme);
     this.#empty.hidden = names.length > 0;
     if (name) this.#drawChart(name, ranks.filter((rank) => !this.#store.hidden.has(rank)), theme);
     this.#root.dataset.sequence = this.#store.sequence;
+  }
+
+  #drawText() {
+    const name = this.#metricShown();
+    this.#status.draw(this.#store, name);
+    this.#table.draw(this.#store, name, themeOf(this.#plane));
+  }
+
+  #metricShown() {
+    const wanted = this.#model.get("metric");
+    const [first = ""] = this.#store.metrics.keys();
+    return this.#store.metrics.has(wanted) ? wanted : first;
   }
 
   #drawChart(name, ranks, theme) {

@@ -45,6 +45,8 @@ test("ranks are known from the world, the devices and the series", () => {
   }));
   assert.deepEqual(store.allRanks(), [0, 2, 10]);
   assert.equal(store.origin(), 1000);
+  store.apply(...update(1, []));
+  assert.equal(store.devices.get(10).used, 1, "a device that did not change stays");
 });
 
 test("listeners are told until they leave", () => {

@@ -11,62 +11,25 @@ import uuid
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from nbdist.telemetry.series import Metric, Series
+from nbdist.telemetry.series import Metric
+from nbdist.telemetry.snapshot import (
+    Cursor,
+    Piece,
+    Snapshot,
+    bucket_steps,
+    mark_of,
+    piece_of,
+)
 from nbdist.wire import Batch, DeviceSample, RankInfo
 
-__all__ = ["Collector", "Cursor", "Piece", "Snapshot"]
+__all__ = ["Collector"]
 
 logger = logging.getLogger(__name__)
 
 MAX_METRICS = 200
 DEVICE_HISTORY = 60
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The end of one rank's series: from bucket number `start` to its last.
-
-    The columns are parallel. `steps` are the buckets' first steps, `times` their last
-    samples' seconds since the epoch.
-    """
-
-    metric: str
-    rank: int
-    width: int
-    start: int
-    steps: array[float]
-    times: array[float]
-    means: array[float]
-    lows: array[float]
-    highs: array[float]
-    latest: tuple[float, float, float]
-    """Step, time and value of the latest sample, as logged."""
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """How far a reader has read."""
-
-    collection: str = ""
-    marks: dict[tuple[str, int], tuple[int, int, int]] = field(default_factory=dict)
-    """Epoch, length and total of each series."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What changed since a cursor; everything, when `full`."""
-
-    full: bool
-    pieces: list[Piece]
-    ranks: list[RankInfo]
-    """The world as it is now; empty when it was never told."""
-    devices: dict[int, list[DeviceSample]]
-    """Each rank's last minute, oldest first."""
-    lost: dict[int, int]
-    """Records dropped and batches lost, of each rank that has any."""
-    cursor: Cursor
 
 
 @dataclass
@@ -161,26 +124,24 @@ class Collector:
         Series are sent from their first changed bucket on.
         """
         with self._lock:
-            full = since is None or since.collection != self._collection
-            old = {} if since is None or full else since.marks
-            marks = {}
-            pieces = []
-            for name, metric in self._metrics.items():
-                for rank, series in metric.series.items():
-                    key = (name, rank)
-                    marks[key] = (series.epoch, len(series), series.total)
-                    if old.get(key) != marks[key]:
-                        start = _first_changed(series, old.get(key))
-                        pieces.append(_piece(name, rank, metric.width, series, start))
+            if since is None or since.collection != self._collection:
+                since = Cursor()
             return Snapshot(
-                full=full,
-                pieces=pieces,
+                full=not since.collection,
+                pieces=self._pieces(since),
                 ranks=list(self._ranks),
-                devices={rank: list(kept) for rank, kept in self._devices.items()},
-                lost={r: s.lost + s.dropped for r, s in self._streams.items()
-                      if s.lost + s.dropped},
-                cursor=Cursor(self._collection, marks),
-            )  # fmt: skip
+                devices={
+                    rank: list(samples)
+                    for rank, samples in self._devices.items()
+                    if since.devices.get(rank) != samples[-1].time
+                },
+                lost={
+                    rank: stream.lost + stream.dropped
+                    for rank, stream in self._streams.items()
+                    if stream.lost + stream.dropped
+                },
+                cursor=self._cursor(),
+            )
 
     def history(self, metric: str) -> dict[int, tuple[array[float], array[float]]]:
         """Each rank's steps and values of one metric; `{}` if it was never logged.
@@ -193,7 +154,7 @@ class Collector:
             if found is None:
                 return {}
             return {
-                rank: (_steps(series, found.width, 0), series.means[:])
+                rank: (bucket_steps(series, found.width), series.means[:])
                 for rank, series in sorted(found.series.items())
             }
 
@@ -214,6 +175,24 @@ class Collector:
         stream.dropped = batch.dropped
         return True
 
+    def _pieces(self, since: Cursor) -> list[Piece]:
+        pieces = []
+        for name, metric in self._metrics.items():
+            for rank, series in metric.series.items():
+                old = since.marks.get((name, rank))
+                if old != mark_of(series):
+                    pieces.append(piece_of(name, rank, metric.width, series, old))
+        return pieces
+
+    def _cursor(self) -> Cursor:
+        marks = {
+            (name, rank): mark_of(series)
+            for name, metric in self._metrics.items()
+            for rank, series in metric.series.items()
+        }
+        times = {rank: samples[-1].time for rank, samples in self._devices.items()}
+        return Cursor(self._collection, marks, times)
+
     def _keep_device(self, sample: DeviceSample) -> None:
         kept = self._devices.setdefault(sample.rank, deque(maxlen=DEVICE_HISTORY))
         kept.append(sample)
@@ -231,28 +210,3 @@ class Collector:
             subscribers = list(self._subscribers)
         for callback in subscribers:
             callback()
-
-
-def _first_changed(series: Series, mark: tuple[int, int, int] | None) -> int:
-    if mark is None or mark[0] != series.epoch:
-        return 0
-    return max(0, mark[1] - 1)  # the last bucket may have taken more values since
-
-
-def _piece(name: str, rank: int, width: int, series: Series, start: int) -> Piece:
-    return Piece(
-        metric=name,
-        rank=rank,
-        width=width,
-        start=start,
-        steps=_steps(series, width, start),
-        times=series.times[start:],
-        means=series.means[start:],
-        lows=series.lows[start:],
-        highs=series.highs[start:],
-        latest=(series.step, series.time, series.value),
-    )
-
-
-def _steps(series: Series, width: int, start: int) -> array[float]:
-    return array("d", [bucket * width for bucket in series.buckets[start:]])

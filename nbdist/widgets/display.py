@@ -8,7 +8,8 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from nbdist.telemetry.collector import Collector, Cursor
+from nbdist.telemetry.collector import Collector
+from nbdist.telemetry.snapshot import Cursor
 from nbdist.widgets.monitor import Monitor
 from nbdist.widgets.picture import picture
 

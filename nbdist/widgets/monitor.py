@@ -11,7 +11,8 @@ from typing import Any
 import anywidget
 import traitlets
 
-from nbdist.telemetry.collector import Collector, Cursor
+from nbdist.telemetry.collector import Collector
+from nbdist.telemetry.snapshot import Cursor
 from nbdist.widgets.messages import encode
 from nbdist.widgets.pacing import Pacer
 
@@ -80,6 +81,9 @@ class Monitor(anywidget.AnyWidget):
             for closer in self._closers:
                 closer()
         super().close()
+
+    def __repr__(self) -> str:
+        return "nbdist monitor"
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have `callback()` called once, when the monitor is closed."""

@@ -29,7 +29,7 @@ def batch(
 
 
 def device(rank: int, utilisation: float) -> Batch:
-    sample = DeviceSample(rank, 1.0, "cuda:0", utilisation, 1, 2, 1, 5.0)
+    sample = DeviceSample(rank, utilisation, "cuda:0", utilisation, 1, 2, 1, 5.0)
     return Batch(rank, "device", int(utilisation), 0, (sample,))
 
 
@@ -133,6 +133,7 @@ def test_devices_keep_their_last_minute_and_leave_with_their_rank() -> None:
     assert [entry.rank for entry in snapshot.ranks] == [0, 1]
     assert list(snapshot.devices) == [0]
     assert [s.utilisation for s in snapshot.devices[0]] == list(range(40, 100))
+    assert collector.snapshot(snapshot.cursor).devices == {}
 
 
 def test_subscribers_are_called_until_they_leave() -> None:

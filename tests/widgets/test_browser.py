@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import Lab
+from tests.lab import ROOT, Lab
 
 SETUP = """
 import math, threading, time
@@ -57,6 +57,7 @@ while not stop.exists():  # this cell keeps the kernel busy
 paced.set()
 thread.join()
 """
+AXE = ROOT / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
 SEQUENCE = "Number(document.querySelector('.nbdist-monitor')?.dataset.sequence)"
 PIXELS = "document.querySelector('.nbdist-monitor canvas').toDataURL()"
 PLANE = ".nbdist-plane"
@@ -70,7 +71,8 @@ class Run:
         self._lab = lab
         setup = SETUP.format(ranks=ranks, stop=stop, steps=2000, at_once=at_once)
         self.path = lab.open_notebook([setup, RUN, "monitor.close()"])
-        lab.run_cell(0)
+        outputs = lab.run_cell(0)
+        assert [o["output_type"] for o in outputs] == ["display_data"] * 2, outputs
         lab.wait(f"() => {SEQUENCE} >= 0")
         lab.page.locator(".nbdist-monitor").scroll_into_view_if_needed()
         lab.start_cell(1)
@@ -137,6 +139,17 @@ def test_the_view_answers_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None:
     lab.set_theme("JupyterLab Dark")
     lab.screenshot("monitor-dark-log-time")
     lab.set_theme("JupyterLab Light")
+    run.end()
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="needs npm ci in frontend/")
+def test_it_is_accessible(lab: Lab, tmp_path: Path) -> None:
+    run = Run(lab, tmp_path / "stop", ranks=4, at_once=200)
+    lab.page.add_script_tag(path=AXE)
+    check = "async () => (await axe.run('.nbdist-monitor')).violations.map(v => v.help)"
+    for theme in ("JupyterLab Dark", "JupyterLab Light"):
+        lab.set_theme(theme)
+        assert lab.page.evaluate(check) == []
     run.end()
 
 

@@ -106,11 +106,12 @@ def test_ranks_devices_and_losses_travel_along(
     monitor: SpyMonitor, collector: Collector
 ) -> None:
     sample = DeviceSample(0, 1.0, "cuda:0", None, 10, 20, 5, 99.0)
-    collector.receive(Batch(0, "source", 4, 0, (sample,)))
+    info = RankInfo(
+        0, 1, 0, 1, "e", "node", 1, "cuda:0", "H200", "GPU-1", None, 1, "nccl"
+    )
+    collector.set_ranks([info])
     monitor.next()
-    collector.set_ranks([
-        RankInfo(0, 1, 0, 1, "e", "node", 1, "cuda:0", "H200", "GPU-1", None, 1, "nccl")
-    ])  # fmt: skip
+    collector.receive(Batch(0, "source", 4, 0, (sample,)))
     content, _ = monitor.next()
     assert content["ranks"] == [[0, "node", "cuda:0", "H200"]]
     assert content["devices"] == [{

@@ -37,7 +37,7 @@ def test_an_answering_front_end_gets_ten_messages_a_second(
 
 
 def test_large_messages_come_less_often(pacer: Pacer) -> None:
-    assert pacer.delay_s(2_000_000) == 2.0
+    assert pacer.delay_s(8_000_000) == 2.0
 
 
 def test_the_pace_falls_with_the_silence(pacer: Pacer, clock: Clock) -> None:
@@ -69,6 +69,19 @@ def test_a_request_is_answered_once(pacer: Pacer) -> None:
     pacer.ask()
     assert pacer.next_stands_alone()
     assert not pacer.next_stands_alone()
+
+
+def test_who_has_answered_is_sent_everything_only_after_a_minute(
+    pacer: Pacer, clock: Clock
+) -> None:
+    pacer.next_stands_alone()
+    pacer.sent()
+    pacer.acknowledged()
+    pacer.sent()
+    clock.now += 59
+    assert not pacer.next_stands_alone()
+    clock.now += 2
+    assert pacer.next_stands_alone()
 
 
 def test_in_silence_everything_is_repeated_ever_more_rarely(
