@@ -8,16 +8,15 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from nbdist.telemetry.collector import Collector
-from nbdist.telemetry.snapshot import Cursor
 from nbdist.widgets.monitor import Monitor
 from nbdist.widgets.picture import picture
+from nbdist.widgets.source import Cursor, Source
 
 __all__ = ["show"]
 
 
 def show(
-    collector: Collector, *, metric: str = "", x: str = "step", log: bool = False
+    source: Source, *, metric: str = "", x: str = "step", log: bool = False
 ) -> Monitor:
     """Display a live monitor of the collector in the running cell.
 
@@ -25,14 +24,14 @@ def show(
     each cell: a saved notebook shows that one. Closing the monitor ends both.
 
     Args:
-        collector: Where the data come from.
+        source: Where the data come from: a `telemetry.collector.Collector`.
         metric: The metric to show first; the first one logged when empty.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
     """
-    monitor = Monitor(collector, metric=metric, x=x, log=log)
+    monitor = Monitor(source, metric=metric, x=x, log=log)
     display(monitor)
-    still = _Still(collector, monitor)
+    still = _Still(source, monitor)
     monitor.on_close(still.close)
     return monitor
 
@@ -40,8 +39,8 @@ def show(
 class _Still:
     """The picture that stays in the saved notebook."""
 
-    def __init__(self, collector: Collector, monitor: Monitor) -> None:
-        self._collector = collector
+    def __init__(self, source: Source, monitor: Monitor) -> None:
+        self._source = source
         self._monitor = monitor
         self._cursor: Cursor | None = None
         self._handle = display(self._bundle(), raw=True, display_id=uuid.uuid4().hex)
@@ -52,7 +51,7 @@ class _Still:
 
     def update(self, _: object = None) -> None:
         """Draw anew, if anything was logged since."""
-        if self._handle and self._collector.snapshot(self._cursor).pieces:
+        if self._handle and self._source.snapshot(self._cursor).pieces:
             self._handle.update(self._bundle(), raw=True)
 
     def close(self) -> None:
@@ -62,7 +61,7 @@ class _Still:
             self._events.unregister("post_run_cell", self.update)
 
     def _bundle(self) -> dict[str, Any]:
-        snapshot = self._collector.snapshot()
+        snapshot = self._source.snapshot()
         self._cursor = snapshot.cursor
         monitor = self._monitor
         html = picture(

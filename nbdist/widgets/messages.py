@@ -10,7 +10,7 @@ import sys
 from array import array
 from typing import Any
 
-from nbdist.telemetry.snapshot import Piece, Snapshot
+from nbdist.widgets.source import Piece, Snapshot
 from nbdist.wire import DeviceSample, RankInfo
 
 __all__ = ["encode"]

@@ -11,10 +11,9 @@ from typing import Any
 import anywidget
 import traitlets
 
-from nbdist.telemetry.collector import Collector
-from nbdist.telemetry.snapshot import Cursor
 from nbdist.widgets.messages import encode
 from nbdist.widgets.pacing import Pacer
+from nbdist.widgets.source import Cursor, Source
 
 __all__ = ["Monitor"]
 
@@ -22,13 +21,13 @@ _STATIC = files("nbdist.widgets") / "static"
 
 
 class Monitor(anywidget.AnyWidget):
-    """Shows a collector live, also while a cell keeps the kernel busy.
+    """Shows a collector's data live, also while a cell keeps the kernel busy.
 
     A thread of its own sends what changed, at most ten times a second. Every message
     is numbered; a front end that misses one asks for everything.
 
     Args:
-        collector: Where the data come from.
+        source: Where the data come from: a `telemetry.collector.Collector`.
         metric: The metric to show first; the first one logged when empty.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
@@ -47,14 +46,14 @@ class Monitor(anywidget.AnyWidget):
 
     def __init__(
         self,
-        collector: Collector,
+        source: Source,
         *,
         metric: str = "",
         x: str = "step",
         log: bool = False,
     ) -> None:
         super().__init__(metric=metric, x=x, log=log, picture=uuid.uuid4().hex)
-        self._collector = collector
+        self._source = source
         self._pacer = Pacer()
         self._sequence = 0
         self._cursor: Cursor | None = None
@@ -62,7 +61,7 @@ class Monitor(anywidget.AnyWidget):
         self._hurry = threading.Event()
         self._closers: list[Callable[[], None]] = []
         self.on_msg(self._hear)
-        self._unsubscribe = collector.subscribe(self._changed.set)
+        self._unsubscribe = source.subscribe(self._changed.set)
         self._changed.set()
         self._ended = False
         self._thread = threading.Thread(
@@ -100,7 +99,7 @@ class Monitor(anywidget.AnyWidget):
     def _publish(self) -> int:
         """Send what the front end lacks; its size in bytes."""
         everything = self._pacer.next_stands_alone()
-        snapshot = self._collector.snapshot(None if everything else self._cursor)
+        snapshot = self._source.snapshot(None if everything else self._cursor)
         self._cursor = snapshot.cursor
         content, buffer = encode(snapshot, self._sequence)
         self._sequence += 1

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import median
 
-from nbdist.telemetry.snapshot import Piece, Snapshot
+from nbdist.widgets.source import Piece, Snapshot
 
 __all__ = ["picture"]
 

@@ -1,14 +1,19 @@
-"""What a view reads from the collector: everything, or what changed since a cursor."""
+"""What a view reads, and what it asks of whoever has the data.
+
+The records are those of `nbdist.telemetry.collector.Collector`; they stand here because
+a view knows nothing of telemetry.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from nbdist.telemetry.series import Series
 from nbdist.wire import DeviceSample, RankInfo
 
-__all__ = ["Cursor", "Mark", "Piece", "Snapshot", "bucket_steps", "mark_of", "piece_of"]
+__all__ = ["Cursor", "Mark", "Piece", "Snapshot", "Source"]
 
 Mark = tuple[int, int, int]
 """Epoch, length and total of a series: when any differs, it has changed."""
@@ -61,36 +66,13 @@ class Snapshot:
     cursor: Cursor
 
 
-def mark_of(series: Series) -> Mark:
-    """Where a series stands now."""
-    return series.epoch, len(series), series.total
+class Source(Protocol):
+    """Has the data, and says when they change."""
 
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback()` called after each change; returns what ends that."""
+        ...
 
-def piece_of(
-    name: str, rank: int, width: int, series: Series, since: Mark | None
-) -> Piece:
-    """The end of a series, from its first bucket that changed since the mark."""
-    start = _first_changed(series, since)
-    return Piece(
-        metric=name,
-        rank=rank,
-        width=width,
-        start=start,
-        steps=bucket_steps(series, width, start),
-        times=series.times[start:],
-        means=series.means[start:],
-        lows=series.lows[start:],
-        highs=series.highs[start:],
-        latest=(series.step, series.time, series.value),
-    )
-
-
-def bucket_steps(series: Series, width: int, start: int = 0) -> array[float]:
-    """The first step of each bucket from number `start` on."""
-    return array("d", [bucket * width for bucket in series.buckets[start:]])
-
-
-def _first_changed(series: Series, since: Mark | None) -> int:
-    if since is None or since[0] != series.epoch:
-        return 0
-    return max(0, since[1] - 1)  # the last bucket may have taken more values since
+    def snapshot(self, since: Cursor | None = None) -> Snapshot:
+        """What changed since the cursor of an earlier snapshot; all without one."""
+        ...
