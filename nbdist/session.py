@@ -31,7 +31,7 @@ class Session:
         Raises:
             NotRunning: None is.
         """
-        if self._cluster is None or not self._cluster.running:
+        if self._cluster is None:
             raise NotRunning("no cluster is running: start one with %dist_start")
         return self._cluster
 
@@ -55,6 +55,7 @@ class Session:
         from nbdist.widgets.start_view import StartView
 
         cluster = Cluster(n, **options)
+        self.stop()  # one that has ended by itself
         with StartView(cluster.size) as view:
             cluster.start(view.show)
             view.finish(cluster.ranks, cluster.mpi)
@@ -63,7 +64,7 @@ class Session:
     def stop(self) -> bool:
         """Stop the cluster; whether there was one. A second stop is harmless."""
         cluster, self._cluster = self._cluster, None
-        if cluster is None or not cluster.running:
+        if cluster is None:
             return False
         cluster.stop()
         return True

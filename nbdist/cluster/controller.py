@@ -101,7 +101,15 @@ class Cluster:
         self.collector.set_ranks(self._started.infos)
         self._roster = Roster(self._started)
         self._supervisor = Supervisor(self._roster)
+        self._started.keeper.on_loss(self._on_loss)
         return self
+
+    def _on_loss(self, reason: str) -> None:
+        """What the ranks cannot live without has ended: leave nothing behind."""
+        started, roster = self._started, self._roster
+        if started is not None and roster is not None:
+            roster.lose(reason)
+            started.keeper.close()
 
     def stop(self) -> None:
         """End every rank and remove what the start created. A second stop is harmless.
@@ -124,7 +132,7 @@ class Cluster:
 
     @property
     def running(self) -> bool:
-        return self._started is not None
+        return self._roster is not None and not self._roster.lost
 
     @property
     def size(self) -> int:
@@ -242,7 +250,7 @@ class Cluster:
         Raises:
             TransferError: A value cannot travel; the message says which.
         """
-        with transfer.outgoing(values) as shipment:
+        with transfer.outgoing(values, self._live().run_dir) as shipment:
             self._call("nbdist.engine.calls:store", (shipment,), ranks, "push")
 
     def pull(self, expression: str, ranks: Iterable[int] | None = None) -> list[Any]:
@@ -257,7 +265,7 @@ class Cluster:
         shipments = self._call(
             "nbdist.engine.calls:fetch", (expression,), ranks, f"pull {expression}"
         )
-        return [transfer.incoming(shipment) for shipment in shipments]
+        return transfer.incoming(shipments)
 
     def __getitem__(self, expression: str) -> list[Any]:
         return self.pull(expression)
@@ -341,9 +349,11 @@ class Cluster:
         selected = self._live().select(ranks)
         run = self._run(target, dict.fromkeys(selected, args), what, observer)
         stopped = self._see_through(run, timeout_s)
+        failures = self._failures(run)
+        if stopped is not None or failures:
+            transfer.refuse(answer.value for answer in run.answers.values())
         if stopped is not None:
             raise stopped
-        failures = self._failures(run)
         if failures:
             raise transfer.translate(failures) or _cell_error(failures, self.size)
         return [run.answers[rank].value for rank in selected]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from nbdist.cluster.guard import remove_traces
 from nbdist.errors import ClusterError
 
 __all__ = ["Keeper"]
@@ -24,9 +26,11 @@ class Keeper:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._changed = threading.Condition()
+        self._changed = threading.Lock()
         self._pids: dict[str, int] = {}
         self._exit_codes: dict[str, int] = {}
+        self._closed = False
+        self._on_loss: Callable[[str], None] | None = None
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "nbdist.cluster.guard", str(run_dir)],
             stdin=subprocess.PIPE,
@@ -74,8 +78,20 @@ class Keeper:
     def alive(self) -> bool:
         return self._guard.poll() is None
 
+    def on_loss(self, callback: Callable[[str], None]) -> None:
+        """Hear, on a thread, that a program or the guard has ended, and how.
+
+        At most once, and not for an end that `close` has brought about.
+        """
+        with self._changed:
+            self._on_loss = callback
+            lost = self._exit_codes.copy()
+        for name, code in lost.items():
+            self._report_loss(name, code)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """End everything, and return when it has ended."""
+        self._closed = True
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the guard has gone already
             self._guard.stdin.close()
@@ -94,7 +110,21 @@ class Keeper:
             with self._changed:
                 if "started" in record:
                     self._pids[record["started"]] = record["pid"]
-                else:
-                    self._exit_codes[record["exited"]] = record["code"]
-                self._changed.notify_all()
+                    continue
+                self._exit_codes[record["exited"]] = record["code"]
+            self._report_loss(record["exited"], record["code"])
         self._guard.stdout.close()
+        if not self._closed:
+            self._report_loss("the guard process", self._guard.wait())
+            remove_traces(self.run_dir)
+
+    def _report_loss(self, name: str, code: int) -> None:
+        with self._changed:
+            callback = None if self._closed else self._on_loss
+            self._on_loss = None if callback else self._on_loss
+        if callback is not None:
+            callback(f"{name} has ended with {_how(code)}, and all ranks with it")
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

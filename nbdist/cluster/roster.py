@@ -23,9 +23,11 @@ class Roster:
 
     def __init__(self, started: Started) -> None:
         self.link = started.link
-        self._run_dir = started.keeper.run_dir
+        self.run_dir = started.keeper.run_dir
         self._infos = {info.rank: info for info in started.infos}
         self._died: dict[int, RankDied] = {}
+        self.lost = ""
+        """Why all ranks have ended at once; "" as long as they have not."""
         self._lock = threading.Lock()
         self._watch = Deathwatch(started.infos, self._on_death)
 
@@ -71,6 +73,8 @@ class Roster:
                 f"rank {format_ranks(missing) or '(none)'} is not one of "
                 f"0-{len(self._infos) - 1}"
             )
+        if self.lost:
+            raise RankDied(f"{self.lost}: %dist_start begins anew")
         died = self.died
         dead = [rank for rank in wanted if rank in died]
         if dead:
@@ -111,16 +115,24 @@ class Roster:
             answers[rank] = answer.value if answer.ok else None
         return answers
 
+    def lose(self, reason: str) -> None:
+        """The cluster has ended: so have all ranks, or they are about to."""
+        self.lost = reason
+        for info in self.living:
+            self._bury(info.rank, RankDied(reason))
+
     def _on_death(self, rank: int) -> None:
         """Called by the watch's thread."""
-        error = RankDied(self._obituary(rank))
+        self._bury(rank, RankDied(self._obituary(rank)))
+
+    def _bury(self, rank: int, error: RankDied) -> None:
         with self._lock:
-            self._died[rank] = error
+            self._died.setdefault(rank, error)
         self.link.fail(self._infos[rank].engine_uuid, error)
 
     def _obituary(self, rank: int) -> str:
         info = self._infos[rank]
-        path = self._run_dir / f"rank{rank}.stderr"
+        path = self.run_dir / f"rank{rank}.stderr"
         text = path.read_text(errors="replace") if path.exists() else ""
         lines = text.rstrip().splitlines()[-OBITUARY_LINES:]
         last = "".join(f"\n    {line}" for line in lines)

@@ -192,6 +192,8 @@ class _Start:
             rank = int(failed[0].stem.removeprefix("rank"))
             error = _tail_of(failed[0].read_text(errors="replace"))
             raise StartError(self._failed(rank, "1", error))
+        if not self._keeper.alive:
+            raise StartError("the guard process ended while the cluster was starting")
         for program in ("controller", "mpiexec"):
             code = self._keeper.exit_code(program)
             if code is not None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from nbdist.engine import codec, shipping
 from nbdist.errors import TransferError
 from nbdist.wire import Failure
 
-__all__ = ["encode", "incoming", "outgoing", "translate"]
+__all__ = ["encode", "incoming", "outgoing", "refuse", "translate"]
 
 
 def encode(value: object, what: str) -> list[bytes]:
@@ -26,7 +27,7 @@ def encode(value: object, what: str) -> list[bytes]:
 
 
 @contextmanager
-def outgoing(values: Mapping[str, Any]) -> Iterator[shipping.Shipment]:
+def outgoing(values: Mapping[str, Any], run_dir: Path) -> Iterator[shipping.Shipment]:
     """A shipment of named values; its file is removed at the end.
 
     Raises:
@@ -36,19 +37,35 @@ def outgoing(values: Mapping[str, Any]) -> Iterator[shipping.Shipment]:
         frames = codec.dumps(dict(values))
     except Exception as error:
         raise TransferError(_which_fails(values)) from error
-    shipment = shipping.load(frames)
+    shipment = shipping.load(frames, run_dir)
     try:
         yield shipment
     finally:
         shipping.discard(shipment)
 
 
-def incoming(shipment: shipping.Shipment) -> Any:
-    """The value that a rank packed for us."""
+def incoming(shipments: Sequence[shipping.Shipment]) -> list[Any]:
+    """The values that ranks packed for us.
+
+    Raises:
+        TransferError: A value cannot be unpickled here.
+    """
     try:
-        return shipping.unload(shipment)
+        return [shipping.unload(shipment) for shipment in shipments]
+    except Exception as error:
+        raise TransferError(
+            f"the value cannot be unpickled in this process ({type(error).__name__}: "
+            f"{error}): fetch plain values, arrays or tensors"
+        ) from error
     finally:
-        shipping.discard(shipment)
+        refuse(shipments)
+
+
+def refuse(values: Iterable[Any]) -> None:
+    """Discard the shipments among these."""
+    for value in values:
+        if isinstance(value, shipping.Shipment):
+            shipping.discard(value)
 
 
 def translate(failures: Sequence[Failure]) -> TransferError | None:

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbdist.engine.lifeline import die_with_parent
 from nbdist.engine.place import Assignment, launched_rank
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Become one rank of the cluster in $NBDIST_RUN_DIR; returns when it ends."""
+    die_with_parent()
     run_dir = Path(os.environ["NBDIST_RUN_DIR"])
     _enter(os.environ["NBDIST_WORK_DIR"])
     rank = launched_rank()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 from nbdist.engine import codec, shipping
@@ -41,7 +43,7 @@ def fetch(expression: str) -> shipping.Shipment:
         frames = codec.dumps(value)
     except Exception as error:
         raise _cannot_travel(repr(expression), value, error) from error
-    return shipping.load(frames)
+    return shipping.load(frames, Path(os.environ["NBDIST_RUN_DIR"]))
 
 
 def show(expression: str) -> str:

@@ -3,7 +3,8 @@
 A shipment is either the pickled frames themselves or the path of a file that holds
 them. The file lies in /dev/shm where there is room, else beside the cluster's other
 files. Receivers map it copy-on-write, so nobody copies and nobody sees another's
-changes; its name is removed as soon as everybody has it.
+changes; its name is removed as soon as everybody has it. Should that never come to be,
+because a process was killed, the cluster's end removes what bears the cluster's name.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ class Shipment:
     """Bytes of each frame in the file; each begins at a multiple of 64."""
 
 
-def load(frames: list[Any]) -> Shipment:
-    """Pack frames: in the message when small, else in a file."""
+def load(frames: list[Any], run_dir: Path) -> Shipment:
+    """Pack frames: in the message when small, else in a file of the cluster's."""
     sizes = tuple(memoryview(frame).nbytes for frame in frames)
     if sum(sizes) < FILE_FROM_BYTES:
         return Shipment(frames=tuple(bytes(frame) for frame in frames))
     total = sum(_padded(size) for size in sizes)
-    descriptor, path = tempfile.mkstemp(prefix="nbdist-", dir=_folder(total))
+    folder = _folder(total, run_dir)
+    descriptor, path = tempfile.mkstemp(prefix=f"{run_dir.name}-", dir=folder)
     try:
         # Written, not mapped: a full disk is an error here, not a crash at a page.
         with os.fdopen(descriptor, "wb", buffering=0) as file:
@@ -84,8 +86,8 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _folder(total: int) -> str | None:
+def _folder(total: int, run_dir: Path) -> Path:
     """Where a file of so many bytes goes: memory, unless that would fill it."""
     if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > 2 * total:
-        return str(MEMORY_FOLDER)
-    return os.environ.get("NBDIST_RUN_DIR")
+        return MEMORY_FOLDER
+    return run_dir
