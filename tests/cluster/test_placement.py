@@ -1,0 +1,131 @@
+"""Where ranks go, on hosts that are made up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbdist.cluster.inventory import Gpu, Host
+from nbdist.cluster.placement import memory_fraction, place
+from nbdist.config import ClusterConfig
+from nbdist.errors import UsageError
+
+GIB = 2**30
+CPU_HOST = Host("box", cores=8)
+
+
+def gpu_host(gpus: int, gib: int = 80) -> Host:
+    cards = (Gpu(f"GPU-{i}", "Card", gib * GIB) for i in range(gpus))
+    return Host("box", cores=16, gpus=tuple(cards))
+
+
+def gpus_of(config: ClusterConfig, host: Host) -> list[str]:
+    return [p.gpu.uuid for p in place(config, host) if p.gpu is not None]
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (3, 3), (4, 4), (64, 4)])
+def test_without_gpus_n_is_the_cores_but_at_most_four(cores: int, expected: int):
+    assert len(place(ClusterConfig(), Host("box", cores))) == expected
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_with_gpus_n_is_one_per_gpu(gpus: int):
+    places = place(ClusterConfig(), gpu_host(gpus))
+    assert [p.gpu.uuid for p in places if p.gpu] == [f"GPU-{i}" for i in range(gpus)]
+    assert not any(p.shares_gpu for p in places)
+    assert {p.memory_fraction for p in places} == {None}
+
+
+def test_device_cpu_leaves_the_gpus_alone():
+    assert gpus_of(ClusterConfig(n=2, device="cpu"), gpu_host(2)) == []
+
+
+def test_ranks_that_share_a_gpu_are_neighbours_and_share_its_memory():
+    places = place(ClusterConfig(n=4, ranks_per_gpu=2), gpu_host(2))
+    assert [p.gpu.uuid for p in places if p.gpu] == ["GPU-0", "GPU-0", "GPU-1", "GPU-1"]
+    assert all(p.shares_gpu for p in places)
+    assert {p.memory_fraction for p in places} == {0.5}
+
+
+def test_default_n_counts_the_ranks_per_gpu():
+    assert len(place(ClusterConfig(ranks_per_gpu=3), gpu_host(2))) == 6
+
+
+def test_a_cap_by_hand_replaces_the_share():
+    config = ClusterConfig(n=2, ranks_per_gpu=2, gpu_memory="8GiB")
+    assert {p.memory_fraction for p in place(config, gpu_host(1))} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("config", "host", "parts"),
+    [
+        (ClusterConfig(n=0), CPU_HOST, ["-n 0", "1 or more"]),
+        (ClusterConfig(n=-3), CPU_HOST, ["-n -3"]),
+        (ClusterConfig(n=True), CPU_HOST, ["-n True"]),
+        (ClusterConfig(device="tpu"), CPU_HOST, ["'tpu'", "auto, cuda or cpu"]),
+        (ClusterConfig(device="cuda"), CPU_HOST, ["box", "--device cpu"]),
+        (ClusterConfig(threads=0), CPU_HOST, ["--threads 0"]),
+        (ClusterConfig(ranks_per_gpu=2), CPU_HOST, ["--ranks-per-gpu 2", "leave it"]),
+        (ClusterConfig(gpu_memory=0.5), CPU_HOST, ["--gpu-memory 0.5", "leave it"]),
+        (ClusterConfig(n=4), gpu_host(2), ["-n 4", "2 GPUs", "--ranks-per-gpu 2", "2"]),
+        (ClusterConfig(n=5), gpu_host(2), ["--ranks-per-gpu 3"]),
+        (ClusterConfig(ranks_per_gpu=0), gpu_host(1), ["--ranks-per-gpu 0"]),
+        (ClusterConfig(gpu_memory="100GiB"), gpu_host(1), ["100GiB", "80.0 GiB"]),
+        (ClusterConfig(gpu_memory="much"), gpu_host(1), ["'much'", "8GiB"]),
+        (ClusterConfig(gpu_memory=0), gpu_host(1), ["--gpu-memory 0"]),
+        (
+            ClusterConfig(n=2, ranks_per_gpu=2, gpu_memory=0.6),
+            gpu_host(1),
+            ["0.6", "2 ranks", "1.20 times", "at most 0.5 each"],
+        ),
+    ],
+)
+def test_what_cannot_be_met_is_refused_with_the_value_and_the_next_step(
+    config: ClusterConfig, host: Host, parts: list[str]
+):
+    with pytest.raises(UsageError) as refused:
+        place(config, host)
+    assert [part for part in parts if part not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("cap", "expected"),
+    [
+        ("0.25", 0.25), (0.25, 0.25), ("1", 1.0), (".5", 0.5), ("8GiB", 0.1),
+        ("8 gib", 0.1), ("40G", 0.5), ("81920MiB", 1.0), (8 * GIB, 0.1),
+    ],
+)  # fmt: skip
+def test_caps_are_fractions_or_sizes(cap: str | float, expected: float):
+    assert memory_fraction(cap, 80 * GIB) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "cap", ["0", "-1", "1.5GiBs", "GiB", "nan", "inf", "", "9999G"]
+)
+def test_other_caps_are_refused(cap: str):
+    with pytest.raises(UsageError, match="--gpu-memory"):
+        memory_fraction(cap, 80 * GIB)
+
+
+@given(
+    gpus=st.integers(1, 8),
+    per_gpu=st.integers(1, 6),
+    n=st.integers(1, 60),
+    threads=st.none() | st.integers(1, 9),
+)
+def test_every_placement_is_complete_and_fits(
+    gpus: int, per_gpu: int, n: int, threads: int | None
+):
+    config = ClusterConfig(n=n, ranks_per_gpu=per_gpu, threads=threads)
+    if n > gpus * per_gpu:
+        with pytest.raises(UsageError, match="--ranks-per-gpu"):
+            place(config, gpu_host(gpus))
+        return
+    places = place(config, gpu_host(gpus))
+    assert [p.rank for p in places] == list(range(n))
+    on_gpu = [p.gpu.uuid for p in places if p.gpu]
+    assert len(on_gpu) == n
+    assert max(map(on_gpu.count, on_gpu)) <= per_gpu
+    assert on_gpu == sorted(on_gpu)
+    assert all(p.threads == (threads or max(1, 16 // n)) for p in places)

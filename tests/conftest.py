@@ -1,0 +1,43 @@
+"""One cluster of four CPU ranks, shared by the tests that leave it as they found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist import Cluster
+
+ROOT = Path(__file__).parent.parent
+REMEMBER = "get_ipython().names_at_start = set(get_ipython().user_ns)"
+FORGET = """
+shell = get_ipython()
+for name in shell.user_ns.keys() - shell.names_at_start:
+    del shell.user_ns[name]
+"""
+
+
+@pytest.fixture(scope="session")
+def _shared_cluster() -> Iterator[Cluster]:
+    with Cluster(4, device="cpu") as cluster:
+        cluster.execute(REMEMBER)
+        yield cluster
+
+
+@pytest.fixture
+def cluster(_shared_cluster: Cluster) -> Iterator[Cluster]:
+    """Four ranks. Afterwards all must live and be idle; their variables are removed."""
+    yield _shared_cluster
+    assert _shared_cluster.died() == {}
+    states = _shared_cluster.status()
+    assert {rank: state and state["what"] for rank, state in states.items()} == (
+        dict.fromkeys(range(4))
+    )
+    _shared_cluster.execute(FORGET)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts import nbdist from this checkout."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))

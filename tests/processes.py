@@ -1,0 +1,84 @@
+"""What a process has started, and whether it is gone. Never by name: others run too."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+GONE_WITHIN_S = 10.0
+
+
+class Footprint:
+    """Everything below some processes, and the files that they have open or mapped.
+
+    Taken while they live; `assert_gone` then knows exactly what to look for.
+    """
+
+    def __init__(self, pids: Iterable[int], *paths: Path) -> None:
+        roots = [psutil.Process(pid) for pid in pids]
+        self.processes = {
+            process
+            for root in roots
+            for process in [root, *root.children(recursive=True)]
+        }
+        self.paths = {*paths, *self._shared_memory()}
+
+    def _shared_memory(self) -> set[Path]:
+        mapped = set()
+        for process in self.processes:
+            for region in process.memory_maps():
+                if region.path.startswith("/dev/shm/"):
+                    mapped.add(Path(region.path))
+        return mapped
+
+    def assert_gone(self, within_s: float = GONE_WITHIN_S) -> None:
+        """No process runs and no file is left, at the latest after so many seconds."""
+        deadline = time.monotonic() + within_s
+        _, living = psutil.wait_procs(self.processes, timeout=within_s)
+        assert not [_describe(process) for process in living if _runs(process)]
+        wait_until(
+            lambda: not any(path.exists() for path in self.paths),
+            max(1.0, deadline - time.monotonic()),
+            lambda: f"left: {[str(path) for path in self.paths if path.exists()]}",
+        )
+
+
+def wait_until(
+    condition: Callable[[], bool],
+    within_s: float,
+    explain: Callable[[], str] = lambda: "it did not come",
+) -> None:
+    """Poll for something outside this process that raises no event here."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"after {within_s} s: {explain()}"
+        time.sleep(0.02)
+
+
+def read_line(process: subprocess.Popen[str], within_s: float = 60.0) -> str:
+    """The next line that a program prints; an error when it takes too long."""
+    import selectors
+
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        assert selector.select(within_s), f"no line within {within_s} s"
+    return process.stdout.readline()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    except psutil.Error:
+        return str(process.pid)

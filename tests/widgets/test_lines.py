@@ -1,0 +1,72 @@
+"""Lines of several ranks, merged: nothing is lost, no rank's order changes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbdist.widgets.lines import Item, LineSplitter, merge
+
+
+def merged(*texts: str) -> list[tuple[list[int], str]]:
+    queues = {
+        rank: deque(Item("stdout", line) for line in text)
+        for rank, text in enumerate(texts)
+    }
+    shown = [(ranks, str(item.key)) for ranks, item in merge(queues)]
+    assert not any(queues.values())
+    return shown
+
+
+def test_what_all_print_stands_once():
+    assert merged("ab", "ab", "ab") == [([0, 1, 2], "a"), ([0, 1, 2], "b")]
+
+
+def test_a_line_that_only_one_prints_does_not_part_the_others():
+    assert merged("ab", "axb") == [([0, 1], "a"), ([1], "x"), ([0, 1], "b")]
+
+
+def test_different_lines_stand_under_their_own_ranks():
+    assert merged("a", "b") == [([0], "a"), ([1], "b")]
+
+
+def test_a_stream_is_part_of_what_a_line_is():
+    queues = {0: deque([Item("stdout", "a")]), 1: deque([Item("stderr", "a")])}
+    assert [ranks for ranks, _ in merge(queues)] == [[0], [1]]
+
+
+@given(st.lists(st.text("abc", max_size=12), min_size=1, max_size=4))
+def test_every_rank_finds_its_lines_in_its_order(texts: list[str]):
+    shown = merged(*texts)
+    for rank, text in enumerate(texts):
+        assert "".join(line for ranks, line in shown if rank in ranks) == text
+
+
+@given(st.text("abc", max_size=12), st.integers(1, 4))
+def test_equal_texts_merge_completely(text: str, ranks: int):
+    assert len(merged(*[text] * ranks)) == len(text)
+
+
+@given(st.lists(st.text("ab\n", max_size=6)))
+def test_lines_do_not_depend_on_where_the_text_was_cut(pieces: list[str]):
+    splitter = LineSplitter()
+    lines = [line for piece in pieces for line in splitter.feed(piece)]
+    assert "\n".join([*lines, splitter.unfinished]) == "".join(pieces)
+
+
+@given(st.lists(st.text("ab\r\n", max_size=6)))
+def test_carriage_returns_do_not_depend_on_it_either(pieces: list[str]):
+    at_once, in_pieces = LineSplitter(), LineSplitter()
+    expected = list(at_once.feed("".join(pieces)))
+    actual = [line for piece in pieces for line in in_pieces.feed(piece)]
+    assert actual == expected
+
+
+def test_a_carriage_return_starts_the_line_anew():
+    splitter = LineSplitter()
+    assert list(splitter.feed("10%\r20%")) == []
+    assert splitter.unfinished == "20%"
+    assert list(splitter.feed("\r100%\ndone\r\n")) == ["100%", "done"]
+    assert splitter.unfinished == ""
