@@ -20,10 +20,11 @@ async def call(payload: list[Any]) -> Any:
     """Call a function that travelled as (function, args, kwargs)."""
     rank = this_rank()
     function, args, kwargs = codec.loads(payload)
-    with rank.interrupts.armed():
-        value = function(*args, **kwargs)
-    if inspect.isawaitable(value):
-        value = await _interruptible(value)
+    with rank.output.during(getattr(function, "__name__", "call")):
+        with rank.interrupts.armed():
+            value = function(*args, **kwargs)
+        if inspect.isawaitable(value):
+            value = await _interruptible(value)
     try:
         codec.dumps(value)
     except Exception as error:

@@ -25,14 +25,11 @@ async def run_cell(code: str, number: int) -> CellReply:
         number: The notebook's In[] number, used in tracebacks and for Out[].
     """
     rank = this_rank()
-    rank.output.begin(number)
     rank.shell.execution_count = number
     start = time.perf_counter()
-    try:
+    with rank.output.during(f"In[{number}]"):
         failure = _failure(await _run_guarded(code))
         _show_pages(rank.shell)
-    finally:
-        rank.output.end()
     return failure, time.perf_counter() - start
 
 

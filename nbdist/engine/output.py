@@ -4,7 +4,8 @@ Python's own prints, and what C code and child processes write to descriptors 1 
 become one ordered list of chunks. A publisher thread sends them in batches, so a print
 costs a list append. The descriptors are files, not pipes: a writer never blocks, not
 even C code that holds the interpreter lock, and at the end of a cell the files are read
-to their end, so nothing is lost and nothing is late.
+to their end, so nothing is lost and nothing is late. What threads print after their
+cell has ended waits for the next one: only then does the notebook listen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import ctypes
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nbdist.config import environment
@@ -23,7 +25,6 @@ __all__ = ["Output"]
 
 COALESCE_S = 0.02
 ACTIVE_POLL_S = 0.1
-IDLE_POLL_S = 1.0
 SPILL_LIMIT_BYTES = 1 << 30
 
 Publish = Callable[[str, str], None]
@@ -37,13 +38,14 @@ class Output:
         self._publish = publish
         self._spill_dir = spill
         self._cap = int(float(environment("OUTPUT_CAP_MB", "2")) * 1e6)
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()
+        # Reentrant: the garbage collector may run a __del__ that prints anywhere.
+        self._lock = threading.RLock()
+        self._sending = threading.RLock()
         self._chunks: list[tuple[str, str]] = []
         self._wake = threading.Event()
         self._closed = False
         self._spill: Spill | None = None
-        self._cell = 0
+        self._what = ""
         self._size = 0
         self._shown: list[str] = []
         self._busy = False
@@ -63,21 +65,27 @@ class Output:
         if not self._wake.is_set():
             self._wake.set()
 
-    def begin(self, cell: int) -> None:
-        """A cell starts: its cap is its own."""
-        with self._lock:
-            self._end_spill()
-            self._cell = cell
-            self._size = 0
-            self._shown.clear()
-            self._busy = True
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """A cell runs, or a function: it has a cap of its own.
 
-    def end(self) -> None:
-        """A cell has ended: send all that it printed, and return when it is sent."""
-        self.drain()
+        At the end all that it printed is sent.
+        """
         with self._lock:
-            self._busy = False
             self._end_spill()
+            self._what = what
+            self._size = 0
+            self._shown = [text for _name, text in self._chunks]
+            self._busy = True
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self.drain()
+            with self._lock:
+                self._busy = False
+                if self._spill is not None:
+                    self._spill.flush()
 
     def drain(self) -> None:
         """Send all that was printed so far, by Python or by C."""
@@ -88,6 +96,8 @@ class Output:
         """Send what is queued; what is displayed next then comes after it."""
         with self._sending:
             self._wake.clear()
+            if not self._busy:
+                return
             with self._lock:
                 self._read_tails()
                 chunks, self._chunks = self._chunks, []
@@ -103,8 +113,7 @@ class Output:
     def _run(self) -> None:
         pause = threading.Event()
         while not self._closed:
-            poll = ACTIVE_POLL_S if self._busy else IDLE_POLL_S
-            if self._wake.wait(poll):
+            if self._wake.wait(ACTIVE_POLL_S if self._busy else None):
                 pause.wait(COALESCE_S)  # let a burst of prints travel together
             self.flush()
 
@@ -124,7 +133,7 @@ class Output:
         self._chunks.append((name, text))
 
     def _begin_spill(self) -> None:
-        name = f"rank{os.environ.get('RANK', '')}-In[{self._cell}].txt"
+        name = f"rank{os.environ.get('RANK', '')}-{self._what}.txt"
         self._spill = Spill(self._spill_dir / name)
         for text in self._shown:
             self._spill.write(text)
@@ -227,6 +236,9 @@ class Spill:
         if self._size > SPILL_LIMIT_BYTES:
             text = "\n[nbdist] 1 GiB is kept of a cell's output; the rest is dropped\n"
         self._file.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -53,7 +53,6 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
         status, frames = "error", codec.dumps(_describe(error))
     finally:
         rank.activity = None
-    rank.output.drain()
     _reply(kernel, stream, ident, message, status, frames)
 
 
