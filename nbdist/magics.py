@@ -37,7 +37,7 @@ def parse_ranks(text: str | None) -> list[int] | None:
     ranks: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(f"-r {text!r}: expected ranks such as 0 or 0,2-3")
         ranks.update(range(int(first), int(last if dash else first) + 1))
     if not ranks:
@@ -73,6 +73,7 @@ class DistMagics(Magics):  # type: ignore[misc]
     @argument("--threads", help="torch threads per rank")
     @argument("--timeout", help="seconds until every rank must be up")
     @argument("--mpiexec", help="MPI launcher to use instead of the wheel's")
+    @argument("--on-failure", help="when a rank dies: replace, shrink or stop")
     @line_magic
     def dist_start(self, line: str) -> None:
         """Start this notebook's cluster."""
@@ -85,11 +86,15 @@ class DistMagics(Magics):  # type: ignore[misc]
             threads=_number("--threads", args.threads, int),
             timeout_s=_number("--timeout", args.timeout, float),
             mpiexec=args.mpiexec,
+            on_failure=args.on_failure,
         )
 
     @magic_arguments()
     @argument("-r", "--ranks", help="run on these ranks only, such as 0,2-3")
     @argument("--timeout", help="interrupt the ranks after so many seconds")
+    @argument(
+        "--setup", action="store_true", help="run it first on ranks that join later"
+    )
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
         """Run the cell on every rank."""
@@ -99,6 +104,7 @@ class DistMagics(Magics):  # type: ignore[misc]
             parse_ranks(args.ranks),
             _number("--timeout", args.timeout, float),
             self._shell.execution_count,
+            args.setup,
         )
 
     @line_magic
@@ -162,6 +168,22 @@ class DistMagics(Magics):  # type: ignore[misc]
     def dist_monitor(self, line: str) -> None:
         """Show what the ranks log, and their devices, live."""
         self.session.show_monitor()
+
+    @magic_arguments()
+    @argument("-n", required=True, help="number of ranks from now on")
+    @argument(
+        "--yes", action="store_true", help="drop ranks, whatever variables they hold"
+    )
+    @line_magic
+    def dist_scale(self, line: str) -> None:
+        """Grow or shrink the running cluster; the ranks that stay keep everything."""
+        args = _parse(self.dist_scale, line)
+        print(self.session.scale(_number("-n", args.n, int), args.yes))
+
+    @line_magic
+    def dist_restart(self, line: str) -> None:
+        """Begin anew with the same options, and run the --setup cells again."""
+        self.session.restart()
 
     @line_magic
     def dist_stop(self, line: str) -> None:

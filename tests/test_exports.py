@@ -39,7 +39,6 @@ def test_what_a_module_exports_exists(module: str):
         if [t.id for t in targets if isinstance(t, ast.Name)] == ["__all__"]:
             assert isinstance(node, ast.Assign)
             names = ast.literal_eval(node.value)
-            assert names == sorted(names), "kept in order, to be found"
             loaded = importlib.import_module(module)
             assert [name for name in names if not hasattr(loaded, name)] == []
 
@@ -54,7 +53,7 @@ begin = time.perf_counter()
 import nbdist
 shell.run_line_magic("load_ext", "nbdist")
 print(time.perf_counter() - begin)
-print([name for name in ("torch", "mpi4py", "ipyparallel", "numpy") if name in sys.modules])
+print({"torch", "mpi4py", "ipyparallel", "numpy"} & sys.modules.keys())
 """
     times = []
     for _ in range(3):  # the best of three: the machine may be busy
@@ -63,6 +62,6 @@ print([name for name in ("torch", "mpi4py", "ipyparallel", "numpy") if name in s
         )
         assert answer.returncode == 0, answer.stderr
         seconds, loaded = answer.stdout.splitlines()
-        assert loaded == "[]"
+        assert loaded == "set()"
         times.append(float(seconds))
     assert min(times) < 0.3, times

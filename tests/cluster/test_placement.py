@@ -100,9 +100,7 @@ def test_caps_are_fractions_or_sizes(cap: str | float, expected: float):
     assert memory_fraction(cap, 80 * GIB) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "cap", ["0", "-1", "1.5GiBs", "GiB", "nan", "inf", "", "9999G"]
-)
+@pytest.mark.parametrize("cap", ["0", "-1", "1.5GiBs", "GiB", "nan", "inf", "", "99T"])
 def test_other_caps_are_refused(cap: str):
     with pytest.raises(UsageError, match="--gpu-memory"):
         memory_fraction(cap, 80 * GIB)

@@ -100,7 +100,7 @@ def test_what_torch_packs_itself_still_travels():
         np.arange(6).reshape(2, 3), np.arange(6.0)[::2], np.asfortranarray(np.eye(3)),
         np.array(3.5), np.zeros((0, 4), dtype=np.float16), np.array(["a", "bc"]),
         np.array([b"x"]), np.array([1, "two", None], dtype=object), np.zeros(2, bool),
-        np.array(["2020-01-01"], "M8[D]"), np.array([(1, 2.0)], [("a", int), ("b", "f8")]),
+        np.array(["2020-01-01"], "M8[D]"), np.array([(1, 2.0)], "i8,f8"),
     ],
     ids=lambda a: f"{a.dtype}{a.shape}",
 )  # fmt: skip
