@@ -58,6 +58,8 @@ class ClusterConfig:
     """torch's intra-op threads per rank; default the cores shared evenly."""
     timeout_s: float = 120.0
     """Seconds until every rank must be up (NBDIST_START_TIMEOUT)."""
+    on_failure: str = "replace"
+    """What follows a rank's death: "replace" it, "shrink" the world, or "stop"."""
     mpiexec: str | None = None
     """Path of the MPI launcher (NBDIST_MPIEXEC); default the one of the wheel."""
 

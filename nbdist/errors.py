@@ -97,6 +97,11 @@ class CellError(NbdistError):
         super().__init__(message)
         self.rendered = rendered or []
         self.result: Any = None
+        self.note = ""
+        """What was done about it, such as the replacement of a rank."""
+
+    def __str__(self) -> str:
+        return "\n".join(text for text in (super().__str__(), self.note) if text)
 
     def _render_traceback_(self) -> list[str]:
         return [*self.rendered, *super()._render_traceback_()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import AlreadyRunning, NotRunning
@@ -12,6 +12,7 @@ from nbdist.wire import format_ranks
 
 if TYPE_CHECKING:
     from nbdist.cluster.controller import Cluster
+    from nbdist.widgets.monitor import Monitor
 
 __all__ = ["Session"]
 
@@ -22,6 +23,7 @@ class Session:
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
         self._cells = 0
+        self._monitors: list[Monitor] = []
         atexit.register(self.stop)
 
     @property
@@ -52,18 +54,35 @@ class Session:
                 "untouched: use it, or %dist_stop it first"
             )
         from nbdist.cluster.controller import Cluster
-        from nbdist.widgets.start_view import StartView
 
         cluster = Cluster(n, **options)
+        cluster.on_note = print
         self.stop()  # one that has ended by itself
-        with StartView(cluster.size) as view:
-            cluster.start(view.show)
-            view.finish(cluster.ranks, cluster.mpi)
+        self._bring_up(cluster, cluster.start)
         self._cluster = cluster
+
+    def restart(self) -> None:
+        """Begin anew with the same options, and run the setup cells again."""
+        cluster = self.cluster
+        self._bring_up(cluster, cluster.restart)
+
+    def scale(self, n: int, drop: bool) -> str:
+        """Grow or shrink the running cluster; what was done, in words."""
+        return self.cluster.scale(n, drop=drop)
+
+    def _bring_up(self, cluster: Cluster, start: Callable[..., object]) -> None:
+        from nbdist.widgets.start_view import StartView
+
+        with StartView(cluster.size) as view:
+            start(view.show)
+            view.finish(cluster.ranks, cluster.mpi)
 
     def stop(self) -> bool:
         """Stop the cluster; whether there was one. A second stop is harmless."""
         cluster, self._cluster = self._cluster, None
+        for monitor in self._monitors:
+            monitor.close()
+        self._monitors.clear()
         if cluster is None:
             return False
         cluster.stop()
@@ -75,6 +94,7 @@ class Session:
         ranks: Sequence[int] | None,
         timeout_s: float | None,
         number: int,
+        setup: bool = False,
     ) -> None:
         """Run a cell on the ranks and show its output as it comes.
 
@@ -84,12 +104,18 @@ class Session:
         from nbdist.widgets.cell_view import CellView
 
         cluster = self.cluster
+        cluster.mend()
         self._cells += 1
         shown = range(cluster.size) if ranks is None else ranks
         view = CellView(shown, f"nbdist-{id(self)}-{self._cells}")
         try:
             cluster.execute(
-                code, ranks, timeout_s=timeout_s, number=number, observer=view
+                code,
+                ranks,
+                timeout_s=timeout_s,
+                number=number,
+                setup=setup,
+                observer=view,
             )
         finally:
             view.close()
@@ -102,7 +128,7 @@ class Session:
         """Display the live chart of this cluster."""
         from nbdist.widgets.display import show
 
-        show(self.cluster.collector)
+        self._monitors.append(show(self.cluster.collector))
 
     def status_table(self) -> Table:
         """Every rank's state, also while a cell runs."""

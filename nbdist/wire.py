@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "Batch",
+    "Change",
     "CollectiveCall",
     "DeviceSample",
     "Failure",
+    "Join",
     "RankInfo",
     "Sample",
     "format_ranks",
@@ -43,6 +45,8 @@ class RankInfo:
     transport: str
     generation: int = 0
     """Counts the changes of membership since the start."""
+    name: str = ""
+    """Of its process's files in the cluster's folder; no later process has it."""
     mpi: str = ""
     """The MPI library in use, with its version."""
     notes: tuple[str, ...] = ()
@@ -125,6 +129,26 @@ class CollectiveCall:
             place = f" in In[{self.cell}] line {self.line}"
         what = ", ".join([str(self.shape), self.dtype, self.device, *details])
         return f"#{self.sequence} {self.operation}({what}){place}"
+
+
+@dataclass(frozen=True)
+class Join:
+    """A process that is to join the world."""
+
+    rank: int
+    """The number it takes; its place is that entry of places.json."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """How one generation of the world becomes the next."""
+
+    generation: int
+    numbers: dict[int, int]
+    """The new rank of each old one that stays."""
+    joins: tuple[Join, ...] = ()
+    broken: bool = False
+    """Whether a rank has died, so that the old communicator is of no more use."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,14 @@ from nbdist.errors import (
     CellError,
     NotRunning,
     RankDied,
+    StartError,
     UsageError,
 )
 from nbdist.telemetry.collector import Collector
 from nbdist.wire import Failure, RankInfo
 
 if TYPE_CHECKING:
+    from nbdist.cluster.recovery import Recovery
     from nbdist.cluster.roster import Roster
     from nbdist.cluster.run import Run
     from nbdist.cluster.supervisor import Supervisor
@@ -64,13 +67,22 @@ class Cluster:
             raise UsageError(
                 f"--timeout {self.config.timeout_s} is not above 0 seconds"
             )
+        if self.config.on_failure not in ("stop", "shrink", "replace"):
+            raise UsageError(
+                f"--on-failure {self.config.on_failure!r} is not known: expected stop, "
+                "shrink or replace"
+            )
         self._launcher = Mpiexec(self.config.mpiexec)
         self._places = place(self.config, this_host())
         self.collector = Collector()
         self._started: Started | None = None
         self._roster: Roster | None = None
         self._supervisor: Supervisor | None = None
+        self._recovery: Recovery | None = None
+        self._setup: list[tuple[str, int]] = []
         self._cells = 0
+        self.on_note: Callable[[str], None] = logging.getLogger("nbdist").warning
+        """Hears of ranks that were replaced or dropped between two requests."""
 
     # -- life ------------------------------------------------------------------
 
@@ -95,12 +107,15 @@ class Cluster:
             on_progress,
         )
         # Like the link, these are loaded once a cluster runs, not before.
+        from nbdist.cluster.recovery import Recovery
         from nbdist.cluster.roster import Roster
         from nbdist.cluster.supervisor import Supervisor
 
         self.collector.set_ranks(self._started.infos)
         self._roster = Roster(self._started)
         self._supervisor = Supervisor(self._roster)
+        self._recovery = Recovery(self._roster, self._places, self.config)
+        self._recovery.setup = self._setup
         self._started.keeper.on_loss(self._on_loss)
         return self
 
@@ -123,6 +138,54 @@ class Cluster:
         if started is not None:
             started.link.close()
             started.keeper.close()
+
+    def scale(self, n: int, *, drop: bool = False) -> str:
+        """Grow or shrink the running world to `n` ranks; what was done, in words.
+
+        New ranks run the setup cells and get a copy of the lowest rank's variables.
+
+        Args:
+            drop: Let ranks go although they hold variables that no other rank has.
+
+        Raises:
+            UsageError: It cannot be had, or variables would be lost; nothing changed.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise UsageError(f"-n {n!r} is not a whole number of 1 or more")
+        if not self.fault_tolerant:
+            raise UsageError(
+                f"{self.mpi} cannot change a running world: %dist_stop, then "
+                f"%dist_start -n {n}"
+            )
+        self._supervisor_of().admit(self._select(None))
+        if n == self.size:
+            return f"the world is {n} ranks already"
+        assert self._recovery is not None
+        note = self._recovery.scale(n, drop)
+        self.collector.set_ranks(self.infos)
+        return note
+
+    def mend(self) -> None:
+        """Replace or drop ranks that have died since the last request, as configured.
+
+        Every request does so first. `on_note` hears what was done.
+
+        Raises:
+            RankDied: The others could not go on; the cluster was stopped.
+        """
+        note = self._recover()
+        if note:
+            self.on_note(note)
+
+    def restart(
+        self, on_progress: Callable[[Progress], None] = lambda _: None
+    ) -> Cluster:
+        """Begin anew with the same options and size, and run the setup cells again."""
+        self.stop()
+        self.start(on_progress)
+        for code, number in self._setup:
+            self.execute(code, number=number)
+        return self
 
     def __enter__(self) -> Cluster:
         return self if self.running else self.start()
@@ -173,6 +236,7 @@ class Cluster:
         timeout_s: float | None = None,
         check: bool = True,
         number: int | None = None,
+        setup: bool = False,
         observer: Observer = QUIET,
     ) -> CellResult:
         """Run a cell on all ranks, or on some, and wait for them.
@@ -182,6 +246,8 @@ class Cluster:
             timeout_s: Interrupts the ranks after so many seconds.
             check: Raise when a rank fails; else the result says so.
             number: The notebook's In[] number; counted when not given.
+            setup: Every rank that joins later runs this cell first, as do all ranks
+                after `restart`.
             observer: Sees each piece of output, and each rank that finishes.
 
         Raises:
@@ -191,16 +257,18 @@ class Cluster:
         """
         self._cells += 1
         number = self._cells if number is None else number
-        collected = _Collected(self._live().select(ranks), observer)
+        collected = _Collected(self._select(ranks), observer)
         if not code.lstrip().startswith("%%"):
             code = FIRST_LINE + code
+        if setup:
+            self._setup.append((code, number))
         run = self._run(
             "nbdist.engine.cells:run_cell",
             dict.fromkeys(collected.ranks, (code, number)),
             f"In[{number}]",
             collected,
         )
-        stopped = self._see_through(run, timeout_s)
+        stopped = self._supervisor_of().see_through(run, timeout_s)
         for rank, answer in run.answers.items():
             if answer.ok:
                 part = collected.ranks[rank]
@@ -208,10 +276,13 @@ class Cluster:
         for failure in self._failures(run):
             collected.ranks[failure.rank].failure = failure
         result = CellResult(collected.ranks, self.size)
-        if stopped is not None:
-            raise _with_result(stopped, result)
-        if check and not result.ok:
-            raise _with_result(_cell_error(result.failures, self.size), result)
+        error = stopped
+        if error is None and check and not result.ok:
+            error = _cell_error(result.failures, self.size)
+        note = self._recover()
+        if error is not None:
+            error.note = note
+            raise _with_result(error, result)
         return result
 
     def run(
@@ -328,14 +399,38 @@ class Cluster:
         from nbdist.cluster.run import Run
 
         roster = self._live()
-        assert self._supervisor is not None
-        self._supervisor.admit(args)
+        self._supervisor_of().admit(args)
         infos = [roster[rank] for rank in args]
         return Run(roster.link, infos, target, args, what, observer)
 
-    def _see_through(self, run: Run, timeout_s: float | None) -> CellError | None:
+    def _supervisor_of(self) -> Supervisor:
+        self._live()
         assert self._supervisor is not None
-        return self._supervisor.see_through(run, timeout_s)
+        return self._supervisor
+
+    def _select(self, ranks: Iterable[int] | None) -> list[int]:
+        """The ranks asked for; what has died since the last request is mended first."""
+        self.mend()
+        return self._live().select(ranks)
+
+    def _recover(self) -> str:
+        """Replace or drop the dead, where that is wanted and possible now."""
+        roster, supervisor = self._live(), self._supervisor_of()
+        wanted = self.config.on_failure != "stop" and self.fault_tolerant
+        if not roster.died or roster.lost or not wanted or supervisor.busy:
+            return ""
+        assert self._recovery is not None
+        try:
+            note = self._recovery.recover()
+        except StartError as error:
+            self.stop()
+            raise RankDied(
+                f"a rank has died, and the others could not go on without it: {error}. "
+                "The cluster was stopped; start a new one"
+            ) from error
+        self.collector.set_ranks(roster.infos)
+        supervisor.mended()
+        return note
 
     def _call(
         self,
@@ -346,9 +441,9 @@ class Cluster:
         timeout_s: float | None = None,
         observer: Observer = QUIET,
     ) -> list[Any]:
-        selected = self._live().select(ranks)
+        selected = self._select(ranks)
         run = self._run(target, dict.fromkeys(selected, args), what, observer)
-        stopped = self._see_through(run, timeout_s)
+        stopped = self._supervisor_of().see_through(run, timeout_s)
         failures = self._failures(run)
         if stopped is not None or failures:
             transfer.refuse(answer.value for answer in run.answers.values())

@@ -9,6 +9,7 @@ from typing import Any
 
 from nbdist.cluster.deathwatch import Deathwatch
 from nbdist.cluster.start import Started
+from nbdist.engine.witness import ending_of
 from nbdist.errors import RankDied, UsageError
 from nbdist.wire import RankInfo, format_ranks
 
@@ -16,6 +17,7 @@ __all__ = ["Roster"]
 
 ANSWER_TIMEOUT_S = 2.0
 OBITUARY_LINES = 5
+ENDING_TIMEOUT_S = 0.5
 
 
 class Roster:
@@ -54,6 +56,14 @@ class Roster:
 
     def __getitem__(self, rank: int) -> RankInfo:
         return self._infos[rank]
+
+    def begin(self, infos: Iterable[RankInfo]) -> None:
+        """Take the ranks of a new generation in place of the old ones."""
+        self._watch.close()
+        with self._lock:
+            self._infos = {info.rank: info for info in infos}
+            self._died.clear()
+        self._watch = Deathwatch(self.infos, self._on_death)
 
     def update(self, infos: Iterable[RankInfo]) -> None:
         """Take new descriptions of ranks."""
@@ -132,9 +142,20 @@ class Roster:
 
     def _obituary(self, rank: int) -> str:
         info = self._infos[rank]
-        path = self.run_dir / f"rank{rank}.stderr"
+        path = self.run_dir / f"{info.name}.stderr"
         text = path.read_text(errors="replace") if path.exists() else ""
         lines = text.rstrip().splitlines()[-OBITUARY_LINES:]
         last = "".join(f"\n    {line}" for line in lines)
         said = f"; the last lines of its stderr:{last}\n" if last else ""
-        return f"rank {rank} (pid {info.pid} on {info.host}) has died{said}"
+        who = f"rank {rank} (pid {info.pid} on {info.host})"
+        return f"{who} has died with {self._ending(info)}{said}"
+
+    def _ending(self, info: RankInfo) -> str:
+        """The exit code or signal; its parent process writes it down at once."""
+        deadline = time.monotonic() + ENDING_TIMEOUT_S
+        while time.monotonic() < deadline:
+            ending = ending_of(self.run_dir / f"{info.name}.ending")
+            if ending is not None:
+                return ending
+            time.sleep(ENDING_TIMEOUT_S / 50)
+        return "an unknown exit code"

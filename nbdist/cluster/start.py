@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from nbdist.cluster.keeper import Keeper
 from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.placement import Place
+from nbdist.engine.witness import ending_of
 from nbdist.errors import StartError
 from nbdist.wire import RankInfo
 
 if TYPE_CHECKING:
     from nbdist.cluster.link import Link
 
-__all__ = ["Progress", "Started", "start"]
+__all__ = ["Progress", "Started", "start", "tail_of", "write_places"]
 
 POLL_S = 0.02
 TAIL_LINES = 12
@@ -102,7 +103,7 @@ class _Start:
 
     def begin(self, launcher: Launcher) -> None:
         """Start the controller and the ranks side by side."""
-        _write_places(self._run_dir, self._places)
+        write_places(self._run_dir, self._places)
         options = {"profile-dir": str(self._run_dir), **CONTROLLER_OPTIONS}
         self._keeper.start(
             "controller",
@@ -190,29 +191,29 @@ class _Start:
         failed = sorted(self._run_dir.glob("rank*.failed"))
         if failed:
             rank = int(failed[0].stem.removeprefix("rank"))
-            error = _tail_of(failed[0].read_text(errors="replace"))
-            raise StartError(self._failed(rank, "1", error))
+            error = tail_of(failed[0].read_text(errors="replace"))
+            raise StartError(self._failed(rank, "exit code 1", error))
         if not self._keeper.alive:
             raise StartError("the guard process ended while the cluster was starting")
         for program in ("controller", "mpiexec"):
             code = self._keeper.exit_code(program)
             if code is not None:
                 raise StartError(self._ended(program, code))
-        for rank, stage in self._stages().items():
-            if not _is_running(stage["pid"]):
-                reported = self._reported_exit() or "an unknown code"
-                raise StartError(self._failed(rank, reported, self._stderr(rank)))
+        for rank in self._stages():
+            ending = ending_of(self._run_dir / f"rank{rank}.ending")
+            if ending is not None:
+                raise StartError(self._failed(rank, ending, self._stderr(rank)))
 
-    def _failed(self, rank: int, code: str, last_lines: str) -> str:
+    def _failed(self, rank: int, ending: str, last_lines: str) -> str:
         place = self._places[rank]
         return (
-            f"rank {rank} of {len(self._places)} on {place.host} ended with exit code "
-            f"{code} while it was starting; its last lines:\n{last_lines}"
+            f"rank {rank} of {len(self._places)} on {place.host} ended with {ending} "
+            f"while it was starting; its last lines:\n{last_lines}"
         )
 
     def _ended(self, program: str, code: int) -> str:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        log = _tail_of(self._keeper.log(program).read_text(errors="replace"))
+        log = tail_of(self._keeper.log(program).read_text(errors="replace"))
         return f"{program} ended with {how} while it was starting:\n{log}"
 
     def _late(self, timeout_s: float) -> str:
@@ -232,21 +233,11 @@ class _Start:
     def _stderr(self, rank: int) -> str:
         path = self._run_dir / f"rank{rank}.stderr"
         text = path.read_text(errors="replace") if path.exists() else ""
-        return _tail_of(text)
-
-    def _reported_exit(self) -> str | None:
-        """The exit code in mpiexec's own report of an abnormal end."""
-        text = self._keeper.log("mpiexec").read_text(errors="replace")
-        for line in text.splitlines():
-            label, _, value = line.strip().partition(":")
-            if label.lower() == "exit code":
-                return value.strip()
-            if "exited on signal" in line:
-                return line.partition("exited on ")[2].strip().rstrip(".")
-        return None
+        return tail_of(text)
 
 
-def _write_places(run_dir: Path, places: Sequence[Place]) -> None:
+def write_places(run_dir: Path, places: Sequence[Place]) -> None:
+    """Say in the cluster's folder where each rank runs."""
     records = [
         {
             "rank": place.rank,
@@ -261,14 +252,6 @@ def _write_places(run_dir: Path, places: Sequence[Place]) -> None:
     (run_dir / "places.json").write_text(json.dumps(records), encoding="utf-8")
 
 
-def _is_running(pid: int) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _tail_of(text: str) -> str:
+def tail_of(text: str) -> str:
+    """The last lines, as many as an error can show."""
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])

@@ -41,6 +41,15 @@ class Supervisor:
             )
         self._renew_if_spent()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a living rank is still at work."""
+        return bool(self._busy())
+
+    def mended(self) -> None:
+        """The ranks have met anew."""
+        self._spent = False
+
     def see_through(self, run: Run, timeout_s: float | None) -> CellError | None:
         """Wait until a run has ended on all its ranks.
 

@@ -22,6 +22,7 @@ from .gather import gather
 from .group import (
     Group,
     any_spent,
+    close_groups,
     current_call,
     default_group,
     release_calls,
@@ -53,6 +54,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "chunk_bounds",
+    "close_groups",
     "current_call",
     "default_group",
     "gather",

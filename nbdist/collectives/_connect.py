@@ -26,7 +26,7 @@ from ._transport import Transport
 from ._transport_local import LocalTransport
 from ._transport_mpi import MpiTransport, RingTransport
 from ._transport_shared import SharedTransport
-from ._wait import Check, wait_until
+from ._wait import Check, complete
 
 __all__ = ["Connection", "Hooks", "connect"]
 
@@ -120,7 +120,7 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
 
 def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
     duplicate, request = comm.Idup()
-    wait_until(request.Test, check)
+    complete([request], check, duplicate)
     return duplicate
 
 
@@ -179,7 +179,7 @@ def _swap_cards(comm: MPI.Comm, card: _Item, check: Check) -> list[_Item]:
     """An all-gather of something small, released by `check`."""
     mine = np.frombuffer(pickle.dumps(card).ljust(_CARD_BYTES, b"\0"), np.uint8)
     cards = np.zeros((comm.size, _CARD_BYTES), np.uint8)
-    wait_until(comm.Iallgather(mine, cards).Test, check)
+    complete([comm.Iallgather(mine, cards)], check, mine, cards)
     return [pickle.loads(each.tobytes()) for each in cards]
 
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from mpi4py import MPI
 
-from ._wait import Check, wait_until
+from ._wait import Check, abandon, complete
 
 __all__ = ["RECORD_BYTES", "Gate", "MessageGate"]
 
@@ -76,7 +76,7 @@ class MessageGate(Gate):
         self._mine[0] = self._theirs[self._comm.rank] = word
         requests = self._requests
         MPI.Prequest.Startall(requests)
-        wait_until(lambda: MPI.Request.Testall(requests), check)
+        complete(requests, check, self._mine, self._theirs)
         return bool((self._theirs == word).all())
 
     def exchange(self, record: bytes, check: Check) -> list[bytes]:
@@ -87,7 +87,7 @@ class MessageGate(Gate):
         for peer in self._peers:
             requests.append(self._comm.Irecv(theirs[peer], peer, _RECORD_TAG))
             requests.append(self._comm.Isend(mine, peer, _RECORD_TAG))
-        wait_until(lambda: MPI.Request.Testall(requests), check)
+        complete(requests, check, mine, theirs)
         return [row.tobytes() for row in theirs]
 
     def missing(self) -> list[int]:
@@ -98,6 +98,9 @@ class MessageGate(Gate):
         ]
 
     def close(self) -> None:
-        for request in self._requests:
-            request.Free()
+        if MPI.Request.Testall(self._requests):
+            for request in self._requests:
+                request.Free()
+        else:
+            abandon(self._requests, self._mine, self._theirs)
         self._requests = []

@@ -155,6 +155,8 @@ class SharedGate(Gate):
             semaphore.post(address)
 
     def leave(self, reason: str) -> None:
+        if self._closed[0]:
+            return  # the first who left is the reason for the others
         text = reason.encode()[:RECORD_BYTES]
         self._records[self._rank][:] = text.ljust(RECORD_BYTES, b"\0")
         self._closed[0] = self._rank + 1

@@ -19,9 +19,18 @@ class Handle(dist.Work):
     `add_done_callback` is called from the thread that completes the work.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(
+        self, label: str, on_leave: Callable[[BaseException], object] | None = None
+    ) -> None:
+        """Make one for a call that is about to start.
+
+        Args:
+            label: what to call it in errors.
+            on_leave: told of the interrupt that ended a wait, with the call under way.
+        """
         super().__init__()
         self._label = label
+        self._on_leave = on_leave
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Handle], None]] = []
@@ -43,11 +52,19 @@ class Handle(dist.Work):
         """
         if isinstance(timeout, timedelta):
             timeout = timeout.total_seconds()
-        if not self._done.wait(timeout or None):
+        if not self._wait(timeout or None):
             raise CollectiveTimeout(f"{self._label} is not done after {timeout} s")
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait(self, timeout: float | None) -> bool:
+        try:
+            return self._done.wait(timeout)
+        except KeyboardInterrupt as error:
+            if self._on_leave is not None:
+                self._on_leave(error)
+            raise
 
     def is_completed(self) -> bool:
         """Whether the call has ended, well or not."""

@@ -25,6 +25,7 @@ __all__ = ["MailHooks", "Mailbox", "Message"]
 _KIND_BITS = 11
 _LARGEST_TAG = (2**31 - 1) >> _KIND_BITS
 _LOOK_EVERY_S = 0.25
+_under_way: list[Message] = []
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Message(dist.Work):
         self._flat = flat  # MPI has its address: it must live as long
         self._status = MPI.Status()
         self._arrived = False
+        self._error: CollectiveMismatch | None = None
         self.source: int | None = None
         """The sender's rank in the group, once a message was received."""
 
@@ -105,6 +107,8 @@ class Message(dist.Work):
             raise
         finally:
             self._hooks.on_wait(None)
+        if self._error is not None:
+            raise self._error
         return True
 
     def _finish(self) -> None:
@@ -113,7 +117,7 @@ class Message(dist.Work):
         self.source = self._status.Get_source()
         got = self._status.Get_count(MPI.BYTE)
         if got != self._size:
-            raise CollectiveMismatch(
+            self._error = CollectiveMismatch(
                 f"{self._label}: expected {self._size} bytes, got {got}"
             )
         self._flat.write_back()
@@ -136,7 +140,7 @@ class Mailbox:
         request = self._comm.Isend(moved(flat.tensor), target, _full_tag(tag, tensor))
         label = f"send to rank {target}, tag {tag}"
         kind = _kind("send", target, tensor)
-        return Message(request, label, None, self._hooks, _nothing, kind, flat)
+        return _kept(Message(request, label, None, self._hooks, _nothing, kind, flat))
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
         """Start to receive into a CPU tensor; from anyone where `source` is None."""
@@ -148,7 +152,7 @@ class Mailbox:
         label = f"recv from rank {'any' if source is None else source}, tag {tag}"
         look = self._look_for_foreign(peer, full, label, tensor)
         kind = _kind("recv", source, tensor)
-        return Message(request, label, size, self._hooks, look, kind, flat)
+        return _kept(Message(request, label, size, self._hooks, look, kind, flat))
 
     def _look_for_foreign(
         self, peer: int, full_tag: int, label: str, tensor: Tensor
@@ -168,6 +172,13 @@ class Mailbox:
                 )
 
         return look
+
+
+def _kept(message: Message) -> Message:
+    """Keep a message, with its tensor, until MPI is done with it, whoever forgets it."""
+    _under_way[:] = [each for each in _under_way if not each.is_completed()]
+    _under_way.append(message)
+    return message
 
 
 def _kind(operation: str, peer: int | None, tensor: Tensor) -> Signature:

@@ -13,7 +13,7 @@ from ._buffer import moved, reduced
 from ._reduction import accumulation_dtype, combine, finish
 from ._ring import RingStep, chunk_bounds, ring_steps
 from ._transport import Transport
-from ._wait import Check, wait_until
+from ._wait import Check, complete
 
 __all__ = ["MpiTransport", "RingTransport"]
 
@@ -88,28 +88,28 @@ class RingTransport(Transport):
         sends = []
         for piece in self._cut(tensor):
             if position > 0:
-                self._wait([self._comm.Irecv(moved(piece), left, _TAG)])
+                self._wait([self._receive(piece, left)], tensor)
             if position < self._comm.size - 1:
                 sends.append(self._send(piece, right))
-        self._wait(sends)
+        self._wait(sends, tensor)
 
     def gather(
         self, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int
     ) -> None:
         if outputs is None:
-            self._wait([self._send(tensor, root)])
+            self._wait([self._send(tensor, root)], tensor)
         else:
             outputs[root].copy_(tensor)
-            self._wait(list(self._receive_from_others(outputs)))
+            self._wait(list(self._receive_from_others(outputs)), outputs)
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int
     ) -> None:
         if inputs is None:
-            self._wait([self._comm.Irecv(moved(tensor), root, _TAG)])
+            self._wait([self._receive(tensor, root)], tensor)
         else:
             tensor.copy_(inputs[root])
-            self._wait(list(self._send_to_others(inputs)))
+            self._wait(list(self._send_to_others(inputs)), inputs)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], longest: int
@@ -117,7 +117,7 @@ class RingTransport(Transport):
         rank = self._comm.rank
         receives = list(self._receive_from_others(outputs))
         outputs[rank].copy_(inputs[rank])
-        self._wait([*receives, *self._send_to_others(inputs)])
+        self._wait([*receives, *self._send_to_others(inputs)], outputs, inputs)
 
     def close(self) -> None:
         pass
@@ -141,8 +141,12 @@ class RingTransport(Transport):
             self._swap(step, chunks[step.send_chunk], chunks[step.receive_chunk])
 
     def _swap(self, step: RingStep, outgoing: Tensor, incoming: Tensor) -> None:
-        receive = self._comm.Irecv(moved(incoming), step.receive_from, _TAG)
-        self._wait([receive, self._send(outgoing, step.send_to)])
+        receive = self._receive(incoming, step.receive_from)
+        send = self._send(outgoing, step.send_to)
+        self._wait([receive, send], incoming, outgoing)
+
+    def _receive(self, tensor: Tensor, peer: int) -> MPI.Request:
+        return self._comm.Irecv(moved(tensor), peer, _TAG)
 
     def _send(self, tensor: Tensor, peer: int) -> MPI.Request:
         self.sent_messages += 1
@@ -157,10 +161,10 @@ class RingTransport(Transport):
     def _receive_from_others(self, tensors: Sequence[Tensor]) -> Iterator[MPI.Request]:
         for peer, tensor in enumerate(tensors):
             if peer != self._comm.rank:
-                yield self._comm.Irecv(moved(tensor), peer, _TAG)
+                yield self._receive(tensor, peer)
 
-    def _wait(self, requests: list[MPI.Request]) -> None:
-        wait_until(lambda: MPI.Request.Testall(requests), self._check)
+    def _wait(self, requests: list[MPI.Request], *buffers: object) -> None:
+        complete(requests, self._check, *buffers)
 
 
 class MpiTransport(RingTransport):
@@ -174,13 +178,13 @@ class MpiTransport(RingTransport):
             super().all_reduce(tensor, op)
             return
         mpi_op = _MPI_OPS[op]
-        self._wait([self._comm.Iallreduce(MPI.IN_PLACE, reduced(work), mpi_op)])
+        self._wait([self._comm.Iallreduce(MPI.IN_PLACE, reduced(work), mpi_op)], work)
         finish(op, work, self._comm.size)
         if work is not tensor:
             tensor.copy_(work)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        self._wait([self._comm.Ibcast(moved(tensor), root)])
+        self._wait([self._comm.Ibcast(moved(tensor), root)], tensor)
 
 
 def _is_native(op: str, dtype: torch.dtype) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-__all__ = ["Check", "seconds", "wait_until"]
+from mpi4py import MPI
+
+__all__ = ["Check", "abandon", "complete", "seconds", "wait_until"]
 
 Check = Callable[[], None]
 """Raises when the wait must end: aborted, or out of time."""
@@ -16,6 +18,7 @@ _SPINS = 100
 _YIELDS = 200
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
+_abandoned: list[tuple[list[MPI.Request], tuple[object, ...]]] = []
 
 
 def wait_until(done: Callable[[], bool], check: Check) -> None:
@@ -38,6 +41,39 @@ def wait_until(done: Callable[[], bool], check: Check) -> None:
         check()
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+
+def complete(requests: Sequence[MPI.Request], check: Check, *buffers: object) -> None:
+    """Wait for all requests; when `check` ends the wait, the buffers are kept.
+
+    Args:
+        requests: point-to-point, collective or persistent ones.
+        check: as for `wait_until`.
+        buffers: what MPI reads or writes until the requests are done.
+    """
+    waiting = list(requests)
+    try:
+        wait_until(lambda: MPI.Request.Testall(waiting), check)
+    except BaseException:
+        abandon(waiting, *buffers)
+        raise
+
+
+def abandon(requests: Sequence[MPI.Request], *buffers: object) -> None:
+    """Nobody waits for these requests any more, but MPI may still use the buffers.
+
+    They stay in memory until the requests are done: a late message into memory that
+    Python has given to something else would destroy it.
+    """
+    _abandoned[:] = [entry for entry in _abandoned if not _over(entry[0])]
+    _abandoned.append((list(requests), buffers))
+
+
+def _over(requests: list[MPI.Request]) -> bool:
+    try:
+        return MPI.Request.Testall(requests)
+    except MPI.Exception:  # revoked, or the peer died: MPI lets go of the buffers
+        return True
 
 
 def seconds(duration: float | timedelta) -> float:

@@ -43,6 +43,14 @@ class Worker:
         self._jobs.put((body, handle))
         return handle
 
+    def drain(self) -> None:
+        """Wait until all jobs have ended, well or not. Not to be called by a job."""
+        last = self._last
+        if last is not None:
+            ended = threading.Event()
+            last.add_done_callback(lambda _: ended.set())
+            ended.wait()
+
     def stop(self) -> None:
         """End the thread after the jobs already submitted. Safe to call twice."""
         self._jobs.put(None)

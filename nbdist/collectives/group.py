@@ -37,6 +37,7 @@ from ._worker import Worker
 __all__ = [
     "Group",
     "any_spent",
+    "close_groups",
     "current_call",
     "default_group",
     "release_calls",
@@ -143,7 +144,7 @@ class Group:
         if async_op or (self._worker.busy and not self._worker.is_current):
             call.place = find_place(sys._getframe())
             handle = self._worker.submit(
-                lambda: self._run(call, body, meets), Handle(kind.operation)
+                lambda: self._run(call, body, meets), Handle(kind.operation, self.abort)
             )
             if async_op:
                 return handle
@@ -251,6 +252,8 @@ class Group:
 
         What was under way on it is given up, on all members.
         """
+        self.abort(CollectiveAborted("the ranks of this group meet anew"))
+        self._worker.drain()
         self._connection.discard()
         self.generation = generation
         self.sequence = 0
@@ -346,6 +349,14 @@ def renew_groups(generation: int) -> None:
     """
     for group in sorted(_live, key=lambda group: group._number):
         group.renew(generation)
+
+
+def close_groups() -> None:
+    """Close every group of this process: its ranks are to meet in new ones."""
+    for group in list(_live):
+        group._connection.discard()  # to free in good order takes all its ranks
+        group.close()
+    set_default_group(None)
 
 
 def any_spent() -> bool:

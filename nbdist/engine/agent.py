@@ -6,6 +6,7 @@ for the main thread.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ from nbdist.wire import CollectiveCall
 
 __all__ = [
     "complete",
+    "end",
     "interrupt",
     "memory",
     "release",
@@ -89,6 +91,12 @@ def complete(token: str, line: str, cursor: int) -> list[str]:
     """What may stand in place of the token that ends at the cursor in this line."""
     _text, matches = this_rank().shell.complete(token, line, cursor)
     return [str(match) for match in matches]
+
+
+def end() -> None:
+    """End this process: the world goes on without it."""
+    this_rank().output.close()
+    os._exit(0)
 
 
 def interrupt(request: str | None = None) -> None:

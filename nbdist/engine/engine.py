@@ -44,6 +44,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         self.interrupts = Interrupts()
         self.rank_info: RankInfo = kwargs.pop("rank_info")
         self.device: torch.device = kwargs.pop("device")
+        self.assignment: Assignment = kwargs.pop("assignment")
         super().__init__(**kwargs)
 
     def redirect_output(self, iopub_socket: Any) -> None:
@@ -72,11 +73,14 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 output=output,
                 interrupts=self.interrupts,
                 recorder=recorder,
+                assignment=self.assignment,
+                run_dir=self.run_dir,
             )
         )
-        _fill_namespace(shell, info, self.device)
+        _fill_namespace(shell, self.device)
+        rank.this_rank().tell_namespace()
         requests.answer_on(kernel)
-        Sampler(recorder, info.device, info.device_uuid)
+        self.sampler = Sampler(recorder, info.device, info.device_uuid)
 
     def init_signal(self) -> None:
         super().init_signal()
@@ -85,15 +89,17 @@ class _Engine(IPEngine):  # type: ignore[misc]
 
 def run_engine(
     run_dir: Path,
+    name: str,
     world: World,
     assignment: Assignment,
     device: torch.device,
     captured: dict[str, Path],
 ) -> None:
     """Register with the controller and answer requests until the end."""
-    info = _describe(world, assignment, device)
+    info = _describe(name, world, assignment, device)
     config = Config()
-    config.IPEngine.id = world.rank
+    if world.generation == 0:  # later, the number may still be a dead engine's
+        config.IPEngine.id = world.rank
     config.IPEngine.enable_nanny = False
     config.IPEngine.timeout = REGISTRATION_TIMEOUT_S
     config.IPEngine.max_heartbeat_misses = HEARTBEAT_MISSES
@@ -108,10 +114,13 @@ def run_engine(
         run_dir=run_dir,
         rank_info=info,
         device=device,
+        assignment=assignment,
     )
 
 
-def _describe(world: World, assignment: Assignment, device: torch.device) -> RankInfo:
+def _describe(
+    name: str, world: World, assignment: Assignment, device: torch.device
+) -> RankInfo:
     limit = None
     if assignment.memory_fraction is not None:
         total = torch.cuda.get_device_properties(device).total_memory
@@ -124,6 +133,7 @@ def _describe(world: World, assignment: Assignment, device: torch.device) -> Ran
         engine_uuid="",
         host=socket.gethostname(),
         pid=os.getpid(),
+        name=name,
         device=str(device),
         device_name=assignment.gpu_name,
         device_uuid=assignment.gpu_uuid,
@@ -135,12 +145,9 @@ def _describe(world: World, assignment: Assignment, device: torch.device) -> Ran
     )
 
 
-def _fill_namespace(shell: Any, info: RankInfo, device: torch.device) -> None:
+def _fill_namespace(shell: Any, device: torch.device) -> None:
     """The names that every cell finds, hidden from %who and the like."""
     names = {
-        "rank": info.rank,
-        "world_size": info.world_size,
-        "local_rank": info.local_rank,
         "device": device,
         "torch": torch,
         "dist": dist,

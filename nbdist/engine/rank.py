@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
+from nbdist.engine.place import Assignment
 from nbdist.errors import WrongProcess
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import RankInfo
@@ -34,8 +36,19 @@ class Rank:
     output: Output
     interrupts: Interrupts
     recorder: Recorder
+    assignment: Assignment
+    run_dir: Path
     main_thread: int = field(default_factory=threading.get_ident)
     activity: Activity | None = None
+
+    def tell_namespace(self) -> None:
+        """Give the user's namespace this rank's numbers, hidden from %who and so on."""
+        numbers = {
+            "rank": self.info.rank,
+            "world_size": self.info.world_size,
+            "local_rank": self.info.local_rank,
+        }
+        self.shell.push(numbers, interactive=False)
 
 
 _this: Rank | None = None

@@ -12,13 +12,13 @@ from torch._C._distributed_c10d import FileStore
 from nbdist.collectives import default_group
 from nbdist.collectives.process_group import register
 
-__all__ = ["start"]
+__all__ = ["start", "stop"]
 
 # A collective that waits is released by its peers' failure, not by a clock.
 NO_TIMEOUT = timedelta(days=7)
 
 
-def start(run_dir: Path, owns_gpu: bool) -> None:
+def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     """Initialise the default process group. Every rank must call.
 
     The ranks meet through a file in `run_dir`, so that no port is opened for it.
@@ -26,6 +26,7 @@ def start(run_dir: Path, owns_gpu: bool) -> None:
     Args:
         run_dir: the cluster's folder.
         owns_gpu: whether each rank has a GPU for itself, so that NCCL can be used.
+        generation: of the world; each meets through a file of its own.
     """
     register()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for groups of the user's
@@ -33,8 +34,14 @@ def start(run_dir: Path, owns_gpu: bool) -> None:
     seconds = group.config.timeout_s
     dist.init_process_group(
         "cpu:nbdist,cuda:nccl" if owns_gpu else "nbdist",
-        store=FileStore(str(run_dir / "torch-store"), group.size),
+        store=FileStore(str(run_dir / f"torch-store-{generation}"), group.size),
         rank=group.rank,
         world_size=group.size,
         timeout=NO_TIMEOUT if seconds is None else timedelta(seconds=seconds),
     )
+
+
+def stop() -> None:
+    """Give up every process group, whoever made it. No rank needs another for it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -16,7 +16,7 @@ from nbdist.collectives import Group, renew_groups, set_default_group
 from nbdist.engine.rank import this_rank
 from nbdist.wire import RankInfo
 
-__all__ = ["World", "join", "renew"]
+__all__ = ["World", "current", "enter", "join", "join_running", "renew"]
 
 
 class World:
@@ -26,10 +26,11 @@ class World:
         comm: An mpi4py communicator over all ranks, used for nothing else.
     """
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, generation: int = 0) -> None:
         self.comm = comm
-        self.generation = 0
-        self.group = Group(comm)
+        self.generation = generation
+        self.local_rank, self.local_size = _local_place(comm)
+        self.group = Group(comm, generation=generation)
         set_default_group(self.group)
 
     @property
@@ -40,24 +41,13 @@ class World:
     def size(self) -> int:
         return int(self.comm.size)
 
-    def local_place(self) -> tuple[int, int]:
-        """(local rank, local world size): this rank among those of its host."""
-        from mpi4py import MPI
-
-        local = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        try:
-            return int(local.rank), int(local.size)
-        finally:
-            local.Free()
-
     def publish_environment(self) -> None:
         """Set the variables that torchrun sets. Every rank must call."""
-        local_rank, local_size = self.local_place()
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.size),
-            LOCAL_RANK=str(local_rank),
-            LOCAL_WORLD_SIZE=str(local_size),
+            LOCAL_RANK=str(self.local_rank),
+            LOCAL_WORLD_SIZE=str(self.local_size),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(self.comm.bcast(_free_port() if self.rank == 0 else None)),
         )
@@ -71,14 +61,34 @@ class World:
 _world: World | None = None
 
 
+def current() -> World:
+    """The world as it is now."""
+    assert _world is not None
+    return _world
+
+
 def join() -> World:
     """Enter the world that the MPI launcher made. Every rank must call."""
+    from mpi4py import MPI
+
+    return enter(MPI.COMM_WORLD.Dup(), 0)
+
+
+def join_running(rank: int, generation: int) -> World:
+    """Enter a world that runs already and has spawned this process, as its rank."""
+    from mpi4py import MPI
+
+    bridge = MPI.Comm.Get_parent()
+    return enter(bridge.Merge(high=True).Split(0, key=rank), generation)
+
+
+def enter(comm: Any, generation: int) -> World:
+    """Make the world over a communicator. All its ranks must call."""
     global _world
     from mpi4py import MPI
 
-    comm = MPI.COMM_WORLD.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    _world = World(comm)
+    _world = World(comm, generation)
     return _world
 
 
@@ -87,11 +97,22 @@ def renew() -> RankInfo:
 
     Every rank must call, from its main thread.
     """
-    assert _world is not None
-    _world.renew()
+    here = current()
+    here.renew()
     rank = this_rank()
-    rank.info = replace(rank.info, generation=_world.generation)
+    rank.info = replace(rank.info, generation=here.generation)
     return rank.info
+
+
+def _local_place(comm: Any) -> tuple[int, int]:
+    """(local rank, local world size): this rank among those of its host."""
+    from mpi4py import MPI
+
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        return int(local.rank), int(local.size)
+    finally:
+        local.Free()
 
 
 def _free_port() -> int:

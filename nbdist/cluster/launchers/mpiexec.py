@@ -57,9 +57,14 @@ class Mpiexec(Launcher):
         if not self.is_open_mpi:
             return variables
         variables |= {
-            # One host: the ranks listen nowhere. PRRTE's daemon has one port that it
-            # binds to every address and cannot be told otherwise; it has none on IPv6.
-            "OMPI_MCA_btl": "self,sm",
+            # One host: loopback is all that is announced. But a rank's tcp transport,
+            # over which a replaced rank joins, and PRRTE's daemon each bind a port to
+            # every IPv4 address, and cannot be told otherwise.
+            "OMPI_MCA_btl": "self,sm,tcp" if self.is_fault_tolerant else "self,sm",
+            "OMPI_MCA_btl_tcp_if_include": "lo",
+            "OMPI_MCA_btl_tcp_disable_family": "6",
+            # `--with-ft` covers the first ranks alone; those spawned later need this.
+            "PRTE_MCA_state_base_recoverable": "1",
             "PRTE_MCA_oob_tcp_disable_ipv6_family": "1",
             "OMPI_MCA_pml": "ob1",
             # A stale session directory of the same pid stops PRRTE: have our own.

@@ -1,0 +1,135 @@
+"""Replacing, dropping and adding ranks of a running cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as NoAnswer
+from typing import Any
+
+from nbdist.cluster.link import Exchange
+from nbdist.cluster.placement import Place
+from nbdist.cluster.roster import Roster
+from nbdist.cluster.start import tail_of, write_places
+from nbdist.errors import RankDied, StartError
+from nbdist.wire import Change, Join, RankInfo, format_ranks
+
+__all__ = ["Membership"]
+
+POLL_S = 0.05
+
+
+class Membership:
+    """Leads the living ranks from one generation to the next.
+
+    Args:
+        roster: The ranks; it is brought up to date.
+        places: Where each rank runs, by rank; changed in place.
+        timeout_s: Seconds until newcomers must be up.
+    """
+
+    def __init__(self, roster: Roster, places: list[Place], timeout_s: float) -> None:
+        self._roster = roster
+        self._places = places
+        self._timeout_s = timeout_s
+        self._generation = 0
+
+    def replace_dead(self) -> list[RankInfo]:
+        """Put a new process in the place of each dead rank; the newcomers."""
+        dead = sorted(self._roster.died)
+        numbers = {info.rank: info.rank for info in self._roster.living}
+        return self._change(numbers, dead)
+
+    def drop_dead(self) -> None:
+        """Go on with the living, renumbered in their old order."""
+        living = [info.rank for info in self._roster.living]
+        self._places[:] = [self._places[rank] for rank in living]
+        self._change({old: new for new, old in enumerate(living)}, [])
+
+    def grow(self, places: Sequence[Place]) -> list[RankInfo]:
+        """Add ranks at these places; the newcomers."""
+        size = len(self._places)
+        self._places.extend(places)
+        numbers = {rank: rank for rank in range(size)}
+        try:
+            return self._change(numbers, range(size, len(self._places)))
+        except BaseException:
+            del self._places[size:]
+            raise
+
+    def cut(self, size: int) -> None:
+        """Let all ranks from `size` on go."""
+        leaving = [info for info in self._roster.living if info.rank >= size]
+        self._change({rank: rank for rank in range(size)}, [])
+        for info in leaving:
+            self._roster.link.send(
+                info.engine_uuid, "nbdist.engine.agent:end", control=True
+            )
+        del self._places[size:]
+
+    def _change(self, numbers: dict[int, int], joins: Sequence[int]) -> list[RankInfo]:
+        write_places(self._roster.run_dir, self._places)
+        self._generation = 1 + max(
+            [self._generation, *(info.generation for info in self._roster.infos)]
+        )
+        plan = Change(
+            generation=self._generation,
+            numbers=numbers,
+            joins=tuple(Join(rank) for rank in joins),
+            broken=bool(self._roster.died),
+        )
+        link = self._roster.link
+        known = set(link.engines().values())
+        exchanges = [
+            link.send(info.engine_uuid, "nbdist.engine.membership:change", plan)
+            for info in self._roster.living
+        ]
+        deadline = time.monotonic() + self._timeout_s
+        newcomers = self._await_newcomers(plan, known, deadline)
+        stayed = [self._answer(exchange, deadline) for exchange in exchanges]
+        infos = [info for info in [*stayed, *newcomers] if info is not None]
+        self._roster.begin(sorted(infos, key=lambda info: info.rank))
+        return newcomers
+
+    def _await_newcomers(
+        self, plan: Change, known: set[str], deadline: float
+    ) -> list[RankInfo]:
+        link = self._roster.link
+
+        def arrived() -> set[str]:
+            return set(link.engines().values()) - known
+
+        self._wait_until(lambda: len(arrived()) >= len(plan.joins), plan, deadline)
+        hellos = [link.send(uuid, "nbdist.engine.agent:status") for uuid in arrived()]
+        return [self._answer(hello, deadline)["info"] for hello in hellos]
+
+    def _wait_until(
+        self, condition: Callable[[], bool], plan: Change, deadline: float
+    ) -> None:
+        while not condition():
+            for join in plan.joins:
+                name = f"rank{join.rank}-{plan.generation}"
+                failed = self._roster.run_dir / f"{name}.failed"
+                if failed.exists():
+                    reason = tail_of(failed.read_text(errors="replace"))
+                    raise StartError(f"new rank {join.rank} did not come up:\n{reason}")
+            if time.monotonic() > deadline:
+                ranks = format_ranks(join.rank for join in plan.joins)
+                raise StartError(
+                    f"new rank {ranks} was not up after {self._timeout_s:g} s"
+                )
+            time.sleep(POLL_S)  # other processes' files raise no event
+
+    def _answer(self, exchange: Exchange, deadline: float) -> Any:
+        try:
+            answer = exchange.reply.result(max(0.1, deadline - time.monotonic()))
+        except NoAnswer as error:
+            raise StartError(
+                f"a rank did not join the others within {self._timeout_s:g} s"
+            ) from error
+        except RankDied as error:
+            raise StartError(f"{error} while the ranks were meeting anew") from error
+        if not answer.ok:
+            _ename, _evalue, lines = answer.value
+            raise StartError(f"a rank could not join the others: {''.join(lines)}")
+        return answer.value
