@@ -118,13 +118,18 @@ def test_no_text_depends_on_the_machine_it_was_written_on() -> None:
     assert not found
 
 
-def test_only_the_makefile_names_a_package_index() -> None:
+def test_the_only_package_index_named_is_pytorchs() -> None:
     index = re.compile(
         r"https?://[\w.-]*(?:pypi|pythonhosted|npmjs|anaconda)[\w.]*"
         r"|https?://[\w./-]+/(?:simple|whl)\b"
     )
-    found = {name for name, text in tracked_texts() if index.search(text)}
-    assert found <= {"Makefile", "README.md"}
+    found = [
+        (name, url)
+        for name, text in tracked_texts()
+        for url in index.findall(text)
+        if not url.startswith("https://download.pytorch.org/")
+    ]
+    assert not found
 
 
 @pytest.fixture(scope="module")
