@@ -175,7 +175,7 @@ class Mailbox:
 
 
 def _kept(message: Message) -> Message:
-    """Keep a message, with its tensor, until MPI is done with it, whoever forgets it."""
+    """Keep a message and its tensor until MPI is done, whoever forgets them."""
     _under_way[:] = [each for each in _under_way if not each.is_completed()]
     _under_way.append(message)
     return message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,25 @@ CONTRACT = str(Path(__file__).with_name("contract.py"))
 TRANSPORTS = ["shared", "mpi", "ring"]
 
 
-@cache
-def outcomes(size: int) -> dict[str, dict[str, list[str | None]]]:
-    """Per transport and case, each rank's error: one launch for all of them."""
-    results = launch(size, CONTRACT, "run_all", TRANSPORTS, deadline_s=150)
+Errors = dict[str, dict[str, list[str | None]]]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4, 5, 8])
+def errors(request: pytest.FixtureRequest) -> Errors:
+    """Per transport and case, each rank's error: one launch for each world size."""
+    results: list[Errors] = launch(
+        request.param, CONTRACT, "run_all", TRANSPORTS, deadline_s=100
+    )
     return results[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_contract(size: int, transport: str) -> None:
-    failures = {
-        f"{case}, rank {rank}": error
-        for case, errors in outcomes(size)[transport].items()
-        for rank, error in enumerate(errors)
+def test_contract(errors: Errors, transport: str) -> None:
+    failures = [
+        f"{case}, rank {rank}:\n{error}"
+        for case, per_rank in errors[transport].items()
+        for rank, error in enumerate(per_rank)
         if error is not None
-    }
-    assert not failures, "\n".join(
-        f"{name}:\n{text}" for name, text in failures.items()
-    )
+    ]
+    assert errors[transport]
+    assert not failures, "\n".join(failures)

@@ -1,0 +1,242 @@
+"""What happens when a rank does not come. Runs on the ranks, by `test_faults.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import nbdist.collectives as nc
+from nbdist.config import CollectiveConfig
+from nbdist.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    WrongProcess,
+)
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+PROMPT_S = 1.0
+"""Releases take about 1 ms; this leaves room for a busy machine."""
+
+
+def run_all(bodies: list[tuple[str, tuple[object, ...]]]) -> list[object]:
+    """Run several of the functions below in turn: what each returned, or its error."""
+    outcomes = []
+    for name, arguments in bodies:
+        try:
+            outcomes.append(globals()[name](*arguments))
+        except BaseException:  # noqa: BLE001 - it is the outcome
+            outcomes.append(RuntimeError(traceback.format_exc()))
+        COMM.Barrier()
+        nc.close_groups()
+    return outcomes
+
+
+def make(transport: str, timeout_s: float | None = 30.0) -> nc.Group:
+    group = nc.Group(COMM, config=CollectiveConfig(transport, timeout_s))
+    nc.set_default_group(group)
+    return group
+
+
+@contextmanager
+def when_blocked(action: Callable[[], object]) -> Iterator[None]:
+    """Do something from another thread once this process is in a call."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while nc.current_call() is None:
+            if over.wait(0.001):
+                return
+        action()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def usable_again(group: nc.Group) -> None:
+    group.renew(group.generation + 1)
+    tensor = torch.ones(1000)
+    nc.all_reduce(tensor)
+    assert (tensor == SIZE).all()
+
+
+BLOCKING: dict[str, Callable[[], object]] = {
+    "barrier": nc.barrier,
+    "all_reduce": lambda: nc.all_reduce(torch.ones(400_000)),
+    "ring": lambda: nc.all_reduce(torch.ones(10), algorithm="ring"),
+    "recv": lambda: nc.recv(torch.ones(3), (RANK + 1) % SIZE),
+    "handle": lambda: nc.all_reduce(torch.ones(3), async_op=True).wait(),
+}
+
+
+def abort(transport: str) -> None:
+    """All ranks but one block, and are aborted from another thread."""
+    group = make(transport)
+    for call in BLOCKING.values():
+        COMM.Barrier()
+        if RANK > 0:
+            error = CollectiveAborted("enough")
+            start = time.monotonic()
+            with (
+                when_blocked(lambda error=error: group.abort(error)),
+                pytest.raises(CollectiveAborted) as caught,
+            ):
+                call()
+            assert time.monotonic() - start < PROMPT_S
+            assert "enough" in str(caught.value) or "left it" in str(caught.value)
+            with pytest.raises(CollectiveError):
+                nc.barrier()
+        COMM.Barrier()
+        usable_again(group)
+    group.close()
+
+
+def interrupt(transport: str) -> None:
+    """SIGINT ends a blocked call with KeyboardInterrupt, as the first rank sees it."""
+    group = make(transport)
+    for call in BLOCKING.values():
+        COMM.Barrier()
+        if RANK == SIZE - 1:
+            start = time.monotonic()
+            with (
+                when_blocked(lambda: os.kill(os.getpid(), signal.SIGINT)),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                call()
+            assert time.monotonic() - start < PROMPT_S
+            assert group.spent
+        COMM.Barrier()
+        usable_again(group)
+    group.close()
+
+
+def leave(transport: str) -> str:
+    """Where memory is shared, the others learn that a rank was interrupted."""
+    group = make(transport)
+    if RANK == 0:
+        with pytest.raises(CollectiveTimeout):
+            nc.barrier(timeout=0.2)
+        message = ""
+    elif RANK < SIZE - 1:
+        with pytest.raises(CollectiveAborted) as caught:
+            nc.barrier()
+        message = str(caught.value)
+    else:
+        message = ""
+    COMM.Barrier()
+    usable_again(group)
+    group.close()
+    return message
+
+
+def time_out(transport: str) -> str:
+    """The error says who had come, and where the others are."""
+    group = make(transport)
+    part = group.new([SIZE - 2, SIZE - 1])
+    message = ""
+    COMM.Barrier()
+    if RANK == SIZE - 1:  # waits elsewhere, for one who does not come
+        with pytest.raises(CollectiveError):
+            nc.all_reduce(torch.ones(7), group=part, timeout=2.0)
+    elif RANK != SIZE - 2:
+        start = time.monotonic()
+        with pytest.raises((CollectiveTimeout, CollectiveAborted)) as caught:
+            nc.broadcast(torch.ones(3), 0, timeout=timedelta(seconds=0.5 + RANK))
+        assert time.monotonic() - start < 0.5 + RANK + PROMPT_S
+        message = str(caught.value)
+    COMM.Barrier()
+    group.close()
+    return message
+
+
+def one_message_is_missing() -> None:
+    group = make("auto")
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match="recv from rank"):
+        nc.recv(torch.ones(3), (RANK + 1) % SIZE, timeout=0.3)
+    assert time.monotonic() - start < 0.3 + PROMPT_S
+    group.close()
+
+
+def a_message_of_another_shape() -> None:
+    group = make("auto")
+    if RANK == 0:
+        nc.isend(torch.ones(4), 1)
+    elif RANK == 1:
+        room = torch.zeros(3)
+        with pytest.raises(CollectiveMismatch, match="expected 3 elements"):
+            nc.recv(room, 0)
+        assert (room == 0).all()
+    COMM.Barrier()
+    group.close()
+
+
+def tell_where(path: str) -> tuple[str, int | None, int | None]:
+    """Another thread sees the call, with cell and line."""
+    group = make("auto")
+    nc.set_cell_resolver(lambda filename: 42 if filename == path else None)
+    seen = []
+
+    def look() -> None:
+        seen.append(nc.current_call())
+        COMM.Isend(b"", 0)
+
+    if RANK == 0:
+        thread_of_1 = COMM.Irecv(bytearray(0), 1)
+        while not thread_of_1.Test():
+            time.sleep(0.001)
+        nc.barrier()
+    elif RANK == 1:
+        with when_blocked(look):
+            exec(compile("\n\nnc.barrier()", path, "exec"), {"nc": nc})
+    else:
+        nc.barrier()
+    assert nc.current_call() is None
+    group.close()
+    call = seen[0] if seen else None
+    return ("", None, None) if call is None else (call.operation, call.cell, call.line)
+
+
+def die() -> None:
+    """The last rank is killed in the middle of a collective."""
+    make("auto")
+    nc.all_reduce(torch.ones(2_000_000))
+    if RANK == SIZE - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    nc.barrier()
+
+
+def count_messages() -> list[tuple[int, int, int]]:
+    """(elements, messages sent, elements sent) of ring all-reduces on this rank."""
+    group = make("ring")
+    ring = group.transport("cpu", "ring")
+    counts = []
+    for length in (0, 1, SIZE - 1, SIZE, 1009, 65_536):
+        ring.sent_messages = ring.sent_elements = 0
+        nc.all_reduce(torch.ones(length), algorithm="ring")
+        counts.append((length, ring.sent_messages, ring.sent_elements))
+    group.close()
+    return counts
+
+
+def no_group_here() -> None:
+    nc.set_default_group(None)
+    with pytest.raises(WrongProcess, match="%%distributed"):
+        nc.all_reduce(torch.ones(1))

@@ -1,0 +1,104 @@
+"""Every wait can be released, and says why it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import RanksFailed, launch
+
+FAULTS = str(Path(__file__).with_name("faults.py"))
+SIZE = 4
+BODIES: list[tuple[str, tuple[object, ...]]] = [
+    ("abort", ("shared",)),
+    ("abort", ("mpi",)),
+    ("interrupt", ("shared",)),
+    ("interrupt", ("mpi",)),
+    ("leave", ("shared",)),
+    ("time_out", ("shared",)),
+    ("time_out", ("mpi",)),
+    ("one_message_is_missing", ()),
+    ("a_message_of_another_shape", ()),
+    ("tell_where", ("/tmp/cell_7.py",)),
+    ("count_messages", ()),
+    ("no_group_here", ()),
+]
+
+
+Outcome = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    """Asks what a body returned on each rank; all bodies run in one launch."""
+    everything = launch(SIZE, FAULTS, "run_all", BODIES, deadline_s=100)
+
+    def ask(name: str, *arguments: object) -> list[Any]:
+        index = BODIES.index((name, arguments))
+        values = [results[index] for results in everything]
+        errors = [str(value) for value in values if isinstance(value, Exception)]
+        assert not errors, "\n".join(errors)
+        return values
+
+    return ask
+
+
+@pytest.mark.parametrize("transport", ["shared", "mpi"])
+def test_abort_releases_every_kind_of_wait(outcome: Outcome, transport: str) -> None:
+    outcome("abort", transport)
+
+
+@pytest.mark.parametrize("transport", ["shared", "mpi"])
+def test_interrupt_ends_every_kind_of_wait(outcome: Outcome, transport: str) -> None:
+    outcome("interrupt", transport)
+
+
+def test_a_rank_that_leaves_releases_the_others(outcome: Outcome) -> None:
+    for message in outcome("leave", "shared")[1:3]:
+        assert "rank 0 of the group left it: CollectiveTimeout: barrier #1" in message
+
+
+def test_a_time_out_says_who_is_missing_and_where_it_is(outcome: Outcome) -> None:
+    message = outcome("time_out", "shared")[0]
+    assert "broadcast #2" in message
+    assert "Arrived: ranks 0, 1. Missing: ranks 2, 3." in message
+    assert "rank 3: #1 all_reduce((7,), float32, cpu, op=sum)" in message
+    assert "Not in any collective: rank 2." in message
+
+
+def test_a_time_out_over_messages_says_who_is_missing(outcome: Outcome) -> None:
+    message = outcome("time_out", "mpi")[0]
+    assert "Arrived: ranks 0, 1. Missing: ranks 2, 3." in message
+
+
+def test_messages_that_do_not_come_or_do_not_fit(outcome: Outcome) -> None:
+    outcome("one_message_is_missing")
+    outcome("a_message_of_another_shape")
+
+
+def test_another_thread_sees_the_call_with_cell_and_line(outcome: Outcome) -> None:
+    assert outcome("tell_where", "/tmp/cell_7.py")[1] == ("barrier", 42, 3)
+
+
+def test_a_ring_sends_no_more_than_it_must(outcome: Outcome) -> None:
+    for counts in outcome("count_messages"):
+        for length, messages, elements in counts:
+            assert messages == 2 * (SIZE - 1)
+            assert elements <= 2 * (SIZE - 1) * -(-length // SIZE)
+
+
+def test_without_a_group_the_error_says_what_to_do(outcome: Outcome) -> None:
+    outcome("no_group_here")
+
+
+def test_a_killed_rank_leaves_no_shared_memory() -> None:
+    before = _left_behind()
+    with pytest.raises(RanksFailed, match="rank 1: died"):
+        launch(2, FAULTS, "die")
+    assert _left_behind() <= before
+
+
+def _left_behind() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*nbdist*")}
