@@ -26,6 +26,7 @@ _HOMES = {
     "nbdist.engine.self": (
         "device", "local_rank", "log", "rank", "size",
     ),
+    "nbdist.engine.script": ("init",),
     "nbdist.collectives": (
         "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier",
         "broadcast", "broadcast_object", "gather", "recv", "reduce", "reduce_scatter",
@@ -33,7 +34,7 @@ _HOMES = {
     ),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_RANK_HOMES = {"nbdist.engine.self", "nbdist.collectives"}
+_RANK_HOMES = {"nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives"}
 _in_notebook = False
 
 __all__ = ["__version__", "load_ipython_extension", *sorted(_HOME_OF)]

@@ -119,6 +119,7 @@ class _Start:
             **launcher.environment(n, self._run_dir),
             "NBDIST_RUN_DIR": str(self._run_dir),
             "NBDIST_WORK_DIR": os.getcwd(),
+            "NBDIST_PATH": os.pathsep.join(sys.path),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
         command = [sys.executable, "-m", "nbdist.engine"]
@@ -195,7 +196,7 @@ class _Start:
             raise StartError(self._failed(rank, "exit code 1", error))
         if not self._keeper.alive:
             raise StartError("the guard process ended while the cluster was starting")
-        for program in ("controller", "mpiexec"):
+        for program in ("mpiexec", "controller"):
             code = self._keeper.exit_code(program)
             if code is not None:
                 raise StartError(self._ended(program, code))

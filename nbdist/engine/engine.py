@@ -141,7 +141,7 @@ def _describe(
         threads=assignment.threads,
         transport=world.group.describe(),
         generation=world.generation,
-        mpi=MPI.Get_library_version().split(",")[0].strip(),
+        mpi=MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
     )
 
 
@@ -154,6 +154,5 @@ def _fill_namespace(shell: Any, device: torch.device) -> None:
         "nbdist": nbdist,
     }
     shell.push(names, interactive=False)
-    for name in ("exit", "quit"):
-        # IPython's would end the engine; Python's own raise SystemExit in the cell.
-        shell.user_ns.pop(name, None)
+    # IPython's would end the engine; these end the cell.
+    shell.push({"exit": sys.exit, "quit": sys.exit}, interactive=False)

@@ -15,7 +15,7 @@ from nbdist.errors import WrongProcess
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import RankInfo
 
-__all__ = ["Activity", "Rank", "this_rank"]
+__all__ = ["Activity", "Rank", "become", "is_rank", "this_rank"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ def become(rank: Rank) -> None:
     """Say who this process is; called once, at the end of the start."""
     global _this
     _this = rank
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank of a notebook's cluster."""
+    return _this is not None
 
 
 def this_rank() -> Rank:

@@ -1,4 +1,4 @@
-"""What a rank's code asks of its own process."""
+"""What a rank's code asks of its own process, in a cell or in a script."""
 
 from __future__ import annotations
 
@@ -6,38 +6,46 @@ from typing import SupportsIndex
 
 import torch
 
-from nbdist.engine.rank import this_rank
+from nbdist.engine import world
+from nbdist.engine.rank import is_rank, this_rank
 
 __all__ = ["device", "local_rank", "log", "rank", "size"]
 
 
 def rank() -> int:
     """This process's number in the world, 0 to size() - 1."""
-    return this_rank().info.rank
+    return world.current().rank
 
 
 def size() -> int:
     """The number of ranks in the world."""
-    return this_rank().info.world_size
+    return world.current().size
 
 
 def local_rank() -> int:
     """This process's number among the ranks of its host."""
-    return this_rank().info.local_rank
+    return world.current().local_rank
 
 
 def device() -> torch.device:
-    """The device this rank is pinned to."""
-    return torch.device(this_rank().info.device)
+    """The device this rank works on: its GPU where it has one, else the CPU."""
+    if is_rank():
+        return torch.device(this_rank().info.device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def log(step: SupportsIndex | None = None, **scalars: object) -> None:
     """Record scalars of this rank, such as `log(loss=loss)`; they appear live.
 
-    Costs microseconds and never waits for the notebook. Values are numbers, 0-d
-    tensors of any device, or numpy scalars; a CUDA tensor is not waited for.
+    Costs microseconds and never waits for the notebook. In a script, where no notebook
+    watches, it does nothing.
 
     Args:
         step: Place on the x axis; counted from 0 when not given.
+        scalars: Numbers, 0-d tensors of any device, or numpy scalars; a CUDA tensor is
+            not waited for.
     """
-    this_rank().recorder.log(step, **scalars)
+    if is_rank():
+        this_rank().recorder.log(step, **scalars)

@@ -14,9 +14,10 @@ from typing import Any
 
 from nbdist.collectives import Group, renew_groups, set_default_group
 from nbdist.engine.rank import this_rank
+from nbdist.errors import WrongProcess
 from nbdist.wire import RankInfo
 
-__all__ = ["World", "current", "enter", "join", "join_running", "renew"]
+__all__ = ["World", "current", "enter", "is_joined", "join", "join_running", "renew"]
 
 
 class World:
@@ -62,9 +63,22 @@ _world: World | None = None
 
 
 def current() -> World:
-    """The world as it is now."""
-    assert _world is not None
+    """The world as it is now.
+
+    Raises:
+        WrongProcess: This process has joined none.
+    """
+    if _world is None:
+        raise WrongProcess(
+            "this process is no rank: put it in a %%distributed cell, or call "
+            "nbdist.init() in a script that mpiexec runs"
+        )
     return _world
+
+
+def is_joined() -> bool:
+    """Whether this process is in a world."""
+    return _world is not None
 
 
 def join() -> World:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import os
 import shutil
 import subprocess
@@ -37,7 +36,7 @@ class Mpiexec(Launcher):
 
     @property
     def is_open_mpi(self) -> bool:
-        return "open mpi" in self._version.lower() or "openrte" in self._version.lower()
+        return self._version.startswith("Open MPI")
 
     @property
     def is_fault_tolerant(self) -> bool:
@@ -53,14 +52,16 @@ class Mpiexec(Launcher):
         return [self._path, *fault_tolerance, *binding, "-n", str(n), *command]
 
     def environment(self, n: int, run_dir: Path) -> Mapping[str, str]:
-        variables = {} if self._is_wheel else _library_of(self._path)
+        variables = (
+            {} if self._is_wheel else _library_of(self._path, self.is_open_mpi, run_dir)
+        )
         if not self.is_open_mpi:
             return variables
         variables |= {
             # One host: loopback is all that is announced. But a rank's tcp transport,
             # over which a replaced rank joins, and PRRTE's daemon each bind a port to
             # every IPv4 address, and cannot be told otherwise.
-            "OMPI_MCA_btl": "self,sm,tcp" if self.is_fault_tolerant else "self,sm",
+            "OMPI_MCA_btl": "self,sm,tcp" if self.is_fault_tolerant else "self,vader",
             "OMPI_MCA_btl_tcp_if_include": "lo",
             "OMPI_MCA_btl_tcp_disable_family": "6",
             # `--with-ft` covers the first ranks alone; those spawned later need this.
@@ -78,6 +79,7 @@ class Mpiexec(Launcher):
         # Containers often show fewer slots than cores; how many ranks fit is our
         # decision, so the launcher never refuses. Waiting ranks yield when crowded.
         variables["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+        variables["OMPI_MCA_rmaps_base_oversubscribe"] = "1"  # before Open MPI 5
         if n > (os.cpu_count() or 1):
             variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
         return variables
@@ -124,19 +126,32 @@ def _version(path: str) -> str:
     if lines and lines[0].startswith("HYDRA"):
         version = next((line.split()[-1] for line in lines if "Version:" in line), "")
         return f"MPICH {version}"
-    return lines[0].replace("mpiexec (Open MPI)", "Open MPI") if lines else path
+    if lines and ("(Open MPI)" in lines[0] or "(OpenRTE)" in lines[0]):
+        return f"Open MPI {lines[0].split()[-1]}"
+    return lines[0] if lines else path
 
 
-def _library_of(mpiexec: str) -> dict[str, str]:
-    """Point mpi4py at the MPI library that belongs to a launcher outside the venv."""
+def _library_of(mpiexec: str, is_open_mpi: bool, run_dir: Path) -> dict[str, str]:
+    """Have mpi4py load the MPI library that belongs to a launcher outside the venv.
+
+    The wheel of mpi4py asks the dynamic linker for one name for each kind of MPI, which
+    not every system gives its library: a folder with that name comes first in the
+    linker's search.
+    """
+    wanted, abi = (
+        ("libmpi.so.40", "openmpi") if is_open_mpi else ("libmpi.so.12", "mpich")
+    )
     prefix = Path(mpiexec).resolve().parents[1]
-    names = ("libmpi.so", "libmpi.so.40", "libmpi.so.12", "libmpich.so.12")
-    for folder in ("lib", "lib64"):
-        for name in names:
-            if (prefix / folder / name).exists():
-                return {"MPI4PY_LIBMPI": str(prefix / folder / name)}
-    for name in ("mpich", "mpi") if "mpich" in mpiexec else ("mpi", "mpich"):
-        found = ctypes.util.find_library(name)
-        if found is not None:
-            return {"MPI4PY_LIBMPI": found}
-    return {}
+    folders = [prefix / "lib", prefix / "lib64", *(prefix / "lib").glob("*-linux-gnu")]
+    names = [wanted, "libmpi.so"] if is_open_mpi else [wanted, "libmpich.so.12"]
+    found = next((f / n for f in folders for n in names if (f / n).exists()), None)
+    if found is None:
+        raise UsageError(
+            f"no MPI library belongs to {mpiexec!r}: expected one of "
+            f"{', '.join(names)} in {', '.join(map(str, folders))}"
+        )
+    folder = run_dir / "lib"
+    folder.mkdir()
+    (folder / wanted).symlink_to(found)
+    search = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {"LD_LIBRARY_PATH": os.pathsep.join(search), "MPI4PY_MPIABI": abi}

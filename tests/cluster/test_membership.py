@@ -1,0 +1,152 @@
+"""A rank that dies is replaced or dropped; a running world grows and shrinks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import nbdist
+from nbdist.cluster.controller import Cluster
+from nbdist.errors import CellError, RankDied, UsageError
+
+SUM = """
+x = torch.full((3,), rank + 1.0)
+nbdist.all_reduce(x)
+y = torch.full((2,), rank + 1.0)
+dist.all_reduce(y)
+assert x.eq(world_size * (world_size + 1) / 2).all(), x
+assert y.eq(world_size * (world_size + 1) / 2).all(), y
+assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+assert (rank, world_size) == (nbdist.rank(), nbdist.size())
+assert (str(rank), str(world_size)) == (os.environ["RANK"], os.environ["WORLD_SIZE"])
+"""
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def cluster(notes: list[str]) -> Iterator[Cluster]:
+    with Cluster(n=4) as running:
+        running.on_note = notes.append
+        running.execute("import os, signal", setup=True)
+        running.execute("import threading; mine = 100 + rank; handle = threading.Lock()")
+        yield running
+
+
+def pids(cluster: Cluster) -> list[int]:
+    return [info.pid for info in cluster.ranks]
+
+
+def kill(cluster: Cluster, rank: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Kill a rank's process, and wait until that is known."""
+    os.kill(cluster.ranks[rank].pid, signum)
+    with pytest.raises(CellError):
+        cluster.execute("nbdist.barrier()", timeout_s=60)
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_a_dead_rank_is_replaced_and_the_others_stay(
+    cluster: Cluster, rank: int
+) -> None:
+    before = pids(cluster)
+    death = f"if rank == {rank}: os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(CellError) as caught:
+        cluster.execute(death + "\nnbdist.all_reduce(torch.ones(2))", timeout_s=60)
+    assert f"rank {rank} (pid {before[rank]}" in str(caught.value)
+    assert "SIGKILL" in str(caught.value)
+    assert f"rank {rank} was replaced" in str(caught.value)
+    assert "handle" in str(caught.value)  # what could not be copied is named
+    after = pids(cluster)
+    assert [a == b for a, b in zip(after, before, strict=True)] == [
+        r != rank for r in range(4)
+    ]
+    cluster.execute(SUM, timeout_s=30)
+    oldest = 1 if rank == 0 else 0
+    expected = [100 + (oldest if r == rank else r) for r in range(4)]
+    assert cluster["mine"] == expected
+
+
+@pytest.mark.parametrize(
+    ("death", "ending"),
+    [("os._exit(3)", "exit code 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")],
+)
+def test_how_a_rank_died_is_said(cluster: Cluster, death: str, ending: str) -> None:
+    with pytest.raises(CellError, match=f"died with {ending}"):
+        cluster.execute(f"if rank == 1: {death}", timeout_s=60)
+    cluster.execute(SUM, timeout_s=30)
+
+
+def test_two_deaths_between_cells_are_mended_before_the_next_one(
+    cluster: Cluster, notes: list[str]
+) -> None:
+    before = pids(cluster)
+    for rank in (1, 3):
+        os.kill(before[rank], signal.SIGKILL)
+    while len(cluster.died()) < 2:  # the test's own time-out bounds this
+        time.sleep(0.01)
+    cluster.execute(SUM, timeout_s=30)
+    assert len(notes) == 1
+    assert "rank 1,3 was replaced" in notes[0]
+    assert [r for r in range(4) if pids(cluster)[r] == before[r]] == [0, 2]
+
+
+def test_a_replacement_can_be_replaced(cluster: Cluster) -> None:
+    for _ in range(2):
+        kill(cluster, 2)
+        cluster.execute(SUM, timeout_s=30)
+
+
+def test_shrink_renumbers_the_survivors_in_their_old_order() -> None:
+    with Cluster(n=4, on_failure="shrink") as cluster:
+        cluster.execute("import os; mine = 100 + rank")
+        kill(cluster, 1)
+        assert cluster.size == 3
+        cluster.execute(SUM, timeout_s=30)
+        assert cluster["mine"] == [100, 102, 103]
+
+
+def test_stop_leaves_the_survivors_to_be_looked_at() -> None:
+    with Cluster(n=3, on_failure="stop") as cluster:
+        cluster.execute("mine = 100 + rank")
+        kill(cluster, 1)
+        with pytest.raises(RankDied, match=r"rank 1 .* SIGKILL"):
+            cluster.execute("1")
+        assert cluster.pull("mine", [0, 2]) == [100, 102]
+
+
+def test_scaling_keeps_processes_and_variables(cluster: Cluster) -> None:
+    before = pids(cluster)
+    cluster.execute("only = 1", ranks=[3])
+    with pytest.raises(UsageError, match="--yes"):
+        cluster.scale(2)
+    assert pids(cluster) == before
+    assert "2 ranks" in cluster.scale(2, drop=True)
+    assert pids(cluster) == before[:2]
+    cluster.execute(SUM, timeout_s=30)
+    assert "5 ranks" in cluster.scale(5)
+    assert pids(cluster)[:2] == before[:2]
+    cluster.execute(SUM, timeout_s=30)
+    assert cluster["mine"] == [100, 101, 100, 100, 100]
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True])
+def test_a_bad_size_is_refused(cluster: Cluster, n: object) -> None:
+    with pytest.raises(UsageError, match="whole number"):
+        cluster.scale(n)  # type: ignore[arg-type]
+    cluster.execute(SUM, timeout_s=30)
+
+
+def test_restart_runs_the_setup_cells_again(cluster: Cluster) -> None:
+    before = pids(cluster)
+    cluster.restart()
+    assert not set(before) & set(pids(cluster))
+    cluster.execute(SUM, timeout_s=30)  # needs `os`, which the setup cell imports
+    with pytest.raises(nbdist.TransferError, match="mine"):
+        cluster.pull("mine")
