@@ -10,18 +10,21 @@ import pytest
 from nbdist import Cluster
 
 ROOT = Path(__file__).parent.parent
-REMEMBER = "get_ipython().names_at_start = set(get_ipython().user_ns)"
-FORGET = """
-shell = get_ipython()
-for name in shell.user_ns.keys() - shell.names_at_start:
-    del shell.user_ns[name]
-"""
+
+
+def forget() -> None:
+    """On a rank: remove the variables that cells have made."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    for name in set(shell.user_ns) - set(shell.user_ns_hidden):
+        if not name.startswith("_"):
+            del shell.user_ns[name]
 
 
 @pytest.fixture(scope="session")
 def _shared_cluster() -> Iterator[Cluster]:
     with Cluster(4, device="cpu") as cluster:
-        cluster.execute(REMEMBER)
         yield cluster
 
 
@@ -34,7 +37,7 @@ def cluster(_shared_cluster: Cluster) -> Iterator[Cluster]:
     assert {rank: state and state["what"] for rank, state in states.items()} == (
         dict.fromkeys(range(4))
     )
-    _shared_cluster.execute(FORGET)
+    _shared_cluster.run(forget)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,421 @@
+"""Cells on four ranks: what they may hold, print, show and raise."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from nbdist import CellError, CellTimeout, Cluster, UsageError
+from nbdist.cluster.result import CellResult
+
+
+def stdout(result: CellResult) -> list[str]:
+    return [result[rank].stdout for rank in result.ranks]
+
+
+def last(result: CellResult) -> list[str]:
+    return [result[rank].outputs[-1]["text/plain"] for rank in result.ranks]
+
+
+def fail(cluster: Cluster, code: str, **options: object) -> CellError:
+    with pytest.raises(CellError) as failed:
+        cluster.execute(code, **options)
+    return failed.value
+
+
+# -- what a cell may hold ------------------------------------------------------------
+
+
+def test_the_promised_names_are_there(cluster: Cluster):
+    result = cluster.execute(
+        "assert torch.distributed is dist and dist.is_initialized()\n"
+        "assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)\n"
+        "assert (nbdist.rank(), nbdist.size(), nbdist.local_rank()) == "
+        "(rank, world_size, local_rank)\n"
+        "assert nbdist.device() == device == torch.device('cpu')\n"
+        "(rank, world_size, local_rank)"
+    )
+    assert last(result) == [f"({rank}, 4, {rank})" for rank in range(4)]
+
+
+def test_torchruns_variables_are_set(cluster: Cluster):
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    values = cluster[f"[__import__('os').environ[n] for n in {names.split()}]"]
+    ports = {v.pop() for v in values}
+    assert values == [[str(r), "4", str(r), "4", "127.0.0.1"] for r in range(4)]
+    assert len(ports) == 1
+    assert int(ports.pop()) > 0
+
+
+def test_threads_share_the_cores(cluster: Cluster):
+    threads = cluster["torch.get_num_threads()"]
+    assert threads == [info.threads for info in cluster.ranks]
+
+
+def test_torch_distributed_works(cluster: Cluster):
+    cluster.execute("t = torch.ones(3) * rank\ndist.all_reduce(t)")
+    assert [t.tolist() for t in cluster["t"]] == [[6.0, 6.0, 6.0]] * 4
+
+
+def test_our_collectives_work(cluster: Cluster):
+    cluster.execute("t = torch.ones(3) * rank\nnbdist.all_reduce(t)")
+    assert [t.tolist() for t in cluster["t"]] == [[6.0, 6.0, 6.0]] * 4
+
+
+def test_variables_stay_between_cells(cluster: Cluster):
+    cluster.execute("kept = rank * 10")
+    assert last(cluster.execute("kept + 1")) == ["1", "11", "21", "31"]
+
+
+def test_some_ranks_only(cluster: Cluster):
+    result = cluster.execute("here = rank; rank", ranks=[3, 1, 1])
+    assert list(result.ranks) == [1, 3]
+    assert last(result) == ["1", "3"]
+    assert cluster["'here' in globals()"] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"), [([4], "rank 4"), ([0, 7, 8], "rank 7-8"), ([], "none")]
+)
+def test_ranks_that_do_not_exist(cluster: Cluster, ranks: list[int], said: str):
+    with pytest.raises(UsageError, match="is not one of 0-3") as refused:
+        cluster.execute("touched = 1", ranks=ranks)
+    assert said in str(refused.value)
+    assert cluster["'touched' in globals()"] == [False] * 4
+
+
+def test_magics_shell_and_await(cluster: Cluster):
+    result = cluster.execute(
+        "import asyncio\n"
+        "%env NBDIST_TEST=yes\n"
+        "!echo shell $NBDIST_TEST\n"
+        "lines = !echo one; echo two\n"
+        "await asyncio.sleep(0.01)\n"
+        "async def three():\n"
+        "    await asyncio.sleep(0)\n"
+        "    return 3\n"
+        "lines, await three()"
+    )
+    assert all("shell yes" in text for text in stdout(result))
+    assert last(result) == ["(['one', 'two'], 3)"] * 4
+
+
+def test_cell_magics(cluster: Cluster):
+    result = cluster.execute("%%capture caught\nprint('hidden')")
+    assert stdout(result) == [""] * 4
+    assert cluster["caught.stdout"] == ["hidden\n"] * 4
+    assert all("Wall time" in text for text in stdout(cluster.execute("%%time\n1")))
+
+
+def test_the_last_expression_is_shown_and_kept(cluster: Cluster):
+    assert last(cluster.execute("torch.ones(2) * rank"))[2] == "tensor([2., 2.])"
+    assert last(cluster.execute("_ + 1"))[2] == "tensor([3., 3.])"
+    assert cluster.execute("1;").ranks[0].outputs == []
+
+
+def test_help_is_shown_under_the_cell(cluster: Cluster):
+    cluster.execute("def helped(x):\n    'Says what it does.'")
+    for question in ("helped?", "?helped", "helped??"):
+        pages = last(cluster.execute(question))
+        assert all("Says what it does" in page for page in pages)
+
+
+def test_ranks_work_in_the_notebooks_folder(cluster: Cluster):
+    import os
+
+    assert cluster["__import__('os').getcwd()"] == [os.getcwd()] * 4
+
+
+def test_input_does_not_wait_for_someone_who_cannot_answer(cluster: Cluster):
+    error = fail(cluster, "input('name?')", timeout_s=20)
+    assert not isinstance(error, CellTimeout)
+    assert {f.rank for f in error.result.failures} == set(range(4))
+
+
+def test_a_cell_may_take_long(cluster: Cluster):
+    assert cluster.execute("import time; time.sleep(15); 'done'").ok
+
+
+def test_an_empty_cell(cluster: Cluster):
+    for code in ("", "\n\n", "# only a comment"):
+        assert cluster.execute(code).ok
+
+
+# -- what it prints ------------------------------------------------------------------
+
+
+def test_ten_thousand_lines_of_each_rank_arrive_complete_and_in_order(cluster: Cluster):
+    begin = time.monotonic()
+    result = cluster.execute("for i in range(10_000): print(rank, i)")
+    assert time.monotonic() - begin < 20
+    for rank in range(4):
+        expected = "".join(f"{rank} {i}\n" for i in range(10_000))
+        assert result[rank].stdout == expected
+
+
+def test_the_same_with_a_flush_each(cluster: Cluster):
+    begin = time.monotonic()
+    result = cluster.execute("for i in range(10_000): print(rank, i, flush=True)")
+    assert time.monotonic() - begin < 30
+    assert [len(text.splitlines()) for text in stdout(result)] == [10_000] * 4
+
+
+def test_every_way_of_printing_arrives_in_order(cluster: Cluster):
+    result = cluster.execute(
+        "import ctypes, os, subprocess, sys\n"
+        "print('python')\n"
+        "os.write(1, b'descriptor\\n')\n"
+        "print('python again')\n"
+        "os.system('echo system')\n"
+        "subprocess.run(['echo', 'child'])\n"
+        "sys.stdout.write('no newline')\n"
+        "ctypes.CDLL(None).puts(b' C at the end');"
+    )
+    for text in stdout(result):
+        assert text.splitlines() == [
+            "python", "descriptor", "python again", "system", "child",
+            "no newline C at the end",
+        ]  # fmt: skip
+
+
+def test_stderr_warnings_and_logging_arrive(cluster: Cluster):
+    result = cluster.execute(
+        "import logging, os, subprocess, sys, warnings\n"
+        "print('to stderr é', file=sys.stderr)\n"
+        "warnings.warn('careful')\n"
+        "logging.getLogger('job').warning('logged')\n"
+        "os.write(2, b'raw\\n')\n"
+        "subprocess.run('echo child >&2', shell=True);"
+    )
+    for rank in range(4):
+        assert result[rank].stdout == ""
+        for part in ("to stderr é", "UserWarning: careful", "logged", "raw", "child"):
+            assert part in result[rank].stderr
+
+
+def test_what_all_ranks_warn_of_reads_the_same_on_all(cluster: Cluster):
+    result = cluster.execute("import warnings\nwarnings.warn('alike')")
+    assert len({result[rank].stderr for rank in range(4)}) == 1
+
+
+def test_a_megabyte_to_stderr_does_not_block(cluster: Cluster):
+    result = cluster.execute(
+        "import subprocess, sys\n"
+        "sys.stderr.write('x' * 500_000)\n"
+        "subprocess.run([sys.executable, '-c', "
+        "\"import sys; sys.stderr.write('y' * 500_000)\"]).returncode",
+        timeout_s=60,
+    )
+    for rank in range(4):
+        assert len(result[rank].stderr) == 1_000_000
+
+
+def test_a_forked_child_prints_too(cluster: Cluster):
+    result = cluster.execute(
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Loud(Dataset):\n"
+        "    def __len__(self): return 3\n"
+        "    def __getitem__(self, i):\n"
+        "        print('item', i)\n"
+        "        return i\n"
+        "sum(int(b) for b in DataLoader(Loud(), num_workers=1, "
+        "multiprocessing_context='fork'))",
+        ranks=[0, 1],
+        timeout_s=90,
+    )
+    assert last(result) == ["3", "3"]
+    for text in stdout(result):
+        assert sorted(text.split("\n")) == ["", "item 0", "item 1", "item 2"]
+
+
+def test_a_progress_bar_arrives_with_its_returns(cluster: Cluster):
+    result = cluster.execute("from tqdm import tqdm\nfor _ in tqdm(range(50)): pass")
+    for rank in range(4):
+        assert "50/50" in result[rank].stderr
+        assert "\r" in result[rank].stderr
+
+
+def test_a_flood_is_capped_and_kept_in_a_file(cluster: Cluster):
+    result = cluster.execute("for i in range(300_000): print('line', i)", ranks=[2])
+    assert len(result[2].stdout) < 3_000_000
+    note = re.search(r"the full text is in (\S+) until", result[2].stderr)
+    assert note is not None, result[2].stderr[-500:]
+    with open(note[1], encoding="utf-8") as spill:
+        assert spill.read() == "".join(f"line {i}\n" for i in range(300_000))
+    assert stdout(cluster.execute("print('small')")) == ["small\n"] * 4
+
+
+def test_what_a_thread_prints_after_its_cell_comes_with_the_next(cluster: Cluster):
+    cluster.execute(
+        "import threading\n"
+        "go, gone = threading.Event(), threading.Event()\n"
+        "def late():\n"
+        "    go.wait(30)\n"
+        "    print('late')\n"
+        "    gone.set()\n"
+        "threading.Thread(target=late).start()"
+    )
+    assert cluster["(go.set(), gone.wait(30))[1]"] == [True] * 4
+    assert stdout(cluster.execute("print('next')")) == ["late\nnext\n"] * 4
+    assert stdout(cluster.execute("print('alone')")) == ["alone\n"] * 4
+
+
+def test_the_full_text_stays_although_a_thread_prints_on(cluster: Cluster):
+    result = cluster.execute(
+        "import threading\n"
+        "go, gone = threading.Event(), threading.Event()\n"
+        "def late():\n"
+        "    go.wait(30)\n"
+        "    print('late')\n"
+        "    gone.set()\n"
+        "threading.Thread(target=late).start()\n"
+        "for i in range(300_000): print('line', i)",
+        ranks=[0],
+    )
+    path = re.search(r"full text is in (\S+) until", result[0].stderr)
+    assert path is not None
+    assert cluster.pull("(go.set(), gone.wait(30))[1]", [0]) == [True]
+    with open(path[1], encoding="utf-8") as spill:
+        assert spill.readline() == "line 0\n"
+        assert sum(1 for _ in spill) >= 299_999
+
+
+# -- what it shows -------------------------------------------------------------------
+
+
+def test_rich_output(cluster: Cluster):
+    result = cluster.execute(
+        "from IPython.display import HTML, display\n"
+        "import pandas\n"
+        "display(HTML(f'<b>{rank}</b>'))\n"
+        "pandas.DataFrame({'a': [rank]})"
+    )
+    for rank in range(4):
+        html, frame = (bundle["text/html"] for bundle in result[rank].outputs)
+        assert html == f"<b>{rank}</b>"
+        assert "<table" in frame
+
+
+def test_a_figure(cluster: Cluster):
+    result = cluster.execute(
+        "%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([rank, 2]);",
+        ranks=[0, 3],
+        timeout_s=120,
+    )
+    for rank in (0, 3):
+        assert any("image/png" in bundle for bundle in result[rank].outputs)
+
+
+# -- what it raises ------------------------------------------------------------------
+
+
+def test_a_failure_on_some_ranks_keeps_the_others_results(cluster: Cluster):
+    code = "print('begun', rank)\nif rank % 2: 1 / 0\nkept = rank\nrank"
+    error = fail(cluster, code, number=6)
+    who = "ranks 1,3 of 4 in In[6] line 3"
+    assert str(error) == f"{who}: ZeroDivisionError: division by zero"
+    assert stdout(error.result) == [f"begun {rank}\n" for rank in range(4)]
+    assert [error.result[rank].ok for rank in range(4)] == [True, False, True, False]
+    assert cluster.pull("kept", [0, 2]) == [0, 2]
+
+
+def test_a_traceback_is_shown_once_with_hosts_and_the_cells_own_lines(cluster: Cluster):
+    error = fail(cluster, "a = 1\n\nif rank:\n    raise ValueError('bad')", number=77)
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error._render_traceback_()))
+    assert text.count("raise ValueError('bad')") == 1
+    assert "ranks 1-3 of 4 on " + cluster.ranks[0].host in text
+    assert "In[77], line 5" in text, "line 1 is %%distributed"
+    assert "nbdist/engine" not in text
+
+
+def test_different_failures_are_shown_each(cluster: Cluster):
+    error = fail(cluster, "[][rank] if rank < 2 else {}[rank]", number=8)
+    assert str(error).splitlines() == [
+        "ranks 0-1 of 4 in In[8] line 2: IndexError: list index out of range",
+        "rank 2 of 4 in In[8] line 2: KeyError: 2",
+        "rank 3 of 4 in In[8] line 2: KeyError: 3",
+    ]
+
+
+def test_a_syntax_error(cluster: Cluster):
+    error = fail(cluster, "x = (1,\ny = 2", number=5)
+    assert {f.ename for f in error.result.failures} == {"SyntaxError"}
+    assert len(error.rendered) < 12, "once, not once for each rank"
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import sys; sys.exit(3)", "SystemExit"),
+        ("exit()", "SystemExit"),
+        ("quit()", "SystemExit"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("class Odd(BaseException): pass\nraise Odd", "Odd"),
+        ("import asyncio\nawait asyncio.sleep(0)\n1 / 0", "ZeroDivisionError"),
+        ("%nosuchmagic", "UsageError"),
+        ("raise Exception('é' * 10_000)", "Exception"),
+    ],
+)
+def test_whatever_is_raised_ends_the_cell_and_not_the_rank(
+    cluster: Cluster, code: str, name: str
+):
+    error = fail(cluster, code)
+    assert [f.ename for f in error.result.failures] == [name] * 4
+    assert last(cluster.execute("rank")) == ["0", "1", "2", "3"]
+
+
+def test_an_old_traceback_is_not_shown_for_a_new_failure(cluster: Cluster):
+    fail(cluster, "1 / 0")
+    error = fail(cluster, "import sys; sys.exit(3)")
+    assert "ZeroDivision" not in "\n".join(error.rendered)
+
+
+def test_an_exception_whose_text_cannot_be_made(cluster: Cluster):
+    error = fail(
+        cluster,
+        "class Mute(Exception):\n"
+        "    def __str__(self): raise RuntimeError('no text')\n"
+        "raise Mute",
+        timeout_s=30,
+    )
+    assert not isinstance(error, CellTimeout)
+
+
+def test_without_check_the_result_says_who_failed(cluster: Cluster):
+    result = cluster.execute("assert rank != 2", check=False)
+    assert not result.ok
+    assert [failure.rank for failure in result.failures] == [2]
+
+
+def test_the_cell_after_an_error_runs(cluster: Cluster):
+    for number in range(20):
+        fail(cluster, f"count = {number}\nassert rank != 1")
+        assert last(cluster.execute("count")) == [str(number)] * 4
+
+
+# -- time ----------------------------------------------------------------------------
+
+
+def test_a_time_out_says_where_each_rank_is(cluster: Cluster):
+    begin = time.monotonic()
+    with pytest.raises(CellTimeout) as late:
+        cluster.execute(
+            "kept = 5\nimport time\nif rank > 1:\n    time.sleep(60)",
+            timeout_s=1,
+            number=9,
+        )
+    assert time.monotonic() - begin < 4
+    assert "not finished after 1 s" in str(late.value)
+    for rank in (2, 3):
+        assert f"rank {rank} at In[9] line 5" in str(late.value)
+    assert "rank 0 at" not in str(late.value)
+    assert cluster["kept"] == [5] * 4
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_time_out_must_be_above_zero(cluster: Cluster, seconds: float):
+    with pytest.raises(UsageError, match="above 0"):
+        cluster.execute("touched = 1", timeout_s=seconds)
+    assert cluster["'touched' in globals()"] == [False] * 4
