@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -63,9 +64,9 @@ class Cluster:
             raise UsageError(f"unknown option {sorted(unknown)}: expected {known}")
         given = {name: value for name, value in options.items() if value is not None}
         self.config = replace(ClusterConfig.from_environment(), n=n, **given)
-        if not self.config.timeout_s > 0:
+        if not 0 < self.config.timeout_s < threading.TIMEOUT_MAX:
             raise UsageError(
-                f"--timeout {self.config.timeout_s} is not above 0 seconds"
+                f"--timeout {self.config.timeout_s} is not a number of seconds above 0"
             )
         if self.config.on_failure not in ("stop", "shrink", "replace"):
             raise UsageError(

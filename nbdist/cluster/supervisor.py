@@ -55,7 +55,12 @@ class Supervisor:
 
         Returns:
             None, or why it was ended before it had finished.
+
+        Raises:
+            UsageError: The time-out makes no sense; nothing was sent.
         """
+        if timeout_s is not None and not timeout_s > 0:
+            raise UsageError(f"--timeout {timeout_s:g} is not above 0 seconds")
         self._unfinished.append(run)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         waiting: dict[int, CollectiveCall] = {}

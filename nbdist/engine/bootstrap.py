@@ -25,7 +25,7 @@ def main() -> None:
     """Become one rank of the cluster in $NBDIST_RUN_DIR; returns when it ends."""
     die_with_parent()
     run_dir = Path(os.environ["NBDIST_RUN_DIR"])
-    _enter(os.environ["NBDIST_WORK_DIR"])
+    _enter(os.environ["NBDIST_WORK_DIR"], os.environ["NBDIST_PATH"])
     process = Process.of_arguments(run_dir, sys.argv[1:])
     go_on_in_child(run_dir / f"{process.name}.ending")
     captured = capture_descriptors(run_dir, process.name)
@@ -73,7 +73,13 @@ class Process:
 
 
 def capture_descriptors(run_dir: Path, process: str) -> dict[str, Path]:
-    """Send descriptors 1 and 2, also those of C code and child processes, to files."""
+    """Send descriptors 1 and 2, also those of C code and child processes, to files.
+
+    Descriptor 0 is at its end: nobody can answer to `input()`, and so it fails at once.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     captured = {}
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         path = run_dir / f"{process}.{name}"
@@ -84,10 +90,10 @@ def capture_descriptors(run_dir: Path, process: str) -> dict[str, Path]:
     return captured
 
 
-def _enter(work_dir: str) -> None:
+def _enter(work_dir: str, path: str) -> None:
     """Work where the notebook does: relative paths and imports mean the same here."""
     os.chdir(work_dir)
-    sys.path[0] = work_dir  # `python -m` has put there where nbdist was found
+    sys.path[:] = path.split(os.pathsep)
 
 
 def _become_engine(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from types import MethodType
 from typing import Any
+
+from IPython.core.compilerop import CachingCompiler
 
 __all__ = ["cell_of", "last_place", "learn_from"]
 
@@ -11,9 +14,13 @@ _shell: Any = None
 
 
 def learn_from(shell: Any) -> None:
-    """Use the cells that this IPython shell has compiled."""
+    """Use the cells that this IPython shell compiles."""
     global _shell
     _shell = shell
+    # ipykernel's names hold the process id, and what the ranks warn of alike would not
+    # read alike; IPython's own hold the cell's number.
+    compiler = shell.compile
+    compiler.get_code_name = MethodType(CachingCompiler.get_code_name, compiler)
 
 
 def cell_of(filename: str) -> int | None:
