@@ -134,7 +134,7 @@ class _Start:
         from nbdist.cluster.link import Link  # slow to import: while the ranks start
 
         connection = self._run_dir / "security" / "ipcontroller-client.json"
-        self._wait(connection.exists, timeout_s)
+        self._wait(lambda: _is_written(connection), timeout_s)
         link = Link(connection, on_telemetry)
         try:
             changed = threading.Event()
