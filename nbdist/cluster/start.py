@@ -253,6 +253,15 @@ def write_places(run_dir: Path, places: Sequence[Place]) -> None:
     (run_dir / "places.json").write_text(json.dumps(records), encoding="utf-8")
 
 
+def _is_written(path: Path) -> bool:
+    """Whether a JSON file is there, and whole: the controller writes it in place."""
+    try:
+        json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+    return True
+
+
 def tail_of(text: str) -> str:
     """The last lines, as many as an error can show."""
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
