@@ -1,0 +1,33 @@
+"""DDP, FSDP2, tensor parallelism, pipelines and checkpoints over the backend."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from ranks import launch
+
+BODY = str(Path(__file__).with_name("training.py"))
+CASES = [
+    "ddp_sgd", "ddp_adamw", "ddp_join", "ddp_unused", "ddp_no_sync", "ddp_fp16",
+    "ddp_power_sgd", "fsdp", "tensor_parallel", "pipeline_gpipe", "pipeline_1f1b",
+    "checkpoint",
+]  # fmt: skip
+
+
+@cache
+def outcomes() -> list[dict[str, str | None]]:
+    """What each rank found: one launch for all cases."""
+    return launch(4, BODY, "run_all", deadline_s=150)
+
+
+def test_every_case_is_listed() -> None:
+    assert list(outcomes()[0]) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_a_single_process(case: str) -> None:
+    errors = [f"rank {rank}: {found[case]}" for rank, found in enumerate(outcomes())
+              if found[case] is not None]  # fmt: skip
+    assert not errors, "\n".join(errors)

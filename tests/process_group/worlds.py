@@ -1,0 +1,57 @@
+"""A world and a default process group for one test body, on ranks that have several."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from mpi4py import MPI
+
+from nbdist.collectives import Group, set_default_group
+from nbdist.collectives.process_group import register
+
+DEADLINE_S = 20.0
+
+
+@contextlib.contextmanager
+def process_group(store: Path) -> Iterator[Group]:
+    """A default process group that lets go of its ranks after the deadline.
+
+    Every rank must enter. `store` is a file that is not there yet.
+    """
+    world = MPI.COMM_WORLD
+    group = Group(world)
+    set_default_group(group)
+    register()
+    late = TimeoutError(f"a body took longer than {DEADLINE_S} s")
+    timer = threading.Timer(DEADLINE_S, group.abort, [late])
+    timer.start()
+    dist.init_process_group(
+        "nbdist",
+        store=dist.FileStore(str(store), world.size),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )
+    try:
+        yield group
+    finally:
+        timer.cancel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        group.close()
+
+
+def meet() -> None:
+    """A barrier that ends: the ranks of a failed body come late."""
+    request = MPI.COMM_WORLD.Ibarrier()
+    end = time.monotonic() + 2 * DEADLINE_S
+    while not request.Test():
+        if time.monotonic() > end:
+            raise TimeoutError("the other ranks do not come")
+        time.sleep(0.001)
