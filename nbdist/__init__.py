@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
-    if _in_notebook and home in _RANK_HOMES and name != "ring_steps":
+    if _in_notebook and home in _RANK_HOMES:
         return _only_on_a_rank(name)
     return getattr(importlib.import_module(home), name)
 

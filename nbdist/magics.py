@@ -103,9 +103,18 @@ class DistMagics(Magics):  # type: ignore[misc]
             cell,
             parse_ranks(args.ranks),
             _number("--timeout", args.timeout, float),
-            self._shell.execution_count,
+            self._cell_number(),
             args.setup,
         )
+
+    def _cell_number(self) -> int:
+        """The In[] number of the running cell.
+
+        The shell's execution_count is that number, or one more, by IPython's version.
+        """
+        history = self._shell.history_manager
+        assert history is not None
+        return len(history.input_hist_raw) - 1
 
     @line_magic
     def dist_status(self, line: str) -> None:
@@ -206,7 +215,10 @@ def _matcher(session: Session) -> Any:
             line = context.line_with_cursor
             matches = session.complete(context.token, line, context.cursor_position)
         completions = [SimpleCompletion(text=text) for text in matches]
-        return SimpleMatcherResult(completions=completions, suppress=bool(completions))
+        # The type's other keys are optional in fact, and IPython's to fill.
+        return SimpleMatcherResult(  # type: ignore[typeddict-item,no-any-return]
+            completions=completions, suppress=bool(completions)
+        )
 
     return match
 

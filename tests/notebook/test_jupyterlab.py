@@ -1,0 +1,64 @@
+"""The product as a user meets it: JupyterLab in a browser, and a cluster in a notebook."""
+
+from __future__ import annotations
+
+from tests.lab import Lab
+from tests.lab import _lab_page as _lab_page
+from tests.lab import lab as lab
+from tests.lab import lab_browser as lab_browser
+from tests.lab import lab_server as lab_server
+
+START_TIMEOUT_S = 120
+CELLS = [
+    "%load_ext nbdist\n%dist_start -n 2",
+    "%dist_monitor",
+    """%%distributed
+import time
+x = torch.full((3,), rank + 1.0)
+nbdist.all_reduce(x)
+print("sum", x[0].item())
+for step in range(60):
+    nbdist.log(loss=1 / (step + 1) + 0.1 * rank)
+    time.sleep(0.1)
+print("done")""",
+    "%%distributed\nif rank == 1:\n    raise ValueError('on purpose')",
+    "%dist_status",
+    "%dist_stop",
+]
+MONITOR, TRAINING, FAILING = 1, 2, 3
+PICTURE = "document.querySelector('.nbdist-monitor canvas').toDataURL()"
+
+
+def texts(outputs: list[dict[str, object]]) -> str:
+    """All that a cell printed or displayed as text."""
+    parts = []
+    for output in outputs:
+        data = output.get("data", {})
+        assert isinstance(data, dict)
+        parts.append(str(output.get("text", data.get("text/plain", ""))))
+    return "".join(parts)
+
+
+def test_a_cluster_is_started_used_watched_and_stopped(lab: Lab) -> None:
+    lab.open_notebook(CELLS)
+    started = texts(lab.run_cell(0, START_TIMEOUT_S))
+    assert "transport" in started
+    assert "Open MPI" in started
+    lab.run_cell(MONITOR)
+    lab.start_cell(TRAINING)
+    lab.wait("() => document.querySelector('.nbdist-monitor canvas') !== null")
+    lab.wait(f"() => {{ window.before = {PICTURE}; return true; }}")
+    # The cell is still running: what changes the picture arrives while it does.
+    lab.wait(f"() => window.before !== {PICTURE}", timeout=5)
+    lab.screenshot("jupyterlab-running")
+    done = texts(lab.wait_cell(TRAINING))
+    assert "[0-1]\x1b[0m sum 3.0" in done
+    assert "[0-1]\x1b[0m done" in done
+    failed = lab.run_cell(FAILING)
+    assert [output["ename"] for output in failed] == ["CellError"]
+    assert "rank 1 of 2 in In[4] line 3: ValueError: on purpose" in str(
+        failed[0]["evalue"]
+    )
+    lab.screenshot("jupyterlab-failed")
+    assert texts(lab.run_cell(4)).count("idle") == 2
+    assert "stopped" in texts(lab.run_cell(5))
