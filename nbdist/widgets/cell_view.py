@@ -95,7 +95,9 @@ class CellView:
                 self._add(rank, Item(name, splitter.unfinished.strip("\r")))
         self._flush()
         if self._status_shown is not None:
-            self._update_status(self._final_status())
+            self._update_status("")  # it stands amid the text: its last word comes last
+            if self._finished:
+                _write([("stdout", [f"\x1b[2m{self._final_status()}\x1b[0m\n"])])
 
     def _finish_rank(self, rank: int, seconds: float) -> None:
         self._finished[rank] = seconds
@@ -210,8 +212,6 @@ class CellView:
         return "\n".join(lines)
 
     def _final_status(self) -> str:
-        if not self._finished:
-            return ""
         seconds = self._finished.values()
         low, high = min(seconds), max(seconds)
         spread = f"{low:.1f}" if high - low < 0.1 else f"{low:.1f} to {high:.1f}"
@@ -231,4 +231,6 @@ def _write(texts: list[tuple[str, list[str]]]) -> None:
 
 def _status_html(text: str) -> str:
     style = "margin:0;color:var(--jp-ui-font-color2,#666);white-space:pre-wrap"
-    return f'<pre role="status" style="{style}">{html.escape(text)}</pre>'
+    return (
+        f'<pre role="status" style="{style}">{html.escape(text)}</pre>' if text else ""
+    )
