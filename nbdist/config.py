@@ -28,8 +28,10 @@ class CollectiveConfig:
     slot_bytes: int = 512 * 1024
     """Shared memory each rank writes one block to; it should fit a core's L2 cache with
     the block it was copied from (NBDIST_SLOT_BYTES)."""
+    gpu_slot_bytes: int = 16 * 2**20
+    """The same of device memory, for ranks that share a GPU (NBDIST_GPU_SLOT_BYTES)."""
     check: bool = True
-    """Compare the ranks' calls; off only to measure what that costs (NBDIST_CHECK=0)."""
+    """Compare the ranks' calls; off only to measure the cost (NBDIST_CHECK=0)."""
 
     @classmethod
     def from_environment(cls) -> CollectiveConfig:
@@ -38,6 +40,7 @@ class CollectiveConfig:
             transport=environment("TRANSPORT", "auto"),
             timeout_s=float(timeout) if timeout else None,
             slot_bytes=int(environment("SLOT_BYTES", str(cls.slot_bytes))),
+            gpu_slot_bytes=int(environment("GPU_SLOT_BYTES", str(cls.gpu_slot_bytes))),
             check=environment("CHECK", "1") != "0",
         )
 

@@ -6,78 +6,94 @@ import contextlib
 import mmap
 import os
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 
 from . import _semaphore
+from ._devices import gpu_transports
 from ._gate import Gate, MessageGate
 from ._gate_shared import SharedGate
+from ._hooks import Hooks
 from ._segment import Segment
-from ._slots import slots_bytes
+from ._slots import Slots, slots_bytes
 from ._transport import Transport
 from ._transport_local import LocalTransport
 from ._transport_mpi import MpiTransport, RingTransport
 from ._transport_shared import SharedTransport
 from ._wait import Check, complete
 
-__all__ = ["Connection", "Hooks", "connect"]
+__all__ = ["Connection", "connect"]
 
 _Item = TypeVar("_Item")
 _CARD_BYTES = 4096
 _SPINS = 300
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What gates and transports ask of the group they work for."""
-
-    meet: Callable[[], None]
-    """Passes the gate with the running call's signature."""
-    check: Check
-    """Raises when the running call must end."""
-    on_late: Callable[[], None]
-    """Called when a wait takes long."""
-
-
 @dataclass
 class Connection:
     """What one group holds for as long as it lives."""
 
+    config: CollectiveConfig
+    hooks: Hooks
     gate: Gate
+    inner: MPI.Comm
+    """For everything but the user's messages."""
     mail: MPI.Comm
     """For point-to-point messages of the user's."""
-    cpu: dict[str, Transport]
-    """By algorithm; "auto" is the best."""
-    comms: list[MPI.Comm] = field(default_factory=list)
+    transports: dict[str, dict[str, Transport]]
+    """By device kind and algorithm; "auto" is the best."""
 
     def transport(self, device: str, algorithm: str) -> Transport:
         """The transport for a kind of device and an algorithm's name."""
-        if device != "cpu":
-            raise UsageError(f"device {device!r}: expected cpu")
-        if algorithm not in self.cpu:
-            names = ", ".join(sorted(self.cpu))
+        of_device = self.transports[device]
+        if algorithm not in of_device:
+            names = ", ".join(sorted(of_device))
             raise UsageError(f"algorithm {algorithm!r} on {device}: expected {names}")
-        return self.cpu[algorithm]
+        return of_device[algorithm]
+
+    def add_gpu(self) -> None:
+        """Find the transports for CUDA tensors. Every rank must call."""
+
+        def swap(item: _Item) -> list[_Item]:
+            return _swap_cards(self.inner, item, self.hooks.check)
+
+        self.transports["cuda"] = gpu_transports(
+            self.transports["cpu"],
+            self.gate,
+            self.config,
+            self.hooks,
+            self.inner.rank,
+            swap,
+        )
 
     def describe(self) -> str:
         """The transports in words."""
-        return f"{self.cpu['auto'].description} (CPU)"
+        return ", ".join(
+            f"{of_device['auto'].description} ({device.upper()})"
+            for device, of_device in self.transports.items()
+        )
+
+    def abort(self) -> None:
+        """Release this process's waiting thread. May be called from any thread."""
+        self.gate.wake()
+        for transport in self._all_transports():
+            transport.abort()
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
-        self.gate.close()
-        for transport in self.cpu.values():
-            transport.close()
-        while self.comms:
-            self.comms.pop().Free()
+        self._close_parts()
+        for comm in (self.inner, self.mail):
+            if comm != MPI.COMM_NULL:
+                comm.Free()
 
     def discard(self) -> None:
         """Give up everything, with what is still under way, on a group that is spent.
@@ -85,13 +101,19 @@ class Connection:
         Communicators are revoked where MPI can do so, which ends their pending
         messages; they are not freed, for that waits for peers.
         """
-        self.gate.close()
-        for transport in self.cpu.values():
-            transport.close()
-        for comm in self.comms:
+        self._close_parts()
+        for comm in (self.inner, self.mail):
             with contextlib.suppress(NotImplementedError, MPI.Exception):
                 comm.Revoke()
-        self.comms.clear()
+
+    def _close_parts(self) -> None:
+        self.gate.close()
+        for transport in self._all_transports():
+            transport.close()
+
+    def _all_transports(self) -> list[Transport]:
+        tables = list(self.transports.values())
+        return [transport for table in tables for transport in set(table.values())]
 
 
 def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connection:
@@ -109,13 +131,15 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     if comm.size == 1:
         cpu["auto"] = LocalTransport()
     elif shared is not None:
-        cpu["shared"] = cpu["auto"] = SharedTransport(*shared, hooks)
+        gate, memory = shared
+        slots = Slots(memory, comm.rank, comm.size)
+        cpu["shared"] = cpu["auto"] = SharedTransport(gate, slots, hooks)
     elif config.transport == "shared":
         raise UsageError("transport 'shared': the ranks are not all on one host")
     if config.transport not in ("auto", "shared"):
         cpu["auto"] = cpu[config.transport]
-    gate = shared[0] if shared is not None else MessageGate(inner)
-    return Connection(gate, mail, cpu, [inner, mail])
+    meeting = shared[0] if shared is not None else MessageGate(inner)
+    return Connection(config, hooks, meeting, inner, mail, {"cpu": cpu})
 
 
 def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
@@ -135,7 +159,7 @@ class _Card:
 
 def _share(
     comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks
-) -> tuple[SharedGate, memoryview] | None:
+) -> tuple[SharedGate, Tensor] | None:
     """Memory that all ranks of `comm` map, and the gate in it.
 
     None where they cannot: the same answer on all ranks.
@@ -158,7 +182,7 @@ def _share(
     gate = SharedGate(view[:head], comm.rank, comm.size, spins, hooks.on_late)
     gate.prepare()
     _swap_cards(comm, True, hooks.check)
-    return gate, view[head:]
+    return gate, torch.frombuffer(view[head:], dtype=torch.uint8)
 
 
 def _create(size: int) -> Segment | None:

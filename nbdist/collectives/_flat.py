@@ -13,17 +13,23 @@ class Flat:
 
     __slots__ = ("_original", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, on_host: bool = False) -> None:
+        """Alias the tensor where it can be worked on as it lies, else copy it.
+
+        Args:
+            tensor: strided, of any shape.
+            on_host: copy a device tensor to the host, once it is computed.
+        """
         if tensor.requires_grad:
             tensor = tensor.detach()
         self._original: Tensor | None = None
-        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        device = torch.device("cpu") if on_host else tensor.device
+        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if plain and tensor.device == device:
             self.tensor = tensor if tensor.dim() == 1 else tensor.view(-1)
         else:
             self._original = tensor
-            self.tensor = torch.empty(
-                tensor.numel(), dtype=tensor.dtype, device=tensor.device
-            )
+            self.tensor = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
             self.tensor.view(tensor.shape).copy_(tensor)
 
     def write_back(self) -> None:

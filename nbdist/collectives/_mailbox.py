@@ -135,18 +135,18 @@ class Mailbox:
         self._hooks = hooks
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Message:
-        """Start to send a CPU tensor to a rank of the group."""
-        flat = Flat(tensor)
+        """Start to send a tensor to a rank of the group."""
+        flat = Flat(tensor, on_host=True)
         request = self._comm.Isend(moved(flat.tensor), target, _full_tag(tag, tensor))
         label = f"send to rank {target}, tag {tag}"
         kind = _kind("send", target, tensor)
         return _kept(Message(request, label, None, self._hooks, _nothing, kind, flat))
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
-        """Start to receive into a CPU tensor; from anyone where `source` is None."""
+        """Start to receive into a tensor; from anyone where `source` is None."""
         peer = MPI.ANY_SOURCE if source is None else source
         full = _full_tag(tag, tensor)
-        flat = Flat(tensor)
+        flat = Flat(tensor, on_host=True)
         request = self._comm.Irecv(moved(flat.tensor), peer, full)
         size = tensor.numel() * tensor.element_size()
         label = f"recv from rank {'any' if source is None else source}, tag {tag}"

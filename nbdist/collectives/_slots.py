@@ -46,9 +46,10 @@ class Slots:
     Each comes as a pair, for even and odd steps.
     """
 
-    def __init__(self, memory: memoryview, rank: int, size: int) -> None:
+    def __init__(self, memory: Tensor, rank: int, size: int) -> None:
+        """Divide `slots_bytes(...)` bytes of memory among the ranks."""
         self._rank, self._size = rank, size
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._bytes = memory
         self._slot = len(memory) // (2 * (size + 1))
         self._places: dict[tuple[torch.dtype, int], tuple[Place, Place]] = {}
         self._grids: dict[tuple[torch.dtype, int], tuple[Grid, Grid]] = {}

@@ -66,6 +66,9 @@ class Transport(ABC):
         Lengths may differ by pair; `longest` is the greatest of them, on all ranks.
         """
 
+    def abort(self) -> None:  # noqa: B027 - most look at the group's check instead
+        """Release what this process waits for. May be called from any thread."""
+
     @abstractmethod
     def close(self) -> None:
         """Give back what the transport holds. Safe to call twice."""

@@ -8,18 +8,16 @@ way of the gate; each step has one of two places for its data, in turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from ._gate_shared import SharedGate
+from ._hooks import Hooks
 from ._reduction import reduce_rows
 from ._slots import Grid, Place, Slots
 from ._transport import Transport
-
-if TYPE_CHECKING:
-    from ._connect import Hooks
 
 __all__ = ["SharedTransport"]
 
@@ -35,11 +33,11 @@ class SharedTransport(Transport):
     description: ClassVar[str] = "shared memory"
     meets: ClassVar[bool] = True
 
-    def __init__(self, gate: SharedGate, memory: memoryview, hooks: Hooks) -> None:
-        """Use `slots_bytes(...)` bytes that all ranks of the gate map."""
+    def __init__(self, gate: SharedGate, slots: Slots, hooks: Hooks) -> None:
+        """Use slots in memory that all ranks of the gate map."""
         self._gate, self._hooks = gate, hooks
         self._rank, self._size = gate.rank, gate.size
-        self._slots = Slots(memory, gate.rank, gate.size)
+        self._slots = slots
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         length = len(tensor)
@@ -112,7 +110,7 @@ class SharedTransport(Transport):
         places = self._slots.places(tensor.dtype, len(tensor))
         slots = places[self._gate.step & 1].slots
         slots[self._rank].copy_(tensor)
-        self._hooks.meet()
+        self._pass(first=True)
         if wanted:
             reduce_rows(op, slots, tensor)
 
@@ -148,7 +146,7 @@ class SharedTransport(Transport):
                 place = places[step - 1][1 - parity]
                 reduce_rows(op, place.shares, place.share)
             if step <= len(blocks):
-                self._pass(step)
+                self._pass(first=step == 0)
 
     # -- moving --------------------------------------------------------------------
 
@@ -216,15 +214,16 @@ class SharedTransport(Transport):
     ) -> None:
         """For each step: write, wait for all ranks, read. No steps: meet once."""
         if not lengths:
-            self._hooks.meet()
+            self._pass(first=True)
         for step, length in enumerate(lengths):
             view = views(dtype, length)[self._gate.step & 1]
             write(step, view)
-            self._pass(step)
+            self._pass(first=step == 0)
             read(step, view)
 
-    def _pass(self, step: int) -> None:
-        if step == 0:
+    def _pass(self, first: bool) -> None:
+        """Wait for all ranks; the first time in a call, compare signatures too."""
+        if first:
             self._hooks.meet()
         else:
             self._gate.pass_through(self._hooks.check)

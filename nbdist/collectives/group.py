@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from mpi4py import MPI
 
@@ -25,11 +26,13 @@ from nbdist.errors import (
 from nbdist.wire import CollectiveCall
 
 from ._call import Call, describe_mismatch, describe_timeout
-from ._connect import Connection, Hooks, connect
+from ._connect import Connection, connect
 from ._handle import Handle
+from ._hooks import Hooks
 from ._mailbox import Mailbox, MailHooks, Message
 from ._place import find_place
 from ._signature import Signature, signature
+from ._streams import on_side_stream
 from ._transport import Transport
 from ._wait import seconds
 from ._worker import Worker
@@ -111,9 +114,16 @@ class Group:
     def transport(self, device: str, algorithm: str = "auto") -> Transport:
         """The transport for tensors on a kind of device.
 
+        The first time for "cuda", every member must call.
+
         Raises:
             UsageError: there is no such algorithm, or not for this device.
         """
+        if device not in self._connection.transports:
+            if device != "cuda":
+                raise UsageError(f"a tensor on {device}: expected one on cpu or cuda")
+            kind = signature("first_on_gpu", None, None, None, (), device)
+            self.run(kind, self._connection.add_gpu)
         return self._connection.transport(device, algorithm)
 
     def run(
@@ -143,9 +153,10 @@ class Group:
         call = Call(kind, timeout)
         if async_op or (self._worker.busy and not self._worker.is_current):
             call.place = find_place(sys._getframe())
-            handle = self._worker.submit(
-                lambda: self._run(call, body, meets), Handle(kind.operation, self.abort)
-            )
+            handle = Handle(kind.operation, self.abort)
+            if kind.device == "cuda":
+                body = on_side_stream(body, handle)
+            self._worker.submit(partial(self._run, call, body, meets), handle)
             if async_op:
                 return handle
             handle.wait()
@@ -240,7 +251,7 @@ class Group:
         """
         if self._error is None:
             self._error = error
-        self._connection.gate.wake()
+        self._connection.abort()
 
     @property
     def spent(self) -> bool:

@@ -1,0 +1,22 @@
+"""What gates and transports ask of the group they work for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ._wait import Check
+
+__all__ = ["Hooks"]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions of a group."""
+
+    meet: Callable[[], None]
+    """Passes the gate with the running call's signature."""
+    check: Check
+    """Raises when the running call must end."""
+    on_late: Callable[[], None]
+    """Called when a wait takes long."""
