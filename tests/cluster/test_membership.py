@@ -36,7 +36,9 @@ def cluster(notes: list[str]) -> Iterator[Cluster]:
     with Cluster(n=4) as running:
         running.on_note = notes.append
         running.execute("import os, signal", setup=True)
-        running.execute("import threading; mine = 100 + rank; handle = threading.Lock()")
+        running.execute(
+            "import threading; mine = 100 + rank; handle = threading.Lock()"
+        )
         yield running
 
 
