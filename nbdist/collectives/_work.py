@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,18 @@ from torch.futures import Future, collect_all
 from ._handle import Handle
 from ._mailbox import Message
 
-__all__ = ["CollectiveWork", "MessageWork", "WorkList"]
+__all__ = ["CollectiveWork", "MessageWork", "WorkList", "in_callback"]
+
+_completing = threading.local()
+
+
+def in_callback() -> bool:
+    """Whether this thread runs callbacks of a future that a call has just completed.
+
+    A collective that is begun there must be run there and then: its place is between
+    the call that has ended and the next one, on all ranks, whatever else is queued.
+    """
+    return getattr(_completing, "now", False)
 
 
 class CollectiveWork(dist.Work):
@@ -69,7 +81,7 @@ class CollectiveWork(dist.Work):
             if self._handle is None:
                 ended.set_result(None)
             else:
-                self._handle.add_done_callback(lambda _: ended.set_result(None))
+                self._handle.add_done_callback(lambda _: _complete(ended))
         return self._future
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
@@ -77,6 +89,14 @@ class CollectiveWork(dist.Work):
         if error is not None:
             raise error
         return self._tensors
+
+
+def _complete(ended: Future[None]) -> None:
+    before, _completing.now = in_callback(), True
+    try:
+        ended.set_result(None)  # runs the callbacks
+    finally:
+        _completing.now = before
 
 
 class MessageWork(dist.Work):

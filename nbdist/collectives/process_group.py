@@ -21,7 +21,7 @@ from nbdist.errors import CollectiveAborted, UsageError
 from ._handle import Handle
 from ._mailbox import Message
 from ._process_group_members import members_of
-from ._work import CollectiveWork, MessageWork, WorkList
+from ._work import CollectiveWork, MessageWork, WorkList, in_callback
 from .all_gather import all_gather, all_gather_into_tensor
 from .all_reduce import all_reduce
 from .all_to_all import all_to_all, all_to_all_single
@@ -288,7 +288,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         handle = call(
             group=self.members,
-            async_op=getattr(opts, "asyncOp", True),
+            async_op=getattr(opts, "asyncOp", True) and not in_callback(),
             timeout=self._timeout_of(opts),
         )
         return self._collect(CollectiveWork(handle, result))

@@ -1,12 +1,11 @@
 """Training with what PyTorch builds on torch.distributed, against a single process.
 
-Each case runs on every rank of one launch, and compares in float64, so that a dropped or
-doubled contribution cannot hide in rounding.
+Each case runs on every rank of one launch, and compares in float64, so that a dropped
+or doubled contribution cannot hide in rounding.
 """
 
 from __future__ import annotations
 
-import copy
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -207,7 +206,7 @@ def ddp_compresses_to_fp16(_: Path) -> None:
 
 
 def ddp_compresses_by_power_sgd(_: Path) -> None:
-    net = DistributedDataParallel(model())
+    net = DistributedDataParallel(model(), bucket_cap_mb=0.001)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=16, start_powerSGD_iter=2
     )

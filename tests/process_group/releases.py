@@ -1,0 +1,221 @@
+"""Calls through torch.distributed that cannot complete, and what works after them."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import meet, process_group
+
+from nbdist.collectives import release_calls, renew_groups
+from nbdist.errors import (
+    CollectiveAborted,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    UnsupportedCollective,
+    UsageError,
+)
+
+SOON_S = 0.3
+PROMPT_S = 2.0
+
+
+def run_all() -> dict[str, str | None]:
+    """Every case; what went wrong on this rank, by case. Every rank must call."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(MPI.COMM_WORLD.bcast(own))
+        for name, case in CASES.items():
+            outcomes[name] = _run(case, folder / name)
+        meet()  # the folder is shared
+    return outcomes
+
+
+def _run(case: Callable[[], None], store: Path) -> str | None:
+    meet()
+    try:
+        with process_group(store):
+            case()
+            check_sum()
+    except Exception:  # noqa: BLE001 - it is the outcome
+        return traceback.format_exc()
+    return None
+
+
+def check_sum() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor)
+    assert tensor.item() == size * (size - 1) / 2
+
+
+def renew() -> None:
+    """What a cluster does once every rank has come back."""
+    meet()
+    renew_groups(1)
+
+
+def later(action: Callable[[], None]) -> None:
+    threading.Timer(SOON_S, action).start()
+
+
+def interrupt() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+# -- cases -----------------------------------------------------------------------------
+
+
+def mismatch_shows_each_rank_and_line() -> None:
+    rank = dist.get_rank()
+    frame = inspect.currentframe()
+    assert frame is not None
+    with pytest.raises(CollectiveMismatch) as caught:
+        dist.all_reduce(torch.zeros(2 + (rank == 1)))
+    line = frame.f_lineno - 1
+    rows = str(caught.value).splitlines()[2:-1]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
+    assert "(3,)" in rows[1]
+    assert all(row.endswith(f"line {line}") for row in rows), (line, rows)
+
+
+def mismatch_reaches_who_waits_for_an_async_call() -> None:
+    tensor = torch.zeros(2)
+    if dist.get_rank() == 2:
+        work = dist.broadcast(tensor, 0, async_op=True)
+    else:
+        work = dist.all_reduce(tensor, async_op=True)
+    with pytest.raises(CollectiveMismatch, match="broadcast"):
+        work.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(RuntimeError, match="different collectives"):
+        work.get_future().wait()
+
+
+def mismatch_in_backward() -> None:
+    net = DistributedDataParallel(nn.Linear(4, 4))
+    loss = net(torch.ones(1, 4)).sum()
+    if dist.get_rank() == 3:
+        with pytest.raises(CollectiveMismatch):
+            dist.all_reduce(torch.zeros(1))
+    else:
+        with pytest.raises(RuntimeError, match="different collectives"):
+            loss.backward()
+
+
+def interrupt_in_barrier() -> None:
+    sub = dist.new_group([0, 1])
+    start = time.monotonic()
+    if dist.get_rank() != 0:
+        later(interrupt)
+        with pytest.raises((KeyboardInterrupt, CollectiveAborted)):
+            dist.barrier()
+    assert time.monotonic() - start < PROMPT_S
+    renew()
+    if dist.get_rank() in (0, 1):
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=sub)
+        assert tensor.tolist() == [2, 2]
+
+
+def interrupt_in_wait() -> None:
+    if dist.get_rank() != 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        later(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        release_calls(KeyboardInterrupt())
+    renew()
+
+
+def interrupt_in_receive() -> None:
+    if dist.get_rank() == 1:
+        later(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            dist.recv(torch.ones(3), 0)
+    renew()
+
+
+def release_from_backward() -> None:
+    net = DistributedDataParallel(nn.Linear(4, 4))
+    loss = net(torch.ones(1, 4)).sum()
+    start = time.monotonic()
+    if dist.get_rank() != 0:
+        later(lambda: release_calls(CollectiveAborted("rank 0 is gone")))
+        with pytest.raises(RuntimeError, match=r"rank 0 is gone|left it"):
+            loss.backward()
+    assert time.monotonic() - start < PROMPT_S
+    renew()
+    net = DistributedDataParallel(nn.Linear(4, 4))
+    net(torch.ones(1, 4) * dist.get_rank()).sum().backward()
+    assert net.module.weight.grad is not None
+    torch.testing.assert_close(net.module.weight.grad, torch.full((4, 4), 1.5))
+
+
+def timeout_names_the_missing() -> None:
+    if dist.get_rank() != 2:
+        with pytest.raises((CollectiveTimeout, CollectiveAborted), match="rank 2"):
+            dist.barrier(timeout=timedelta(seconds=SOON_S))
+    renew()
+
+
+def async_calls_keep_their_order() -> None:
+    size = dist.get_world_size()
+    tensors = [torch.full((n,), float(n)) for n in (1, 100_000, 7, 50_000)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    total = torch.ones(1)
+    dist.all_reduce(total)  # behind the others
+    assert all(work.is_completed() for work in works)
+    for tensor in tensors:
+        assert bool((tensor == size * len(tensor)).all())
+
+
+def what_cannot_be_is_refused() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(NotImplementedError, match="PREMUL_SUM"):
+        dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
+    with pytest.raises(UnsupportedCollective, match="int64"):
+        dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.AVG)
+    with pytest.raises(UsageError, match="contiguous"):
+        dist.send(torch.ones(4, 4).t()[1:], (rank + 1) % size)
+    with pytest.raises(UsageError, match="expected rank"):
+        _create_with_another_rank()
+
+
+def _create_with_another_rank() -> None:
+    from nbdist.collectives._process_group_members import members_of
+
+    members_of([], "another", (dist.get_rank() + 1) % 4, 4)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (
+        mismatch_shows_each_rank_and_line,
+        mismatch_reaches_who_waits_for_an_async_call,
+        mismatch_in_backward,
+        interrupt_in_barrier,
+        interrupt_in_wait,
+        interrupt_in_receive,
+        release_from_backward,
+        timeout_names_the_missing,
+        async_calls_keep_their_order,
+        what_cannot_be_is_refused,
+    )
+}

@@ -1,0 +1,43 @@
+"""Nothing that is called through torch.distributed hangs."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from ranks import launch
+
+BODY = str(Path(__file__).with_name("releases.py"))
+CASES = [
+    "mismatch_shows_each_rank_and_line",
+    "mismatch_reaches_who_waits_for_an_async_call",
+    "mismatch_in_backward",
+    "interrupt_in_barrier",
+    "interrupt_in_wait",
+    "interrupt_in_receive",
+    "release_from_backward",
+    "timeout_names_the_missing",
+    "async_calls_keep_their_order",
+    "what_cannot_be_is_refused",
+]
+
+
+@cache
+def outcomes() -> list[dict[str, str | None]]:
+    """What each rank found: one launch for all cases."""
+    return launch(4, BODY, "run_all", deadline_s=120)
+
+
+def test_every_case_is_listed() -> None:
+    assert list(outcomes()[0]) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_release(case: str) -> None:
+    errors = [
+        f"rank {rank}: {found[case]}"
+        for rank, found in enumerate(outcomes())
+        if found[case] is not None
+    ]
+    assert not errors, "\n".join(errors)
