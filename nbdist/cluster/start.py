@@ -225,6 +225,10 @@ class _Start:
             at = f"{stage['stage']}" if stage else "not begun"
             late.append(f"  rank {place.rank} on {place.host}: {at}")
             late += [f"    {line}" for line in self._stderr(place.rank).splitlines()]
+        # What a rank says before it has begun goes to its launcher.
+        late += tail_of(
+            self._keeper.log("mpiexec").read_text(errors="replace")
+        ).splitlines()
         return (
             f"{self._ready} of {len(self._places)} ranks were up after "
             f"{timeout_s:g} s: give --timeout more seconds, or see where they are:\n"
