@@ -16,6 +16,7 @@ from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["Recovery"]
 
+DESCRIBE_TIMEOUT_S = 10.0
 PREPARE_TIMEOUT_S = 600.0
 
 
@@ -79,11 +80,18 @@ class Recovery:
         return f"the world is {size} ranks now; {self._prepare(newcomers)}"
 
     def _refuse_loss(self, size: int) -> None:
-        described = self._roster.ask("nbdist.engine.inspection:variables")
+        described = self._roster.ask(
+            "nbdist.engine.inspection:variables", timeout_s=DESCRIBE_TIMEOUT_S
+        )
         kept: set[str] = set()
         lost: set[str] = set()
         for rank, variables in described.items():
-            names = {variable.name for variable in variables or []}
+            if variables is None:
+                raise UsageError(
+                    f"rank {rank} does not say which variables it holds: add --yes to "
+                    f"let ranks {size} and up go all the same"
+                )
+            names = {variable.name for variable in variables}
             (kept if rank < size else lost).update(names)
         if lost - kept:
             raise UsageError(

@@ -39,7 +39,10 @@ def store(shipment: shipping.Shipment) -> None:
 
 def fetch(expression: str) -> shipping.Shipment:
     """An expression's value, packed for the notebook."""
-    value = _evaluate(expression)
+    try:
+        value = _evaluate(expression)
+    except NameError as error:
+        raise TransferError(f"on rank {this_rank().info.rank}: {error}") from error
     try:
         frames = codec.dumps(value)
     except Exception as error:

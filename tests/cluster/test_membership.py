@@ -26,20 +26,26 @@ assert (str(rank), str(world_size)) == (os.environ["RANK"], os.environ["WORLD_SI
 """
 
 
+@pytest.fixture(scope="module")
+def _mortal_cluster() -> Iterator[Cluster]:
+    with Cluster(n=4) as running:
+        running.execute("import os, signal", setup=True)
+        yield running
+
+
 @pytest.fixture
 def notes() -> list[str]:
     return []
 
 
 @pytest.fixture
-def cluster(notes: list[str]) -> Iterator[Cluster]:
-    with Cluster(n=4) as running:
-        running.on_note = notes.append
-        running.execute("import os, signal", setup=True)
-        running.execute(
-            "import threading; mine = 100 + rank; handle = threading.Lock()"
-        )
-        yield running
+def cluster(_mortal_cluster: Cluster, notes: list[str]) -> Cluster:
+    """Four ranks, however many deaths the tests before have brought about."""
+    running = _mortal_cluster
+    running.scale(4, drop=True)
+    running.on_note = notes.append
+    running.execute("import threading; mine = 100 + rank; handle = threading.Lock()")
+    return running
 
 
 def pids(cluster: Cluster) -> list[int]:
