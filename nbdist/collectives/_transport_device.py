@@ -81,14 +81,21 @@ class DeviceTransport(SharedTransport):
     ) -> None:
         super().__init__(gate, slots, hooks)
         self._own_events, self._their_events = mine, others
+        self._steps = 0
 
     def _pass(self, first: bool) -> None:
-        parity = self._gate.step & 1
+        parity = self._parity
         stream = torch.cuda.current_stream()
         self._own_events[parity].record(stream)
         super()._pass(first)
         for event in self._their_events[parity]:
             stream.wait_event(event)
+        self._steps += 1
+
+    @property
+    def _parity(self) -> int:
+        # Not the gate's: calls for CPU tensors pass it too, without an event.
+        return self._steps & 1
 
 
 def _offer(

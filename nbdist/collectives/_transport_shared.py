@@ -108,7 +108,7 @@ class SharedTransport(Transport):
     def _reduce_at_once(self, tensor: Tensor, op: str, wanted: bool) -> None:
         """One step: everybody writes all of it, everybody reduces all of it."""
         places = self._slots.places(tensor.dtype, len(tensor))
-        slots = places[self._gate.step & 1].slots
+        slots = places[self._parity].slots
         slots[self._rank].copy_(tensor)
         self._pass(first=True)
         if wanted:
@@ -137,7 +137,7 @@ class SharedTransport(Transport):
         blocks = self._cut(tensor)
         places = [self._slots.places(tensor.dtype, len(block)) for block in blocks]
         for step in range(len(blocks) + 2):
-            parity = self._gate.step & 1
+            parity = self._parity
             if step >= 2 and wanted:
                 blocks[step - 2].copy_(places[step - 2][parity].result)
             if step < len(blocks):
@@ -216,10 +216,15 @@ class SharedTransport(Transport):
         if not lengths:
             self._pass(first=True)
         for step, length in enumerate(lengths):
-            view = views(dtype, length)[self._gate.step & 1]
+            view = views(dtype, length)[self._parity]
             write(step, view)
             self._pass(first=step == 0)
             read(step, view)
+
+    @property
+    def _parity(self) -> int:
+        """Which of the two places this step uses."""
+        return self._gate.step & 1
 
     def _pass(self, first: bool) -> None:
         """Wait for all ranks; the first time in a call, compare signatures too."""

@@ -191,6 +191,7 @@ class Group:
 
     def _end(self) -> None:
         self._call = None
+        self._deadline = math.inf
         if self._noted:
             self._noted = False
             self._connection.gate.leave_note("")

@@ -38,8 +38,11 @@ def case(function: Case) -> Case:
     return function
 
 
-def run_all(transports: list[str]) -> dict[str, dict[str, list[str | None]]]:
-    """`run` for each transport."""
+def run_all(
+    transports: list[str], device: str = "cpu"
+) -> dict[str, dict[str, list[str | None]]]:
+    """`run` for each transport, with all tensors on a device."""
+    torch.set_default_device(device)
     return {transport: run(transport) for transport in transports}
 
 
@@ -69,15 +72,18 @@ def made(
     shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int = 0
 ) -> Tensor:
     """The input of a rank, which any rank can make."""
-    seed = torch.Generator().manual_seed(1000 * salt + rank)
+    seed = torch.Generator("cpu").manual_seed(1000 * salt + rank)
+    return _drawn(shape, dtype, seed).to(torch.get_default_device())
+
+
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: torch.Generator) -> Tensor:
     if dtype == torch.bool:
-        return torch.rand(shape, generator=seed) < 0.7
+        return torch.rand(shape, generator=seed, device="cpu") < 0.7
     if not (dtype.is_floating_point or dtype.is_complex):
         low = 0 if dtype == torch.uint8 else -3
-        return torch.randint(low, 4, shape, generator=seed).to(dtype)
-    if dtype.is_complex:
-        return torch.randn(shape, generator=seed, dtype=torch.complex128).to(dtype)
-    return torch.randn(shape, generator=seed, dtype=torch.float64).to(dtype)
+        return torch.randint(low, 4, shape, generator=seed, device="cpu").to(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(shape, generator=seed, dtype=wide, device="cpu").to(dtype)
 
 
 def all_made(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> list[Tensor]:
@@ -138,7 +144,7 @@ def close_enough(op: str, got: Tensor, tensors: list[Tensor]) -> None:
 
 
 def same_on_all_ranks(tensor: Tensor) -> None:
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     assert len(set(COMM.allgather(hash_of(raw)))) == 1, "ranks hold different bits"
 
 
@@ -475,7 +481,7 @@ def _mismatches() -> dict[str, Callable[[], object]]:
 def mismatches_are_raised_everywhere_before_data_is_touched(group: nc.Group) -> None:
     if SIZE == 1:
         return
-    for _ in range(500):
+    for _ in range(500 if group.config.transport == "shared" else 50):
         nc.all_reduce(torch.ones(3))
     for name, call in _mismatches().items():
         start = MPI.Wtime()

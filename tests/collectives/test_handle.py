@@ -1,0 +1,66 @@
+"""Handles and the worker that completes them, without ranks."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+from nbdist.collectives import Handle
+from nbdist.collectives._worker import Worker
+from nbdist.errors import CollectiveAborted, CollectiveTimeout
+
+
+def test_a_wait_ends_with_the_call() -> None:
+    handle = Handle("all_reduce")
+    assert not handle.is_completed()
+    threading.Thread(target=handle.complete).start()
+    assert handle.wait(timedelta(seconds=10))
+    assert handle.is_success()
+    assert handle.exception() is None
+
+
+def test_a_wait_raises_what_ended_the_call() -> None:
+    handle = Handle("all_reduce")
+    handle.complete(CollectiveAborted("rank 1 died"))
+    handle.complete()
+    assert handle.is_completed()
+    assert not handle.is_success()
+    with pytest.raises(CollectiveAborted, match="rank 1 died"):
+        handle.wait()
+
+
+def test_a_wait_can_run_out_of_time_and_be_tried_again() -> None:
+    handle = Handle("all_reduce")
+    with pytest.raises(CollectiveTimeout, match="all_reduce"):
+        handle.wait(0.01)
+    handle.complete()
+    assert handle.wait(0.01)
+
+
+def test_callbacks_come_once_before_or_after_the_end() -> None:
+    handle = Handle("all_reduce")
+    seen: list[str] = []
+    handle.add_done_callback(lambda done: seen.append(f"early {done.is_success()}"))
+    handle.complete()
+    handle.add_done_callback(lambda done: seen.append("late"))
+    assert seen == ["early True", "late"]
+
+
+def test_the_worker_keeps_the_order_and_outlives_errors() -> None:
+    worker = Worker("test")
+    seen: list[int] = []
+    gate = threading.Event()
+    first = worker.submit(lambda: gate.wait(10) and seen.append(1), Handle("1"))
+    failing = worker.submit(lambda: seen.append(1 // 0), Handle("2"))
+    last = worker.submit(lambda: seen.append(3), Handle("3"))
+    assert worker.busy
+    gate.set()
+    worker.drain()
+    assert not worker.busy
+    assert seen == [1, 3]
+    assert first.is_success()
+    assert last.is_success()
+    assert isinstance(failing.exception(), ZeroDivisionError)
+    worker.stop()

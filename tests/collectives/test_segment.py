@@ -1,0 +1,54 @@
+"""Shared memory without a name, and semaphores in it, between two processes."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nbdist.collectives import _semaphore as semaphore
+from nbdist.collectives._segment import Segment
+
+SIZE = 4096
+PEER = """
+import ctypes, sys
+from nbdist.collectives import _semaphore as semaphore
+from nbdist.collectives._segment import Segment
+memory = Segment.open(sys.argv[1], 4096).memory
+memory[1024:1029] = b"hello"
+semaphore.post(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+"""
+
+
+def address_of(segment: Segment) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(segment.memory))
+
+
+def test_another_process_maps_it_and_posts() -> None:
+    segment = Segment.create(SIZE)
+    semaphore.initialise(address_of(segment))
+    subprocess.run([sys.executable, "-c", PEER, segment.address], check=True)
+    assert semaphore.wait(address_of(segment), 10.0)
+    assert segment.memory[1024:1029] == b"hello"
+    assert semaphore.try_wait(address_of(segment)) == -1
+
+
+def test_nobody_opens_it_once_its_file_is_closed() -> None:
+    segment = Segment.create(SIZE)
+    address = segment.address
+    segment.close_file()
+    segment.close_file()
+    with pytest.raises(OSError, match="fd"):
+        Segment.open(address, SIZE)
+    segment.memory[0] = 1  # the mapping stays
+
+
+def test_a_wait_for_nothing_ends() -> None:
+    segment = Segment.create(SIZE)
+    semaphore.initialise(address_of(segment))
+    start = time.monotonic()
+    assert not semaphore.wait(address_of(segment), 0.05)
+    assert 0.03 < time.monotonic() - start < 5
