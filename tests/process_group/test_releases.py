@@ -17,9 +17,9 @@ CASES = [
     "interrupt_in_wait",
     "interrupt_in_receive",
     "release_from_backward",
-    "timeout_names_the_missing",
     "async_calls_keep_their_order",
     "what_cannot_be_is_refused",
+    "timeout_names_the_missing",
 ]
 
 
