@@ -3,13 +3,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Any spelling that pip takes. README.md says how to choose.
+# Any spelling that pip takes, and where to look first. README.md says how to choose.
 TORCH ?= torch==2.13.0
-# Where there is no NVIDIA driver, PyTorch's own index of CPU builds: on Linux a plain
-# `pip install torch` brings several GB of CUDA libraries.
-ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-endif
+TORCH_INDEX ?=
 
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -1,6 +1,7 @@
 """All-reduce of nbdist against what a user would pick instead, on this machine.
 
-    python benchmarks/collectives.py [--ranks 2 4 8] [--largest 268435456] [--out out]
+    python benchmarks/collectives.py [--ranks 2 4 8] [--largest 268435456]
+        [--out out/bench]
 
 For each size, each way of doing it takes turns with the others in the same processes:
 a noisy machine is noisy for all; the best round counts. algbw is S/t and busbw
@@ -236,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--largest", type=int, default=256 * MIB)
-    parser.add_argument("--out", type=Path, default=ROOT / "out")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder:

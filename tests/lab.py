@@ -33,7 +33,11 @@ from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
 
 ROOT = Path(__file__).parent.parent
 SCREENSHOTS = ROOT / "out" / "screenshots"
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHROMIUM = (
+    os.environ.get("NBDIST_CHROMIUM")
+    or shutil.which("chromium")
+    or shutil.which("google-chrome")
+)
 CHROMIUM_OPTIONS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from nbdist.collectives import any_spent
@@ -22,7 +23,7 @@ __all__ = ["answer_on"]
 
 REQUEST = "nbdist_request"
 REPLY = "nbdist_reply"
-log = logging.getLogger(__name__)
+PACKAGE = str(Path(__file__).parents[1])
 
 
 def answer_on(kernel: Any) -> None:
@@ -83,9 +84,16 @@ def _function(target: str) -> Callable[..., Any]:
 
 
 def _describe(error: BaseException) -> tuple[str, str, list[str]]:
-    """(class, message, traceback lines) of what went wrong."""
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    """(class, message, traceback lines) of what went wrong, from the user's code on."""
+    frames = error.__traceback__
+    while frames is not None and _is_ours(frames):
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames, chain=False)
     return type(error).__name__, str(error), lines
+
+
+def _is_ours(frames: TracebackType) -> bool:
+    return frames.tb_frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def _reply(

@@ -47,7 +47,8 @@ class StartView:
         controller = "ready" if progress.controller else "starting"
         self._update(
             f"controller {controller} · {progress.ready}/{self._n} ranks ready"
-            f" ({where})" + (f" · {doing}" if progress.ready < self._n else "")
+            f" ({where})"
+            + (f" · {doing}" if doing and progress.ready < self._n else "")
         )
 
     def finish(self, infos: Sequence[RankInfo], mpi: str) -> None:

@@ -1,4 +1,4 @@
-"""The product as a user meets it: JupyterLab in a browser, and a cluster in a notebook."""
+"""The product as a user meets it: in JupyterLab, in a browser."""
 
 from __future__ import annotations
 
