@@ -14,9 +14,29 @@ from torch.futures import Future, collect_all
 from ._handle import Handle
 from ._mailbox import Message
 
-__all__ = ["CollectiveWork", "MessageWork", "WorkList", "in_callback"]
+__all__ = [
+    "CollectiveWork",
+    "MessageWork",
+    "WorkList",
+    "in_callback",
+    "original_error",
+]
 
 _completing = threading.local()
+_last_error: BaseException | None = None
+"""What ended the last future that failed."""
+
+
+def original_error(error: BaseException) -> BaseException:
+    """The error that C++ has turned into this one, where it has; else `error` itself.
+
+    A future's error comes through C++, as from DDP's backward, as a RuntimeError with
+    the text of the original.
+    """
+    last = _last_error
+    if last is not None and type(error) is RuntimeError and str(last) in str(error):
+        return last
+    return error
 
 
 def in_callback() -> bool:
@@ -85,8 +105,10 @@ class CollectiveWork(dist.Work):
         return self._future
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
+        global _last_error
         error = self.exception()
         if error is not None:
+            _last_error = error
             raise error
         return self._tensors
 

@@ -21,7 +21,13 @@ from nbdist.errors import CollectiveAborted, UsageError
 from ._handle import Handle
 from ._mailbox import Message
 from ._process_group_members import members_of
-from ._work import CollectiveWork, MessageWork, WorkList, in_callback
+from ._work import (
+    CollectiveWork,
+    MessageWork,
+    WorkList,
+    in_callback,
+    original_error,
+)
 from .all_gather import all_gather, all_gather_into_tensor
 from .all_reduce import all_reduce
 from .all_to_all import all_to_all, all_to_all_single
@@ -34,7 +40,7 @@ from .reduce import reduce
 from .reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from .scatter import scatter
 
-__all__ = ["ProcessGroup", "register"]
+__all__ = ["ProcessGroup", "original_error", "register"]
 
 NAME = "nbdist"
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
