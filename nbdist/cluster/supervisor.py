@@ -14,6 +14,7 @@ from nbdist.wire import CollectiveCall, format_ranks
 __all__ = ["Supervisor"]
 
 INTERRUPT_GRACE_S = 5.0
+RELEASE_AFTER_S = 0.5
 PROBE_S = 0.3
 """How often waiting ranks are asked what they wait for, once a rank is missing."""
 RENEW_TIMEOUT_S = 20.0
@@ -137,10 +138,15 @@ class Supervisor:
 
     def _end(self, run: Run) -> None:
         """Interrupt the ranks of a run, and wait for those that listen."""
-        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        begun = time.monotonic()
         try:
             run.interrupt()
-            run.wait(deadline)
+            if not run.wait(begun + RELEASE_AFTER_S):
+                # A rank that waits in C++, as in DDP's backward, hears no signal.
+                ranks = [info.rank for info in run.unfinished]
+                release = "nbdist.engine.agent:release"
+                self._roster.ask(release, "interrupted", ranks=ranks)
+            run.wait(begun + INTERRUPT_GRACE_S)
         except KeyboardInterrupt:
             return  # a second press: the user does not want to wait
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+from nbdist.collectives.process_group import original_error
 from nbdist.engine import cell_names
 from nbdist.engine.rank import this_rank
 from nbdist.wire import Failure
@@ -99,6 +100,9 @@ def _failure(result: Any) -> Failure | None:
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return None
+    place = cell_names.last_place(error)
+    # What crosses DDP's backward, in C++, arrives as another error.
+    error = original_error(error)
     name = type(error).__name__
     if isinstance(error, asyncio.CancelledError):
         name = "KeyboardInterrupt"
@@ -108,6 +112,6 @@ def _failure(result: Any) -> Failure | None:
         info.host,
         name,
         str(error),
-        cell_names.last_place(error),
+        place,
         tuple(getattr(shell, "_last_traceback", None) or ()),
     )

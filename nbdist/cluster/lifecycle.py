@@ -1,0 +1,227 @@
+"""A cluster's life: brought up, kept whole, changed in size, taken down."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nbdist.cluster.inventory import this_host
+from nbdist.cluster.launchers.mpiexec import Mpiexec
+from nbdist.cluster.placement import place
+from nbdist.cluster.start import Progress, Started, start
+from nbdist.config import ClusterConfig
+from nbdist.errors import (
+    AlreadyRunning,
+    NotRunning,
+    RankDied,
+    StartError,
+    UsageError,
+)
+from nbdist.telemetry.collector import Collector
+from nbdist.wire import RankInfo
+
+if TYPE_CHECKING:
+    from nbdist.cluster.recovery import Recovery
+    from nbdist.cluster.roster import Roster
+    from nbdist.cluster.supervisor import Supervisor
+
+__all__ = ["Lifecycle"]
+
+Self = TypeVar("Self", bound="Lifecycle")
+
+
+class Lifecycle:
+    """Ranks that are brought up and kept whole; `Cluster` says what to do with them."""
+
+    def __init__(self, n: int | None = None, **options: Any) -> None:
+        unknown = options.keys() - ClusterConfig.__dataclass_fields__.keys()
+        if unknown:
+            known = ", ".join(sorted(ClusterConfig.__dataclass_fields__))
+            raise UsageError(f"unknown option {sorted(unknown)}: expected {known}")
+        given = {name: value for name, value in options.items() if value is not None}
+        self.config = replace(ClusterConfig.from_environment(), n=n, **given)
+        if not 0 < self.config.timeout_s < threading.TIMEOUT_MAX:
+            raise UsageError(
+                f"--timeout {self.config.timeout_s} is not a number of seconds above 0"
+            )
+        if self.config.on_failure not in ("stop", "shrink", "replace"):
+            raise UsageError(
+                f"--on-failure {self.config.on_failure!r} is not known: expected stop, "
+                "shrink or replace"
+            )
+        self._launcher = Mpiexec(self.config.mpiexec)
+        self._places = place(self.config, this_host())
+        self.collector = Collector()
+        self._started: Started | None = None
+        self._roster: Roster | None = None
+        self._supervisor: Supervisor | None = None
+        self._recovery: Recovery | None = None
+        self._setup: list[tuple[str, int]] = []
+        self._cells = 0
+        self.on_note: Callable[[str], None] = logging.getLogger("nbdist").warning
+        """Hears of ranks that were replaced or dropped between two requests."""
+
+    def start(
+        self: Self, on_progress: Callable[[Progress], None] = lambda _: None
+    ) -> Self:
+        """Bring every rank up, and return when all of them answer.
+
+        Raises:
+            StartError: A rank did not come up; nothing is left running.
+            AlreadyRunning: This cluster is running.
+        """
+        if self._started is not None:
+            raise AlreadyRunning(
+                f"this cluster of {self.size} ranks is running already"
+            )
+        self._started = start(
+            self._launcher,
+            self._places,
+            self.config.timeout_s,
+            self.collector.receive,
+            on_progress,
+        )
+        # Like the link, these are loaded once a cluster runs, not before.
+        from nbdist.cluster.recovery import Recovery
+        from nbdist.cluster.roster import Roster
+        from nbdist.cluster.supervisor import Supervisor
+
+        self.collector.set_ranks(self._started.infos)
+        self._roster = Roster(self._started)
+        self._supervisor = Supervisor(self._roster)
+        self._recovery = Recovery(self._roster, self._places, self.config)
+        self._recovery.setup = self._setup
+        self._started.keeper.on_loss(self._on_loss)
+        return self
+
+    def _on_loss(self, reason: str) -> None:
+        """What the ranks cannot live without has ended: leave nothing behind."""
+        started, roster = self._started, self._roster
+        if started is not None and roster is not None:
+            roster.lose(reason)
+            started.keeper.close()
+
+    def stop(self) -> None:
+        """End every rank and remove what the start created. A second stop is harmless.
+
+        Every process has ended when this returns.
+        """
+        started, self._started = self._started, None
+        roster, self._roster = self._roster, None
+        if roster is not None:
+            roster.close()
+        if started is not None:
+            started.link.close()
+            started.keeper.close()
+
+    def scale(self, n: int, *, drop: bool = False) -> str:
+        """Grow or shrink the running world to `n` ranks; what was done, in words.
+
+        New ranks run the setup cells and get a copy of the lowest rank's variables.
+
+        Args:
+            drop: Let ranks go although they hold variables that no other rank has.
+
+        Raises:
+            UsageError: It cannot be had, or variables would be lost; nothing changed.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise UsageError(f"-n {n!r} is not a whole number of 1 or more")
+        if not self.fault_tolerant:
+            raise UsageError(
+                f"{self.mpi} cannot change a running world: %dist_stop, then "
+                f"%dist_start -n {n}"
+            )
+        self._supervisor_of().admit(self._select(None))
+        if n == self.size:
+            return f"the world is {n} ranks already"
+        assert self._recovery is not None
+        note = self._recovery.scale(n, drop)
+        self.collector.set_ranks(self.infos)
+        return note
+
+    def mend(self) -> None:
+        """Replace or drop ranks that have died since the last request, as configured.
+
+        Every request does so first. `on_note` hears what was done.
+
+        Raises:
+            RankDied: The others could not go on; the cluster was stopped.
+        """
+        note = self._recover()
+        if note:
+            self.on_note(note)
+
+    @property
+    def running(self) -> bool:
+        return self._roster is not None and not self._roster.lost
+
+    @property
+    def size(self) -> int:
+        """The world size."""
+        return len(self._places)
+
+    @property
+    def ranks(self) -> list[RankInfo]:
+        """Every rank that lives, in rank order."""
+        return self._live().living
+
+    @property
+    def infos(self) -> list[RankInfo]:
+        """Every rank, dead ones too, in rank order."""
+        return self._live().infos
+
+    @property
+    def fault_tolerant(self) -> bool:
+        """Whether the other ranks outlive one that dies."""
+        return self._launcher.is_fault_tolerant
+
+    @property
+    def mpi(self) -> str:
+        """The MPI launcher in use, with its version and path."""
+        return self._launcher.description
+
+    def __repr__(self) -> str:
+        state = "running" if self.running else "stopped"
+        return f"<nbdist.Cluster of {self.size} ranks, {state}>"
+
+    def died(self) -> dict[int, RankDied]:
+        """The ranks whose processes have ended, and why."""
+        return self._live().died
+
+    def _live(self) -> Roster:
+        if self._roster is None:
+            raise NotRunning("no cluster is running: start one with %dist_start")
+        return self._roster
+
+    def _supervisor_of(self) -> Supervisor:
+        self._live()
+        assert self._supervisor is not None
+        return self._supervisor
+
+    def _select(self, ranks: Iterable[int] | None) -> list[int]:
+        """The ranks asked for; what has died since the last request is mended first."""
+        self.mend()
+        return self._live().select(ranks)
+
+    def _recover(self) -> str:
+        """Replace or drop the dead, where that is wanted and possible now."""
+        roster, supervisor = self._live(), self._supervisor_of()
+        wanted = self.config.on_failure != "stop" and self.fault_tolerant
+        if not roster.died or roster.lost or not wanted or supervisor.busy:
+            return ""
+        assert self._recovery is not None
+        try:
+            note = self._recovery.recover()
+        except StartError as error:
+            self.stop()
+            raise RankDied(
+                f"a rank has died, and the others could not go on without it: {error}. "
+                "The cluster was stopped; start a new one"
+            ) from error
+        self.collector.set_ranks(roster.infos)
+        supervisor.mended()
+        return note
