@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import selectors
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -59,15 +61,43 @@ def wait_until(
         time.sleep(0.02)
 
 
-def read_line(process: subprocess.Popen[str], within_s: float = 60.0) -> str:
-    """The next line that a program prints; an error when it takes too long."""
-    import selectors
+class Program:
+    """A Python program that is spoken with line by line; it is killed at the end."""
 
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        assert selector.select(within_s), f"no line within {within_s} s"
-    return process.stdout.readline()
+    def __init__(self, code: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,  # else a line could wait in a buffer that select does not see
+        )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        self._process.kill()
+        with self._process:
+            pass
+
+    def line(self, within_s: float = 60.0) -> str:
+        """The next line that it prints."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            assert selector.select(within_s), f"no line within {within_s} s"
+        return self._process.stdout.readline().decode().rstrip("\n")
+
+    def tell(self, text: str) -> None:
+        """Write a line to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(text.encode() + b"\n")
 
 
 def _runs(process: psutil.Process) -> bool:

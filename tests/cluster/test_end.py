@@ -1,0 +1,149 @@
+"""Ends: however a cluster or its notebook ends, nothing of it is left in 10 seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist import Cluster
+from nbdist.errors import NotRunning, RankDied
+from tests.processes import Footprint, Program, wait_until
+
+START = """
+import os, sys, time
+from nbdist import Cluster
+cluster = Cluster(n=2, device="cpu").start()
+cluster.push(big=b"x" * 3_000_000)
+print(cluster._started.keeper.run_dir, flush=True)
+"""
+
+ENDINGS = {
+    "the end of a with": "with cluster: pass",
+    "stop": "cluster.stop(); cluster.stop()",
+    "the end of the interpreter": "",
+    "an exception": "raise RuntimeError('a bug')",
+    "sys.exit": "sys.exit(4)",
+    "os._exit": "os._exit(4)",
+}
+
+
+def run_dir_of(program: Program) -> Path:
+    """The folder of a program's cluster, once that is up."""
+    run_dir = Path(program.line())
+    assert run_dir.is_dir()
+    return run_dir
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_the_end_of_a_program(ending: str):
+    with Program(f"{START}sys.stdin.readline()\n{ending}") as program:
+        footprint = Footprint([program.pid], run_dir_of(program))
+        assert len(footprint.processes) >= 6
+        program.tell("go on")
+        footprint.assert_gone()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "time.sleep(100)",
+        "cluster.execute('import time; time.sleep(100)')",
+        "cluster.execute('while True: pass')",
+        "cluster.execute('import os, signal; os.kill(os.getpid(), signal.SIGSTOP)')",
+        "cluster.execute('!sleep 100')",
+    ],
+)
+def test_kill_9_of_the_notebook(work: str):
+    with Program(f"{START}print('working', flush=True)\n{work}") as program:
+        run_dir = run_dir_of(program)
+        assert program.line() == "working"
+        footprint = Footprint([program.pid], run_dir)
+        program.kill()
+        footprint.assert_gone()
+
+
+def test_kill_9_of_a_notebook_that_has_forked():
+    """The child holds open what the notebook had open, and lives as it likes."""
+    fork = "child = os.fork()\nchild and print(child, flush=True)\ntime.sleep(100)"
+    with Program(START + fork) as program:
+        run_dir = run_dir_of(program)
+        footprint = Footprint([program.pid], run_dir)
+        child = psutil.Process(int(program.line()))
+        try:
+            program.kill()
+            footprint.processes.discard(child)
+            footprint.assert_gone()
+            assert child.is_running()
+        finally:
+            child.kill()
+
+
+def victim_pid(cluster: Cluster, victim: str) -> int:
+    assert cluster._started is not None
+    keeper = cluster._started.keeper
+    return keeper._guard.pid if victim == "guard" else keeper.pid(victim) or 0
+
+
+@pytest.mark.parametrize("victim", ["mpiexec", "controller", "guard"])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a cell"])
+def test_kill_9_of_what_the_ranks_need(victim: str, busy: bool):
+    cluster = Cluster(n=2, device="cpu").start()
+    try:
+        assert cluster._started is not None
+        run_dir = cluster._started.keeper.run_dir
+        footprint = Footprint([victim_pid(cluster, "guard")], run_dir)
+        pid = victim_pid(cluster, victim)
+        if busy:
+            begin = time.monotonic()
+            result = cluster.execute(
+                f"import os, time\nif rank: os.kill({pid}, 9)\ntime.sleep(60)",
+                check=False,
+            )
+            assert {f.ename for f in result.failures} == {"RankDied"}
+            assert time.monotonic() - begin < 10
+        else:
+            os.kill(pid, signal.SIGKILL)
+        footprint.assert_gone()
+        wait_until(lambda: not cluster.running, 5)
+        with pytest.raises(RankDied, match=f"{victim}.* SIGKILL.*%dist_start"):
+            cluster.execute("1")
+    finally:
+        cluster.stop()
+
+
+def test_a_stopped_cluster_says_so_and_can_start_again():
+    cluster = Cluster(n=1, device="cpu").start()
+    cluster.stop()
+    assert not cluster.running
+    calls: list[Callable[[], object]] = [
+        lambda: cluster.execute("1"),
+        lambda: cluster.push(a=1),
+        lambda: cluster["a"],
+        lambda: cluster.status(),
+        lambda: cluster.ranks,
+    ]
+    for call in calls:
+        with pytest.raises(NotRunning, match="%dist_start"):
+            call()
+    with cluster.start():
+        assert cluster["rank"] == [0]
+    assert not cluster.running
+
+
+def test_what_the_ranks_have_started_ends_too():
+    cluster = Cluster(n=1, device="cpu").start()
+    cluster.execute(
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "stubborn = subprocess.Popen(['sh', '-c', \"trap '' TERM; sleep 1000\"])"
+    )
+    footprint = Footprint([victim_pid(cluster, "guard")])
+    assert {"sleep", "sh"} <= {process.name() for process in footprint.processes}
+    cluster.stop()
+    footprint.assert_gone()
