@@ -89,7 +89,10 @@ def stack() -> str:
 
 def complete(token: str, line: str, cursor: int) -> list[str]:
     """What may stand in place of the token that ends at the cursor in this line."""
-    _text, matches = this_rank().shell.complete(token, line, cursor)
+    shell = this_rank().shell
+    # What jedi finds `complete` leaves out; without it, it looks at the objects itself.
+    shell.Completer.use_jedi = False
+    _text, matches = shell.complete(token, line, cursor)
     return [str(match) for match in matches]
 
 

@@ -45,13 +45,21 @@ def variables(pattern: str = "*") -> list[Variable]:
     shell = this_rank().shell
     namespace = dict(shell.user_ns)
     return [
-        _describe(name, value)
+        _describe_any(name, value)
         for name, value in sorted(namespace.items())
         if not name.startswith("_")
         and name not in shell.user_ns_hidden
         and fnmatch.fnmatchcase(name, pattern)
         and not isinstance(value, UNINTERESTING)
     ]
+
+
+def _describe_any(name: str, value: Any) -> Variable:
+    try:
+        return _describe(name, value)
+    except Exception as error:  # noqa: BLE001 - one odd object must not hide the others
+        text = f"<cannot be described: {type(error).__name__}>"
+        return Variable(name, type(value).__name__, None, "", "", text, text)
 
 
 def _describe(name: str, value: Any) -> Variable:
@@ -105,6 +113,8 @@ def _norm_of_tensor(tensor: torch.Tensor) -> str:
         return (
             f"{tensor.item():.6g}" if tensor.dtype != torch.bool else str(tensor.item())
         )
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.float()  # torch has no arithmetic for the 8-bit kinds
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return (
         f"norm {torch.linalg.vector_norm(tensor.reshape(-1), dtype=wide).item():.6g}"
