@@ -1,0 +1,232 @@
+"""Looking at the ranks, while they work, are blocked, or do not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from nbdist import CellError, Cluster
+from nbdist.cluster.observer import Event
+from nbdist.session import Session
+from tests.processes import wait_until
+
+DEADLINE_S = 10.0
+
+
+class Begun:
+    """An observer that knows when every rank has printed."""
+
+    def __init__(self, ranks: int) -> None:
+        self._left = ranks
+        self.event = threading.Event()
+
+    def take(self, event: Event) -> None:
+        if event.output is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self.event.set()
+
+    def due(self) -> float | None:
+        return None
+
+
+@contextmanager
+def running(cluster: Cluster, code: str, ranks: list[int]) -> Iterator[None]:
+    """The cell runs in another thread; it is interrupted at the end."""
+    begun = Begun(len(ranks))
+
+    def run() -> None:
+        with pytest.raises(CellError):
+            cluster.execute(f"print(1)\n{code}", ranks, number=31, observer=begun)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert begun.event.wait(DEADLINE_S)
+        yield
+    finally:
+        cluster.interrupt()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def session(cluster: Cluster) -> Session:
+    session = Session()
+    session._cluster = cluster
+    return session
+
+
+def within(seconds: float, action: Callable[[], object]) -> str:
+    begin = time.monotonic()
+    shown = str(action())
+    assert time.monotonic() - begin < seconds
+    return shown
+
+
+def test_status_when_idle(cluster: Cluster, session: Session):
+    lines = within(DEADLINE_S, session.status_table).splitlines()
+    assert lines[0].split() == [
+        "rank", "state", "device", "memory", "host", "pid", "transport",
+    ]  # fmt: skip
+    for info, line in zip(cluster.ranks, lines[2:6], strict=True):
+        assert line.split()[:3] == [str(info.rank), "idle", "cpu"]
+        assert str(info.pid) in line
+        assert "MiB" in line
+        assert info.host in line
+    assert cluster.mpi in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("while True: pass", "In[31] line 3"),
+        ("import time; time.sleep(60)", "In[31] line 3"),
+        ("nbdist.all_reduce(torch.ones(2))", "all_reduce"),
+        ("nbdist.barrier()", "barrier"),
+    ],
+)
+def test_status_and_stacks_say_where_busy_ranks_are(
+    cluster: Cluster, session: Session, code: str, place: str
+):
+    with running(cluster, f"if rank != 3:\n    {code}\nelse:\n    {code}", [0, 1, 2]):
+        status = within(DEADLINE_S, session.status_table).splitlines()
+        for line in status[2:5]:
+            assert "busy: In[31] for" in line
+            assert "line 4" in line or place in line
+        assert "idle" in status[5]
+        stacks = within(DEADLINE_S, session.stacks_text)
+        assert "In[31]" in stacks or "ipython-input" in stacks
+        states = cluster.status()
+        assert states[0] is not None
+        assert states[0]["what"] == "In[31]"
+        assert 0 < states[0]["seconds"] < DEADLINE_S * 3
+
+
+def test_variables_while_a_cell_runs(cluster: Cluster, session: Session):
+    cluster.execute("same = torch.ones(2, 3)\nown = rank\nhidden_ = 1")
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        table = within(DEADLINE_S, lambda: session.variables_table("*"))
+    rows = [line.split() for line in str(table).splitlines()]
+    assert [r for r in rows if r[0] == "same"] == [
+        ["same", "all", "Tensor", "(2,", "3)", "float32", "cpu", "norm", "2.44949"]
+    ]
+    assert [r[1:4] for r in rows if r[0] == "own"] == [
+        [str(rank), "int", str(rank)] for rank in range(4)
+    ]
+    assert not {"rank", "torch", "nbdist", "exit"} & {row[0] for row in rows}
+
+
+def test_variables_by_pattern(cluster: Cluster, session: Session):
+    cluster.execute("loss_a = 1\nloss_b = 2\nother = 3")
+    table = str(session.variables_table("loss_*"))
+    names = {line.split()[0] for line in table.splitlines()}
+    assert {"loss_a", "loss_b"} <= names
+    assert "other" not in names
+
+
+def test_variables_of_every_kind_can_be_described(cluster: Cluster, session: Session):
+    cluster.execute(
+        "import numpy as np, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "class Rude:\n"
+        "    def __repr__(self): raise ValueError('no')\n"
+        "rude = Rude()\n"
+        "names = 'float8_e4m3fn float8_e5m2 bfloat16 float16 complex32 complex64 '\n"
+        "names += 'bool uint8 uint16 uint32 uint64 int64'\n"
+        "for name in names.split():\n"
+        "    for size in (0, 1, 3):\n"
+        "        globals()[f't_{name}_{size}'] = "
+        "torch.zeros(size).to(getattr(torch, name))\n"
+        "sparse = torch.eye(3).to_sparse()\n"
+        "meta = torch.empty(2, device='meta')\n"
+        "conj = torch.tensor([1+2j, 3]).conj()\n"
+        "grad = torch.ones(2, requires_grad=True) * 2\n"
+        "array = np.array([('a', 1)], dtype=[('n', 'U3'), ('v', 'i4')])\n"
+        "dates = np.array(['2020-01-01'], 'M8[D]')\n"
+        "objects = np.array([1, 'x'], dtype=object)\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "generator = (i for i in range(3))\n"
+        "text = 'x' * 1000"
+    )
+    answers = cluster.variables()
+    assert all(answer is not None for answer in answers.values())
+    described = {variable.name: variable for variable in answers[0]}
+    expected = {"rude", "sparse", "meta", "conj", "grad", "array", "dates", "objects"}
+    assert (
+        expected | {"model", "generator", "text", "t_float8_e5m2_3"} <= described.keys()
+    )
+    assert not [v for v in described.values() if "cannot be described" in v.value]
+    assert "6 parameters" in str(session.variables_table("model"))
+
+
+def test_inspect(cluster: Cluster, session: Session):
+    shown = str(session.inspect_table("'even' if rank % 2 == 0 else 'odd'"))
+    lines = [line.split() for line in shown.splitlines()[2:4]]
+    assert lines == [["0,2", "'even'"], ["1,3", "'odd'"]]
+    with pytest.raises(CellError, match="nothing_there"):
+        session.inspect_table("nothing_there")
+
+
+def test_a_rank_that_does_not_answer_is_said_so_in_time(
+    cluster: Cluster, session: Session
+):
+    pid = cluster.ranks[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        status = within(5, session.status_table).splitlines()
+        assert "does not answer" in status[3]
+        assert "idle" in status[2]
+        assert "does not answer" in within(5, session.stacks_text)
+        variables = within(15, lambda: session.variables_table("*"))
+        assert "rank 1 does not answer" in str(variables)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: cluster.status()[1] is not None, DEADLINE_S)
+    assert cluster["rank"] == [0, 1, 2, 3]
+
+
+def test_completion_from_rank_0(cluster: Cluster, session: Session):
+    cluster.execute("weights = {'alpha': 1}\nwidth = 3")
+    assert "weights" in session.complete("wei", "x = wei", 7)
+    assert "width" in session.complete("wid", "wid", 3)
+    assert any("zeros_like" in m for m in session.complete("torch.zer", "torch.zer", 9))
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        assert "weights" in session.complete("weig", "weig", 4)
+
+
+def test_what_is_logged_arrives_while_the_cell_runs(cluster: Cluster):
+    code = "nbdist.log(loss=rank + 0.5)\nwhile True: pass"
+    with running(cluster, code, [0, 1, 2, 3]):
+        wait_until(
+            lambda: len(last_losses(cluster)) == 4,
+            DEADLINE_S,
+            lambda: str(last_losses(cluster)),
+        )
+    assert last_losses(cluster) == {rank: rank + 0.5 for rank in range(4)}
+
+
+def last_losses(cluster: Cluster) -> dict[int, float]:
+    if "loss" not in cluster.collector.metrics:
+        return {}
+    history = cluster.collector.history("loss").items()
+    return {rank: values[-1] for rank, (_steps, values) in history if values}
+
+
+def test_a_log_call_costs_microseconds(cluster: Cluster):
+    timed = (
+        "import time\n"
+        "best = 1.0\n"
+        "for _ in range(5):\n"
+        "    begin = time.perf_counter()\n"
+        "    for i in range(200): nbdist.log(loss=0.5, lr=0.1)\n"
+        "    best = min(best, (time.perf_counter() - begin) / 200)\n"
+    )
+    cluster.execute(timed, ranks=[0])
+    assert cluster.pull("best", [0])[0] < 20e-6

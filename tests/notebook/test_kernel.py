@@ -1,0 +1,372 @@
+"""The magics in a notebook's kernel, driven as a notebook drives it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from tests.processes import Footprint, wait_until
+
+CELL_S = 90.0
+RUN_DIR = (
+    "import nbdist.magics as m; "
+    "[x.session.cluster._started.keeper.run_dir for x, _ in m._registered.values()][0]"
+)
+
+
+@dataclass
+class Reply:
+    """What a notebook would show under a cell."""
+
+    status: str = ""
+    error: str = ""
+    traceback: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Everything, without colours."""
+        shown = [self.stdout, self.stderr, *(d["text/plain"] for d in self.displays)]
+        return re.sub(r"\x1b\[[\d;]*m", "", "\n".join([*shown, self.traceback]))
+
+
+class Notebook:
+    """A kernel, and cells that are run in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.manager = KernelManager()
+        self.manager.start_kernel(cwd=str(folder))
+        self._connect()
+
+    def _connect(self) -> None:
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def send(self, code: str) -> str:
+        return str(self.client.execute(code, store_history=True))
+
+    def finish(
+        self, request: str, on_output: Callable[[Reply], None] = lambda _: None
+    ) -> Reply:
+        """Read what a request shows until it has ended."""
+        reply, deadline = Reply(), time.monotonic() + CELL_S
+        while True:
+            message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                name = content["name"]
+                setattr(reply, name, getattr(reply, name) + content["text"])
+            elif kind in ("display_data", "execute_result", "update_display_data"):
+                reply.displays.append(content["data"])
+            elif kind == "error":
+                reply.traceback = "\n".join(content["traceback"])
+            elif kind == "status" and content["execution_state"] == "idle":
+                break
+            on_output(reply)
+        answer = self.client.get_shell_msg(timeout=CELL_S)
+        while answer["parent_header"].get("msg_id") != request:
+            answer = self.client.get_shell_msg(timeout=CELL_S)
+        reply.status = answer["content"]["status"]
+        reply.error = answer["content"].get("ename", "")
+        return reply
+
+    def run(self, code: str) -> Reply:
+        return self.finish(self.send(code))
+
+    def interrupt_when_it_prints(self, code: str) -> Reply:
+        pressed = False
+
+        def press(reply: Reply) -> None:
+            nonlocal pressed
+            if not pressed and reply.stdout:
+                pressed = True
+                self.manager.interrupt_kernel()
+
+        return self.finish(self.send(code), press)
+
+    def footprint(self) -> Footprint:
+        run_dir = self.run(RUN_DIR).displays[-1]["text/plain"]
+        path = re.search(r"Path\('(.*)'\)", run_dir)
+        assert path is not None, run_dir
+        pid = self.manager.provisioner.process.pid
+        footprint = Footprint([pid], Path(path[1]))
+        footprint.processes = {p for p in footprint.processes if p.pid != pid}
+        assert len(footprint.processes) >= 4
+        return footprint
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        if self.manager.is_alive():
+            self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def _shared_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    notebook = Notebook(tmp_path_factory.mktemp("a notebook"))
+    try:
+        assert notebook.run("%load_ext nbdist").status == "ok"
+        started = notebook.run("%dist_start -n 2 --device cpu")
+        assert started.status == "ok", started.text
+        assert "transport" in started.text
+        yield notebook
+    finally:
+        notebook.close()
+
+
+@pytest.fixture
+def notebook(_shared_notebook: Notebook) -> Iterator[Notebook]:
+    yield _shared_notebook
+    assert _shared_notebook.run("%dist_status").text.count("idle") == 2
+
+
+def test_a_cell_is_shown_under_its_ranks(notebook: Notebook):
+    reply = notebook.run("%%distributed\nprint('hello')\nprint('I am', rank)\nrank * 2")
+    assert reply.status == "ok"
+    lines = [line for line in reply.text.splitlines() if line]
+    assert "[0-1] hello" in lines
+    for rank in (0, 1):
+        assert f"[{rank}] I am {rank}" in lines
+        assert [
+            x for x in lines if re.fullmatch(rf"\[{rank}\] Out\[\d+\]: {rank * 2}", x)
+        ]
+
+
+def test_only_the_chosen_ranks(notebook: Notebook):
+    assert "[0]" not in notebook.run("%%distributed -r 1\nprint('x')").text
+
+
+def test_a_figure_and_html_stand_under_their_rank(notebook: Notebook):
+    reply = notebook.run(
+        "%%distributed\n%matplotlib inline\nimport matplotlib.pyplot as plt\n"
+        "from IPython.display import HTML, display\n"
+        "plt.plot([rank, 1]); plt.show()\ndisplay(HTML(f'<i>{rank}</i>'))"
+    )
+    assert sum("image/png" in data for data in reply.displays) == 2
+    html = [data["text/html"] for data in reply.displays if "text/html" in data]
+    assert sorted(html) == ["<i>0</i>", "<i>1</i>"]
+    assert "[0]" in reply.text
+    assert "[1]" in reply.text
+
+
+def test_display_updates(notebook: Notebook):
+    reply = notebook.run(
+        "%%distributed -r 0\nhandle = display('first', display_id=True)\n"
+        "handle.update('second')"
+    )
+    texts = [data["text/plain"] for data in reply.displays]
+    assert texts.index("'first'") < texts.index("'second'")
+
+
+def test_a_failed_cell_fails_and_shows_the_notebooks_lines(notebook: Notebook):
+    reply = notebook.run("%%distributed\na = 1\nif rank:\n    raise ValueError('bad')")
+    assert (reply.status, reply.error) == ("error", "CellError")
+    assert "rank 1 of 2" in reply.text
+    assert re.search(r"In\[\d+\], line 4", reply.text), reply.text
+    assert "nbdist/cluster" not in reply.text
+    assert notebook.run("%%distributed\na").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("cell", "parts"),
+    [
+        ("%dist_start", ["2 ranks", "%dist_stop"]),
+        ("%dist_start -n 3", ["2 ranks is running", "%dist_stop"]),
+        ("%%distributed -r 5\n1", ["rank 5", "0-1"]),
+        ("%%distributed -r one\n1", ["'one'", "0,2-3"]),
+        ("%%distributed --timeout soon\n1", ["'soon'", "number"]),
+        ("%%distributed --timeout -1\n1", ["-1", "above 0"]),
+        ("%dist_push nothing_here", ["nothing_here"]),
+        ("%dist_pull not-a-name", ["'not-a-name'"]),
+        ("%dist_inspect", ["expression"]),
+    ],
+)
+def test_what_makes_no_sense_is_an_error_in_one_line(
+    notebook: Notebook, cell: str, parts: list[str]
+):
+    reply = notebook.run(cell)
+    assert reply.status == "error"
+    assert [part for part in parts if part not in reply.text] == []
+    assert "Traceback" not in reply.traceback
+
+
+def test_ranks_functions_say_where_they_belong(notebook: Notebook):
+    reply = notebook.run("import nbdist\nnbdist.all_reduce(1)")
+    assert reply.error == "WrongProcess"
+    assert "%%distributed" in reply.text
+
+
+def test_push_pull_inspect_and_vars(notebook: Notebook):
+    assert notebook.run("number = 5\n%dist_push number").status == "ok"
+    notebook.run("%%distributed\nsquare = number * number + rank")
+    assert notebook.run("%dist_pull square").status == "ok"
+    assert notebook.run("square").displays[-1]["text/plain"] == "[25, 26]"
+    notebook.run("%dist_pull square -r 1")
+    assert notebook.run("square").displays[-1]["text/plain"] == "26"
+    assert "25" in notebook.run("%dist_inspect square").text
+    table = notebook.run("%dist_vars num*").text
+    assert "number" in table
+    assert "square" not in table
+    assert "rank 0-1" in notebook.run("%dist_stacks").text
+
+
+def test_a_time_out(notebook: Notebook):
+    reply = notebook.run("%%distributed --timeout 0.5\nimport time; time.sleep(60)")
+    assert reply.error == "CellTimeout"
+    assert "0.5 s" in reply.text
+
+
+def test_an_interrupted_cell_fails_and_the_next_one_runs(notebook: Notebook):
+    code = "%%distributed\nprint('here')\nimport time\ntime.sleep(60)"
+    for number in range(5):
+        reply = notebook.interrupt_when_it_prints(code)
+        assert (reply.status, reply.error) == ("error", "CellInterrupted")
+        assert f"[0-1] {number}" in notebook.run(f"%%distributed\nprint({number})").text
+
+
+def test_an_interrupt_stops_run_all(notebook: Notebook):
+    first = notebook.send("%%distributed\nprint('here')\nimport time; time.sleep(60)")
+    second = notebook.send("%%distributed\nprint('must not run')")
+    pressed = False
+
+    def press(reply: Reply) -> None:
+        nonlocal pressed
+        if not pressed and reply.stdout:
+            pressed = True
+            notebook.manager.interrupt_kernel()
+
+    assert notebook.finish(first, press).error == "CellInterrupted"
+    answer = notebook.client.get_shell_msg(timeout=CELL_S)
+    assert answer["parent_header"]["msg_id"] == second
+    assert answer["content"]["status"] == "aborted"
+
+
+def test_completion_in_a_distributed_cell(notebook: Notebook):
+    notebook.run("%%distributed\nlearning_rates = [1]")
+    code = "%%distributed\nx = learning_r"
+    notebook.client.complete(code, len(code))
+    answer = notebook.client.get_shell_msg(timeout=CELL_S)
+    while answer["msg_type"] != "complete_reply":
+        answer = notebook.client.get_shell_msg(timeout=CELL_S)
+    content = answer["content"]
+    completed = {
+        code[: content["cursor_start"]] + match + code[content["cursor_end"] :]
+        for match in content["matches"]
+    }
+    assert "%%distributed\nx = learning_rates" in completed
+
+
+def test_help_in_a_distributed_cell(notebook: Notebook):
+    assert "Tensor" in notebook.run("%%distributed -r 0\ntorch.ones?").text
+
+
+def test_a_flood_is_cut_in_the_notebook_too(notebook: Notebook):
+    code = "for i in range(400_000): print('line', i)"
+    reply = notebook.run(f"%%distributed\n{code}")
+    assert reply.status == "ok"
+    assert len(reply.stdout) < 10_000_000, "2 MB of each rank, and the labels"
+    assert "the full text is in" in reply.text
+
+
+# -- a notebook of its own -----------------------------------------------------------
+
+
+@pytest.fixture
+def own_notebook(tmp_path: Path) -> Iterator[Notebook]:
+    notebook = Notebook(tmp_path)
+    try:
+        notebook.run("%load_ext nbdist")
+        started = notebook.run("%dist_start -n 1 --device cpu")
+        assert started.status == "ok", started.text
+        yield notebook
+    finally:
+        notebook.close()
+
+
+def test_dist_stop_and_start_again(own_notebook: Notebook):
+    footprint = own_notebook.footprint()
+    assert "stopped" in own_notebook.run("%dist_stop").text
+    footprint.assert_gone()
+    assert "no cluster was running" in own_notebook.run("%dist_stop").text
+    for cell in ("%%distributed\n1", "%dist_status", "%dist_vars", "%dist_stacks"):
+        reply = own_notebook.run(cell)
+        assert reply.error == "NotRunning"
+        assert "%dist_start" in reply.text
+    assert own_notebook.run("%dist_start -n 1 --device cpu").status == "ok"
+    assert "[0] 0" in own_notebook.run("%%distributed\nprint(rank)").text
+    footprint = own_notebook.footprint()
+    assert own_notebook.run("%unload_ext nbdist").status == "ok"
+    footprint.assert_gone()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_kernel_restart_leaves_nothing(own_notebook: Notebook, busy: bool):
+    footprint = own_notebook.footprint()
+    if busy:
+        request = own_notebook.send("%%distributed\nprint('here')\nwhile True: pass")
+        wait_for_text(own_notebook, request)
+    own_notebook.manager.restart_kernel(now=busy)
+    footprint.assert_gone()
+    own_notebook.client.stop_channels()
+    own_notebook._connect()
+    assert own_notebook.run("%load_ext nbdist").status == "ok"
+    assert own_notebook.run("%dist_status").error == "NotRunning"
+
+
+def wait_for_text(notebook: Notebook, request: str) -> None:
+    while True:
+        message = notebook.client.get_iopub_msg(timeout=CELL_S)
+        ours = message["parent_header"].get("msg_id") == request
+        if ours and message["msg_type"] == "stream":
+            return
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["shutdown", "kill -9"])
+def test_the_end_of_a_kernel_leaves_nothing(own_notebook: Notebook, now: bool):
+    footprint = own_notebook.footprint()
+    own_notebook.manager.shutdown_kernel(now=now)
+    footprint.assert_gone()
+
+
+def test_after_mpiexec_was_killed_a_new_start_works(own_notebook: Notebook):
+    footprint = own_notebook.footprint()
+    for process in footprint.processes:
+        if process.name() in ("mpiexec", "prterun", "mpirun"):
+            process.kill()
+    footprint.assert_gone()
+    reply = own_notebook.run("%%distributed\n1")
+    assert reply.error == "RankDied"
+    assert "%dist_start" in reply.text
+    wait_until(
+        lambda: own_notebook.run("%dist_start -n 1 --device cpu").status == "ok", 60
+    )
+    assert "[0] 0" in own_notebook.run("%%distributed\nprint(rank)").text
+
+
+def test_run_all_stops_at_a_failed_cell(tmp_path: Path):
+    cells = [
+        "%load_ext nbdist\n%dist_start -n 1 --device cpu",
+        "%%distributed\nraise ValueError('stop here')",
+        "open('must-not-exist', 'w')",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    client = NotebookClient(
+        book, timeout=CELL_S, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    with pytest.raises(CellExecutionError, match="stop here"):
+        client.execute()
+    assert not (tmp_path / "must-not-exist").exists()
