@@ -1,4 +1,4 @@
-"""One cluster of four CPU ranks, shared by the tests that leave it as they found it."""
+"""What tests of several folders share: a cluster of four CPU ranks, a JupyterLab."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from nbdist import Cluster
+from tests.lab import _lab_page as _lab_page
+from tests.lab import lab as lab
+from tests.lab import lab_browser as lab_browser
+from tests.lab import lab_server as lab_server
 
 ROOT = Path(__file__).parent.parent
 

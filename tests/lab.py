@@ -1,7 +1,5 @@
 """A JupyterLab server and a page of it in headless Chromium, for tests.
 
-    from tests.lab import _lab_page, lab, lab_browser, lab_server  # in a conftest.py
-
     def test_it(lab):
         lab.open_notebook(["x = 1", "x + 1"])
         lab.run_cell(0)

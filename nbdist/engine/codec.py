@@ -17,15 +17,26 @@ import cloudpickle
 __all__ = ["dumps", "loads"]
 
 
-def dumps(value: object) -> list[Any]:
+class _Namespace(dict[str, Any]):
+    """Stands for the globals of a rank's cells, while a function of theirs travels."""
+
+
+def dumps(value: object, namespace: object = None) -> list[Any]:
     """A pickle stream, then the raw buffers it refers to, without copying them.
+
+    Args:
+        namespace: A dict of globals. Functions that have it for theirs get those of
+            the receiving rank's cells, as if they had been defined there.
 
     Raises:
         Whatever the value's own pickling raises; usually TypeError or PicklingError.
     """
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    pickler = _Pickler(stream, protocol=5, buffer_callback=buffers.append)
+    if namespace is not None:
+        pickler.globals_ref[id(namespace)] = _Namespace()
+    pickler.dump(value)
     return [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 
@@ -36,12 +47,20 @@ def loads(frames: list[Any]) -> Any:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _Namespace:
+            return _cells_namespace, ()
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter):
             reduced = _reduce_tensor(obj, torch)
             if reduced is not None:
                 return reduced
         return super().reducer_override(obj)
+
+
+def _cells_namespace() -> Any:
+    from nbdist.engine.rank import this_rank
+
+    return this_rank().shell.user_global_ns
 
 
 def _reduce_tensor(tensor: Any, torch: Any) -> Any:

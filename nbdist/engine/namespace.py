@@ -15,15 +15,17 @@ def export() -> tuple[shipping.Shipment, list[str]]:
 
     They travel together, so that an optimizer still refers to its model's parameters.
     """
+    rank = this_rank()
+    namespace = rank.shell.user_global_ns
     good, bad = {}, []
     for name, value in _variables().items():
         try:
-            codec.dumps(value)
+            codec.dumps(value, namespace)
         except Exception as error:  # noqa: BLE001 - any object may refuse, in any way
             bad.append(f"{name} ({type(value).__name__}: {error})")
         else:
             good[name] = value
-    return shipping.load(codec.dumps(good), this_rank().run_dir), bad
+    return shipping.load(codec.dumps(good, namespace), rank.run_dir), bad
 
 
 def _variables() -> dict[str, Any]:

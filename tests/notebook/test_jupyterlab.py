@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from tests.lab import Lab
-from tests.lab import _lab_page as _lab_page
-from tests.lab import lab as lab
-from tests.lab import lab_browser as lab_browser
-from tests.lab import lab_server as lab_server
 
 START_TIMEOUT_S = 120
 CELLS = [
