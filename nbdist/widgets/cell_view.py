@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from IPython.display import display, update_display
 
@@ -26,6 +26,13 @@ NOT_FROM_HERE = "application/vnd.jupyter.widget-view+json"
 """A rank's widgets have no model in this kernel: their text stands for them."""
 
 Message = dict[str, Any]
+
+
+class Shown(NamedTuple):
+    """A display in the notebook."""
+
+    ranks: tuple[int, ...]
+    identifier: str
 
 
 class CellView:
@@ -49,8 +56,8 @@ class CellView:
         self._flushed_at = 0.0
         self._status_shown: str | None = None
         self._status_at = 0.0
-        self._shown: dict[int, list[str]] = {rank: [] for rank in ranks}
-        self._reusable: dict[int, list[str]] = {rank: [] for rank in ranks}
+        self._shown: dict[int, list[Shown]] = {rank: [] for rank in ranks}
+        self._stale: dict[int, list[Shown]] = {rank: [] for rank in ranks}
         self._displays = 0
 
     def take(self, event: Any) -> None:
@@ -119,11 +126,13 @@ class CellView:
             return
         shown = {**content, "data": data}
         own_id = content.get("transient", {}).get("display_id")
-        self._add(rank, Item("display", (own_id, repr(sorted(data.items()))), shown))
+        # One that has a name may change later, on this rank alone: it never merges.
+        name = None if own_id is None else (rank, own_id)
+        self._add(rank, Item("display", (name, repr(sorted(data.items()))), shown))
 
     def _take_update(self, rank: int, content: Message) -> None:
         self._flush()
-        identifier = self._display_id([rank], content["transient"]["display_id"])
+        identifier = _named(rank, content["transient"]["display_id"])
         update_display(
             content["data"],
             raw=True,
@@ -134,10 +143,10 @@ class CellView:
     def _take_clear(self, rank: int, content: Message) -> None:
         """The rank draws anew: its next displays take the places of the last ones."""
         self._flush()
-        self._reusable[rank], self._shown[rank] = self._shown[rank], []
+        self._blank(self._stale[rank])
+        self._stale[rank], self._shown[rank] = self._shown[rank], []
         if not content["wait"]:
-            for identifier in self._reusable[rank]:
-                update_display({"text/plain": ""}, raw=True, display_id=identifier)
+            self._blank(self._stale[rank])
 
     def _add(self, rank: int, item: Item) -> None:
         self._queues[rank].append(item)
@@ -160,26 +169,39 @@ class CellView:
         _write(texts)
 
     def _display(self, ranks: list[int], content: Any) -> None:
-        identifier = self._display_id(
-            ranks, content.get("transient", {}).get("display_id")
-        )
-        reusable = self._reusable[ranks[0]]
+        own_id = content.get("transient", {}).get("display_id")
         arguments = {"raw": True, "metadata": content.get("metadata")}
-        if reusable and len(ranks) == 1:
-            identifier = reusable.pop(0)
-            update_display(content["data"], display_id=identifier, **arguments)
+        shown = self._take_place(tuple(ranks), own_id)
+        if shown is not None:
+            update_display(content["data"], display_id=shown.identifier, **arguments)
         else:
-            _write([("stdout", [f"{_label(ranks)}\n"])])
-            display(content["data"], display_id=identifier, **arguments)
-        for rank in ranks:
-            self._shown[rank].append(identifier)
-
-    def _display_id(self, ranks: list[int], own_id: str | None) -> str:
-        """The notebook's name for a rank's display; a rank's own name is not unique."""
-        if own_id is None:
             self._displays += 1
-            own_id = f"display{self._displays}"
-        return f"{self._key}-{ranks[0]}-{own_id}"
+            anonymous = f"{self._key}-display{self._displays}"
+            shown = Shown(
+                tuple(ranks), _named(ranks[0], own_id) if own_id else anonymous
+            )
+            _write([("stdout", [f"{_label(ranks)}\n"])])
+            display(content["data"], display_id=shown.identifier, **arguments)
+        for rank in ranks:
+            self._shown[rank].append(shown)
+
+    def _take_place(self, ranks: tuple[int, ...], own_id: str | None) -> Shown | None:
+        """The place of what these ranks drew before, if they drew it together."""
+        places = {next(iter(self._stale[rank]), None) for rank in ranks}
+        place = places.pop()
+        fits = not places and place is not None and place.ranks == ranks
+        if fits and own_id is None:
+            for rank in ranks:
+                del self._stale[rank][0]
+            return place
+        for rank in ranks:
+            self._blank(self._stale[rank])
+            self._stale[rank].clear()
+        return None
+
+    def _blank(self, stale: list[Shown]) -> None:
+        for shown in stale:
+            update_display({"text/plain": ""}, raw=True, display_id=shown.identifier)
 
     def _show_status(self, now: float) -> None:
         if now < self._status_at or now - self._begun < STATUS_AFTER_S:
@@ -216,6 +238,11 @@ class CellView:
         low, high = min(seconds), max(seconds)
         spread = f"{low:.1f}" if high - low < 0.1 else f"{low:.1f} to {high:.1f}"
         return f"✓ rank {format_ranks(self._finished)} finished in {spread} s"
+
+
+def _named(rank: int, own_id: str) -> str:
+    """The notebook's name for a display that a rank has named; later cells know it."""
+    return f"nbdist-{rank}-{own_id}"
 
 
 def _label(ranks: Iterable[int]) -> str:

@@ -1,0 +1,225 @@
+"""What a distributed cell shows, from the messages of ranks that are made up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nbdist.cluster.observer import Event
+from nbdist.widgets import cell_view
+from nbdist.widgets.cell_view import CellView
+
+
+class Screen:
+    """Stands for the notebook under the cell: text, and displays by their names."""
+
+    def __init__(self) -> None:
+        self.shown: dict[str, Any] = {}
+        self.lost: list[str] = []
+
+    def display(self, data: Any, *, display_id: str, **_rest: object) -> None:
+        assert display_id not in self.shown
+        self.shown[display_id] = data
+
+    def update(self, data: Any, *, display_id: str, **_rest: object) -> None:
+        if display_id in self.shown:
+            self.shown[display_id] = data
+        else:
+            self.lost.append(display_id)
+
+    @property
+    def texts(self) -> list[str]:
+        """What the displays show now, blank ones left out, in their order."""
+        texts = [data["text/plain"] for data in self.shown.values()]
+        return [text for text in texts if text]
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    screen = Screen()
+    monkeypatch.setattr(cell_view, "display", screen.display)
+    monkeypatch.setattr(cell_view, "update_display", screen.update)
+    yield screen
+    assert screen.lost == []
+
+
+class Cell:
+    """A view, and ranks that send to it."""
+
+    count = 0
+
+    def __init__(self, ranks: int = 2) -> None:
+        Cell.count += 1
+        self.view = CellView(range(ranks), f"cell-{Cell.count}")
+
+    def send(self, rank: int, kind: str, **content: Any) -> None:
+        message = {"msg_type": kind, "content": content}
+        self.view.take(Event(rank, message, 0.0))
+
+    def say(self, rank: int, text: str, name: str = "stdout") -> None:
+        self.send(rank, "stream", name=name, text=text)
+
+    def show(self, rank: int, text: str, own_id: str | None = None) -> None:
+        transient = {"display_id": own_id} if own_id else {}
+        data = {"text/plain": text, "text/html": text}
+        self.send(rank, "display_data", data=data, metadata={}, transient=transient)
+
+    def update(self, rank: int, text: str, own_id: str) -> None:
+        data = {"text/plain": text, "text/html": text}
+        transient = {"display_id": own_id}
+        self.send(
+            rank, "update_display_data", data=data, metadata={}, transient=transient
+        )
+
+    def clear(self, *ranks: int, wait: bool = True) -> None:
+        for rank in ranks:
+            self.send(rank, "clear_output", wait=wait)
+
+    def end(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.view.take(Event(rank, None, 1.0))
+
+
+def plain(text: str) -> list[str]:
+    from nbdist.cluster.failures import ANSI
+
+    return ANSI.sub("", text).splitlines()
+
+
+def test_lines_stand_under_their_ranks(capsys: pytest.CaptureFixture[str]):
+    cell = Cell(3)
+    for rank in range(3):
+        cell.say(rank, f"alike\nmine {rank}\nno newline")
+        cell.say(rank, "careful\n", "stderr")
+    cell.end(0, 1, 2)
+    cell.view.close()
+    shown = capsys.readouterr()
+    assert plain(shown.out) == [
+        "[0-2] alike", "[0] mine 0", "[1] mine 1", "[2] mine 2", "[0-2] no newline",
+    ]  # fmt: skip
+    assert plain(shown.err) == ["[0-2] careful"]
+
+
+def test_a_line_is_shown_before_the_cell_ends(capsys: pytest.CaptureFixture[str]):
+    cell = Cell(2)
+    cell.say(0, "now\n")
+    deadline = time.monotonic() + 5
+    while not (text := capsys.readouterr().out):
+        assert time.monotonic() < deadline
+        time.sleep(cell.view.due() or 0)
+    assert plain(text) == ["[0] now"]
+
+
+def test_values_stand_beside_their_number(capsys: pytest.CaptureFixture[str]):
+    cell = Cell(2)
+    for rank in (0, 1):
+        data = {"text/plain": str(rank)}
+        cell.send(rank, "execute_result", data=data, execution_count=7, metadata={})
+    cell.view.close()
+    assert plain(capsys.readouterr().out) == ["[0] Out[7]: 0", "[1] Out[7]: 1"]
+
+
+def test_displays_that_are_alike_stand_once(screen: Screen):
+    cell = Cell(2)
+    cell.show(0, "figure")
+    cell.show(1, "figure")
+    cell.show(1, "other")
+    cell.end(0, 1)
+    cell.view.close()
+    assert screen.texts == ["figure", "other"]
+
+
+def test_displays_with_names_are_each_ranks_own(screen: Screen):
+    cell = Cell(2)
+    cell.show(0, "0 %", "bar")
+    cell.show(1, "0 %", "bar")
+    cell.update(0, "50 %", "bar")
+    cell.update(1, "70 %", "bar")
+    cell.view.close()
+    assert screen.texts == ["50 %", "70 %"]
+
+
+def test_a_later_cell_may_update_a_display(screen: Screen):
+    first, second = Cell(1), Cell(1)
+    first.show(0, "0 %", "bar")
+    first.view.close()
+    second.update(0, "100 %", "bar")
+    second.view.close()
+    assert screen.texts == ["100 %"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_rank_that_draws_anew_replaces_what_it_drew(screen: Screen, wait: bool):
+    cell = Cell(2)
+    for step in range(4):
+        for rank in (0, 1):
+            cell.clear(rank, wait=wait)
+            cell.show(rank, f"rank {rank} step {step}")
+    cell.view.close()
+    assert sorted(screen.texts) == ["rank 0 step 3", "rank 1 step 3"]
+
+
+def test_drawing_anew_over_what_was_alike(screen: Screen):
+    cell = Cell(2)
+    cell.show(0, "start")
+    cell.show(1, "start")
+    for rank in (0, 1):
+        cell.clear(rank)
+        cell.show(rank, f"own {rank}")
+    cell.view.close()
+    assert sorted(screen.texts) == ["own 0", "own 1"]
+
+
+def test_drawing_anew_with_names(screen: Screen):
+    cell = Cell(1)
+    for step in range(3):
+        cell.clear(0)
+        cell.show(0, f"step {step}", f"id{step}")
+        cell.update(0, f"step {step} done", f"id{step}")
+    cell.view.close()
+    assert screen.texts == ["step 2 done"]
+
+
+def test_clearing_at_once_leaves_nothing(screen: Screen):
+    cell = Cell(1)
+    cell.show(0, "gone")
+    cell.clear(0, wait=False)
+    cell.view.close()
+    assert screen.texts == []
+
+
+def test_a_long_cell_says_who_has_finished(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(cell_view, "STATUS_AFTER_S", 0.0)
+    cell = Cell(3)
+    cell.say(1, "10%\r20%")
+    cell.end(0)
+    cell.view.due()
+    (status,) = screen.texts
+    assert "rank 0 finished" in status
+    assert "rank 1-2 running" in status
+    assert "[1] 20%" in status
+    cell.end(1, 2)
+    cell.view.close()
+    assert screen.texts == []
+    assert "rank 0-2 finished" in capsys.readouterr().out
+
+
+def test_merging_ten_thousand_lines_takes_no_quadratic_time(
+    capsys: pytest.CaptureFixture[str],
+):
+    def seconds(lines: int) -> float:
+        cell = Cell(4)
+        begin = time.perf_counter()
+        for rank in range(4):
+            cell.say(rank, "".join(f"{rank} {i}\n" for i in range(lines)))
+        cell.view.close()
+        return time.perf_counter() - begin
+
+    seconds(1000)
+    assert seconds(20_000) < 60 * max(seconds(1000), 0.01)
+    assert len(capsys.readouterr().out.splitlines()) == 4 * 22_000
