@@ -155,7 +155,7 @@ def launch(ranks: int, largest: int) -> list[Row]:
 
 def report(rows: list[Row]) -> str:
     """A Markdown section: one table for each world size."""
-    lines = ["## All-reduce", "", machine(), ""]
+    lines = [machine(), ""]
     for ranks in sorted({row["ranks"] for row in rows}):
         mine = [row for row in rows if row["ranks"] == ranks]
         names = [name for name in WAYS if name in mine[0]["seconds"]]
