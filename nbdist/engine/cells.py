@@ -8,10 +8,11 @@ from typing import Any
 
 from nbdist.collectives.process_group import original_error
 from nbdist.engine import cell_names
+from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
 from nbdist.wire import Failure
 
-__all__ = ["CellReply", "run_cell"]
+__all__ = ["CellReply", "arm", "run_cell"]
 
 CellReply = tuple[Failure | None, float]
 """The failure, if any, and the seconds that the cell took."""
@@ -34,6 +35,23 @@ async def run_cell(code: str, number: int) -> CellReply:
     return failure, time.perf_counter() - start
 
 
+def arm(shell: Any, interrupts: Interrupts) -> None:
+    """Let SIGINT through while this IPython shell runs a cell's code.
+
+    And not in what IPython does before and between: its hooks would swallow it.
+    """
+    run_code = shell.run_code
+
+    async def run_armed(
+        code_obj: Any, result: Any = None, *, async_: bool = False
+    ) -> bool:
+        with interrupts.armed(asyncio.current_task() if async_ else None):
+            failed: bool = await run_code(code_obj, result, async_=async_)
+        return failed
+
+    shell.run_code = run_armed
+
+
 async def _run_guarded(code: str) -> Any:
     """IPython's result; an interrupt that hits between IPython's own lines is one too.
 
@@ -53,13 +71,11 @@ async def _run(code: str) -> Any:
     if not shell.should_run_async(
         code, transformed_cell=transformed, preprocessing_exc_tuple=error
     ):
-        with rank.interrupts.armed():
-            return shell.run_cell(code, store_history=True)
-    task = asyncio.ensure_future(
+        return shell.run_cell(code, store_history=True)
+    # A task of its own, so that an interrupt can cancel it.
+    return await asyncio.ensure_future(
         _run_async(shell, code, transformed_cell=transformed, error=error)
     )
-    with rank.interrupts.armed(task):
-        return await task
 
 
 async def _run_async(shell: Any, code: str, transformed_cell: str, error: Any) -> Any:

@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 import nbdist
 from nbdist.collectives import set_cell_resolver
-from nbdist.engine import cell_names, codec, rank, requests
+from nbdist.engine import cell_names, cells, codec, rank, requests
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.place import Assignment
@@ -65,6 +65,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         info = self.rank_info
         recorder = Recorder(info.rank, report)
         cell_names.learn_from(shell)
+        cells.arm(shell, self.interrupts)
         set_cell_resolver(cell_names.cell_of)
         rank.become(
             rank.Rank(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from nbdist.engine.cell_names import cell_of
 
 __all__ = ["Interrupts"]
+
+INSIST_S = 0.05
+INSIST_TIMES = 100
 
 
 class Interrupts:
@@ -28,6 +33,7 @@ class Interrupts:
         self._request = ""
         self._early: set[str] = set()
         self._pending = False
+        self._heard = True
         self._armed = False
         self._waiting: asyncio.Task[object] | None = None
         self._lock = threading.Lock()
@@ -35,7 +41,9 @@ class Interrupts:
     def install(self) -> None:
         """Take SIGINT over. Call from the main thread."""
         self._main_thread = threading.get_ident()
+        self._unraisable = sys.unraisablehook
         signal.signal(signal.SIGINT, self._on_sigint)
+        sys.unraisablehook = self._on_unraisable
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
@@ -60,7 +68,11 @@ class Interrupts:
             if request is not None and request != self._request:
                 self._early.add(request)
             elif self._request:
+                self._heard = False
                 self._signal()
+                threading.Thread(
+                    target=self._insist, args=(self._request,), daemon=True
+                ).start()
 
     @contextmanager
     def armed(self, task: asyncio.Task[object] | None = None) -> Iterator[None]:
@@ -76,6 +88,20 @@ class Interrupts:
             self._armed = False
             self._waiting = None
 
+    def _insist(self, request: str) -> None:
+        """Repeat the signal until the handler has run.
+
+        One that comes between Python's last look at its signals and a system call does
+        not end that call, which may take for ever.
+        """
+        pause = threading.Event()
+        for _ in range(INSIST_TIMES):
+            pause.wait(INSIST_S)
+            with self._lock:
+                if self._heard or self._request != request:
+                    return
+                self._signal()
+
     def _signal(self) -> None:
         if hasattr(signal, "pthread_kill"):
             # To that very thread, so that a system call it is blocked in returns too.
@@ -83,7 +109,15 @@ class Interrupts:
         else:
             os.kill(os.getpid(), signal.SIGINT)
 
+    def _on_unraisable(self, dropped: Any) -> None:
+        """Python drops what a destructor raises. An interrupt comes again then."""
+        if dropped.exc_type is KeyboardInterrupt:
+            self._signal()
+        else:
+            self._unraisable(dropped)
+
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        self._heard = True
         if self._armed:
             self._deliver(self._waiting, frame)
         else:

@@ -147,3 +147,20 @@ def test_what_the_ranks_have_started_ends_too():
     assert {"sleep", "sh"} <= {process.name() for process in footprint.processes}
     cluster.stop()
     footprint.assert_gone()
+
+
+def test_a_value_that_was_on_its_way_ends_too():
+    packing = (
+        "from nbdist.engine import codec, shipping\n"
+        "run_dir = cluster._started.keeper.run_dir\n"
+        "shipment = shipping.load(codec.dumps(b'x' * 3_000_000), run_dir)\n"
+        "print(shipment.path, flush=True)\n"
+        "time.sleep(100)"
+    )
+    with Program(START + packing) as program:
+        run_dir = run_dir_of(program)
+        path = Path(program.line())
+        assert path.is_file()
+        footprint = Footprint([program.pid], run_dir, path)
+        program.kill()
+        footprint.assert_gone()
