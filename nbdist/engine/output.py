@@ -37,7 +37,7 @@ class Output:
     def __init__(self, publish: Publish, captured: dict[str, Path], spill: Path):
         self._publish = publish
         self._spill_dir = spill
-        self._cap = int(float(environment("OUTPUT_CAP_MB", "2")) * 1e6)
+        self._cap = int(float(environment("OUTPUT_CAP_MB", "1")) * 1e6)
         # Reentrant: the garbage collector may run a __del__ that prints anywhere.
         self._lock = threading.RLock()
         self._sending = threading.RLock()

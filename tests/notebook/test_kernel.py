@@ -278,7 +278,7 @@ def test_a_flood_is_cut_in_the_notebook_too(notebook: Notebook):
     code = "for i in range(400_000): print('line', i)"
     reply = notebook.run(f"%%distributed\n{code}")
     assert reply.status == "ok"
-    assert len(reply.stdout) < 10_000_000, "2 MB of each rank, and the labels"
+    assert len(reply.stdout) < 6_000_000, "1 MB of each rank, and the labels"
     assert "the full text is in" in reply.text
 
 
