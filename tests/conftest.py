@@ -44,7 +44,9 @@ def cluster(_shared_cluster: Cluster) -> Iterator[Cluster]:
     _shared_cluster.run(forget)
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _importable() -> Iterator[None]:
     """Processes that a test starts import nbdist from this checkout."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
