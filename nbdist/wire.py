@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 __all__ = [
+    "REPLY",
+    "REQUEST",
+    "TELEMETRY",
     "Batch",
     "Change",
     "CollectiveCall",
@@ -21,6 +24,12 @@ __all__ = [
     "Sample",
     "format_ranks",
 ]
+
+
+REQUEST = "nbdist_request"
+REPLY = "nbdist_reply"
+TELEMETRY = "nbdist_telemetry"
+"""The types of our messages, in Jupyter's sense."""
 
 
 @dataclass(frozen=True)

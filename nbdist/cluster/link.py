@@ -13,12 +13,10 @@ from ipyparallel.client.client import unpack_message
 
 from nbdist.engine import codec
 from nbdist.errors import RankDied
+from nbdist.wire import REQUEST, TELEMETRY
 
 __all__ = ["Answer", "Exchange", "Link"]
 
-REQUEST = "nbdist_request"
-REPLY = "nbdist_reply"
-TELEMETRY = "nbdist_telemetry"
 CONNECT_TIMEOUT_S = 30
 
 Message = dict[str, Any]

@@ -41,17 +41,8 @@ def members_of(ranks: Sequence[int], name: str, rank: int, size: int) -> Group:
 
 
 def _subgroup(world: Group, ranks: Sequence[int], name: str) -> Group:
-    # MPI makes a communicator in one blocking call: enter it once all have come.
     _meet(world, ranks, zlib.crc32(name.encode()) % _TAGS)
-    members = world.comm.group.Incl(ranks)
-    comm = world.comm.Create_group(members)
-    members.Free()
-    return Group(
-        comm,
-        generation=world.generation,
-        config=world.config,
-        ranks=[world.ranks[rank] for rank in ranks],
-    )
+    return world.among(ranks)
 
 
 def _meet(world: Group, ranks: Sequence[int], tag: int) -> None:

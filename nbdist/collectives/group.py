@@ -296,14 +296,21 @@ class Group:
         self.run(signature("new_group", None, None, None, chosen, "none"), _nothing)
         if self.rank not in chosen:
             return None
-        members = self.comm.group.Incl(chosen)
-        comm = self.comm.Create_group(members, tag=self.sequence % 32768)
+        return self.among(chosen, tag=self.sequence % 32768)
+
+    def among(self, positions: Sequence[int], tag: int = 0) -> Group:
+        """A group of some members. Only they call, and once all of them have come.
+
+        MPI makes the communicator in one blocking call, which nothing can release.
+        """
+        members = self.comm.group.Incl(positions)
+        comm = self.comm.Create_group(members, tag=tag)
         members.Free()
         return Group(
             comm,
             generation=self.generation,
             config=self.config,
-            ranks=[self.ranks[position] for position in chosen],
+            ranks=[self.ranks[position] for position in positions],
         )
 
     def describe(self) -> str:

@@ -24,7 +24,7 @@ from nbdist.engine.place import Assignment
 from nbdist.engine.world import World
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
-from nbdist.wire import Batch, RankInfo
+from nbdist.wire import TELEMETRY, Batch, RankInfo
 
 __all__ = ["run_engine"]
 
@@ -32,7 +32,6 @@ REGISTRATION_TIMEOUT_S = 60
 # Beats of the hub, one each 0.1 s, that may be missed before an engine gives up: a
 # paused laptop is no reason to end, and a dead notebook is the guard's business.
 HEARTBEAT_MISSES = 36_000
-TELEMETRY = "nbdist_telemetry"
 
 
 class _Engine(IPEngine):  # type: ignore[misc]

@@ -18,11 +18,10 @@ from typing import Any
 from nbdist.collectives import any_spent
 from nbdist.engine import codec
 from nbdist.engine.rank import Activity, this_rank
+from nbdist.wire import REPLY, REQUEST
 
 __all__ = ["answer_on"]
 
-REQUEST = "nbdist_request"
-REPLY = "nbdist_reply"
 PACKAGE = str(Path(__file__).parents[1])
 
 
