@@ -32,9 +32,13 @@ _HOMES = {
         "broadcast", "broadcast_object", "gather", "recv", "reduce", "reduce_scatter",
         "ring_steps", "scatter", "send",
     ),
+    "nbdist.training.sampler": ("Sampler",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_RANK_HOMES = {"nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives"}
+_RANK_HOMES = {
+    "nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives",
+    "nbdist.training.sampler",
+}  # fmt: skip
 _in_notebook = False
 
 __all__ = ["__version__", "load_ipython_extension", *sorted(_HOME_OF)]

@@ -1,0 +1,1 @@
+"""What training on several ranks needs beyond torch: data, state, learning rates."""
