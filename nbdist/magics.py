@@ -189,10 +189,17 @@ class DistMagics(Magics):  # type: ignore[misc]
         args = _parse(self.dist_scale, line)
         print(self.session.scale(_number("-n", args.n, int), args.yes))
 
+    @magic_arguments()
+    @argument("-r", "--ranks", help="replace these ranks only, such as 0,2-3")
     @line_magic
     def dist_restart(self, line: str) -> None:
         """Begin anew with the same options, and run the --setup cells again."""
-        self.session.restart()
+        args = _parse(self.dist_restart, line)
+        ranks = parse_ranks(args.ranks)
+        if ranks is None:
+            self.session.restart()
+        else:
+            self.session.cluster.replace(ranks)
 
     @line_magic
     def dist_stop(self, line: str) -> None:

@@ -21,7 +21,7 @@ from nbdist.errors import (
     UsageError,
 )
 from nbdist.telemetry.collector import Collector
-from nbdist.wire import RankInfo
+from nbdist.wire import RankInfo, format_ranks
 
 if TYPE_CHECKING:
     from nbdist.cluster.recovery import Recovery
@@ -142,6 +142,26 @@ class Lifecycle:
         note = self._recovery.scale(n, drop)
         self.collector.set_ranks(self.infos)
         return note
+
+    def replace(self, ranks: Iterable[int]) -> None:
+        """End the processes of some ranks, whatever they do, and put others in place.
+
+        The other ranks keep everything. For one that does not come back: stopped, or
+        in foreign code that hears no interrupt.
+
+        Raises:
+            UsageError: There is no such rank, or this cluster replaces none.
+            RankDied: The others could not go on; the cluster was stopped.
+        """
+        chosen = self._select(ranks)
+        if not self.fault_tolerant or self.config.on_failure != "replace":
+            raise UsageError(
+                f"rank {format_ranks(chosen)} cannot be replaced with --on-failure "
+                f"{self.config.on_failure} and {self.mpi}: %dist_restart without -r "
+                "begins anew"
+            )
+        self._live().kill(chosen)
+        self.mend()
 
     def mend(self) -> None:
         """Replace or drop ranks that have died since the last request, as configured.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterable
@@ -124,6 +127,19 @@ class Roster:
                 continue
             answers[rank] = answer.value if answer.ok else None
         return answers
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """End the processes of some ranks, as `kill -9` does, and see them dead."""
+        wanted = set(ranks)
+        for rank in wanted:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._infos[rank].pid, signal.SIGKILL)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not wanted <= self.died.keys():
+            if time.monotonic() > deadline:
+                late = format_ranks(wanted - self.died.keys())
+                raise RankDied(f"rank {late} does not end on signal 9: %dist_stop")
+            time.sleep(ENDING_TIMEOUT_S / 50)
 
     def lose(self, reason: str) -> None:
         """The cluster has ended: so have all ranks, or they are about to."""

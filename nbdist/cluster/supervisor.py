@@ -38,7 +38,8 @@ class Supervisor:
         if busy & set(ranks):
             raise UsageError(
                 f"still busy with an earlier cell: {self._places(busy & set(ranks))}. "
-                "Interrupt again, choose other ranks with -r, or %dist_stop"
+                f"Wait for it, or %dist_restart -r {format_ranks(busy & set(ranks))} "
+                "puts a new process in its place"
             )
         self._renew_if_spent()
 
@@ -156,8 +157,10 @@ class Supervisor:
             return ""
         ranks = format_ranks(info.rank for info in left)
         return (
-            f". Rank {ranks} has not come back within {INTERRUPT_GRACE_S:g} s: "
-            "%dist_stacks shows where it is, and it takes no cell until then"
+            f". Rank {ranks} has not come back within {INTERRUPT_GRACE_S:g} s "
+            f"({self._places(info.rank for info in left)}): it takes no cell until it "
+            f"does. %dist_stacks shows more; %dist_restart -r {ranks} puts a new "
+            "process in its place, and the other ranks keep everything"
         )
 
     def _places(self, ranks: Iterable[int]) -> str:

@@ -105,6 +105,47 @@ def test_two_deaths_between_cells_are_mended_before_the_next_one(
     assert [r for r in range(4) if pids(cluster)[r] == before[r]] == [0, 2]
 
 
+FOREIGN = """
+import ctypes
+if rank == {rank}:
+    libc = ctypes.{library}(None)
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_init(mutex, None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "library", "place"),
+    [
+        (0, "CDLL", r"rank 0 at In\[\d+\] line 9"),
+        (3, "PyDLL", "rank 3 does not answer"),
+    ],
+    ids=["in foreign code", "holding the interpreter"],
+)
+def test_a_rank_that_hears_no_interrupt_is_named_and_can_be_replaced(
+    cluster: Cluster, rank: int, library: str, place: str
+) -> None:
+    before = pids(cluster)
+    with pytest.raises(CellError, match=place) as stuck:
+        cluster.execute(FOREIGN.format(rank=rank, library=library), timeout_s=0.5)
+    assert f"%dist_restart -r {rank} puts" in str(stuck.value)
+    cluster.replace([rank])
+    assert [r for r in range(4) if pids(cluster)[r] != before[r]] == [rank]
+    assert cluster["mine"] == [
+        100 + (r if r != rank else min({0, 1} - {rank})) for r in range(4)
+    ]
+    cluster.execute(SUM)
+
+
+def test_a_rank_is_not_replaced_where_the_dead_stay_dead() -> None:
+    with Cluster(n=2, on_failure="stop") as cluster:
+        with pytest.raises(UsageError, match="rank 1 cannot be replaced"):
+            cluster.replace([1])
+        assert cluster.died() == {}
+
+
 def test_a_replacement_can_be_replaced(cluster: Cluster) -> None:
     for _ in range(2):
         kill(cluster, 2)
