@@ -13,6 +13,7 @@ NbdistError
 │   ├── CellTimeout              the cell's --timeout ran out
 │   └── CellInterrupted          the cell was interrupted
 ├── TransferError                a value could not travel to or from the ranks
+├── SaveError                    a file was not written; what was there is untouched
 └── CollectiveError              raised on the ranks
     ├── CollectiveMismatch       ranks called different collectives
     ├── CollectiveTimeout        some ranks never arrived
@@ -38,6 +39,7 @@ __all__ = [
     "NbdistError",
     "NotRunning",
     "RankDied",
+    "SaveError",
     "StartError",
     "TransferError",
     "UnsupportedCollective",
@@ -117,6 +119,10 @@ class CellInterrupted(CellError, KeyboardInterrupt):
 
 class TransferError(NbdistError):
     """A value could not travel between the notebook and the ranks."""
+
+
+class SaveError(NbdistError, OSError):
+    """A file could not be written. What was there before is untouched."""
 
 
 class CollectiveError(NbdistError, RuntimeError):

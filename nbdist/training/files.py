@@ -1,0 +1,121 @@
+"""Files that are written by one rank, whole or not at all, and read by all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from nbdist.collectives import Group, broadcast_object, default_group
+from nbdist.errors import SaveError, WrongProcess
+
+__all__ = ["load", "save", "write_atomically"]
+
+MapLocation = torch.device | str | dict[str, str] | Callable[[Any, str], Any] | None
+
+
+def write_atomically(
+    path: str | os.PathLike[str], write: Callable[[BinaryIO], object]
+) -> None:
+    """Replace a file by what `write` writes; a reader sees the old one or the new one.
+
+    It is written beside the file, brought to the disk, and only then given its name.
+    So a crash, of this process or of the machine, leaves one of the two whole. Several
+    processes may do so at once; the last one stays.
+
+    Args:
+        path: in a folder that exists.
+        write: gets the open file. When it raises, the old file is left as it was.
+    """
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def save(obj: object, path: str | os.PathLike[str]) -> None:
+    """Save an object as `torch.save` does: rank 0 writes its own, the others wait.
+
+    Every rank must call; in a script without ranks, this process writes. When this
+    returns, the file is whole and on the disk; see `write_atomically`. For state that
+    is divided among ranks, as FSDP's is, take torch.distributed.checkpoint.
+
+    Args:
+        obj: such as a model's `state_dict()`. Only rank 0's is looked at.
+        path: taken on rank 0; a relative one begins where the notebook is.
+
+    Raises:
+        SaveError: rank 0 could not write; raised on every rank, with the reason.
+    """
+    group = _group()
+    problem, cause = None, None
+    if group is None or group.rank == 0:
+        try:
+            write_atomically(path, lambda file: torch.save(obj, file))
+        # The others must learn of it, whatever pickling or the disk has raised.
+        except Exception as error:  # noqa: BLE001
+            cause = error
+            problem = f"{os.fspath(path)} was not saved: {_reason(error)}"
+    if group is not None:
+        problem = broadcast_object(problem, 0, group=group)
+    if problem is not None:
+        raise SaveError(problem) from cause
+
+
+def load(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    *,
+    weights_only: bool = True,
+) -> Any:
+    """Load what `save` or `torch.save` has written. Any rank may call, alone too.
+
+    Args:
+        path: each rank reads it.
+        map_location: as for `torch.load`. None brings tensors that were saved from a
+            GPU to this rank's own GPU, and to the CPU where it has none.
+        weights_only: refuse anything but tensors and plain containers. A file that may
+            hold any object can run any code when it is loaded: pass False only for a
+            file that you trust.
+    """
+    where = _own_device if map_location is None else map_location
+    return torch.load(path, map_location=where, weights_only=weights_only)
+
+
+def _own_device(storage: Any, location: str) -> Any:
+    if location.startswith("cuda") and torch.cuda.is_available():
+        return storage.cuda(torch.cuda.current_device())
+    return storage
+
+
+def _group() -> Group | None:
+    try:
+        return default_group()
+    except WrongProcess:
+        return None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a folder's new name for a file to the disk, where folders can be synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
