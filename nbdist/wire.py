@@ -22,6 +22,7 @@ __all__ = [
     "Join",
     "RankInfo",
     "Sample",
+    "Standing",
     "format_ranks",
 ]
 
@@ -138,6 +139,18 @@ class CollectiveCall:
             place = f" in In[{self.cell}] line {self.line}"
         what = ", ".join([str(self.shape), self.dtype, self.device, *details])
         return f"#{self.sequence} {self.operation}({what}){place}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank's main thread is; equal to the last one if it has not moved."""
+
+    place: str
+    """The collective it is in, or the line of its cell."""
+    call: CollectiveCall | None
+    """The collective in which it waits for other ranks."""
+    mark: int
+    """Differs where it has got on since."""
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,9 @@ class _Collected:
     def due(self) -> float | None:
         return self._observer.due()
 
+    def notice(self, text: str) -> None:
+        self._observer.notice(text)
+
 
 def _cell_error(failures: Sequence[Failure], world_size: int) -> CellError:
     return CellError(summary(failures, world_size), render(failures, world_size))

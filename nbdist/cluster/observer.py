@@ -30,6 +30,9 @@ class Observer(Protocol):
     def due(self) -> float | None:
         """Called before each wait; the seconds until it wants to be called again."""
 
+    def notice(self, text: str) -> None:
+        """Called when no rank gets on: where each of them is. "" once one does."""
+
 
 class Quiet:
     """An observer that looks away."""
@@ -39,3 +42,6 @@ class Quiet:
 
     def due(self) -> float | None:
         return None
+
+    def notice(self, text: str) -> None:
+        pass

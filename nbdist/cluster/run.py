@@ -41,7 +41,7 @@ class Run:
         self._infos = {info.rank: info for info in targets}
         self._target, self._args, self._what = target, args, what
         self._observer = observer
-        self._begun = time.monotonic()
+        self._begun = self.last_event = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self.answers: dict[int, Answer] = {}
         self.died: dict[int, RankDied] = {}
@@ -108,9 +108,14 @@ class Run:
                 continue
             if message is None:
                 self._collect(rank)
-            elapsed = time.monotonic() - self._begun
+            self.last_event = time.monotonic()
+            elapsed = self.last_event - self._begun
             self._observer.take(Event(rank, message, elapsed))
         return True
+
+    def notice(self, text: str) -> None:
+        """Tell the observer that no rank gets on, or, with "", that one does again."""
+        self._observer.notice(text)
 
     def _pause(self, *ends: float | None) -> float | None:
         """Seconds until the first of: an end, or the observer's next turn."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.run import Run
+from nbdist.cluster.standstill import Standstill
 from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
 from nbdist.wire import CollectiveCall, format_ranks
 
@@ -67,12 +68,14 @@ class Supervisor:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         waiting: dict[int, CollectiveCall] = {}
         stopped: CellError | None = None
+        standstill = Standstill(self._roster, run)
         try:
             run.begin()
             while not run.wait(deadline, tick_s=PROBE_S):
                 if deadline is not None and time.monotonic() >= deadline:
                     stopped = self._time_out(run, timeout_s)
                     break
+                standstill.look()
                 if run.finished:
                     waiting = self._release_waiting(run, waiting)
         except KeyboardInterrupt:

@@ -22,6 +22,7 @@ from .gather import gather
 from .group import (
     Group,
     any_spent,
+    calls_made,
     close_groups,
     current_call,
     default_group,
@@ -53,6 +54,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "calls_made",
     "chunk_bounds",
     "close_groups",
     "current_call",

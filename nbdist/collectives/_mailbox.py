@@ -111,6 +111,14 @@ class Message(dist.Work):
             raise self._error
         return True
 
+    @property
+    def is_over(self) -> bool:
+        """Whether MPI is done with the tensor: also when it gave the message up."""
+        try:
+            return self.is_completed()
+        except MPI.Exception:  # revoked, or the other rank died
+            return True
+
     def _finish(self) -> None:
         if self._size is None:
             return
@@ -133,9 +141,12 @@ class Mailbox:
     def __init__(self, comm: MPI.Comm, hooks: MailHooks) -> None:
         self._comm = comm
         self._hooks = hooks
+        self.sequence = 0
+        """Messages begun so far."""
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Message:
         """Start to send a tensor to a rank of the group."""
+        self.sequence += 1
         flat = Flat(tensor, on_host=True)
         request = self._comm.Isend(moved(flat.tensor), target, _full_tag(tag, tensor))
         label = f"send to rank {target}, tag {tag}"
@@ -144,6 +155,7 @@ class Mailbox:
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
         """Start to receive into a tensor; from anyone where `source` is None."""
+        self.sequence += 1
         peer = MPI.ANY_SOURCE if source is None else source
         full = _full_tag(tag, tensor)
         flat = Flat(tensor, on_host=True)
@@ -176,7 +188,7 @@ class Mailbox:
 
 def _kept(message: Message) -> Message:
     """Keep a message and its tensor until MPI is done, whoever forgets them."""
-    _under_way[:] = [each for each in _under_way if not each.is_completed()]
+    _under_way[:] = [each for each in _under_way if not each.is_over]
     _under_way.append(message)
     return message
 

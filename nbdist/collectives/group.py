@@ -40,6 +40,7 @@ from ._worker import Worker
 __all__ = [
     "Group",
     "any_spent",
+    "calls_made",
     "close_groups",
     "current_call",
     "default_group",
@@ -358,6 +359,11 @@ def _nothing() -> None:
 def current_call() -> CollectiveCall | None:
     """The collective this process is in right now, on any group; None when in none."""
     return next((call for group in list(_live) if (call := group.call)), None)
+
+
+def calls_made() -> int:
+    """Collectives and messages begun by this process, on all its groups."""
+    return sum(group.sequence + group.mailbox.sequence for group in list(_live))
 
 
 def renew_groups(generation: int) -> None:

@@ -13,11 +13,11 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from nbdist.collectives import current_call, release_calls
+from nbdist.collectives import calls_made, current_call, release_calls
 from nbdist.engine.cell_names import cell_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted
-from nbdist.wire import CollectiveCall
+from nbdist.wire import CollectiveCall, Standing
 
 __all__ = [
     "complete",
@@ -26,6 +26,7 @@ __all__ = [
     "memory",
     "release",
     "stack",
+    "standing",
     "status",
     "waiting",
     "where",
@@ -74,6 +75,15 @@ def where() -> str:
 def waiting() -> CollectiveCall | None:
     """The collective this rank is in, with the ranks that take part."""
     return current_call()
+
+
+def standing() -> Standing:
+    """Where this rank is, so that two answers tell whether it has got on."""
+    call = current_call()
+    counts = calls_made(), this_rank().recorder.steps
+    # One that waits in a collective goes round in a loop of ours.
+    frames = [] if call else [(id(f.f_code), f.f_lasti) for f in _main_frames()]
+    return Standing(where(), call, hash((*counts, *frames)))
 
 
 def release(reason: str) -> None:

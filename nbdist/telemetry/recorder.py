@@ -95,6 +95,11 @@ class Recorder:
         self._next_step = number + 1
         self.record(_Draft(self.rank, number, time.time(), values))
 
+    @property
+    def steps(self) -> int:
+        """The step that the next `log` gets when it names none."""
+        return self._next_step
+
     def record(self, entry: _Draft | DeviceSample) -> None:
         """Queue one record for the next batch."""
         with self._settled:

@@ -56,6 +56,7 @@ class CellView:
         self._flushed_at = 0.0
         self._status_shown: str | None = None
         self._status_at = 0.0
+        self._notice = ""
         self._shown: dict[int, list[Shown]] = {rank: [] for rank in ranks}
         self._stale: dict[int, list[Shown]] = {rank: [] for rank in ranks}
         self._displays = 0
@@ -84,6 +85,11 @@ class CellView:
         if self._waiting_since is not None:
             return max(0.0, self._flush_at() - now)
         return STATUS_PERIOD_S if len(self._finished) < len(self._queues) else None
+
+    def notice(self, text: str) -> None:
+        """Stand under the output until it is taken back with ""."""
+        self._notice = text
+        self._status_at = 0.0
 
     def _flush_at(self) -> float:
         """When to show what waits: soon, if no rank is left that could add to it."""
@@ -231,6 +237,8 @@ class CellView:
         for (rank, _name), splitter in self._splitters.items():
             if splitter.unfinished.strip():
                 lines.append(f"[{rank}] {splitter.unfinished.strip()}")
+        if self._notice:
+            lines.append(f"⚠ {self._notice}")
         return "\n".join(lines)
 
     def _final_status(self) -> str:

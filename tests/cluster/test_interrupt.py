@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
-from nbdist.cluster.observer import Event
+from nbdist.cluster.observer import Event, Quiet
 
 WITHIN_S = 4.0
 
@@ -44,7 +44,7 @@ BLOCKED = {
 }
 
 
-class Press:
+class Press(Quiet):
     """An observer that presses the interrupt button when all ranks have printed."""
 
     def __init__(self, ranks: int, after_s: float = 0.0, times: int = 1) -> None:
@@ -56,9 +56,6 @@ class Press:
             self._left -= 1
             if self._left == 0:
                 threading.Timer(self._after_s, self._press).start()
-
-    def due(self) -> float | None:
-        return None
 
     def _press(self) -> None:
         self.at = time.monotonic()

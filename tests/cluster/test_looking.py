@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import pytest
 
 from nbdist import CellError, Cluster
-from nbdist.cluster.observer import Event
+from nbdist.cluster.observer import Event, Quiet
 from nbdist.session import Session
 from tests.processes import wait_until
 
 DEADLINE_S = 10.0
 
 
-class Begun:
+class Begun(Quiet):
     """An observer that knows when every rank has printed."""
 
     def __init__(self, ranks: int) -> None:
@@ -31,9 +31,6 @@ class Begun:
             self._left -= 1
             if self._left <= 0:
                 self.event.set()
-
-    def due(self) -> float | None:
-        return None
 
 
 @contextmanager

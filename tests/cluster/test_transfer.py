@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nbdist import CellError, Cluster, TransferError, UsageError
+from nbdist.cluster.observer import Event, Quiet
 
 MEMORY_FOLDER = Path("/dev/shm")
 HUNDRED_MB = 100_000_000
@@ -180,9 +181,7 @@ def test_a_result_or_an_argument_that_cannot_travel(cluster: Cluster):
 
 
 def test_a_function_may_print(cluster: Cluster):
-    from nbdist.cluster.observer import Event
-
-    class Heard:
+    class Heard(Quiet):
         def __init__(self) -> None:
             self.text: dict[int, str] = {}
 
@@ -190,9 +189,6 @@ def test_a_function_may_print(cluster: Cluster):
             if event.output is not None:
                 text = self.text.get(event.rank, "") + event.output["content"]["text"]
                 self.text[event.rank] = text
-
-        def due(self) -> float | None:
-            return None
 
     heard = Heard()
     cluster.run(print, "said", observer=heard)

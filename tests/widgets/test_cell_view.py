@@ -223,3 +223,20 @@ def test_merging_ten_thousand_lines_takes_no_quadratic_time(
     seconds(1000)
     assert seconds(20_000) < 60 * max(seconds(1000), 0.01)
     assert len(capsys.readouterr().out.splitlines()) == 4 * 22_000
+
+
+def test_a_notice_stands_in_the_status_until_it_is_taken_back(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cell_view, "STATUS_AFTER_S", 0.0)
+    cell = Cell()
+    cell.view.notice("the others wait for rank 1\nrank 1 for 12 s: In[3] line 4")
+    cell.view.due()
+    (status,) = screen.texts
+    assert status.splitlines()[1:] == [
+        "⚠ the others wait for rank 1",
+        "rank 1 for 12 s: In[3] line 4",
+    ]
+    cell.view.notice("")
+    cell.view.due()
+    assert "wait for" not in screen.texts[0]

@@ -1,0 +1,109 @@
+"""Under a cell that does not get on: where each rank is, and who waits for whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist import CellInterrupted, Cluster
+from nbdist.cluster import standstill
+from nbdist.cluster.observer import Quiet
+from nbdist.cluster.standstill import Seen, describe
+from nbdist.wire import CollectiveCall, Standing
+
+
+class Notices(Quiet):
+    """Keeps the notices; interrupts the cell at the first, if that is wanted."""
+
+    def __init__(self, interrupt: bool) -> None:
+        self.texts: list[str] = []
+        self._interrupt = interrupt
+
+    def notice(self, text: str) -> None:
+        self.texts.append(text)
+        if self._interrupt:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standstill, "NOTICE_AFTER_S", 1.0)
+    monkeypatch.setattr(standstill, "LOOK_S", 0.3)
+
+
+RECEIVE_FIRST = """
+x = torch.ones(3)
+if rank < 2:
+    nbdist.recv(x, src=1 - rank)
+    nbdist.send(x, dst=1 - rank)
+else:
+    nbdist.recv(x, src=0)
+"""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ranks_that_wait_for_each_other_are_called_a_deadlock(cluster: Cluster):
+    notices = Notices(interrupt=True)
+    with pytest.raises(CellInterrupted):
+        cluster.execute(RECEIVE_FIRST, number=7, observer=notices)
+    verdict, *places = notices.texts[0].splitlines()
+    assert verdict.startswith("deadlock: each rank waits for another")
+    assert [place.partition(" for ")[0] for place in places] == [
+        f"rank {rank}" for rank in range(4)
+    ]
+    assert all("recv(" in place and "in In[7] line" in place for place in places)
+    assert cluster["rank"] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_slow_rank_is_named_and_waited_for(cluster: Cluster):
+    notices = Notices(interrupt=False)
+    code = "if rank == 2:\n    import time\n    time.sleep(3)\nnbdist.barrier()"
+    assert cluster.execute(code, number=8, observer=notices).ok
+    verdict, *places = notices.texts[0].splitlines()
+    assert verdict == "the others wait for rank 2"
+    assert "In[8] line 4" in places[2]
+    assert "barrier" in places[0]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_silent_training_is_left_in_peace(cluster: Cluster):
+    notices = Notices(interrupt=False)
+    code = (
+        "import time\nend = time.monotonic() + 3\n"
+        "while True:\n"
+        "    x = torch.tensor(float(time.monotonic() > end))\n"
+        "    nbdist.all_reduce(x)\n"
+        "    if x:\n        break\n"
+    )
+    assert cluster.execute(code, observer=notices).ok
+    assert notices.texts == []
+
+
+def call(rank: int) -> CollectiveCall:
+    return CollectiveCall(rank, 1, "barrier", None, None, "-", (), "none")
+
+
+def test_what_is_said():
+    there = Seen(Standing("#1 barrier()", call(0), 1), 1.0)
+    silent, busy = Seen(None, 3.0), Seen(Standing("In[3] line 2", None, 1), 4.0)
+    assert describe({0: there, 1: silent, 3: busy}, 15.0).splitlines() == [
+        "the others wait for rank 1,3",
+        "rank 0 for 14 s: #1 barrier()",
+        "rank 1 for 12 s: does not answer",
+        "rank 3 for 11 s: In[3] line 2",
+    ]
+    assert describe({3: busy}, 15.0).startswith("no rank waits for another")
+    assert describe({0: there}, 15.0).startswith("deadlock")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_receives_that_were_interrupted_do_not_harm_later_ones(cluster: Cluster):
+    for _ in range(3):
+        with pytest.raises(CellInterrupted):
+            cluster.execute(RECEIVE_FIRST, observer=Notices(interrupt=True))
+    cluster.execute(
+        "x = torch.full((3,), float(rank))\n"
+        "if rank % 2:\n    nbdist.recv(x, src=rank - 1)\n"
+        "else:\n    nbdist.send(x, dst=rank + 1)"
+    )
+    assert [x.tolist() for x in cluster["x"]] == [[r - r % 2] * 3 for r in range(4)]
