@@ -33,12 +33,13 @@ _HOMES = {
         "ring_steps", "scatter", "send",
     ),
     "nbdist.training.files": ("load", "save"),
+    "nbdist.training.loader": ("loader",),
     "nbdist.training.sampler": ("Sampler",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _RANK_HOMES = {
     "nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives",
-    "nbdist.training.files", "nbdist.training.sampler",
+    "nbdist.training.files", "nbdist.training.loader", "nbdist.training.sampler",
 }  # fmt: skip
 _in_notebook = False
 

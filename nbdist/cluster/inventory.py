@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+
+from nbdist.telemetry.limits import cores
 
 __all__ = ["Gpu", "Host", "this_host"]
 
@@ -32,18 +33,7 @@ class Host:
 def this_host() -> Host:
     """Look at this machine: no CUDA is initialised, nothing is reserved."""
     gpus, why = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Host(os.uname().nodename, _cores(), gpus, why)
-
-
-def _cores() -> int:
-    """Cores of our affinity mask, or fewer where a cgroup gives less time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    cores = cores or os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    return Host(os.uname().nodename, cores(), gpus, why)
 
 
 def _visible_gpus(visible: str | None) -> tuple[tuple[Gpu, ...], str]:

@@ -22,6 +22,7 @@ from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.place import Assignment
 from nbdist.engine.world import World
+from nbdist.telemetry.note import set_recorder
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
 from nbdist.wire import TELEMETRY, Batch, RankInfo
@@ -63,6 +64,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         sys.stdout, sys.stderr = output.stdout, output.stderr
         info = self.rank_info
         recorder = Recorder(info.rank, report)
+        set_recorder(recorder)
         cell_names.learn_from(shell)
         cells.arm(shell, self.interrupts)
         set_cell_resolver(cell_names.cell_of)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from nbdist.telemetry.limits import memory_limit
 from nbdist.wire import DeviceSample
 
 __all__ = ["CpuProbe", "GpuProbe", "Probe"]
@@ -40,7 +40,7 @@ class CpuProbe:
         self._device = device
         self._process = psutil.Process()
         self._process.cpu_percent()  # the first call only starts the clock
-        self._total = _memory_limit(psutil.virtual_memory().total)
+        self._total = memory_limit(psutil.virtual_memory().total)
 
     def sample(self, rank: int) -> DeviceSample:
         """CPU time since the last sample, resident bytes now."""
@@ -122,14 +122,3 @@ def _allocated(device: str) -> int | None:
     if torch is None or not torch.cuda.is_initialized():
         return None
     return int(torch.cuda.memory_reserved(device))
-
-
-def _memory_limit(
-    total: int, limit_file: Path = Path("/sys/fs/cgroup/memory.max")
-) -> int:
-    """Bytes of memory this process may use: the machine's, or its container's."""
-    try:
-        limit = limit_file.read_text(encoding="ascii").strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total

@@ -63,7 +63,7 @@ class Recorder:
         self._interval_s = interval_s
         self._source = uuid.uuid4().hex
         self._sequence = 0
-        self._next_step = 0
+        self._next_step = self._notes = 0
         self._buffer: deque[_Draft | DeviceSample] = deque(maxlen=capacity)
         self._accepted = self._dropped = self._sent = 0
         self._failing = self._closed = False
@@ -90,10 +90,21 @@ class Recorder:
         """
         if not scalars:
             raise UsageError("log() got nothing to record: name a value, log(loss=x).")
-        values = {name: capture(name, value) for name, value in scalars.items()}
         number = self._next_step if step is None else _as_step(step)
+        self._draft(number, scalars)
         self._next_step = number + 1
-        self.record(_Draft(self.rank, number, time.time(), values))
+
+    def note(self, **scalars: object) -> None:
+        """Record scalars beside what the user logs, whose steps it leaves alone.
+
+        Their own steps count the calls.
+        """
+        self._draft(self._notes, scalars)
+        self._notes += 1
+
+    def _draft(self, step: int, scalars: dict[str, object]) -> None:
+        values = {name: capture(name, value) for name, value in scalars.items()}
+        self.record(_Draft(self.rank, step, time.time(), values))
 
     @property
     def steps(self) -> int:

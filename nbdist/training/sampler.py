@@ -18,7 +18,7 @@ from torch.utils.data import Sampler as TorchSampler
 from nbdist.collectives import Group, chunk_bounds, default_group
 from nbdist.errors import UsageError, WrongProcess
 
-__all__ = ["Sampler", "epoch_order", "share_of"]
+__all__ = ["Sampler", "epoch_order", "place_in", "share_of"]
 
 
 def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> np.ndarray:
@@ -39,6 +39,19 @@ def share_of(length: int, rank: int, size: int) -> slice:
     A batch shorter than the world leaves the last ranks without a sample.
     """
     return slice(*chunk_bounds(length, size)[rank])
+
+
+def place_in(group: Group | None) -> tuple[int, int]:
+    """(rank, size) of this process, as it is now: in a group, or in the world.
+
+    A process that has joined no world is alone in its own.
+    """
+    if group is None:
+        try:
+            group = default_group()
+        except WrongProcess:
+            return 0, 1
+    return group.rank, group.size
 
 
 class Sampler(TorchSampler[list[int]]):
@@ -89,21 +102,24 @@ class Sampler(TorchSampler[list[int]]):
     @property
     def place(self) -> tuple[int, int]:
         """(rank, size): this process in the group, as it is now."""
-        if self._group is not None:
-            return self._group.rank, self._group.size
-        try:
-            group = default_group()
-        except WrongProcess:  # a plain script
-            return 0, 1
-        return group.rank, group.size
+        return place_in(self._group)
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """(start, stop) in the epoch's order of the global batches from `position`."""
+        starts = range(self.position, self.length, self.batch_size)
+        bounds = [
+            (start, min(start + self.batch_size, self.length)) for start in starts
+        ]
+        return [
+            b for b in bounds if not self.drop_last or b[1] - b[0] == self.batch_size
+        ]
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self.place
         order = epoch_order(self.length, self.seed, self.epoch, shuffle=self.shuffle)
-        for start in range(self.position, self.length, self.batch_size):
-            batch = order[start : start + self.batch_size]
-            if len(batch) == self.batch_size or not self.drop_last:
-                yield batch[share_of(len(batch), rank, size)].tolist()
+        for start, stop in self.bounds():
+            batch = order[start:stop]
+            yield batch[share_of(len(batch), rank, size)].tolist()
 
     def __len__(self) -> int:
         """Global batches of a whole epoch."""
@@ -114,11 +130,9 @@ class Sampler(TorchSampler[list[int]]):
     def next_size(self) -> int:
         """Samples in the next global batch, all ranks together; 0 at the end."""
         left = self.length - self.position
-        return (
-            0
-            if self.drop_last and left < self.batch_size
-            else min(left, self.batch_size)
-        )
+        if self.drop_last and left < self.batch_size:
+            return 0
+        return min(left, self.batch_size)
 
     def advance(self) -> None:
         """The next global batch is used. Every rank must call, once for each batch."""

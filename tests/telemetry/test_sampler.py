@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from nbdist.telemetry import probes
 from nbdist.telemetry.probes import CpuProbe, GpuProbe
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
@@ -60,18 +58,6 @@ def test_a_cpu_rank_reports_its_own_process() -> None:
     assert sample.memory_own == sample.memory_used == pytest.approx(resident, rel=0.2)
     assert sample.memory_total is not None
     assert sample.memory_used < sample.memory_total
-
-
-@pytest.mark.parametrize(
-    ("written", "limit"), [("max\n", 1000), ("400\n", 400), ("9000\n", 1000)]
-)
-def test_a_containers_memory_limit_counts(
-    tmp_path: Path, written: str, limit: int
-) -> None:
-    file = tmp_path / "memory.max"
-    file.write_text(written)
-    assert probes._memory_limit(1000, file) == limit
-    assert probes._memory_limit(1000, tmp_path / "absent") == 1000
 
 
 def test_a_gpu_is_asked_by_its_uuid(nvml: FakeNvml) -> None:
