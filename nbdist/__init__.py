@@ -33,13 +33,15 @@ _HOMES = {
         "ring_steps", "scatter", "send",
     ),
     "nbdist.training.files": ("load", "save"),
+    "nbdist.training.learning_rate": ("scale_lr", "warmup"),
     "nbdist.training.loader": ("loader",),
     "nbdist.training.sampler": ("Sampler",),
+    "nbdist.training.seeds": ("seed_all",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _RANK_HOMES = {
     "nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives",
-    "nbdist.training.files", "nbdist.training.loader", "nbdist.training.sampler",
+    *(home for home in _HOMES if home.startswith("nbdist.training.")),
 }  # fmt: skip
 _in_notebook = False
 
