@@ -24,7 +24,7 @@ _HOMES = {
         "UsageError",
     ),
     "nbdist.engine.self": (
-        "device", "local_rank", "log", "rank", "size",
+        "comm", "device", "local_rank", "log", "rank", "size",
     ),
     "nbdist.engine.script": ("init",),
     "nbdist.collectives": (

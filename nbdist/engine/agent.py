@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from nbdist.collectives import calls_made, current_call, release_calls
+from nbdist.engine import world
 from nbdist.engine.cell_names import cell_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted
@@ -87,8 +88,10 @@ def standing() -> Standing:
 
 
 def release(reason: str) -> None:
-    """Let the main thread out of the collective it waits in, with an error."""
+    """Let the main thread out of the call it waits in, with an error."""
     release_calls(CollectiveAborted(reason))
+    if current_call() is None:
+        world.current().revoke_shared()  # it may wait in a call of mpi4py's
 
 
 def stack() -> str:

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nbdist.collectives import any_spent
-from nbdist.engine import codec
+from nbdist.engine import codec, world
 from nbdist.engine.rank import Activity, this_rank
 from nbdist.wire import REPLY, REQUEST
 
@@ -101,7 +100,7 @@ def _reply(
     kernel.session.send(
         stream,
         REPLY,
-        {"status": status, "spent": any_spent()},
+        {"status": status, "spent": world.current().spent},
         parent=message,
         ident=ident,
         buffers=frames,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import SupportsIndex
 
 import torch
+from mpi4py import MPI
 
 from nbdist.engine import world
 from nbdist.engine.rank import is_rank, this_rank
 
-__all__ = ["device", "local_rank", "log", "rank", "size"]
+__all__ = ["comm", "device", "local_rank", "log", "rank", "size"]
 
 
 def rank() -> int:
@@ -34,6 +35,16 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def comm() -> MPI.Intracomm:
+    """An mpi4py communicator over all ranks, for calls of your own.
+
+    It belongs to one generation of the world: after an interrupt, or a change of the
+    ranks, the old one raises, and this gives the new one. Not to be freed.
+    """
+    shared: MPI.Intracomm = world.current().shared
+    return shared
 
 
 def log(step: SupportsIndex | None = None, **scalars: object) -> None:

@@ -7,12 +7,13 @@ an interrupt or a change of membership, is one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import replace
 from typing import Any
 
-from nbdist.collectives import Group, renew_groups, set_default_group
+from nbdist.collectives import Group, any_spent, renew_groups, set_default_group
 from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
 from nbdist.wire import RankInfo
@@ -31,6 +32,9 @@ class World:
         self.comm = comm
         self.generation = generation
         self.local_rank, self.local_size = _local_place(comm)
+        self.shared = comm.Dup()
+        """For the user's own calls of mpi4py."""
+        self._shared_revoked = False
         self.group = Group(comm, generation=generation)
         set_default_group(self.group)
 
@@ -53,9 +57,23 @@ class World:
             MASTER_PORT=str(self.comm.bcast(_free_port() if self.rank == 0 else None)),
         )
 
+    def revoke_shared(self) -> None:
+        """Release this rank from a call of mpi4py's, where MPI can. Any thread may."""
+        with contextlib.suppress(NotImplementedError):
+            self.shared.Revoke()
+        self._shared_revoked = True
+
+    @property
+    def spent(self) -> bool:
+        """Whether something of this rank's waits to be renewed."""
+        return self._shared_revoked or any_spent()
+
     def renew(self) -> None:
         """Begin the next generation with the same ranks. Every rank must call."""
         self.generation += 1
+        self.revoke_shared()
+        self.shared = self.comm.Dup()
+        self._shared_revoked = False
         renew_groups(self.generation)
 
 

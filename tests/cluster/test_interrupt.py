@@ -34,6 +34,12 @@ BLOCKED = {
     "our collective": "if rank: nbdist.all_reduce(torch.ones(3))\n"
     "else: import time; time.sleep(60)",
     "torch's collective": "if rank: dist.barrier()\nelse: import time; time.sleep(60)",
+    "mpi4py's receive": "nbdist.comm().recv(source=(rank + 1) % 4)",
+    "mpi4py's all-reduce": (
+        "import numpy\n"
+        "if rank: nbdist.comm().Allreduce(numpy.ones(3), numpy.ones(3))\n"
+        "else: import time; time.sleep(60)"
+    ),
     "one rank only": "if rank == 2:\n    while True: pass",
     "a context that cleans up": (
         "import contextlib, time\n"
@@ -81,6 +87,7 @@ def test_the_cell_ends_and_the_next_one_runs(cluster: Cluster, code: str):
     }  # fmt: skip
     assert cluster["kept"] == [0, 1, 2, 3]
     cluster.execute("t = torch.ones(2)\nnbdist.all_reduce(t)\ndist.all_reduce(t)")
+    cluster.execute("assert nbdist.comm().allreduce(rank) == 6")
     assert [t.tolist() for t in cluster["t"]] == [[16.0, 16.0]] * 4
 
 
