@@ -13,7 +13,13 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from nbdist.errors import CollectiveMismatch, CollectiveTimeout, UsageError
+from nbdist.errors import (
+    CollectiveAborted,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    NbdistError,
+    UsageError,
+)
 
 from ._buffer import moved
 from ._flat import Flat
@@ -64,16 +70,27 @@ class Message(dist.Work):
         self._flat = flat  # MPI has its address: it must live as long
         self._status = MPI.Status()
         self._arrived = False
-        self._error: CollectiveMismatch | None = None
+        self.error: NbdistError | None = None
+        """Why it failed: a message of another size, or the other rank has died."""
         self.source: int | None = None
         """The sender's rank in the group, once a message was received."""
 
     def is_completed(self) -> bool:
-        """Whether the message has left, or has arrived."""
-        if not self._arrived and self._request.Test(self._status):
+        """Whether the message has left, has arrived, or has failed (see `error`)."""
+        if not self._arrived and self._test():
             self._arrived = True
-            self._finish()
         return self._arrived
+
+    def _test(self) -> bool:
+        try:
+            done = self._request.Test(self._status)
+        except MPI.Exception as cause:  # the other rank has died, or all gave up
+            self.error = CollectiveAborted(f"{self._label} failed in MPI: {cause}")
+            self.error.__cause__ = cause
+            return True
+        if done:
+            self._finish()
+        return done
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the tensor may be used again.
@@ -107,8 +124,8 @@ class Message(dist.Work):
             raise
         finally:
             self._hooks.on_wait(None)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return True
 
     @property
@@ -125,7 +142,7 @@ class Message(dist.Work):
         self.source = self._status.Get_source()
         got = self._status.Get_count(MPI.BYTE)
         if got != self._size:
-            self._error = CollectiveMismatch(
+            self.error = CollectiveMismatch(
                 f"{self._label}: expected {self._size} bytes, got {got}"
             )
         self._flat.write_back()
