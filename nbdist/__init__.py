@@ -43,18 +43,27 @@ _RANK_HOMES = {
     "nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives",
     *(home for home in _HOMES if home.startswith("nbdist.training.")),
 }  # fmt: skip
+_RANK_MODULES = {"strategies": "nbdist.training.strategies"}
 _in_notebook = False
 
-__all__ = ["__version__", "load_ipython_extension", *sorted(_HOME_OF)]
+__all__ = [
+    "__version__", "load_ipython_extension", *sorted({*_HOME_OF, *_RANK_MODULES}),
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RANK_MODULES:
+        return _OnARank(name) if _in_notebook else _load(_RANK_MODULES[name])
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
     if _in_notebook and home in _RANK_HOMES:
         return _only_on_a_rank(name)
-    return getattr(importlib.import_module(home), name)
+    return getattr(_load(home), name)
+
+
+def _load(module: str) -> Any:
+    return importlib.import_module(module)
 
 
 def _only_on_a_rank(name: str) -> Callable[..., Any]:
@@ -70,8 +79,18 @@ def _only_on_a_rank(name: str) -> Callable[..., Any]:
     return refuse
 
 
+class _OnARank:
+    """Stands for a rank's module in the notebook."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _only_on_a_rank(f"{self._name}.{name}")
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, *_RANK_MODULES})
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

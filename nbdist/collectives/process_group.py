@@ -40,7 +40,7 @@ from .reduce import reduce
 from .reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from .scatter import scatter
 
-__all__ = ["ProcessGroup", "original_error", "register"]
+__all__ = ["CollectiveWork", "ProcessGroup", "original_error", "register"]
 
 NAME = "nbdist"
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")

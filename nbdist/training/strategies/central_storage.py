@@ -1,0 +1,138 @@
+"""CentralStorage: the parameters and the optimizer's state live once, on one rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nbdist.collectives import broadcast, default_group, reduce
+from nbdist.errors import UsageError
+
+from .base import Strategy, begin_alike
+from .delegate import Delegate, trained_parameters
+from .packing import Pack
+
+__all__ = ["CentralStorage"]
+
+
+class CentralStorage(Strategy):
+    """One rank keeps parameters and optimizer state in its host's memory.
+
+    In a step gradients are averaged there, the optimizer runs there, and all replicas
+    read the new parameters. So the optimizer's state costs the memory of one host,
+    once, and no GPU's.
+
+    Args:
+        root: the rank that keeps them; it computes gradients too.
+    """
+
+    def __init__(self, root: int = 0) -> None:
+        super().__init__()
+        self.root = root
+
+    def setup(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> tuple[nn.Module, Optimizer]:
+        """The model itself, and an optimizer whose `step` goes by way of the root.
+
+        Every rank must call. `state_dict()` of the optimizer holds state on the root
+        alone.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        ranks = default_group().ranks
+        if self.root not in ranks:
+            raise UsageError(f"root={self.root}: expected one of {list(ranks)}")
+        begin_alike(model)
+        return model, _CentralOptimizer(optimizer, self.root)
+
+
+class _CentralOptimizer(Delegate):
+    """Averages gradients to the root, steps there, and sends the parameters out."""
+
+    def __init__(self, inner: Optimizer, root: int) -> None:
+        super().__init__(inner)
+        self._replica = trained_parameters(inner)
+        self._root = root
+        # A scheduler changes these; the root's step takes its options from them.
+        self._groups = [dict(group) for group in inner.param_groups]
+        self._kept = self._replica
+        if self._is_root:
+            self._kept = _move_to_host(inner, self._replica)
+        else:
+            inner.state.clear()
+        self._gradients = Pack(self._replica)
+        self._values = Pack(self._replica)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The replica's parameters, and the options that the root steps with."""
+        return self._groups
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """On the root, state and options; elsewhere the options alone."""
+        self.inner.load_state_dict(state_dict)
+        for mine, kept in zip(self._groups, self.inner.param_groups, strict=True):
+            mine.update(_options(kept))
+        if not self._is_root:
+            self.inner.state.clear()
+
+    @property
+    def _is_root(self) -> bool:
+        group = default_group()
+        return group.ranks[group.rank] == self._root
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Average, step on the root, read back."""
+        self._gradients.fill([parameter.grad for parameter in self._replica])
+        for buffer in self._gradients.buffers:
+            reduce(buffer, self._root, "mean")
+        if self._is_root:
+            self._step()
+            self._values.fill(self._kept)
+        for buffer in self._values.buffers:
+            broadcast(buffer, self._root)
+        if not self._is_root or self._kept is not self._replica:
+            self._values.spill(self._replica)
+
+    def _step(self) -> None:
+        for mine, kept in zip(self._groups, self.inner.param_groups, strict=True):
+            kept.update(_options(mine))
+        self._gradients.spill_gradients(self._kept)
+        self.inner.step()
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _move_to_host(optimizer: Optimizer, parameters: list[Tensor]) -> list[Tensor]:
+    """Let an optimizer work on the parameters' copies in host memory.
+
+    Returns:
+        The copies; the parameters themselves where they lie there already.
+    """
+    if all(parameter.device.type == "cpu" for parameter in parameters):
+        return parameters
+    host = {parameter: _pinned(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        group["params"] = [host.get(each, each) for each in group["params"]]
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    for parameter, values in optimizer.state.items():
+        state[host.get(parameter, parameter)] = {
+            name: value.cpu() if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+    optimizer.state = state
+    return [host[parameter] for parameter in parameters]
+
+
+def _pinned(parameter: Tensor) -> Tensor:
+    copy = torch.empty_like(parameter, device="cpu", pin_memory=True)
+    return copy.copy_(parameter.detach()).requires_grad_()

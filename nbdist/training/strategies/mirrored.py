@@ -1,0 +1,70 @@
+"""Mirrored: the model on every rank, its gradients averaged while backward runs."""
+
+# No `annotations` from __future__: DDP compares a hook's annotations with the types.
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nbdist.collectives import all_reduce, default_group
+from nbdist.collectives.process_group import CollectiveWork
+from nbdist.errors import UsageError
+
+from .base import Strategy
+
+__all__ = ["Mirrored"]
+
+Algorithm = Literal["auto", "ring", "nccl"]
+ALGORITHMS = ("auto", "ring", "nccl")
+
+
+class Mirrored(Strategy):
+    """Every rank holds the model and the optimizer's state, and takes the same steps.
+
+    The model is torch's DistributedDataParallel (Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", VLDB 2020, arXiv:2006.15704),
+    with all that this offers: `no_sync`, hooks, `join`.
+
+    Args:
+        algorithm: of the all-reduce: "auto" takes the process group's best one, "ring"
+            and "nccl" (on GPUs) that one.
+        options: DistributedDataParallel's, such as `find_unused_parameters=True`.
+
+    Raises:
+        UsageError: there is no such algorithm.
+    """
+
+    def __init__(self, algorithm: Algorithm = "auto", **options: Any) -> None:
+        super().__init__()
+        if algorithm not in ALGORITHMS:
+            raise UsageError(f"algorithm={algorithm!r}: expected one of {ALGORITHMS}")
+        self.algorithm = algorithm
+        self._options = options
+
+    def setup(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> tuple[nn.Module, Optimizer]:
+        """The model in DistributedDataParallel, and the optimizer itself.
+
+        Every rank must call.
+
+        Raises:
+            UsageError: the algorithm cannot be had for the model's device.
+        """
+        replica = DistributedDataParallel(model, **self._options)
+        if self.algorithm != "auto":
+            device = next(model.parameters()).device.type
+            default_group().transport(device, self.algorithm)
+            replica.register_comm_hook(self.algorithm, _average_bucket)
+        return replica, optimizer
+
+
+def _average_bucket(algorithm: str, bucket: GradBucket) -> Future[Tensor]:
+    """Average one of DDP's buckets by a certain algorithm, beside the backward."""
+    gradients = bucket.buffer()
+    handle = all_reduce(gradients, "mean", algorithm=algorithm, async_op=True)
+    averaged = CollectiveWork(handle, [gradients]).get_future()
+    return averaged.then(lambda future: future.value()[0])

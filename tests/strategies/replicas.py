@@ -1,0 +1,186 @@
+"""What the ranks do in the tests of strategies in which all ranks are replicas."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from digits import EPOCHS, accuracy, flat, make_model, samples, sgd, train_alone
+from digits import train_with as train
+from mpi4py import MPI
+from torch import nn
+
+import nbdist
+from nbdist.collectives import Group, set_default_group
+from nbdist.collectives.process_group import register
+from nbdist.errors import UsageError
+from nbdist.training.strategies import CentralStorage, LocalSGD, Mirrored
+
+Found = dict[str, Any]
+
+
+def start() -> Group:
+    """A world in double precision, with a default process group."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    world = MPI.COMM_WORLD
+    group = Group(world)
+    set_default_group(group)
+    register()
+    place = Path(world.bcast(tempfile.mkdtemp())) / "store"
+    dist.init_process_group(
+        "nbdist",
+        store=dist.FileStore(str(place), world.size),
+        rank=world.rank,
+        world_size=world.size,
+    )
+    return group
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def compare(strategy: Any, make: Callable[[Any], Any]) -> Found:
+    """The distance to one process on the same batches, and the mean losses."""
+    model, losses = train(strategy, 2, make)
+    alone = train_alone(2, make)
+    found = float((flat(model) - flat(alone)).abs().max())
+    return {"distance": found, "losses": strategy.reduce("mean", losses)}
+
+
+def run_all() -> Found:
+    """Everything that is compared with one process, in one world."""
+    group = start()
+    found: Found = {
+        "mirrored sgd": compare(Mirrored(), sgd),
+        "mirrored adam": compare(Mirrored(), adam),
+        "mirrored ring": compare(Mirrored("ring"), sgd),
+        "central sgd": compare(CentralStorage(), sgd),
+        "central adam": compare(CentralStorage(root=1), adam),
+        "local every 1": compare(LocalSGD(), plain),
+        "accuracies": accuracies(),
+        "central state": where_the_state_is(),
+        "drift": drift(group.rank),
+        "reduce": reductions(group.rank),
+        "shares": shares(),
+        "schedule": with_a_schedule(),
+    }
+    return found
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def accuracies() -> dict[str, float]:
+    found = {"alone": accuracy(train_alone(EPOCHS))}
+    strategies = {
+        "Mirrored": Mirrored(), "CentralStorage": CentralStorage(),
+        "LocalSGD": LocalSGD(every=4),
+        "LocalSGD with state": LocalSGD(every=4, optimizer_state=True),
+    }  # fmt: skip
+    for name, strategy in strategies.items():
+        model, _ = train(strategy, EPOCHS)
+        if isinstance(strategy, LocalSGD):
+            strategy.average()
+        found[name] = accuracy(model)
+    return found
+
+
+def where_the_state_is() -> int:
+    """How many parameters this rank keeps optimizer state for."""
+    model = make_model()
+    strategy = CentralStorage()
+    model, optimizer = strategy.setup(model, sgd(model.parameters()))
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    return len(optimizer.state)
+
+
+def drift(rank: int) -> list[bool]:
+    """After each of 6 steps on data of this rank's own: are the ranks' models alike?"""
+    model = make_model()
+    strategy = LocalSGD(every=3)
+    model, optimizer = strategy.setup(model, sgd(model.parameters()))
+    alike = []
+    for step in range(6):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        mine = flat(model)
+        low, high = strategy.reduce("min", mine), strategy.reduce("max", mine)
+        alike.append(bool(torch.equal(low, high)))
+    return alike
+
+
+def reductions(rank: int) -> Any:
+    strategy = Mirrored()
+    given = {"a": rank, "b": [float(rank), torch.full((2,), rank)]}
+    summed = strategy.reduce("sum", given)
+    return (
+        summed["a"], summed["b"][0], summed["b"][1].tolist(),
+        strategy.reduce("mean", rank), strategy.reduce("max", rank),
+        strategy.local_results(rank), given["b"][1].tolist(),
+    )  # fmt: skip
+
+
+def shares() -> list[tuple[int, int]]:
+    """(samples here, samples of all) of each batch, of 10 samples in batches of 8."""
+    strategy = Mirrored()
+    data, _, _ = samples()
+    few = torch.utils.data.Subset(data, range(10))
+    batches = strategy.distribute(few, 8)
+    return [(len(labels), batches.in_hand) for _, labels in batches]
+
+
+def with_a_schedule() -> float:
+    """A scheduler on CentralStorage's optimizer steers the root's arithmetic."""
+    model, alone = nn.Linear(2, 1), nn.Linear(2, 1)
+    strategy = CentralStorage()
+    model, optimizer = strategy.setup(model, plain(model.parameters()))
+    alone.load_state_dict(model.state_dict())
+    single = plain(alone.parameters())
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5)
+        for each in (optimizer, single)
+    ]
+    for _step in range(3):
+        for net, each in ((model, optimizer), (alone, single)):
+            each.zero_grad()
+            net(torch.ones(4, 2)).mean().backward()
+            each.step()
+        for schedule in schedules:
+            schedule.step()
+    return float((flat(model) - flat(alone)).abs().max())
+
+
+def refusals() -> list[str]:
+    """The messages that wrong arguments get."""
+    start()
+    model = nn.Linear(2, 2)
+    bad = [
+        lambda: Mirrored("tree"),
+        lambda: Mirrored("nccl").setup(model, plain(model.parameters())),
+        lambda: CentralStorage(root=7).setup(model, plain(model.parameters())),
+        lambda: LocalSGD(every=0),
+        lambda: LocalSGD().average(),
+        lambda: Mirrored().reduce("xor", 1),
+        lambda: Mirrored().reduce("sum", "one"),
+        lambda: Mirrored().average_loss(torch.ones(3)),
+        lambda: Mirrored().distribute(iter([1]), 2),
+        lambda: LocalSGD().setup(model, torch.optim.LBFGS(model.parameters())),
+    ]
+    messages = []
+    for attempt in bad:
+        try:
+            attempt()
+        except UsageError as error:
+            messages.append(str(error))
+    nbdist.barrier()
+    return messages

@@ -1,0 +1,85 @@
+"""Mirrored, CentralStorage and LocalSGD on four ranks, against one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import launch
+
+BODY = str(Path(__file__).with_name("replicas.py"))
+RANKS = 4
+EXACT = [
+    "mirrored sgd", "mirrored adam", "mirrored ring", "central sgd", "central adam",
+    "local every 1",
+]  # fmt: skip
+
+
+@cache
+def found() -> list[dict[str, Any]]:
+    """What each rank found: one launch for all cases."""
+    return launch(RANKS, BODY, "run_all", deadline_s=120)
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_equals_one_process_on_the_global_batches(case: str) -> None:
+    # float64, and a last batch of 93 samples over 4 ranks.
+    assert [here[case]["distance"] < 1e-9 for here in found()] == [True] * RANKS
+
+
+def test_the_mean_of_the_losses_is_the_global_one() -> None:
+    losses = [here["mirrored sgd"]["losses"] for here in found()]
+    assert losses == [losses[0]] * RANKS
+    assert losses[0] == pytest.approx(found()[0]["central sgd"]["losses"], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["Mirrored", "CentralStorage", "LocalSGD", "LocalSGD with state"]
+)
+def test_learns_digits_as_well_as_one_process(name: str) -> None:
+    for here in found():
+        accuracies = here["accuracies"]
+        assert accuracies["alone"] > 0.93
+        assert accuracies[name] >= accuracies["alone"] - 0.01, accuracies
+        assert accuracies[name] == found()[0]["accuracies"][name]
+
+
+def test_central_state_lives_once() -> None:
+    assert [here["central state"] for here in found()] == [4, 0, 0, 0]
+
+
+def test_local_models_drift_apart_and_meet_every_third_step() -> None:
+    expected = [False, False, True] * 2
+    assert [here["drift"] for here in found()] == [expected] * RANKS
+
+
+def test_reductions() -> None:
+    for rank, here in enumerate(found()):
+        expected = (6.0, 6.0, [6, 6], 1.5, 3.0, (rank,), [rank, rank])
+        assert here["reduce"] == expected
+
+
+def test_every_sample_is_in_one_share() -> None:
+    shares = [here["shares"] for here in found()]
+    assert [[own for own, _ in each] for each in shares] == [
+        [2, 1], [2, 1], [2, 0], [2, 0],
+    ]  # fmt: skip
+    assert [[whole for _, whole in each] for each in shares] == [[8, 2]] * RANKS
+
+
+def test_a_scheduler_steers_central_storage() -> None:
+    assert max(here["schedule"] for here in found()) < 1e-12
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+    expected = [
+        "algorithm='tree'", "algorithm 'nccl' on cpu", "root=7", "every=0",
+        "call setup", "reduce('xor'", "reduce() got a str", "global batch size",
+        "a data set with a length", "LBFGS",
+    ]  # fmt: skip
+    for messages in launch(2, BODY, "refusals"):
+        assert len(messages) == len(expected), messages
+        for part, message in zip(expected, messages, strict=True):
+            assert part in message
