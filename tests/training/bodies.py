@@ -8,10 +8,28 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from torch.distributed.algorithms import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 from nbdist.collectives import Group, barrier, set_default_group
 from nbdist.errors import SaveError
 from nbdist.training import files
+from nbdist.training.loader import loader
+from nbdist.training.seeds import seed_all
+from tests.process_group.worlds import process_group
+
+
+def everything(folder: str) -> dict[str, Any]:
+    """All that follows, in one world."""
+    saved = Path(folder) / "saved"
+    saved.mkdir(exist_ok=True)
+    return {
+        "uneven": train_uneven(f"{folder}/uneven"),
+        "joined": train_joined(f"{folder}/joined"),
+        "saved": save_and_load(str(saved)),
+        "seeded": seeded(),
+    }
 
 
 def join() -> Group:
@@ -40,3 +58,59 @@ def save_and_load(folder: str) -> dict[str, Any]:
         "reasons": reasons,
         "left": sorted(os.listdir(folder)),
     }
+
+
+def train_uneven(store: str) -> dict[str, Any]:
+    """One epoch by DDP whose parts are uneven, exactly weighted; the parameters."""
+    with process_group(Path(store)) as group:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1).double()
+        replica = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = loader(samples(), 4, seed=2)  # 13 samples: 12 and 1 in all
+        weights = []
+        for x, y in batches:
+            losses = (replica(x) - y).square().squeeze(1)
+            weights.append((len(x), batches.weight))
+            optimizer.zero_grad()
+            batches.average(losses).backward()
+            optimizer.step()
+        return {
+            "rank": group.rank,
+            "weights": weights,
+            "parameters": [p.detach().numpy() for p in model.parameters()],
+        }
+
+
+def train_joined(store: str) -> dict[str, Any]:
+    """One epoch under torch's Join: a rank with nothing left helps the others."""
+    with process_group(Path(store)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1).double()
+        replica = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = 0
+        with Join([replica]):
+            for x, y in loader(samples(), 4, join=True):
+                optimizer.zero_grad()
+                (replica(x) - y).square().mean().backward()
+                optimizer.step()
+                steps += 1
+        return {
+            "steps": steps,
+            "parameters": [p.detach().numpy() for p in model.parameters()],
+        }
+
+
+def samples() -> TensorDataset:
+    """13 of them, the same everywhere."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(13, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def seeded() -> tuple[list[float], list[float]]:
+    """Weights of a model that was made alike, and what is drawn after it."""
+    with seed_all(5):
+        model = torch.nn.Linear(3, 1)
+    return model.weight.flatten().tolist(), torch.rand(3).tolist()

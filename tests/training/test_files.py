@@ -6,25 +6,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-import torch
 
 from nbdist.errors import SaveError
 from nbdist.training.files import load, save, write_atomically
-from tests.collectives.ranks import launch
-
-BODIES = str(Path(__file__).parent / "bodies.py")
-
-
-def test_rank_0_writes_and_all_learn_of_a_failure(tmp_path):
-    for seen in launch(3, BODIES, "save_and_load", str(tmp_path)):
-        assert seen["there"]
-        assert seen["loaded"]["rank"] == 0
-        assert torch.equal(seen["loaded"]["weight"], torch.zeros(3))
-        first, second = seen["reasons"]
-        assert f"{tmp_path}/missing/model.pt was not saved: FileNotFound" in first
-        assert "model.pt was not saved" in second
-        assert "<lambda>" in second
-        assert seen["left"] == ["model.pt"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

@@ -1,0 +1,69 @@
+"""Data and random numbers on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbdist.training.loader import loader
+from tests.collectives.ranks import launch
+from tests.training.bodies import samples
+
+BODIES = str(Path(__file__).parent / "bodies.py")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of three ranks has seen."""
+    return launch(3, BODIES, "everything", str(tmp_path_factory.mktemp("world")))
+
+
+def trained_alone() -> list[np.ndarray]:
+    """What one process gets of the same global batches."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader(samples(), global_batch_size=12, seed=2):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().numpy() for parameter in model.parameters()]
+
+
+def test_uneven_parts_train_as_one_process_would(world):
+    expected = trained_alone()
+    for rank in (seen["uneven"] for seen in world):
+        last = (1, 3.0) if rank["rank"] == 0 else (0, 0.0)
+        assert rank["weights"] == [(4, 1.0), last]
+        for own, single in zip(rank["parameters"], expected, strict=True):
+            np.testing.assert_allclose(own, single, rtol=1e-12)
+
+
+def test_torchs_join_takes_ranks_that_end_early(world):
+    ranks = [seen["joined"] for seen in world]
+    assert [rank["steps"] for rank in ranks] == [2, 1, 1]
+    for rank in ranks[1:]:
+        for own, first in zip(rank["parameters"], ranks[0]["parameters"], strict=True):
+            np.testing.assert_array_equal(own, first)
+
+
+def test_ranks_make_the_same_model_and_then_draw_their_own(world):
+    ranks = [seen["seeded"] for seen in world]
+    assert len({tuple(weights) for weights, _drawn in ranks}) == 1
+    assert len({tuple(drawn) for _weights, drawn in ranks}) == 3
+
+
+def test_rank_0_writes_and_all_learn_of_a_failure(world):
+    for seen in (rank["saved"] for rank in world):
+        assert seen["there"]
+        assert seen["loaded"]["rank"] == 0
+        assert torch.equal(seen["loaded"]["weight"], torch.zeros(3))
+        first, second = seen["reasons"]
+        assert "missing/model.pt was not saved: FileNotFoundError" in first
+        assert "model.pt was not saved" in second
+        assert "<lambda>" in second
+        assert seen["left"] == ["model.pt"]
