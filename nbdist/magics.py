@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from IPython.core.completer import (
@@ -54,6 +55,11 @@ def _number(option: str, text: str | None, kind: type[int] | type[float]) -> Any
     except ValueError:
         expected = "a whole number" if kind is int else "a number"
         raise UsageError(f"{option} {text!r} is not {expected}") from None
+
+
+def _unquoted(word: str) -> str:
+    """A word of a magic's line, without the quotes that IPython leaves on it."""
+    return "".join(shlex.split(word))
 
 
 @magics_class
@@ -177,6 +183,24 @@ class DistMagics(Magics):  # type: ignore[misc]
     def dist_monitor(self, line: str) -> None:
         """Show what the ranks log, and their devices, live."""
         self.session.show_monitor()
+
+    @magic_arguments()
+    @argument("--n-ps", help="this many of the last ranks are parameter servers")
+    @argument("--timeout", help="interrupt the ranks after so many seconds")
+    @argument("--keep", action="store_true", help="leave the script's variables here")
+    @argument("script", help="its path, from the notebook's folder")
+    @argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    @line_magic
+    def dist_run(self, line: str) -> None:
+        """Run a torchrun-style script on every rank."""
+        args = _parse(self.dist_run, line)
+        self.session.run_script(
+            _unquoted(args.script),
+            [_unquoted(each) for each in args.args],
+            n_ps=_number("--n-ps", args.n_ps or "0", int),
+            timeout_s=_number("--timeout", args.timeout, float),
+            keep=args.keep,
+        )
 
     @magic_arguments()
     @argument("-n", required=True, help="number of ranks from now on")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import AlreadyRunning, NotRunning
@@ -12,6 +13,7 @@ from nbdist.wire import format_ranks
 
 if TYPE_CHECKING:
     from nbdist.cluster.controller import Cluster
+    from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.monitor import Monitor
 
 __all__ = ["Session"]
@@ -101,14 +103,7 @@ class Session:
         Raises:
             CellError: It failed on a rank, ran out of time or was interrupted.
         """
-        from nbdist.widgets.cell_view import CellView
-
-        cluster = self.cluster
-        cluster.mend()
-        self._cells += 1
-        shown = range(cluster.size) if ranks is None else ranks
-        view = CellView(shown, f"nbdist-{id(self)}-{self._cells}")
-        try:
+        with self._showing(ranks) as (cluster, view):
             cluster.execute(
                 code,
                 ranks,
@@ -117,6 +112,31 @@ class Session:
                 setup=setup,
                 observer=view,
             )
+
+    def run_script(self, path: str, args: Sequence[str], **options: Any) -> None:
+        """Run a script on every rank and show its output as it comes.
+
+        Raises:
+            CellError: As for `execute`.
+            UsageError: As for `Cluster.run_script`, which names the options.
+        """
+        with self._showing() as (cluster, view):
+            cluster.run_script(path, args, observer=view, **options)
+
+    @contextmanager
+    def _showing(
+        self, ranks: Sequence[int] | None = None
+    ) -> Iterator[tuple[Cluster, CellView]]:
+        """The cluster, mended, and a view for what its ranks print."""
+        from nbdist.widgets.cell_view import CellView
+
+        cluster = self.cluster
+        cluster.mend()
+        self._cells += 1
+        shown = range(cluster.size) if ranks is None else ranks
+        view = CellView(shown, f"nbdist-{id(self)}-{self._cells}")
+        try:
+            yield cluster, view
         finally:
             view.close()
 

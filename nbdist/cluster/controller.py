@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from nbdist.cluster.failures import render, summary
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.observer import Event, Observer, Quiet
 from nbdist.cluster.result import CellResult, RankResult
+from nbdist.cluster.scripts import checked_script
 from nbdist.cluster.start import Progress
 from nbdist.errors import CellError
 from nbdist.wire import Failure
@@ -92,12 +94,54 @@ class Cluster(Lifecycle):
             code = FIRST_LINE + code
         if setup:
             self._setup.append((code, number))
-        run = self._run(
-            "nbdist.engine.cells:run_cell",
-            dict.fromkeys(collected.ranks, (code, number)),
-            f"In[{number}]",
-            collected,
-        )
+        target, what = "nbdist.engine.cells:run_cell", f"In[{number}]"
+        return self._see(target, (code, number), what, collected, timeout_s, check)
+
+    def run_script(
+        self,
+        path: str | os.PathLike[str],
+        args: Sequence[str] = (),
+        *,
+        n_ps: int = 0,
+        keep: bool = False,
+        timeout_s: float | None = None,
+        check: bool = True,
+        observer: Observer = QUIET,
+    ) -> CellResult:
+        """Run a script on every rank, as `torchrun path *args` would, and wait.
+
+        It is `__main__` there, with a namespace, an environment and a `sys.argv` of its
+        own; its `dist.init_process_group` gets the group that the ranks have already.
+
+        Args:
+            path: on this machine; a relative one begins in this process's folder.
+            args: its arguments.
+            n_ps: how many of the last ranks find the role of a parameter server in
+                their environment (`ROLE_NAME`, `TF_CONFIG`); the others are workers.
+            keep: leave the script's variables on the ranks, for cells to look at.
+            timeout_s, check, observer: as for `execute`.
+
+        Raises:
+            CellError: It raised on a rank, or ended with an exit code other than 0.
+            UsageError: There is no such file, or no worker is left.
+        """
+        collected = _Collected(self._select(None), observer)
+        script = checked_script(path, n_ps, self.size)
+        arguments = str(script), [str(each) for each in args], n_ps, keep
+        target = "nbdist.engine.run_script:run_script"
+        return self._see(target, arguments, script.name, collected, timeout_s, check)
+
+    def _see(
+        self,
+        target: str,
+        args: tuple[object, ...],
+        what: str,
+        collected: _Collected,
+        timeout_s: float | None,
+        check: bool,
+    ) -> CellResult:
+        """Have ranks run code that answers with a `CellReply`; see it to its end."""
+        run = self._run(target, dict.fromkeys(collected.ranks, args), what, collected)
         stopped = self._supervisor_of().see_through(run, timeout_s)
         for rank, answer in run.answers.items():
             if answer.ok:

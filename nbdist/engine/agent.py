@@ -15,7 +15,7 @@ from typing import Any
 
 from nbdist.collectives import calls_made, current_call, release_calls
 from nbdist.engine import world
-from nbdist.engine.cell_names import cell_of
+from nbdist.engine.cell_names import place_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted
 from nbdist.wire import CollectiveCall, Standing
@@ -65,9 +65,9 @@ def where() -> str:
     if call is not None:
         return call.description
     for frame in _main_frames():
-        cell = cell_of(frame.f_code.co_filename)
-        if cell is not None:
-            return f"In[{cell}] line {frame.f_lineno}"
+        place = place_of(frame.f_code.co_filename, frame.f_lineno)
+        if place:
+            return place
     for frame in _main_frames():
         return f"{frame.f_code.co_filename} line {frame.f_lineno}"
     return "ended"

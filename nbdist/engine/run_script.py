@@ -1,0 +1,212 @@
+"""A script on this rank, as its `__main__`, in a namespace of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from nbdist.collectives.process_group import original_error
+from nbdist.engine import cell_names, torchrun
+from nbdist.engine.cells import CellReply
+from nbdist.engine.rank import this_rank
+from nbdist.wire import Failure
+
+__all__ = ["run_script"]
+
+_helpers: set[str] = set()
+"""Modules that the last script has imported from its own folder."""
+
+
+def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellReply:
+    """Run a script as `torchrun path *args` would, in the world that is there.
+
+    Args:
+        path: absolute; the folder it lies in comes first in `sys.path`.
+        args: the rest of `sys.argv`.
+        n_ps: how many of the last ranks are parameter servers by name.
+        keep: leave the script's variables to the notebook's cells, also of one that
+            has failed.
+    """
+    rank = this_rank()
+    begun = time.perf_counter()
+    name = Path(path).name
+    with rank.output.during(name):
+        module = _main_module(path)
+        try:
+            with ExitStack() as stack:
+                _set_the_scene(stack, module, path, args, n_ps, keep)
+                failure = _run(module, path)
+        finally:
+            if keep:
+                _leave_variables(module)
+        del module
+        gc.collect()  # models and buffers often lie in cycles
+    return failure, time.perf_counter() - begun
+
+
+def _main_module(path: str) -> ModuleType:
+    module = ModuleType("__main__")
+    module.__file__ = path
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    return module
+
+
+def _set_the_scene(
+    stack: ExitStack,
+    module: ModuleType,
+    path: str,
+    args: Sequence[str],
+    n_ps: int,
+    keep: bool,
+) -> None:
+    """What a process of its own would have; the way back is left on the stack."""
+    info = this_rank().info
+    stack.enter_context(_as_main(module))
+    stack.enter_context(_arguments(path, args))
+    stack.enter_context(_environment(info.rank, info.world_size, n_ps))
+    stack.enter_context(_own_signals())
+    stack.enter_context(_own_loop())
+    stack.enter_context(torchrun.lent_group(keep=keep))
+    stack.enter_context(cell_names.script(path))
+
+
+def _run(module: ModuleType, path: str) -> Failure | None:
+    """What went wrong, if anything did."""
+    rank = this_rank()
+    try:
+        code = compile(Path(path).read_bytes(), path, "exec")
+        with rank.interrupts.armed():
+            exec(code, module.__dict__)
+    except SystemExit as end:
+        return _exit_failure(end)
+    except BaseException as error:  # noqa: BLE001 - it is the answer, whatever it is
+        return _failure(error, path)
+    return None
+
+
+def _exit_failure(end: SystemExit) -> Failure | None:
+    """How a process would have ended: None with exit code 0."""
+    if end.code in (None, 0):
+        return None
+    code, text = (end.code, "") if isinstance(end.code, int) else (1, f": {end.code}")
+    info = this_rank().info
+    place = cell_names.last_place(end)
+    return Failure(info.rank, info.host, "SystemExit", f"exit code {code}{text}", place)
+
+
+def _failure(error: BaseException, path: str) -> Failure:
+    info = this_rank().info
+    place = cell_names.last_place(error)
+    trace = _from_script(error.__traceback__, path)
+    error = original_error(error)
+    shown = this_rank().shell.InteractiveTB.structured_traceback(
+        type(error), error, trace
+    )
+    lines = tuple(shown)
+    traceback.clear_frames(error.__traceback__)  # their variables may be large
+    return Failure(info.rank, info.host, type(error).__name__, str(error), place, lines)
+
+
+def _from_script(trace: TracebackType | None, path: str) -> TracebackType | None:
+    """The traceback from the script's first frame on; what is ours explains nothing."""
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename != path:
+        first = first.tb_next
+    return first
+
+
+def _leave_variables(module: ModuleType) -> None:
+    """Give the script's variables to the cells, but for the names that are ours."""
+    shell = this_rank().shell
+    values = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in shell.user_ns_hidden
+    }
+    shell.push(values)
+
+
+# -- what a process of its own would have ----------------------------------------------
+
+
+@contextmanager
+def _as_main(module: ModuleType) -> Iterator[None]:
+    """Pickle, argparse and child processes find the script under this name."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before
+
+
+@contextmanager
+def _arguments(path: str, args: Sequence[str]) -> Iterator[None]:
+    """sys.argv, and imports from the script's folder, each time from the files."""
+    argv, search = sys.argv[:], sys.path[:]
+    folder = os.path.dirname(path)
+    for name in _helpers:
+        sys.modules.pop(name, None)
+    known = set(sys.modules)
+    sys.argv[:] = [path, *args]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = argv, search
+        _helpers.clear()
+        _helpers.update(
+            name for name in set(sys.modules) - known if _lies_in(name, folder)
+        )
+
+
+def _lies_in(name: str, folder: str) -> bool:
+    file = getattr(sys.modules[name], "__file__", None) or ""
+    return file.startswith(folder + os.sep) and "site-packages" not in file
+
+
+@contextmanager
+def _environment(rank: int, size: int, n_ps: int) -> Iterator[None]:
+    """torchrun's variables; those and the working folder are put back at the end."""
+    before, folder = dict(os.environ), os.getcwd()
+    os.environ.update(torchrun.environment(rank, size, n_ps))
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        os.chdir(folder)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """A script may install handlers; afterwards the rank's own are there again."""
+    kinds = signal.SIGINT, signal.SIGTERM
+    before: list[Any] = [signal.getsignal(kind) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _own_loop() -> Iterator[None]:
+    """Let the script call `asyncio.run`, which refuses within the rank's own loop."""
+    loop = asyncio.events._get_running_loop()
+    asyncio.events._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio.events._set_running_loop(loop)

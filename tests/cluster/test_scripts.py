@@ -1,0 +1,205 @@
+"""Scripts for torchrun run on the ranks of a cluster, unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nbdist import Cluster
+from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    """Writes a script; its path."""
+
+    def write(text: str, name: str = "train.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def assert_whole(cluster: Cluster) -> None:
+    """The ranks are as they were: one world, whose collectives work."""
+    cluster.execute("x = torch.ones(1); dist.all_reduce(x); assert x.item() == 4")
+
+
+def test_a_torchrun_script_trains_digits(cluster: Cluster):
+    saved = Path("model-of-a-script.pt")  # relative: it lands where the notebook is
+    try:
+        result = cluster.run_script(
+            SCRIPTS / "digits_ddp.py", ["--epochs", "6", "--save", saved]
+        )
+        assert saved.stat().st_size > 10_000
+    finally:
+        saved.unlink(missing_ok=True)
+    accuracy = re.fullmatch(r"accuracy (0\.\d+)\n", result[0].stdout)
+    assert float(accuracy[1]) > 0.85
+    assert [result[rank].stdout for rank in (1, 2, 3)] == [""] * 3
+    assert_whole(cluster)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_other_backends_get_the_worlds_group_too(cluster: Cluster, backend: str):
+    arguments = ["--epochs", "1", "--backend", backend]
+    result = cluster.run_script(SCRIPTS / "digits_ddp.py", arguments)
+    assert "accuracy" in result[0].stdout
+
+
+def test_a_script_finds_what_torchrun_gives_and_leaves_nothing(
+    cluster: Cluster, script
+):
+    path = script(
+        """
+import os, sys, json, signal, torch, asyncio
+import helper
+import torch.distributed as dist
+assert not hasattr(sys.modules["__main__"], "get_ipython")
+sub = dist.new_group([0, 1])
+os.environ["LEFT"] = "1"
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+async def three(): return 3
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "ROLE_NAME", "ROLE_RANK", "MASTER_ADDR"]
+print(json.dumps({
+    "argv": sys.argv[1:], "name": __name__, "file": __file__, "helper": helper.WORD,
+    "environment": [os.environ[name] for name in names],
+    "config": json.loads(os.environ["TF_CONFIG"]),
+    "elastic": dist.is_torchelastic_launched(), "asyncio": asyncio.run(three()),
+    "pickled": __import__("pickle").dumps(three).hex() != "",
+}))
+os.chdir("/")
+leftover = 1
+"""
+    )
+    script("WORD = 'first'", "helper.py")
+    cluster.execute("mine = 5; import os; before = dict(os.environ), os.getcwd()")
+    result = cluster.run_script(path, ["--lr", "0.1", "two words"], n_ps=1)
+    found = [json.loads(result[rank].stdout) for rank in range(4)]
+    for rank, seen in enumerate(found):
+        assert seen["argv"] == ["--lr", "0.1", "two words"]
+        assert (seen["name"], seen["file"]) == ("__main__", str(path))
+        role = ["worker", str(rank)] if rank < 3 else ["ps", "0"]
+        assert seen["environment"] == [
+            str(rank), "4", str(rank), *role, "127.0.0.1",
+        ]  # fmt: skip
+        assert seen["config"]["task"] == {"type": role[0], "index": int(role[1])}
+        assert len(seen["config"]["cluster"]["worker"]) == 3
+        assert seen["elastic"]
+        assert (seen["asyncio"], seen["helper"]) == (3, "first")
+    # Nothing is left; the notebook's own names are, and the helper is read anew.
+    cluster.execute(
+        "assert mine == 5 and 'leftover' not in globals()\n"
+        "assert (dict(os.environ), os.getcwd()) == before\n"
+        "assert __name__ == '__main__'\n"
+        "from torch.distributed.distributed_c10d import _world\n"
+        "assert len(_world.pg_map) == 1, _world.pg_map"
+    )
+    script("WORD = 'second'", "helper.py")
+    again = cluster.run_script(path)
+    assert json.loads(again[0].stdout)["helper"] == "second"
+    assert_whole(cluster)
+
+
+def test_variables_are_kept_when_asked_for(cluster: Cluster, script):
+    path = script(
+        """
+class Net: pass
+rank = "the script's own"
+net = Net()
+values = [1, 2]
+raise ValueError("after the values")
+"""
+    )
+    with pytest.raises(CellError):
+        cluster.run_script(path, keep=True)
+    assert cluster["values"] == [[1, 2]] * 4
+    assert cluster["type(net).__name__"] == ["Net"] * 4
+    assert cluster["rank"] == [0, 1, 2, 3]  # the rank's number stays
+
+
+def test_exit_codes_are_reported(cluster: Cluster, script):
+    path = script("import os, sys\nsys.exit(3 if os.environ['RANK'] == '2' else 0)")
+    with pytest.raises(CellError) as raised:
+        cluster.run_script(path)
+    text = "rank 2 of 4 in train.py line 2: SystemExit: exit code 3"
+    assert str(raised.value) == text
+    assert [part.ok for part in raised.value.result.ranks.values()] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    with pytest.raises(CellError, match="exit code 1: no data"):
+        cluster.run_script(script("import sys; sys.exit('no data')"))
+    wrong = cluster.run_script(SCRIPTS / "digits_ddp.py", ["--nothing"], check=False)
+    assert wrong.failures[0].evalue == "exit code 2"
+    assert "unrecognized arguments: --nothing" in wrong[0].stderr
+
+
+def test_errors_name_the_scripts_line(cluster: Cluster, script):
+    path = script(
+        """import torch, torch.distributed as dist
+def step(number):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        torch.zeros(2) + torch.zeros(3)  # the bad line
+    dist.all_reduce(torch.zeros(1))
+step(1)
+"""
+    )
+    with pytest.raises(CellError) as raised:
+        cluster.run_script(path)
+    first, *others = str(raised.value).splitlines()
+    assert first.startswith("rank 1 of 4 in train.py line 5: RuntimeError: The size of")
+    assert "rank 1 has ended" in others[0]
+    shown = "\n".join(raised.value.rendered)
+    assert "the bad line" in shown
+    assert str(path) in shown or "train.py" in shown
+    assert "run_script.py" not in shown
+    with pytest.raises(CellError, match=r"SyntaxError.*train\.py, line 1"):
+        cluster.run_script(script("for"))
+    assert_whole(cluster)
+
+
+def test_a_script_is_interrupted_wherever_it_waits(cluster: Cluster, script):
+    path = script(
+        """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    while True: pass
+dist.all_reduce(torch.zeros(1))
+"""
+    )
+    with pytest.raises(CellTimeout, match=r"rank 0 at train\.py line 5"):
+        cluster.run_script(path, timeout_s=2)
+    main = threading.main_thread().ident
+    timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), 2) if main else None)
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(CellInterrupted):
+        cluster.run_script(path)
+    assert time.monotonic() - begun < 10
+    assert_whole(cluster)
+
+
+def test_what_cannot_run_is_refused_before_anything_is_sent(cluster: Cluster, script):
+    with pytest.raises(UsageError, match=r"no script 'absent\.py': looked for /"):
+        cluster.run_script("absent.py")
+    path = script("print(1)")
+    for wrong in (4, -1, 1.5):
+        with pytest.raises(UsageError, match="0 to 3 can be parameter servers"):
+            cluster.run_script(path, n_ps=wrong)
+    path = script(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', rank=0, world_size=1)"
+    )
+    with pytest.raises(CellError, match="leave both out"):
+        cluster.run_script(path)
