@@ -2,7 +2,8 @@
 
 NbdistError
 ├── UsageError (ValueError)      a bad argument or option; nothing was started
-│   └── UnsupportedCollective    not defined for this dtype or reduce-op
+│   ├── UnsupportedCollective    not defined for this dtype or reduce-op
+│   └── ReductionPending (AssertionError)  gradients are being reduced
 ├── WrongProcess                 a rank's function called in the notebook
 ├── ClusterError
 │   ├── NotRunning               there is no cluster to talk to
@@ -39,6 +40,7 @@ __all__ = [
     "NbdistError",
     "NotRunning",
     "RankDied",
+    "ReductionPending",
     "SaveError",
     "StartError",
     "TransferError",
@@ -62,6 +64,10 @@ class UsageError(NbdistError, ValueError):
 
 class UnsupportedCollective(UsageError):
     """The collective is not defined for this dtype, reduce-op or device."""
+
+
+class ReductionPending(UsageError, AssertionError):
+    """The gradients are being reduced and must not be touched meanwhile."""
 
 
 class WrongProcess(NbdistError, RuntimeError):

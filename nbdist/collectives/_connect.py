@@ -51,6 +51,8 @@ class Connection:
     """For point-to-point messages of the user's."""
     transports: dict[str, dict[str, Transport]]
     """By device kind and algorithm; "auto" is the best."""
+    hosts: tuple[int, ...]
+    """The number of each rank's host, from 0 in the ranks' order."""
 
     def transport(self, device: str, algorithm: str) -> Transport:
         """The transport for a kind of device and an algorithm's name."""
@@ -122,6 +124,9 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     Every rank of `comm` must call, with the same configuration.
     """
     inner, mail = _duplicate(comm, hooks.check), _duplicate(comm, hooks.check)
+    names = _swap_cards(inner, _host(), hooks.check)
+    distinct = list(dict.fromkeys(names))
+    hosts = tuple(map(distinct.index, names))
     ring = RingTransport(inner, hooks.check)
     mpi = MpiTransport(inner, hooks.check)
     cpu: dict[str, Transport] = {"ring": ring, "mpi": mpi, "auto": mpi}
@@ -139,7 +144,7 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     if config.transport not in ("auto", "shared"):
         cpu["auto"] = cpu[config.transport]
     meeting = shared[0] if shared is not None else MessageGate(inner)
-    return Connection(config, hooks, meeting, inner, mail, {"cpu": cpu})
+    return Connection(config, hooks, meeting, inner, mail, {"cpu": cpu}, hosts)
 
 
 def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:

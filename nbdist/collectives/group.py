@@ -30,7 +30,7 @@ from ._connect import Connection, connect
 from ._handle import Handle
 from ._hooks import Hooks
 from ._mailbox import Mailbox, MailHooks, Message
-from ._place import find_place
+from ._place import Place, find_place
 from ._signature import Signature, signature
 from ._streams import on_side_stream
 from ._transport import Transport
@@ -135,6 +135,7 @@ class Group:
         meets: bool = False,
         async_op: bool = False,
         timeout: float | timedelta | None = None,
+        place: Place | None = None,
     ) -> Handle | None:
         """Make one collective call. Every rank must, with an equal `kind`.
 
@@ -144,6 +145,7 @@ class Group:
             meets: whether `body` passes the gate itself (`Transport.meets`).
             async_op: return at once, with a handle.
             timeout: seconds; None takes the configured one.
+            place: where the user called from, if not from this thread.
 
         Raises:
             CollectiveMismatch: the ranks made different calls. No data was touched,
@@ -152,8 +154,9 @@ class Group:
             CollectiveAborted: the call was released.
         """
         call = Call(kind, timeout)
+        call.place = place
         if async_op or (self._worker.busy and not self._worker.is_current):
-            call.place = find_place(sys._getframe())
+            call.place = place or find_place(sys._getframe())
             handle = Handle(kind.operation, self.abort)
             if kind.device == "cuda":
                 body = on_side_stream(body, handle)
@@ -267,11 +270,12 @@ class Group:
         """
         self.abort(CollectiveAborted("the ranks of this group meet anew"))
         self._worker.drain()
-        self._connection.discard()
-        self.generation = generation
-        self.sequence = 0
-        self._error = None
-        self._connect()
+        with self._turn:  # another thread's call has ended too
+            self._connection.discard()
+            self.generation = generation
+            self.sequence = 0
+            self._error = None
+            self._connect()
 
     def raise_if_aborted(self) -> None:
         """Raise what ended this group, if anything has."""
@@ -313,6 +317,11 @@ class Group:
             config=self.config,
             ranks=[self.ranks[position] for position in positions],
         )
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each member's host; hosts count in the members' order."""
+        return self._connection.hosts
 
     def describe(self) -> str:
         """The transports in words, such as "shared memory (CPU)"."""

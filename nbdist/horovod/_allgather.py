@@ -1,0 +1,165 @@
+"""allgather: the ranks' tensors, one below the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbdist.collectives import Group
+from nbdist.collectives._arguments import flatten, resolve
+from nbdist.errors import UsageError
+
+from ._allreduce import grouped_allreduce
+from ._autograd import apply
+from ._handles import begin, complete
+from ._process_sets import ProcessSet, coordinator_of, global_process_set
+from ._reduce_ops import Average
+from ._request import Request, named
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "grouped_allgather",
+    "grouped_allgather_async",
+]
+
+
+def allgather(
+    tensor: Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """All ranks' tensors, joined along the first dimension. Every rank must call.
+
+    Gradients flow through: the result's gradients are averaged over the ranks, and each
+    rank takes the rows that are its own, as Horovod does since 0.22.
+
+    Args:
+        tensor: One dimension or more, all but the first equal on all ranks; kept.
+        name, process_set: As for `allreduce`.
+
+    Returns:
+        A tensor of the same dtype and device, in rank order.
+    """
+    gathered: Tensor = apply(_Allgather, False, name, process_set, tensor)[0]
+    return gathered
+
+
+def allgather_async(
+    tensor: Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin an `allgather`; a handle for `synchronize` and `poll`. No gradients."""
+    handle: int = _start(
+        begin, [tensor], False, name, process_set, lambda found, _: found[0]
+    )
+    return handle
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`allgather` of each of several tensors, as one call."""
+    return list(apply(_Allgather, True, name, process_set, *tensors))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin a `grouped_allgather`; a handle. No gradients."""
+    handle: int = _start(
+        begin, tensors, True, name, process_set, lambda found, _: found
+    )
+    return handle
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grouped: bool,
+        name: str | None,
+        process_set: ProcessSet,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        found, rows = _start(
+            complete, tensors, grouped, name, process_set, lambda *both: both
+        )
+        ctx.process_set, ctx.rows = process_set, rows
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        own = ctx.process_set.rank()
+        reduced = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
+        mine = [
+            gradient.split(counts)[own]
+            for gradient, counts in zip(reduced, ctx.rows, strict=True)
+        ]
+        return None, None, None, *mine
+
+
+def _start(
+    how: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    grouped: bool,
+    name: str | None,
+    process_set: ProcessSet,
+    pick: Callable[[list[Tensor], list[list[int]]], Any],
+) -> Any:
+    """Gather by `begin` or `complete`; `pick` has the results and each one's rows."""
+    coordinator = coordinator_of(process_set)
+    group = coordinator.group
+    for tensor in tensors:
+        _check(tensor, group)
+    if not tensors:
+        raise UsageError("grouped_allgather of no tensors: give at least one")
+    operation = "grouped_allgather" if grouped else "allgather"
+    first = tensors[0]
+    kind = named(operation, name, None, None, first, _widths(tensors, grouped))
+    inputs = flatten([tensor.detach() for tensor in tensors])
+    found: list[Tensor] = []
+    rows: list[list[int]] = []
+
+    def body() -> None:
+        rows[:] = _row_counts(tensors, group)
+        transport = group.transport(first.device.type)
+        for tensor, flat, counts in zip(tensors, inputs, rows, strict=True):
+            output = tensor.new_empty((sum(counts), *tensor.shape[1:]))
+            pieces = [piece.reshape(-1) for piece in output.split(counts)]
+            longest = max(map(len, pieces))
+            transport.all_to_all(pieces, [flat.tensor] * group.size, longest)
+            found.append(output)
+
+    request = Request(coordinator.name(operation, name), kind, body, coordinator.abort)
+    return how(coordinator, request, lambda: pick(found, rows))
+
+
+def _check(tensor: Tensor, group: Group) -> None:
+    resolve(tensor, group)
+    if tensor.dim() == 0:
+        raise UsageError("allgather of a 0-d tensor: give it a dimension, t.view(1)")
+
+
+def _widths(tensors: Sequence[Tensor], grouped: bool) -> tuple[int, ...]:
+    """What must agree: all dimensions but the first."""
+    if not grouped:
+        return (-1, *tensors[0].shape[1:])
+    return tuple(size for tensor in tensors for size in (-1, *tensor.shape[1:]))
+
+
+def _row_counts(tensors: Sequence[Tensor], group: Group) -> list[list[int]]:
+    """For each tensor, how many rows each rank has."""
+    mine = torch.tensor([len(tensor) for tensor in tensors])
+    table = mine.new_empty(group.size, len(tensors))
+    group.transport("cpu").all_gather(list(table), mine)
+    counts: list[list[int]] = table.T.tolist()
+    return counts

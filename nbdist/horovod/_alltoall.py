@@ -1,0 +1,131 @@
+"""alltoall: each rank has some rows for each other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbdist.collectives import Group
+from nbdist.collectives._arguments import resolve
+from nbdist.errors import UsageError
+
+from ._autograd import apply
+from ._handles import begin, complete
+from ._process_sets import ProcessSet, coordinator_of, global_process_set
+from ._request import Request, named
+
+__all__ = ["alltoall", "alltoall_async"]
+
+Splits = Tensor | Sequence[int] | None
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send rows to each rank, and join what comes from each. Every rank must call.
+
+    Gradients flow through: they go back where the rows have come from.
+
+    Args:
+        tensor: One dimension or more, all but the first equal on all ranks; kept.
+        splits: How many rows go to each rank, in rank order; default equally many.
+        name, process_set: As for `allreduce`.
+
+    Returns:
+        The received rows, in the order of the ranks that sent them; where `splits` was
+        given, also how many have come from each rank.
+
+    Raises:
+        UsageError: The splits do not add up to the rows.
+    """
+    output, received = apply(_Alltoall, tensor, splits, name, process_set)
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin an `alltoall`; a handle. `synchronize` returns both values in any case."""
+    handle: int = _start(begin, tensor, splits, name, process_set)
+    return handle
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        splits: Splits,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> tuple[Tensor, Tensor]:
+        output, received = _start(complete, tensor, splits, name, process_set)
+        ctx.received, ctx.process_set = received, process_set
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        back, _ = alltoall(gradients[0], ctx.received, process_set=ctx.process_set)
+        return back, None, None, None
+
+
+def _start(
+    how: Callable[..., Any],
+    tensor: Tensor,
+    splits: Splits,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Any:
+    coordinator = coordinator_of(process_set)
+    group = coordinator.group
+    resolve(tensor, group)
+    sent = _checked(tensor, splits, group)
+    kind = named("alltoall", name, None, None, tensor, (-1, *tensor.shape[1:]))
+    rows = tensor.detach().contiguous()
+    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+    results: list[Tensor] = []
+
+    def body() -> None:
+        table = torch.empty(group.size, group.size, dtype=torch.int64)
+        group.transport("cpu").all_gather(list(table), torch.tensor(sent))
+        received = table[:, group.rank].tolist()
+        output = rows.new_empty((sum(received), *rows.shape[1:]))
+        group.transport(rows.device.type).all_to_all(
+            [piece.reshape(-1) for piece in output.split(received)],
+            [piece.reshape(-1) for piece in rows.split(sent)],
+            int(table.max()) * rows.shape[1:].numel(),
+        )
+        results[:] = output, like.new_tensor(received)
+
+    request = Request(coordinator.name("alltoall", name), kind, body, coordinator.abort)
+    return how(coordinator, request, lambda: tuple(results))
+
+
+def _checked(tensor: Tensor, splits: Splits, group: Group) -> list[int]:
+    """How many rows go to each rank."""
+    if tensor.dim() == 0:
+        raise UsageError("alltoall of a 0-d tensor: give it a dimension, t.view(1)")
+    if splits is None:
+        if len(tensor) % group.size:
+            raise UsageError(
+                f"alltoall: {len(tensor)} rows cannot be split evenly among "
+                f"{group.size} ranks: give splits="
+            )
+        return [len(tensor) // group.size] * group.size
+    counts = [int(count) for count in splits]
+    if len(counts) != group.size or min(counts) < 0 or sum(counts) != len(tensor):
+        raise UsageError(
+            f"alltoall: splits {counts}: expected {group.size} numbers that add up to "
+            f"the {len(tensor)} rows"
+        )
+    return counts

@@ -1,0 +1,126 @@
+"""broadcast: one rank's tensor, on all ranks of a process set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbdist.collectives._arguments import Flat, resolve
+from nbdist.errors import UsageError
+
+from ._allreduce import allreduce
+from ._autograd import apply
+from ._handles import begin, complete
+from ._process_sets import ProcessSet, coordinator_of, global_process_set
+from ._reduce_ops import Average
+from ._request import Request, copied, named
+from ._world import rank
+
+__all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """A copy of rank `root_rank`'s tensor. Every rank of the set must call.
+
+    Gradients flow through: the root takes the average of the ranks' gradients, as
+    Horovod does since 0.22, and the others zero.
+
+    Args:
+        tensor: Any shape, equal shape and dtype on all ranks; kept.
+        root_rank: A world rank, a member of the set.
+        name, process_set: As for `allreduce`.
+    """
+    received: Tensor = apply(_Broadcast, tensor, root_rank, name, process_set)
+    return received
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin a `broadcast`; a handle for `synchronize` and `poll`. No gradients."""
+    handle: int = _start(begin, copied(tensor), root_rank, name, process_set)
+    return handle
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """`broadcast` in place; the tensor itself. No gradients."""
+    received: Tensor = _start(complete, tensor, root_rank, name, process_set)
+    return received
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin a `broadcast_`; a handle. The tensor is not to be touched until then."""
+    handle: int = _start(begin, tensor, root_rank, name, process_set)
+    return handle
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> Tensor:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        received: Tensor = _start(
+            complete, copied(tensor), root_rank, name, process_set
+        )
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        mean = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        if rank() != ctx.root_rank:
+            mean = torch.zeros_like(mean)
+        return mean, None, None, None
+
+
+def _start(
+    how: Callable[..., Any],
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Any:
+    """Broadcast in place, by `begin` or `complete`."""
+    coordinator = coordinator_of(process_set)
+    resolve(tensor, coordinator.group)
+    if root_rank not in process_set.ranks:
+        raise UsageError(
+            f"root_rank {root_rank}: expected one of the ranks {process_set.ranks}"
+        )
+    root = process_set.ranks.index(root_rank)
+    kind = named("broadcast", name, None, root_rank, tensor, tuple(tensor.shape))
+    transport = coordinator.group.transport(tensor.device.type)
+    flat = Flat(tensor)
+
+    def body() -> None:
+        transport.broadcast(flat.tensor, root)
+        flat.write_back()
+
+    key = coordinator.name("broadcast", name)
+    request = Request(key, kind, body, coordinator.abort, meets=transport.meets)
+    return how(coordinator, request, lambda: tensor)

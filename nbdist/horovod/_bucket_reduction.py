@@ -1,0 +1,77 @@
+"""How a DistributedOptimizer's gradients are reduced: as named calls, like a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ._allgather import allgather
+from ._allreduce import allreduce_, reduction
+from ._compression import Compressor
+from ._process_sets import ProcessSet, coordinator_of
+from ._reduce_ops import Average, ReduceOp, Sum
+from ._scaling import Scaling
+
+__all__ = ["BucketReduction"]
+
+
+class BucketReduction:
+    """A `nbdist.training.gradients.Reduction`.
+
+    Args:
+        name: Of the optimizer, the same on all ranks.
+        op, predivide: As for `DistributedOptimizer`.
+        compression: Applied to whole buckets.
+        process_set: The ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        op: ReduceOp,
+        predivide: float,
+        compression: type[Compressor],
+        process_set: ProcessSet,
+    ) -> None:
+        self._name, self._op = name, op
+        self._scaling = Scaling(op, 1 / predivide, predivide)
+        self._compression = compression
+        self._set = process_set
+
+    @property
+    def size(self) -> int:
+        return coordinator_of(self._set).group.size
+
+    def agree(self, numbers: Tensor) -> None:
+        leads = coordinator_of(self._set).group.rank == 0
+        if not leads:
+            numbers[0] = 0
+        name = f"{self._name}.order"
+        allreduce_(numbers, name=name, op=Sum, process_set=self._set)
+
+    def begin(self, index: int, bucket: Tensor) -> Callable[[], object]:
+        coordinator = coordinator_of(self._set)
+        packed, context = self._compression.compress(bucket)
+        request = reduction(
+            coordinator, [packed], self._scaling, "allreduce", f"{self._name}.{index}"
+        )
+        coordinator.submit(request)
+
+        def wait() -> None:
+            coordinator.wait(request)
+            if packed is not bucket:
+                bucket.copy_(self._compression.decompress(packed, context))
+
+        return wait
+
+    def sparse(self, index: int, gradient: Tensor) -> Tensor:
+        own = gradient.coalesce()
+        name = f"{self._name}.sparse.{index}"
+        # Gathered along the first dimension, which of indices is the second one.
+        indices = allgather(own.indices().T.contiguous(), f"{name}.indices", self._set)
+        values = allgather(own.values(), f"{name}.values", self._set)
+        if self._op is Average:
+            values = values / self.size
+        return torch.sparse_coo_tensor(indices.T, values, own.shape).coalesce()

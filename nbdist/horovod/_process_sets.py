@@ -1,0 +1,228 @@
+"""Process sets: all ranks, or some of them, that reduce among themselves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nbdist.collectives import Group, all_gather_object, default_group
+from nbdist.errors import UsageError
+
+from ._coordinator import Coordinator
+
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "begin",
+    "coordinator_of",
+    "end",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "is_begun",
+    "remove_process_set",
+]
+
+
+class ProcessSet:
+    """Some ranks.
+
+    Args:
+        ranks_or_comm: Ranks of the world, or an mpi4py communicator over them.
+    """
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any = ()) -> None:
+        self.process_set_id: int | None = None
+        """None until it is added."""
+        self._comm = None if isinstance(ranks_or_comm, Sequence) else ranks_or_comm
+        self._ranks = () if self._comm is not None else tuple(ranks_or_comm)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The world ranks of the members, in ascending order."""
+        if self is global_process_set:
+            return list(range(_running().world.size))
+        return sorted(self._ranks)
+
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """This rank's number among the members.
+
+        Raises:
+            UsageError: It is none of them.
+        """
+        own = _running().world.rank
+        if own not in self.ranks:
+            raise UsageError(f"rank {own} is not in the process set {self.ranks}")
+        return self.ranks.index(own)
+
+    def included(self) -> bool:
+        """Whether this rank is a member."""
+        return _running().world.rank in self.ranks
+
+    def _resolve(self, world: Group) -> list[int]:
+        """The members, once a communicator's are known."""
+        if self._comm is not None:
+            members = self._comm.group.Translate_ranks(None, world.comm.group)
+            self._ranks = tuple(members)
+        return self.ranks
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessSet):
+            return NotImplemented
+        return self is other or (
+            self.process_set_id is not None
+            and self.process_set_id == other.process_set_id
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.process_set_id)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+class _Running:
+    """What `init` begins and `shutdown` ends."""
+
+    def __init__(self, parent: Group, world: Group) -> None:
+        self.parent = parent
+        """Of nbdist's world; another one stands there after a change of membership."""
+        self.world = world
+        self.sets: dict[int, tuple[ProcessSet, Coordinator | None]] = {}
+        self.numbers = itertools.count()
+
+    def add(self, added: ProcessSet, group: Group | None) -> None:
+        added.process_set_id = next(self.numbers)
+        coordinator = None if group is None else Coordinator(_with_gpus(group))
+        self.sets[added.process_set_id] = added, coordinator
+
+    def end(self) -> None:
+        for added, coordinator in self.sets.values():
+            added.process_set_id = None
+            if coordinator is not None:
+                coordinator.close()
+        self.sets.clear()
+
+
+global_process_set = ProcessSet()
+"""All ranks."""
+_now: _Running | None = None
+
+
+def begin(parent: Group, ranks: Sequence[int] | None) -> None:
+    """Begin with these ranks of a group, or with all. Every rank of it must call.
+
+    Raises:
+        UsageError: This rank is none of them.
+    """
+    global _now
+    chosen = range(parent.size) if ranks is None else ranks
+    world = parent.new(list(chosen))
+    if world is None:
+        raise UsageError(
+            f"init(comm={list(chosen)}) leaves out rank {parent.rank}: name it, or let "
+            "that rank not call"
+        )
+    _now = _Running(parent, world)
+    _now.add(global_process_set, world)
+
+
+def end() -> None:
+    """Close every process set. Safe to call twice."""
+    global _now
+    now, _now = _now, None
+    if now is not None:
+        now.end()
+
+
+def is_begun() -> bool:
+    """Whether there is a world, and still the one of `begin`."""
+    return _now is not None and _now.parent is default_group()
+
+
+def _running() -> _Running:
+    if _now is None:
+        raise UsageError("Horovod has not been initialized; use hvd.init().")
+    if _now.parent is not default_group():
+        raise UsageError("the ranks have changed since hvd.init(): call it again")
+    return _now
+
+
+def coordinator_of(process_set: ProcessSet) -> Coordinator:
+    """Where the calls among a set's members go.
+
+    Raises:
+        UsageError: It was not added, or this rank is no member.
+    """
+    known = _running().sets.get(-1 if (number := process_set.process_set_id) is None
+                                else number)  # fmt: skip
+    if known is None:
+        raise UsageError("this process set is not known: add_process_set() it first")
+    if known[1] is None:
+        raise UsageError(
+            f"rank {_running().world.rank} is not in the process set "
+            f"{process_set.ranks}: call it on those ranks alone"
+        )
+    return known[1]
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a process set usable. Every rank must call, in the same order.
+
+    Args:
+        process_set: The set, or its ranks.
+
+    Raises:
+        UsageError: No ranks, ranks that are not there, or the ranks of another set.
+    """
+    added = (
+        process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    )
+    now = _running()
+    if added.process_set_id is not None:
+        raise UsageError(f"{added} was added before")
+    ranks = added._resolve(now.world)
+    if not ranks:
+        raise UsageError("a process set needs at least one rank")
+    for other, _ in now.sets.values():
+        if other.ranks == ranks:
+            raise UsageError(f"ranks {ranks} are a process set already: {other}")
+    now.add(added, now.world.new(ranks))
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Give a process set up. Every rank must call, in the same order.
+
+    Returns:
+        Whether it was there; the set of all ranks cannot be removed.
+    """
+    number = process_set.process_set_id
+    if number is None or process_set is global_process_set:
+        return False
+    known = _running().sets.pop(number, None)
+    if known is not None and known[1] is not None:
+        known[1].close()
+    process_set.process_set_id = None
+    return known is not None
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """The ranks of each process set, by its number."""
+    return {number: added.ranks for number, (added, _) in _running().sets.items()}
+
+
+def _with_gpus(group: Group) -> Group:
+    """Let the members find their transport for GPUs now, where all have some.
+
+    They have to meet for it, which they could not in the middle of other calls.
+    """
+    if all(all_gather_object(torch.cuda.is_available(), group=group)):
+        group.transport("cuda")
+    return group

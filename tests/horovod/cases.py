@@ -1,0 +1,51 @@
+"""Many test bodies in one launch of ranks, and what became of each."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+from mpi4py import MPI
+
+import nbdist
+import nbdist.horovod as hvd
+
+Case = Callable[[], None]
+DEADLINE_S = 40.0
+"""For the others, once a rank has failed; their collectives run out of time first."""
+
+
+def run(cases: dict[str, Case]) -> dict[str, str | None]:
+    """Run each case between `init` and `shutdown`; what went wrong on this rank."""
+    torch.set_num_threads(1)
+    nbdist.init()
+    outcomes: dict[str, str | None] = {}
+    for name, case in cases.items():
+        torch.manual_seed(7)
+        _meet()
+        hvd.init()
+        try:
+            case()
+        except BaseException:  # noqa: BLE001 - it is the outcome of the case
+            outcomes[name] = traceback.format_exc()
+        else:
+            outcomes[name] = None
+        hvd.shutdown()
+    return outcomes
+
+
+def _meet() -> None:
+    request = MPI.COMM_WORLD.Ibarrier()
+    end = time.monotonic() + DEADLINE_S
+    while not request.Test():
+        if time.monotonic() > end:
+            raise TimeoutError("the other ranks do not come")
+        time.sleep(0.001)
+
+
+def failures(outcomes: list[dict[str, str | None]], case: str) -> str:
+    """Which ranks failed in a case, and how; "" when none has."""
+    found = enumerate(each[case] for each in outcomes)
+    return "\n".join(f"rank {rank}: {error}" for rank, error in found if error)
