@@ -12,6 +12,7 @@ folder.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -42,15 +43,27 @@ def measure(folder: Path, largest: int) -> None:
 
     comm = MPI.COMM_WORLD
     rows: list[Row] = []
-    size = 4
-    while size <= largest:
-        tensor = torch.zeros(size // 4)
-        best = time_ways(comm, ways(comm, folder, tensor))
-        rows.append({"ranks": comm.size, "bytes": size, "seconds": best})
-        size *= 4
-    rows[-1]["check"] = check_costs(comm)
+    for device in devices(comm):
+        size = 4
+        while size <= largest:
+            tensor = torch.zeros(size // 4, device=device)
+            best = time_ways(comm, ways(comm, folder, tensor))
+            row = {"ranks": comm.size, "bytes": size, "seconds": best}
+            rows.append({**row, "device": device})
+            size *= 4
+        rows[-1]["check"] = check_costs(comm, device)
     if comm.rank == 0:
         (folder / "rows").write_text(json.dumps(rows))
+
+
+def devices(comm: Any) -> list[str]:
+    """The kinds of device to measure; each rank takes a GPU, shared where need be."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ["cpu"]
+    torch.cuda.set_device(comm.rank % torch.cuda.device_count())
+    return ["cpu", "cuda"]
 
 
 def ways(comm: Any, folder: Path, tensor: Any) -> dict[str, Callable[[], object]]:
@@ -70,12 +83,26 @@ def ways(comm: Any, folder: Path, tensor: Any) -> dict[str, Callable[[], object]
     target = torch.empty_like(tensor)
     found: dict[str, Callable[[], object]] = {
         "nbdist": lambda: nc.all_reduce(tensor),
-        "ring": lambda: nc.all_reduce(tensor, algorithm="ring"),
-        "mpi": lambda: comm.Allreduce(MPI.IN_PLACE, tensor.numpy()),
         "gloo": lambda: dist.all_reduce(tensor),
         "copy": lambda: target.copy_(tensor),
     }
+    if not tensor.is_cuda:
+        found["ring"] = lambda: nc.all_reduce(tensor, algorithm="ring")
+        found["mpi"] = lambda: comm.Allreduce(MPI.IN_PLACE, tensor.numpy())
+    elif nccl := nccl_group(comm):
+        found["nccl"] = lambda: dist.all_reduce(tensor, group=nccl)
     return found
+
+
+@functools.cache
+def nccl_group(comm: Any) -> Any:
+    """Torch's own, where each rank has a GPU for itself; else None, on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.device_count() < comm.size or not dist.is_nccl_available():
+        return None
+    return dist.new_group(backend="nccl")
 
 
 def time_ways(comm: Any, found: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -93,16 +120,19 @@ def time_ways(comm: Any, found: dict[str, Callable[[], object]]) -> dict[str, fl
 
 
 def once(comm: Any, call: Callable[[], object], count: int) -> float:
+    import torch
     from mpi4py import MPI
 
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(count):
         call()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # a call for a GPU returns once it is queued
     return float(comm.allreduce((time.perf_counter() - start) / count, MPI.MAX))
 
 
-def check_costs(comm: Any) -> dict[str, float]:
+def check_costs(comm: Any, device: str) -> dict[str, float]:
     """Seconds that comparing signatures adds, at 4 B and at 1 MiB."""
     from dataclasses import replace
 
@@ -114,7 +144,7 @@ def check_costs(comm: Any) -> dict[str, float]:
     bare = nc.Group(comm, config=replace(checked.config, check=False))
     costs = {}
     for size in (4, MIB):
-        tensor = torch.zeros(size // 4)
+        tensor = torch.zeros(size // 4, device=device)
         times = time_ways(
             comm,
             {
@@ -156,10 +186,10 @@ def launch(ranks: int, largest: int) -> list[Row]:
 def report(rows: list[Row]) -> str:
     """A Markdown section: one table for each world size."""
     lines = [machine(), ""]
-    for ranks in sorted({row["ranks"] for row in rows}):
-        mine = [row for row in rows if row["ranks"] == ranks]
+    for (device, ranks), mine in tables(rows).items():
         names = [name for name in WAYS if name in mine[0]["seconds"]]
-        lines += [f"### {ranks} ranks", "", "Time of one call in microseconds.", ""]
+        lines += [f"### {ranks} ranks, {device.upper()} tensors", ""]
+        lines += ["Time of one call in microseconds.", ""]
         lines += [
             f"| size | {' | '.join(names)} | busbw GB/s | gloo / nbdist | best rival |",
             "|" + " ---: |" * (len(names) + 4),
@@ -167,6 +197,14 @@ def report(rows: list[Row]) -> str:
         lines += [line(row, names) for row in mine]
         lines += ["", *check_lines(mine[-1]["check"]), ""]
     return "\n".join(lines)
+
+
+def tables(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
+    """The rows of each device and number of ranks."""
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["device"], row["ranks"]), []).append(row)
+    return dict(sorted(found.items()))
 
 
 def line(row: Row, names: list[str]) -> str:
@@ -212,12 +250,11 @@ def plot(rows: list[Row], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    sizes = sorted({row["ranks"] for row in rows})
+    shown = tables(rows)
     figure, axes = pyplot.subplots(
-        1, len(sizes), figsize=(5 * len(sizes), 4), squeeze=False, sharey=True
+        1, len(shown), figsize=(5 * len(shown), 4), squeeze=False, sharey=True
     )
-    for axis, ranks in zip(axes[0], sizes, strict=True):
-        mine = [row for row in rows if row["ranks"] == ranks]
+    for axis, ((device, ranks), mine) in zip(axes[0], shown.items(), strict=True):
         for name, colour in zip(WAYS, COLOURS, strict=True):
             if name in mine[0]["seconds"]:
                 times = [row["seconds"][name] * 1e6 for row in mine]
@@ -225,7 +262,8 @@ def plot(rows: list[Row], path: Path) -> None:
                 axis.plot(
                     [r["bytes"] for r in mine], times, style, c=colour, label=name
                 )
-        axis.set(xscale="log", yscale="log", title=f"{ranks} ranks", xlabel="bytes")
+        title = f"{ranks} ranks, {device.upper()}"
+        axis.set(xscale="log", yscale="log", title=title, xlabel="bytes")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("microseconds")
     axes[0][0].legend()
