@@ -91,7 +91,7 @@ def release(reason: str) -> None:
     """Let the main thread out of the call it waits in, with an error."""
     release_calls(CollectiveAborted(reason))
     if current_call() is None:
-        world.current().revoke_shared()  # it may wait in a call of mpi4py's
+        world.current().release()  # it may wait in a call of mpi4py's, or of NCCL's
 
 
 def stack() -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+from torch.distributed import distributed_c10d
 
 from nbdist.collectives import default_group
 from nbdist.collectives.process_group import register
 
-__all__ = ["start", "stop"]
+__all__ = ["abort", "start", "stop"]
 
 # A collective that waits is released by its peers' failure, not by a clock.
 NO_TIMEOUT = timedelta(days=7)
@@ -39,6 +43,23 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
         world_size=group.size,
         timeout=NO_TIMEOUT if seconds is None else timedelta(seconds=seconds),
     )
+
+
+def abort() -> bool:
+    """Release this rank from NCCL's collectives; any thread may call.
+
+    Returns:
+        Whether there were groups over NCCL: they are of no more use, on any rank.
+    """
+    aborted = False
+    # Torch's own way to abort all groups also forgets those that are not NCCL's.
+    for group in list(distributed_c10d._world.pg_names):
+        with contextlib.suppress(RuntimeError):  # a group without CUDA
+            backend: Any = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                backend.abort()
+                aborted = True
+    return aborted
 
 
 def stop() -> None:

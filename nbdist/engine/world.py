@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist.collectives import Group, any_spent, renew_groups, set_default_group
+from nbdist.engine import torch_group
 from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
 from nbdist.wire import RankInfo
@@ -34,7 +35,7 @@ class World:
         self.local_rank, self.local_size = _local_place(comm)
         self.shared = comm.Dup()
         """For the user's own calls of mpi4py."""
-        self._shared_revoked = False
+        self._shared_revoked = self._nccl_aborted = False
         self.group = Group(comm, generation=generation)
         set_default_group(self.group)
 
@@ -57,23 +58,35 @@ class World:
             MASTER_PORT=str(self.comm.bcast(_free_port() if self.rank == 0 else None)),
         )
 
-    def revoke_shared(self) -> None:
-        """Release this rank from a call of mpi4py's, where MPI can. Any thread may."""
-        with contextlib.suppress(NotImplementedError):
+    def release(self) -> None:
+        """Let this rank out of calls of mpi4py's and NCCL's. Any thread may call."""
+        self._revoke_shared()
+        self._nccl_aborted |= torch_group.abort()
+
+    def _revoke_shared(self) -> None:
+        with contextlib.suppress(NotImplementedError):  # not every MPI can
             self.shared.Revoke()
         self._shared_revoked = True
 
     @property
     def spent(self) -> bool:
         """Whether something of this rank's waits to be renewed."""
-        return self._shared_revoked or any_spent()
+        return self._shared_revoked or self._nccl_aborted or any_spent()
 
     def renew(self) -> None:
         """Begin the next generation with the same ranks. Every rank must call."""
+        from mpi4py import MPI
+
         self.generation += 1
-        self.revoke_shared()
+        self._revoke_shared()
         self.shared = self.comm.Dup()
         self._shared_revoked = False
+        # One rank's abort makes NCCL's groups useless on all of them.
+        if self.comm.allreduce(self._nccl_aborted, MPI.LOR):
+            torch_group.stop()
+            run_dir = this_rank().run_dir
+            torch_group.start(run_dir, owns_gpu=True, generation=self.generation)
+            self._nccl_aborted = False
         renew_groups(self.generation)
 
 

@@ -192,3 +192,17 @@ def test_an_interrupt_while_nothing_runs_does_nothing(cluster: Cluster):
     for _ in range(10):
         cluster.interrupt()
         assert cluster.execute("rank").ok
+
+
+@pytest.mark.gpu
+def test_ranks_that_wait_in_nccl_are_released():
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each of two ranks")
+    waiting = "t = torch.ones(3, device=device)\nif rank: dist.all_reduce(t)\n"
+    with Cluster(2, device="cuda") as cluster:
+        for _ in range(2):
+            interrupted(cluster, f"{waiting}torch.cuda.synchronize()", Press(2, 0.5))
+            cluster.execute("t = torch.ones(3, device=device)\ndist.all_reduce(t)")
+            assert [t.tolist() for t in cluster["t"]] == [[2.0] * 3] * 2
