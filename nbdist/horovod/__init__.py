@@ -41,6 +41,7 @@ _HOMES = {
         "reducescatter_async",
     ),
     "_join": ("barrier", "join"),
+    "_sync_batch_norm": ("SyncBatchNorm",),
     "_optimizer": ("DistributedOptimizer",),
     "_state": (
         "allgather_object", "broadcast_object", "broadcast_object_fn",

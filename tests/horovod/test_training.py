@@ -15,8 +15,8 @@ CASES = [
     "compressed", "accumulated", "clipped", "with_a_closure",
     "with_a_schedule_and_state", "wrapped_again", "unused_and_frozen",
     "layers_in_another_order_on_each_rank", "sparse", "uneven_data",
-    "among_some_ranks", "adasum", "zero_grad_while_reducing", "more_passes_than_said",
-    "bad_options",
+    "among_some_ranks", "adasum", "sync_batch_norm", "zero_grad_while_reducing",
+    "more_passes_than_said", "bad_options",
 ]  # fmt: skip
 
 

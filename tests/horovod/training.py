@@ -468,6 +468,61 @@ def adasum() -> None:
         pass
 
 
+# -- batch normalisation ---------------------------------------------------------------
+
+
+@case
+def sync_batch_norm() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    for shape, options in (
+        ((4,), {}),
+        ((4, 5), {"momentum": None}),
+        ((4, 3, 2), {"affine": False, "track_running_stats": False}),
+        ((4, 2, 2, 2), {"eps": 0.1}),
+    ):
+        makers = {
+            1: nn.BatchNorm1d,
+            2: nn.BatchNorm1d,
+            3: nn.BatchNorm2d,
+            4: nn.BatchNorm3d,
+        }
+        single = makers[len(shape)](4, **options)
+        ours = hvd.SyncBatchNorm(4, **options)
+        torch.manual_seed(6)
+        if single.affine:
+            nn.init.uniform_(single.weight)
+            ours.load_state_dict(single.state_dict())
+        for _ in range(3):
+            # Rank r has r + 1 samples, and a mean far from zero.
+            whole = (torch.randn(size * (size + 1) // 2, *shape) + 50).requires_grad_()
+            factors = torch.randn(whole.shape)
+            pieces = [r + 1 for r in range(size)]
+            part = whole.detach().split(pieces)[rank].clone().requires_grad_()
+            if len(whole) * whole[0, 0].numel() < 2:
+                continue
+            expected, got = single(whole), ours(part)
+            torch.testing.assert_close(got, expected.split(pieces)[rank])
+            (expected * factors).sum().backward()
+            (got * factors.split(pieces)[rank]).sum().backward()
+            torch.testing.assert_close(part.grad, whole.grad.split(pieces)[rank])
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(value, single.state_dict()[name])
+        for grad_of, expected in zip(
+            ours.parameters(), single.parameters(), strict=True
+        ):
+            total = (
+                hvd.allreduce(grad_of.grad, op=hvd.Sum) if size > 1 else grad_of.grad
+            )
+            if expected.grad is not None:
+                torch.testing.assert_close(total, expected.grad)
+        single.eval(), ours.eval()
+        torch.testing.assert_close(ours(whole), single(whole))
+    half = hvd.SyncBatchNorm(2).to(torch.float32)(torch.randn(6, 2).half())
+    assert half.dtype == torch.float16
+    with pytest.raises(ValueError, match=r"expected \(N, 2"):
+        hvd.SyncBatchNorm(2)(torch.randn(5, 3))
+
+
 # -- misuse ----------------------------------------------------------------------------
 
 
