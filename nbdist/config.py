@@ -63,6 +63,8 @@ class ClusterConfig:
     """Seconds until every rank must be up (NBDIST_START_TIMEOUT)."""
     on_failure: str = "replace"
     """What follows a rank's death: "replace" it, "shrink" the world, or "stop"."""
+    hosts: str | None = None
+    """Where, and how many ranks there at most, such as "localhost:4"."""
     mpiexec: str | None = None
     """Path of the MPI launcher (NBDIST_MPIEXEC); default the one of the wheel."""
 

@@ -22,6 +22,7 @@ from IPython.core.magic_arguments import (
 from IPython.display import display
 
 from nbdist.errors import UsageError
+from nbdist.horovod._launch import set_cluster_finder
 from nbdist.session import Session
 
 __all__ = ["DistMagics", "parse_ranks", "register", "unregister"]
@@ -73,6 +74,7 @@ class DistMagics(Magics):  # type: ignore[misc]
 
     @magic_arguments()
     @argument("-n", help="number of ranks; default one per GPU, else min(4, cores)")
+    @argument("-H", "--hosts", help="where, such as localhost:4")
     @argument("--device", help="auto, cuda or cpu")
     @argument("--ranks-per-gpu", help="ranks that share one GPU and its memory")
     @argument("--gpu-memory", help="cap per rank: 0.25 of the card, or 8GiB")
@@ -86,6 +88,7 @@ class DistMagics(Magics):  # type: ignore[misc]
         args = _parse(self.dist_start, line)
         self.session.start(
             _number("-n", args.n, int),
+            hosts=args.hosts,
             device=args.device,
             ranks_per_gpu=_number("--ranks-per-gpu", args.ranks_per_gpu, int),
             gpu_memory=args.gpu_memory,
@@ -265,6 +268,7 @@ def register(shell: InteractiveShell) -> None:
     shell.register_magics(magics)
     matcher = _matcher(magics.session)
     shell.Completer.custom_matchers.append(matcher)
+    set_cluster_finder(lambda: magics.session.cluster_if_running)
     _registered[id(shell)] = magics, matcher
 
 

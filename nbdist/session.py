@@ -40,6 +40,10 @@ class Session:
         return self._cluster
 
     @property
+    def cluster_if_running(self) -> Cluster | None:
+        return self._cluster if self.running else None
+
+    @property
     def running(self) -> bool:
         return self._cluster is not None and self._cluster.running
 

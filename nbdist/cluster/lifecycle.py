@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nbdist.cluster.hosts import parse_hosts, slots_here
 from nbdist.cluster.inventory import this_host
 from nbdist.cluster.launchers.mpiexec import Mpiexec
 from nbdist.cluster.placement import place
@@ -52,6 +53,13 @@ class Lifecycle:
                 f"--on-failure {self.config.on_failure!r} is not known: expected stop, "
                 "shrink or replace"
             )
+        if self.config.hosts is not None:
+            slots = slots_here(parse_hosts(self.config.hosts))
+            if n is not None and n > slots:
+                raise UsageError(
+                    f"-n {n} ranks on the {slots} of -H {self.config.hosts}"
+                )
+            self.config = replace(self.config, n=slots if n is None else n)
         self._launcher = Mpiexec(self.config.mpiexec)
         self._places = place(self.config, this_host())
         self.collector = Collector()

@@ -10,7 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import nbdist
+
 _HOMES = {
+    "_launch": ("run",),
     "_world": (
         "cross_rank", "cross_size", "init", "is_homogeneous", "is_initialized",
         "local_rank", "local_size", "rank", "shutdown", "size",
@@ -57,6 +60,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'nbdist.horovod' has no attribute {name!r}")
+    if nbdist._in_notebook and home != "_launch":
+        return nbdist._only_on_a_rank(f"horovod.{name}")
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

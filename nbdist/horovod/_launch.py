@@ -1,0 +1,119 @@
+"""`hvd.run`: a function on every rank, from the notebook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import nbdist
+from nbdist.errors import UsageError, WrongProcess
+
+__all__ = ["run", "set_cluster_finder"]
+
+
+def _no_cluster() -> Any:
+    return None
+
+
+_find_cluster: Callable[[], Any] = _no_cluster
+
+
+def set_cluster_finder(finder: Callable[[], Any]) -> None:
+    """Say how to find the notebook's running cluster.
+
+    Args:
+        finder: Returns it, or None where none is running.
+    """
+    global _find_cluster
+    _find_cluster = finder
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    hosts: str | None = None,
+    *,
+    start_timeout: float | None = None,
+) -> list[Any]:
+    """Call `func(*args, **kwargs)` on every rank, from the notebook or a script.
+
+    It runs on the notebook's cluster where one is running, and keeps it; else a cluster
+    is started for it and stopped afterwards. What the ranks print appears here, with the
+    rank's number before each line.
+
+    Args:
+        func: Travels by value where the ranks cannot import it.
+        args, kwargs: Copied to each rank.
+        np: The number of ranks; default that of the running cluster, or of `hosts`, or
+            as `%dist_start` chooses.
+        hosts: Such as "localhost:4", as `%dist_start -H` takes it.
+        start_timeout: Seconds until every rank must be up.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        CellError: It raised on a rank.
+        UsageError: The running cluster has another number of ranks.
+        StartError: The ranks did not come up.
+        WrongProcess: This is a rank.
+    """
+    if "nbdist.engine.world" in sys.modules:
+        raise WrongProcess("hvd.run() starts ranks, and this is one: call the function")
+    call = {"args": tuple(args), "kwargs": dict(kwargs or {})}
+    cluster = _find_cluster()
+    if cluster is not None:
+        if np not in (None, cluster.size) or hosts is not None:
+            raise UsageError(
+                f"hvd.run(np={np}, hosts={hosts!r}), but the notebook's cluster has "
+                f"{cluster.size} ranks: leave both out, or %dist_stop it first"
+            )
+        return _call(cluster, func, **call)
+    options = {"hosts": hosts, "timeout_s": start_timeout}
+    with nbdist.Cluster(np, **options) as own:
+        return _call(own, func, **call)
+
+
+def _call(
+    cluster: Any,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    printer = _Printer()
+    results: list[Any] = cluster.run(func, *args, observer=printer, **kwargs)
+    printer.close()
+    return results
+
+
+class _Printer:
+    """Prints whole lines of the ranks as they come."""
+
+    def __init__(self) -> None:
+        self._rest: dict[tuple[int, str], str] = {}
+
+    def take(self, event: Any) -> None:
+        message = event.output
+        if message is None or message["msg_type"] != "stream":
+            return
+        key = event.rank, message["content"]["name"]
+        *lines, self._rest[key] = (
+            self._rest.get(key, "") + message["content"]["text"]
+        ).split("\n")
+        for line in lines:
+            self._print(key, line)
+
+    def due(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        for key, line in self._rest.items():
+            if line:
+                self._print(key, line)
+
+    def _print(self, key: tuple[int, str], line: str) -> None:
+        rank, name = key
+        print(f"[{rank}] {line}", file=getattr(sys, name))
