@@ -18,6 +18,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "nbdist.cluster.controller": ("Cluster",),
+    "nbdist.cluster.workers": (
+        "await_workers", "launch_workers", "list_workers", "run_cluster",
+        "stop_workers",
+    ),
     "nbdist.errors": (
         "CellError", "CellInterrupted", "CellTimeout", "CollectiveMismatch",
         "CollectiveTimeout", "NbdistError", "RankDied", "StartError", "TransferError",

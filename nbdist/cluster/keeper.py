@@ -10,11 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nbdist.cluster.guard import remove_traces
 from nbdist.errors import ClusterError
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "how"]
 
 
 class Keeper:
@@ -24,15 +25,24 @@ class Keeper:
     started and remove `run_dir`. A second `close` is harmless.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, together: bool = True) -> None:
+        """Start the guard.
+
+        Args:
+            run_dir: A folder of its own, removed at the end.
+            together: Whether the programs all end when one does.
+        """
         self.run_dir = run_dir
-        self._changed = threading.Lock()
+        self._changed = threading.Condition()
         self._pids: dict[str, int] = {}
         self._exit_codes: dict[str, int] = {}
-        self._closed = False
+        self._closed = self._ended = False
         self._on_loss: Callable[[str], None] | None = None
         self._guard = subprocess.Popen(
-            [sys.executable, "-m", "nbdist.cluster.guard", str(run_dir)],
+            [
+                *(sys.executable, "-m", "nbdist.cluster.guard", str(run_dir)),
+                *([] if together else ["--apart"]),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -43,23 +53,53 @@ class Keeper:
         )
         self._reader.start()
 
-    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start a program; its output goes to `log(name)`."""
+    def start(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], **options: Any
+    ) -> None:
+        """Start a program; its output goes to `log(name)`.
+
+        Args:
+            options: `cwd`, its folder; `memory`, the bytes that it may take.
+        """
         order = {
             "start": name,
             "argv": list(argv),
             "env": dict(env),
             "log": str(self.log(name)),
+            **options,
         }
+        if not self._order(order):
+            raise ClusterError(
+                f"cannot start {name}: the guard process has ended; start anew"
+            )
+
+    def stop(self, names: Sequence[str]) -> None:
+        """End some programs, and return at once."""
+        self._order({"stop": list(names)})
+
+    def _order(self, order: dict[str, Any]) -> bool:
+        """Tell the guard; whether it lives to hear it."""
         assert self._guard.stdin is not None
         try:
             self._guard.stdin.write(json.dumps(order).encode() + b"\n")
             self._guard.stdin.flush()
-        except (BrokenPipeError, ValueError) as error:
-            raise ClusterError(
-                f"cannot start {name}: the cluster's guard process has ended; "
-                "start a new cluster"
-            ) from error
+        except (BrokenPipeError, ValueError):
+            return False
+        return True
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until something holds of the programs, or the guard has ended.
+
+        Args:
+            condition: Asked again whenever a program has started or ended; it may ask
+                this keeper.
+
+        Returns:
+            Whether it holds.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._ended, timeout_s)
+        return condition()
 
     def log(self, name: str) -> Path:
         """Where a program's standard output and error are kept."""
@@ -108,12 +148,16 @@ class Keeper:
         for line in self._guard.stdout:
             record = json.loads(line)
             with self._changed:
+                self._changed.notify_all()
                 if "started" in record:
                     self._pids[record["started"]] = record["pid"]
                     continue
                 self._exit_codes[record["exited"]] = record["code"]
             self._report_loss(record["exited"], record["code"])
         self._guard.stdout.close()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
         if not self._closed:
             self._report_loss("the guard process", self._guard.wait())
             remove_traces(self.run_dir)
@@ -123,8 +167,9 @@ class Keeper:
             callback = None if self._closed else self._on_loss
             self._on_loss = None if callback else self._on_loss
         if callback is not None:
-            callback(f"{name} has ended with {_how(code)}, and all ranks with it")
+            callback(f"{name} has ended with {how(code)}, and all ranks with it")
 
 
-def _how(code: int) -> str:
+def how(code: int) -> str:
+    """How a process has ended, in words: "exit code 1", or "SIGKILL"."""
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -16,7 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from nbdist.collectives.process_group import original_error
-from nbdist.engine import cell_names, torchrun
+from nbdist.engine import cell_names, roles, torchrun
 from nbdist.engine.cells import CellReply
 from nbdist.engine.rank import this_rank
 from nbdist.wire import Failure
@@ -179,7 +179,8 @@ def _lies_in(name: str, folder: str) -> bool:
 def _environment(rank: int, size: int, n_ps: int) -> Iterator[None]:
     """torchrun's variables; those and the working folder are put back at the end."""
     before, folder = dict(os.environ), os.getcwd()
-    os.environ.update(torchrun.environment(rank, size, n_ps))
+    nowhere = [f"rank{other}:0" for other in range(size)]  # nothing listens there
+    os.environ.update(roles.environment(rank, nowhere, n_ps))
     try:
         yield
     finally:

@@ -1,13 +1,13 @@
-"""What a script that was written for torchrun finds, and does, in a world that runs.
+"""The process group of a script that was written for torchrun, in a world that runs.
 
-Its environment is torchrun's. Its `dist.init_process_group` gets the default group that
-is there already: that group's collectives can be interrupted and released, which those
-of gloo and NCCL cannot, and where each rank owns a GPU they are NCCL's anyway.
+Its environment is torchrun's, see `nbdist.engine.roles`. Its `dist.init_process_group`
+gets the default group that is there already. That group's collectives can be
+interrupted and released, which those of gloo and NCCL cannot; and where each rank owns
+a GPU they are NCCL's anyway.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,46 +17,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbdist.errors import UsageError
 
-__all__ = ["environment", "lent_group", "role"]
+__all__ = ["lent_group"]
 
 LENT_FOR = {"gloo", "nccl", "mpi", "ucc", "nbdist"}
 """Backends in place of which the world's own group serves."""
-
-
-def role(rank: int, size: int, n_ps: int) -> tuple[str, int, int]:
-    """(name, number, count): a rank's role, its number in it, and how many have it.
-
-    The last `n_ps` ranks are parameter servers, "ps"; the others, "worker".
-    """
-    workers = size - n_ps
-    if rank < workers:
-        return "worker", rank, workers
-    return "ps", rank - workers, n_ps
-
-
-def environment(rank: int, size: int, n_ps: int) -> dict[str, str]:
-    """What torchrun sets beside the variables that a rank has from its start.
-
-    `TF_CONFIG` names the roles as TensorFlow's scripts expect them. Its addresses stand
-    for the ranks: nothing listens there.
-    """
-    name, number, count = role(rank, size, n_ps)
-    roles: dict[str, list[str]] = {"worker": []}
-    for other in range(size):
-        roles.setdefault(role(other, size, n_ps)[0], []).append(f"rank{other}:0")
-    config = {"cluster": roles, "task": {"type": name, "index": number}}
-    return {
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": name,
-        "ROLE_RANK": str(number),
-        "ROLE_WORLD_SIZE": str(count),
-        "TORCHELASTIC_RUN_ID": "nbdist",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "NBDIST_N_PS": str(n_ps),
-        "TF_CONFIG": json.dumps(config),
-    }
 
 
 @contextmanager

@@ -1,0 +1,291 @@
+"""Independent processes beside the notebook, each with its own output and exit code.
+
+The shape is that of the workers of Cloudera's machine-learning notebooks: launch, list,
+await, stop. They are no ranks of a cluster; a guard process sees to it that none of
+them outlives the notebook.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from nbdist.cluster.awaited import Awaited, watch
+from nbdist.cluster.inventory import this_host
+from nbdist.cluster.keeper import Keeper
+from nbdist.cluster.scripts import checked_script
+from nbdist.cluster.worker import Worker
+from nbdist.engine.roles import environment, role_of
+from nbdist.errors import UsageError
+
+__all__ = [
+    "await_workers", "launch_workers", "list_workers", "run_cluster", "stop_workers",
+]  # fmt: skip
+
+Chosen = Worker | int | Iterable[Worker | int]
+"""Workers, by their handles or ids."""
+
+STOP_TIMEOUT_S = 10.0
+
+_keeper: Keeper | None = None
+_workers: list[Worker] = []
+_numbers = itertools.count()
+
+
+def launch_workers(
+    n: int,
+    script: str | os.PathLike[str] | None = None,
+    args: Sequence[object] = (),
+    env: Mapping[str, object] | None = None,
+    *,
+    code: str | None = None,
+    cpu: float | None = None,
+    memory: float | None = None,
+    nvidia_gpu: int | None = None,
+) -> list[Worker]:
+    """Start `n` processes beside the notebook, and return at once.
+
+    Each finds torchrun's variables in its environment, so that the n of them can meet
+    with `dist.init_process_group("gloo")` or "nccl"; and `NBDIST_WORKER`, its number.
+
+    Args:
+        script: a Python file, run in the notebook's folder.
+        args: the script's arguments.
+        env: variables to set in each.
+        code: Python code to run, instead of a script.
+        cpu: cores that each may use; it sets the threads of its libraries.
+        memory: GiB that each may allocate; beyond that it gets a `MemoryError`.
+        nvidia_gpu: GPUs that each gets for its own; None shows all to each.
+
+    Returns:
+        The workers, in the order of their ranks.
+
+    Raises:
+        UsageError: the request makes no sense here; nothing was started.
+    """
+    return _launch(n, 0, script, args, env, code, cpu, memory, nvidia_gpu)
+
+
+def run_cluster(
+    n_workers: int,
+    n_ps: int = 0,
+    worker_script: str | os.PathLike[str] | None = None,
+    args: Sequence[object] = (),
+    env: Mapping[str, object] | None = None,
+    *,
+    code: str | None = None,
+    cpu: float | None = None,
+    memory: float | None = None,
+    nvidia_gpu: int | None = None,
+) -> list[Worker]:
+    """Start the workers and parameter servers of one program, and return at once.
+
+    All run the same script, and find in their environment which they are: torchrun's
+    `ROLE_NAME` ("worker" or "ps"), `ROLE_RANK` and `ROLE_WORLD_SIZE`, and TensorFlow's
+    `TF_CONFIG`, with an address for each.
+
+    Args:
+        n_workers: ranks 0 to n_workers-1.
+        n_ps: the ranks after them.
+        worker_script: what all run.
+        args, env, code, cpu, memory, nvidia_gpu: as for `launch_workers`.
+
+    Returns:
+        All of them, in the order of their ranks; `role` says which is which.
+    """
+    n = _count("n_workers", n_workers) + _count("n_ps", n_ps, 0)
+    return _launch(n, n_ps, worker_script, args, env, code, cpu, memory, nvidia_gpu)
+
+
+def list_workers() -> list[Worker]:
+    """Every worker that this notebook has launched, ended ones too."""
+    return list(_workers)
+
+
+def await_workers(
+    workers: Chosen | None = None,
+    wait_for_completion: bool = True,
+    timeout_seconds: float | None = 60,
+    *,
+    show: bool = True,
+) -> Awaited:
+    """Wait for workers, and say how each has ended.
+
+    An interrupt ends the waiting, and leaves the workers alone.
+
+    Args:
+        workers: handles or their ids; None stands for all that are not finished.
+        wait_for_completion: wait until each has ended; else until each has begun.
+        timeout_seconds: wait no longer; None waits for as long as it takes.
+        show: print what they print meanwhile, each line under its worker.
+
+    Raises:
+        UsageError: there is no such worker, or the time-out makes no sense.
+    """
+    if timeout_seconds is not None and not timeout_seconds >= 0:
+        raise UsageError(f"timeout_seconds={timeout_seconds!r}: expected 0 or more")
+    chosen = [w for w in _workers if not w.ended] if workers is None else _find(workers)
+    watch(chosen, wait_for_completion, timeout_seconds, show=show)
+    return Awaited([worker.report() for worker in chosen])
+
+
+def stop_workers(*workers: Chosen) -> None:
+    """End workers and all that they have started; without arguments, all of them.
+
+    Returns when they have ended. One that has ended already stays as it is.
+
+    Raises:
+        UsageError: there is no such worker.
+    """
+    chosen = _find(list(workers)) if workers else _workers
+    living = [worker for worker in chosen if not worker.ended]
+    for worker in living:
+        worker.stopped = True
+    if living:  # those that live share the one guard that does
+        living[0].keeper.stop([worker.name for worker in living])
+        watch(living, True, STOP_TIMEOUT_S, show=False)
+
+
+def _launch(
+    n: int,
+    n_ps: int,
+    script: str | os.PathLike[str] | None,
+    args: Sequence[object],
+    env: Mapping[str, object] | None,
+    code: str | None,
+    cpu: float | None,
+    memory: float | None,
+    nvidia_gpu: int | None,
+) -> list[Worker]:
+    argv = _command(_count("n", n), n_ps, script, args, code)
+    gpus = _gpus(n, nvidia_gpu)
+    options = {"cwd": os.getcwd(), "memory": _bytes(memory)}
+    port, *ports = _free_ports(n + 1)
+    addresses = [f"127.0.0.1:{each}" for each in ports]
+    keeper = _running_keeper()
+    launched = []
+    for rank in range(n):
+        number = next(_numbers)
+        variables = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            **_ranks(rank, n, port),
+            **environment(rank, addresses, n_ps),
+            **_threads(cpu),
+            **gpus[rank],
+            "NBDIST_WORKER": str(number),
+            "PYTHONUNBUFFERED": "1",
+            **{name: str(value) for name, value in (env or {}).items()},
+        }
+        role = role_of(rank, n, n_ps).name
+        worker = Worker(number, rank, role, keeper)
+        keeper.start(worker.name, argv, variables, **options)
+        launched.append(worker)
+    _workers.extend(launched)
+    return launched
+
+
+def _command(
+    n: int,
+    n_ps: int,
+    script: str | os.PathLike[str] | None,
+    args: Sequence[object],
+    code: str | None,
+) -> list[str]:
+    if (script is None) == (code is None):
+        raise UsageError(
+            "give the workers one thing to run: script='worker.py', or code='...'"
+        )
+    what = ["-c", code] if code is not None else []
+    if script is not None:
+        what = [str(checked_script(script, n_ps, n))]
+    return [sys.executable, *what, *(str(each) for each in args)]
+
+
+def _ranks(rank: int, n: int, port: int) -> dict[str, str]:
+    """Who it is, and where all meet."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _threads(cpu: float | None) -> dict[str, str]:
+    if cpu is None:
+        return {}
+    if not cpu > 0:
+        raise UsageError(f"cpu={cpu!r}: expected a number of cores above 0")
+    threads = str(max(1, int(cpu)))
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
+def _bytes(memory: float | None) -> int | None:
+    if memory is not None and not memory > 0:
+        raise UsageError(f"memory={memory!r}: expected GiB above 0")
+    return None if memory is None else int(memory * 2**30)
+
+
+def _gpus(n: int, each: int | None) -> list[dict[str, str]]:
+    """What each worker sees of the GPUs."""
+    if each is None:
+        return [{}] * n
+    host = this_host()
+    if _count("nvidia_gpu", each, 0) * n > len(host.gpus):
+        raise UsageError(
+            f"nvidia_gpu={each} for {n} workers needs {each * n} GPUs, and there are "
+            f"{len(host.gpus)}" + (f" ({host.why_no_gpu})" if not host.gpus else "")
+        )
+    shares = [host.gpus[i * each : (i + 1) * each] for i in range(n)]
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in share)}
+        for share in shares
+    ]
+
+
+def _count(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}={value!r}: expected a whole number, {least} or more")
+    return value
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:  # all at once, so that they differ
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _find(workers: Chosen | list[Chosen]) -> list[Worker]:
+    """Handles of handles or ids."""
+    if isinstance(workers, Worker):
+        return [workers]
+    if not isinstance(workers, int):
+        return [found for each in workers for found in _find(each)]
+    for worker in _workers:
+        if worker.id == workers:
+            return [worker]
+    known = ", ".join(str(worker.id) for worker in _workers) or "none"
+    raise UsageError(f"no worker {workers!r}: there are {known}; see list_workers()")
+
+
+def _running_keeper() -> Keeper:
+    """This notebook's keeper of workers, which ends with it."""
+    global _keeper
+    if _keeper is None or not _keeper.alive:
+        _keeper = Keeper(
+            Path(tempfile.mkdtemp(prefix="nbdist-workers-")), together=False
+        )
+        atexit.register(_keeper.close)
+    return _keeper

@@ -1,0 +1,53 @@
+"""Who is a worker and who a parameter server, and how a script learns of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Role", "environment", "role_of"]
+
+
+class Role(NamedTuple):
+    """What a process is among those that run the same script."""
+
+    name: str
+    """"worker" or "ps"."""
+    number: int
+    """Among those of its role."""
+    of: int
+    """How many have it."""
+
+
+def role_of(rank: int, size: int, n_ps: int) -> Role:
+    """The role of a rank: the last `n_ps` are parameter servers."""
+    workers = size - n_ps
+    if rank < workers:
+        return Role("worker", rank, workers)
+    return Role("ps", rank - workers, n_ps)
+
+
+def environment(rank: int, addresses: Sequence[str], n_ps: int) -> dict[str, str]:
+    """What torchrun sets beside RANK and its like, and TensorFlow's `TF_CONFIG`.
+
+    Args:
+        addresses: "host:port" of each rank, for `TF_CONFIG`.
+    """
+    size = len(addresses)
+    role = role_of(rank, size, n_ps)
+    cluster: dict[str, list[str]] = {"worker": []}
+    for other, address in enumerate(addresses):
+        cluster.setdefault(role_of(other, size, n_ps).name, []).append(address)
+    task = {"type": role.name, "index": role.number}
+    return {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": role.name,
+        "ROLE_RANK": str(role.number),
+        "ROLE_WORLD_SIZE": str(role.of),
+        "TORCHELASTIC_RUN_ID": "nbdist",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
+    }

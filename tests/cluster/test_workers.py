@@ -1,0 +1,213 @@
+"""Workers run beside the notebook, end as they end, and outlive nobody."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nbdist
+from nbdist.cluster import workers as office
+from nbdist.errors import UsageError
+from tests.processes import Footprint, Program, wait_until
+
+FOR_EVER = "import time\nprint('begun')\nwhile True: time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_stays() -> Iterator[None]:
+    yield
+    nbdist.stop_workers()
+
+
+def test_workers_are_told_apart_and_come_back(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("work.py").write_text(
+        "import os, sys\n"
+        "print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['COLOUR'],\n"
+        "      sys.argv[1:], os.getcwd())\n"
+        "print('half a line', end='')\n"
+        "print('complaint', file=sys.stderr)\n"
+    )
+    workers = nbdist.launch_workers(2, "work.py", ["--lr", 0.1], {"COLOUR": "red"})
+    result = nbdist.await_workers(workers)
+    assert result.ok
+    assert [report.id for report in result.succeeded] == [w.id for w in workers]
+    for rank, worker in enumerate(workers):
+        expected = f"{rank} 2 red ['--lr', '0.1'] {tmp_path}\nhalf a linecomplaint\n"
+        assert worker.output == expected
+        assert (worker.status, worker.exit_code) == ("succeeded", 0)
+    shown = capsys.readouterr().out
+    for rank, worker in enumerate(workers):
+        assert f"[worker {worker.id}] {rank} 2 red" in shown
+    assert shown.count("half a linecomplaint\n") == 2
+    assert set(workers) <= set(nbdist.list_workers())
+    assert nbdist.await_workers(workers[1].id, show=False).ok  # by its id, and again
+
+
+def test_a_failed_worker_says_why_and_the_others_go_on():
+    workers = nbdist.launch_workers(
+        4,
+        code="""
+import os, sys, time
+rank = int(os.environ["RANK"])
+print("rank", rank, "speaks", flush=True)
+if rank == 1: sys.exit(3)
+if rank == 2: os.kill(os.getpid(), 9)
+if rank == 3: raise ValueError("no such digit")
+time.sleep(0.5)
+""",
+    )
+    result = nbdist.await_workers(workers)
+    assert [report.rank for report in result.succeeded] == [0]
+    code, killed, raised = result.failures
+    assert (code.reason, code.exit_code) == ("exit code 3", 3)
+    assert (killed.reason, killed.exit_code) == ("SIGKILL", -9)
+    assert killed.last_lines == ("rank 2 speaks",)
+    assert raised.last_lines[-1] == "ValueError: no such digit"
+    assert "failed (SIGKILL)" in str(result)
+    assert "    ValueError: no such digit" in str(result)
+
+
+def test_waiting_ends_when_its_time_is_up_and_stopping_ends_the_worker():
+    (worker,) = nbdist.launch_workers(
+        1,
+        code="import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        + FOR_EVER,
+    )
+    result = nbdist.await_workers(worker, wait_for_completion=False)
+    assert [report.status for report in result.unfinished] == ["running"]
+    wait_until(lambda: "begun" in worker.output, 20)
+    begun = time.monotonic()
+    result = nbdist.await_workers(worker, timeout_seconds=0.3)
+    assert 0.2 < time.monotonic() - begun < 5
+    assert [report.id for report in result.unfinished] == [worker.id]
+    child = psutil.Process(worker.pid).children()[0]
+    nbdist.stop_workers(worker)
+    assert (worker.status, worker.exit_code) == ("stopped", -signal.SIGTERM)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not nbdist.await_workers(worker).ok
+    nbdist.stop_workers(worker)  # again: nothing happens
+
+
+def test_one_that_will_not_end_is_killed():
+    (deaf,) = nbdist.launch_workers(
+        1,
+        code="import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + FOR_EVER,
+    )
+    wait_until(lambda: "begun" in deaf.output, 20)
+    nbdist.stop_workers(deaf.id)
+    assert deaf.exit_code == -signal.SIGKILL
+
+
+def test_a_cluster_knows_its_roles():
+    members = nbdist.run_cluster(
+        2,
+        1,
+        code="import os, json\n"
+        "names = ['ROLE_NAME', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'TF_CONFIG']\n"
+        "print(json.dumps([os.environ[name] for name in names]))",
+    )
+    assert [member.role for member in members] == ["worker", "worker", "ps"]
+    assert nbdist.await_workers(members, show=False).ok
+    told = [json.loads(member.output) for member in members]
+    assert [each[:3] for each in told] == [
+        ["worker", "0", "2"], ["worker", "1", "2"], ["ps", "0", "1"],
+    ]  # fmt: skip
+    configs = [json.loads(each[3]) for each in told]
+    assert configs[0]["cluster"] == configs[2]["cluster"]
+    addresses = [*itertools.chain(*configs[0]["cluster"].values())]
+    assert len(set(addresses)) == 3
+    assert configs[2]["task"] == {"type": "ps", "index": 0}
+
+
+def test_workers_meet_in_torch_distributed():
+    workers = nbdist.launch_workers(
+        2,
+        code="import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(1) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(x)\n"
+        "print(x.item())\n"
+        "dist.destroy_process_group()",
+        cpu=1,
+    )
+    result = nbdist.await_workers(workers, timeout_seconds=90, show=False)
+    assert result.ok, str(result)
+    assert [worker.output for worker in workers] == ["3.0\n", "3.0\n"]
+
+
+def test_limits_are_kept():
+    (worker,) = nbdist.launch_workers(
+        1,
+        code="import os\nprint(os.environ['OMP_NUM_THREADS'])\nbytearray(2**30)",
+        cpu=2.5,
+        memory=0.5,
+        nvidia_gpu=0,
+    )
+    (failed,) = nbdist.await_workers(worker, show=False).failures
+    assert failed.last_lines[0] == "2"
+    assert failed.last_lines[-1] == "MemoryError"
+
+
+def test_no_worker_outlives_its_notebook():
+    with Program(
+        "import nbdist\n"
+        f"a, b = nbdist.launch_workers(2, code={FOR_EVER!r})\n"
+        "nbdist.await_workers([a, b], wait_for_completion=False)\n"
+        "print(a.pid, b.pid, a.keeper.run_dir, flush=True)\n"
+        "input()"
+    ) as notebook:
+        *pids, folder = notebook.line().split()
+        left = Footprint([int(pid) for pid in pids], Path(folder))
+        notebook.kill()
+        left.assert_gone()
+
+
+def test_when_the_guard_is_killed_its_workers_are_lost_and_new_ones_start(capsys):
+    (worker,) = nbdist.launch_workers(1, code=FOR_EVER)
+    nbdist.await_workers(worker, wait_for_completion=False)
+    process = psutil.Process(worker.pid)
+    os.kill(process.ppid(), signal.SIGKILL)
+    result = nbdist.await_workers(worker)
+    assert result.failures[0].reason == "the guard process was killed"
+    psutil.wait_procs([process], timeout=10)
+    (new,) = nbdist.launch_workers(1, code="print('new')")
+    assert nbdist.await_workers(new).ok
+    assert new.output == "new\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"n": 0, "code": "1"}, "n=0: expected a whole number, 1 or more"),
+        ({"n": 1}, "one thing to run"),
+        ({"n": 1, "code": "1", "script": "a.py"}, "one thing to run"),
+        ({"n": 1, "script": "absent.py"}, "no script 'absent.py'"),
+        ({"n": 1, "code": "1", "cpu": 0}, "cpu=0"),
+        ({"n": 1, "code": "1", "memory": -1}, "memory=-1"),
+        ({"n": 2, "code": "1", "nvidia_gpu": 99}, "needs 198 GPUs"),
+    ],
+)
+def test_what_makes_no_sense_starts_nothing(arguments, says):
+    before = nbdist.list_workers()
+    with pytest.raises(UsageError, match=says):
+        nbdist.launch_workers(**arguments)
+    assert nbdist.list_workers() == before
+
+
+def test_an_unknown_worker_is_named():
+    with pytest.raises(UsageError, match="no worker 10000: there are"):
+        nbdist.await_workers(10_000)
+    with pytest.raises(UsageError, match="timeout_seconds=-1"):
+        nbdist.await_workers(timeout_seconds=-1)
+    assert office.list_workers() is not office.list_workers()
