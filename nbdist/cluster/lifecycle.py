@@ -57,7 +57,7 @@ class Lifecycle:
             slots = slots_here(parse_hosts(self.config.hosts))
             if n is not None and n > slots:
                 raise UsageError(
-                    f"-n {n} ranks on the {slots} of -H {self.config.hosts}"
+                    f"-n {n} ranks on the {slots} slots of -H {self.config.hosts}"
                 )
             self.config = replace(self.config, n=slots if n is None else n)
         self._launcher = Mpiexec(self.config.mpiexec)

@@ -41,8 +41,8 @@ def run(
     """Call `func(*args, **kwargs)` on every rank, from the notebook or a script.
 
     It runs on the notebook's cluster where one is running, and keeps it; else a cluster
-    is started for it and stopped afterwards. What the ranks print appears here, with the
-    rank's number before each line.
+    is started for it and stopped afterwards. What the ranks print appears here, with
+    the rank's number before each line.
 
     Args:
         func: Travels by value where the ranks cannot import it.
@@ -63,7 +63,6 @@ def run(
     """
     if "nbdist.engine.world" in sys.modules:
         raise WrongProcess("hvd.run() starts ranks, and this is one: call the function")
-    call = {"args": tuple(args), "kwargs": dict(kwargs or {})}
     cluster = _find_cluster()
     if cluster is not None:
         if np not in (None, cluster.size) or hosts is not None:
@@ -71,17 +70,16 @@ def run(
                 f"hvd.run(np={np}, hosts={hosts!r}), but the notebook's cluster has "
                 f"{cluster.size} ranks: leave both out, or %dist_stop it first"
             )
-        return _call(cluster, func, **call)
-    options = {"hosts": hosts, "timeout_s": start_timeout}
-    with nbdist.Cluster(np, **options) as own:
-        return _call(own, func, **call)
+        return _call(cluster, func, args, kwargs or {})
+    with nbdist.Cluster(np, hosts=hosts, timeout_s=start_timeout) as own:
+        return _call(own, func, args, kwargs or {})
 
 
 def _call(
     cluster: Any,
     func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> list[Any]:
     printer = _Printer()
     results: list[Any] = cluster.run(func, *args, observer=printer, **kwargs)

@@ -44,5 +44,5 @@ def test_other_hosts_are_refused_by_name() -> None:
 def test_slots_bound_the_ranks() -> None:
     assert Cluster(hosts="localhost:3", device="cpu").size == 3
     assert Cluster(2, hosts="localhost:3", device="cpu").size == 2
-    with pytest.raises(UsageError, match="-n 4 ranks on the 3 of -H localhost:3"):
+    with pytest.raises(UsageError, match="-n 4 ranks on the 3 slots of -H localhost:3"):
         Cluster(4, hosts="localhost:3", device="cpu")

@@ -79,6 +79,7 @@ def world() -> None:
     assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
     assert not hvd.ddl_built()
     assert not hvd.ccl_built()
+    assert [name for name in hvd.__all__ if getattr(hvd, name, None) is None] == []
     hvd.shutdown()
     assert not hvd.is_initialized()
     with pytest.raises(ValueError, match=r"use hvd\.init"):

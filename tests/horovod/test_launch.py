@@ -54,7 +54,7 @@ def test_an_error_names_its_rank(running: Cluster) -> None:
         if hvd.rank() == 2:
             raise ValueError("broken")
 
-    with pytest.raises(CellError, match="rank 2.*broken"):
+    with pytest.raises(CellError, match=r"rank 2.*broken"):
         hvd.run(fail)
 
 
@@ -100,11 +100,6 @@ print({"torch", "mpi4py", "ipyparallel"} & sys.modules.keys())
         "nbdist.horovod.allreduce runs on a rank: put it in a %%distributed cell",
         "set()",
     ]
-
-
-@pytest.mark.parametrize("name", hvd.__all__)
-def test_every_name_can_be_had(name: str) -> None:
-    assert getattr(hvd, name) is not None
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
