@@ -47,7 +47,10 @@ _RANK_HOMES = {
     "nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives",
     *(home for home in _HOMES if home.startswith("nbdist.training.")),
 }  # fmt: skip
-_RANK_MODULES = {"strategies": "nbdist.training.strategies"}
+_RANK_MODULES = {
+    "elastic": "nbdist.training.elastic",
+    "strategies": "nbdist.training.strategies",
+}
 _in_notebook = False
 
 __all__ = [

@@ -13,6 +13,8 @@ NbdistError
 ├── CellError                    a cell failed on one or more ranks
 │   ├── CellTimeout              the cell's --timeout ran out
 │   └── CellInterrupted          the cell was interrupted
+├── RestartsSpent                an elastic run gave up; its last commit is intact
+├── CheckpointError              a file of saved state is damaged, or not one
 ├── TransferError                a value could not travel to or from the ranks
 ├── SaveError                    a file was not written; what was there is untouched
 └── CollectiveError              raised on the ranks
@@ -32,6 +34,7 @@ __all__ = [
     "CellError",
     "CellInterrupted",
     "CellTimeout",
+    "CheckpointError",
     "ClusterError",
     "CollectiveAborted",
     "CollectiveError",
@@ -41,6 +44,7 @@ __all__ = [
     "NotRunning",
     "RankDied",
     "ReductionPending",
+    "RestartsSpent",
     "SaveError",
     "StartError",
     "TransferError",
@@ -121,6 +125,14 @@ class CellTimeout(CellError):
 
 class CellInterrupted(CellError, KeyboardInterrupt):
     """The cell was interrupted. Every rank has stopped and keeps its variables."""
+
+
+class RestartsSpent(NbdistError, RuntimeError):
+    """An elastic run ended because its ranks could not go on. Its last commit stays."""
+
+
+class CheckpointError(NbdistError, ValueError):
+    """A file of saved state is damaged, half-written, or none of nbdist's."""
 
 
 class TransferError(NbdistError):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 __all__ = [
+    "ELASTIC",
     "REPLY",
     "REQUEST",
     "TELEMETRY",
@@ -18,11 +19,15 @@ __all__ = [
     "Change",
     "CollectiveCall",
     "DeviceSample",
+    "ElasticCall",
     "Failure",
     "Join",
+    "Notice",
     "RankInfo",
+    "Resume",
     "Sample",
     "Standing",
+    "Verdict",
     "format_ranks",
 ]
 
@@ -30,6 +35,7 @@ __all__ = [
 REQUEST = "nbdist_request"
 REPLY = "nbdist_reply"
 TELEMETRY = "nbdist_telemetry"
+ELASTIC = "nbdist_elastic"
 """The types of our messages, in Jupyter's sense."""
 
 
@@ -171,6 +177,61 @@ class Change:
     joins: tuple[Join, ...] = ()
     broken: bool = False
     """Whether a rank has died, so that the old communicator is of no more use."""
+
+
+@dataclass(frozen=True)
+class ElasticCall:
+    """A call of a function that `nbdist.elastic.run` decorates, and its limits."""
+
+    name: str
+    max_restarts: int
+    min_ranks: int
+    max_ranks: int | None
+    timeout_s: float
+    """Seconds to wait for ranks, while there are fewer than `min_ranks`."""
+    index: int = 0
+    """How many elastic runs its cell has begun before it."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a rank in an elastic run says out of turn, while its cell runs."""
+
+    kind: str
+    """"entered", "paused", "answered" (an order of the notebook's) or "left"."""
+    call: ElasticCall
+    pause: int = 0
+    """Counts this rank's pauses: an order is for one of them."""
+    reason: str = ""
+    """Of a pause: "failure", "resize" or "finished"."""
+    commit: int = 0
+    """The number of the rank's last commit; 0 for none."""
+    text: str = ""
+    """What has released it."""
+    token: int = 0
+    """Of the order that is answered."""
+    ok: bool = True
+    value: object = None
+    """What the order gave; (class, message, traceback lines) where it raised."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ends a pause."""
+
+    action: str
+    """"go on" with the ranks that there are now, "finish", or "give up"."""
+    why: str = ""
+    """In words, for the error; "" where the error that led to it says all."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A file that every new `State` begins from."""
+
+    path: str
+    trusted: bool = False
+    """Whether this cluster has written it, so that it may hold any object."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from nbdist.cluster.observer import Event, Observer, Quiet
 from nbdist.cluster.result import CellResult, RankResult
 from nbdist.cluster.scripts import checked_script
 from nbdist.cluster.start import Progress
-from nbdist.errors import CellError
+from nbdist.errors import CellError, StartError
 from nbdist.wire import Failure
 
 if TYPE_CHECKING:
@@ -89,13 +89,16 @@ class Cluster(Lifecycle):
         """
         self._cells += 1
         number = self._cells if number is None else number
-        collected = _Collected(self._select(ranks), observer)
+        selected = self._select(ranks)
+        collected = _Collected(observer)
         if not code.lstrip().startswith("%%"):
             code = FIRST_LINE + code
         if setup:
             self._setup.append((code, number))
         target, what = "nbdist.engine.cells:run_cell", f"In[{number}]"
-        return self._see(target, (code, number), what, collected, timeout_s, check)
+        return self._see(
+            target, selected, (code, number), what, collected, timeout_s, check
+        )
 
     def run_script(
         self,
@@ -125,15 +128,19 @@ class Cluster(Lifecycle):
             CellError: It raised on a rank, or ended with an exit code other than 0.
             UsageError: There is no such file, or no worker is left.
         """
-        collected = _Collected(self._select(None), observer)
+        selected = self._select(None)
+        collected = _Collected(observer)
         script = checked_script(path, n_ps, self.size)
         arguments = str(script), [str(each) for each in args], n_ps, keep
         target = "nbdist.engine.run_script:run_script"
-        return self._see(target, arguments, script.name, collected, timeout_s, check)
+        return self._see(
+            target, selected, arguments, script.name, collected, timeout_s, check
+        )
 
     def _see(
         self,
         target: str,
+        ranks: Sequence[int],
         args: tuple[object, ...],
         what: str,
         collected: _Collected,
@@ -141,15 +148,11 @@ class Cluster(Lifecycle):
         check: bool,
     ) -> CellResult:
         """Have ranks run code that answers with a `CellReply`; see it to its end."""
-        run = self._run(target, dict.fromkeys(collected.ranks, args), what, collected)
-        stopped = self._supervisor_of().see_through(run, timeout_s)
-        for rank, answer in run.answers.items():
-            if answer.ok:
-                part = collected.ranks[rank]
-                part.failure, part.seconds = answer.value
+        run = self._run(target, dict.fromkeys(ranks, args), what, collected)
+        stopped = self._see_through(run, timeout_s)
+        result = CellResult(collected.results(run), self.size)
         for failure in self._failures(run):
-            collected.ranks[failure.rank].failure = failure
-        result = CellResult(collected.ranks, self.size)
+            result[failure.rank].failure = failure
         error = stopped
         if error is None and check and not result.ok:
             error = _cell_error(result.failures, self.size)
@@ -279,7 +282,7 @@ class Cluster(Lifecycle):
     ) -> list[Any]:
         selected = self._select(ranks)
         run = self._run(target, dict.fromkeys(selected, args), what, observer)
-        stopped = self._supervisor_of().see_through(run, timeout_s)
+        stopped = self._see_through(run, timeout_s)
         failures = self._failures(run)
         if stopped is not None or failures:
             transfer.refuse(answer.value for answer in run.answers.values())
@@ -287,7 +290,13 @@ class Cluster(Lifecycle):
             raise stopped
         if failures:
             raise transfer.translate(failures) or _cell_error(failures, self.size)
-        return [run.answers[rank].value for rank in selected]
+        return [answer.value for answer in run.answers.values()]
+
+    def _see_through(self, run: Run, timeout_s: float | None) -> CellError | None:
+        try:
+            return self._supervisor_of().see_through(run, timeout_s)
+        except StartError as error:  # in an elastic run
+            raise self._give_up(error) from error
 
     def _failures(self, run: Run) -> list[Failure]:
         """What went wrong in the requests themselves, rank by rank."""
@@ -312,23 +321,22 @@ class Cluster(Lifecycle):
 class _Collected:
     """Keeps what the ranks print, and passes it on."""
 
-    def __init__(self, ranks: Sequence[int], observer: Observer) -> None:
-        self.ranks = {rank: RankResult(rank) for rank in ranks}
-        self._text: dict[tuple[int, str], list[str]] = {}
+    def __init__(self, observer: Observer) -> None:
+        self._text: dict[tuple[str, str], list[str]] = {}
+        self._outputs: dict[str, list[dict[str, Any]]] = {}
         self._observer = observer
 
     def take(self, event: Event) -> None:
         message = event.output
-        result = self.ranks[event.rank]
         if message is None:
-            for name in ("stdout", "stderr"):
-                setattr(result, name, "".join(self._text.pop((event.rank, name), [])))
+            pass
         elif message["msg_type"] == "stream":
             content = message["content"]
-            key = event.rank, content["name"]
+            key = event.process, content["name"]
             self._text.setdefault(key, []).append(content["text"])
         elif message["msg_type"] in ("display_data", "execute_result"):
-            result.outputs.append(message["content"]["data"])
+            outputs = self._outputs.setdefault(event.process, [])
+            outputs.append(message["content"]["data"])
         self._observer.take(event)
 
     def due(self) -> float | None:
@@ -336,6 +344,21 @@ class _Collected:
 
     def notice(self, text: str) -> None:
         self._observer.notice(text)
+
+    def results(self, run: Run) -> dict[int, RankResult]:
+        """Each rank's part of a run of cells that has ended."""
+        results = {}
+        for rank, process in run.processes.items():
+            stdout, stderr = (
+                "".join(self._text.get((process, name), []))
+                for name in ("stdout", "stderr")
+            )
+            outputs = self._outputs.get(process, [])
+            results[rank] = RankResult(rank, stdout, stderr, outputs)
+            answer = run.answers.get(rank)
+            if answer is not None and answer.ok:
+                results[rank].failure, results[rank].seconds = answer.value
+        return results
 
 
 def _cell_error(failures: Sequence[Failure], world_size: int) -> CellError:

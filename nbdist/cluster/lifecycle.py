@@ -25,6 +25,7 @@ from nbdist.telemetry.collector import Collector
 from nbdist.wire import RankInfo, format_ranks
 
 if TYPE_CHECKING:
+    from nbdist.cluster.elastic import Elastic
     from nbdist.cluster.recovery import Recovery
     from nbdist.cluster.roster import Roster
     from nbdist.cluster.supervisor import Supervisor
@@ -67,6 +68,7 @@ class Lifecycle:
         self._roster: Roster | None = None
         self._supervisor: Supervisor | None = None
         self._recovery: Recovery | None = None
+        self._elastic: Elastic | None = None
         self._setup: list[tuple[str, int]] = []
         self._cells = 0
         self.on_note: Callable[[str], None] = logging.getLogger("nbdist").warning
@@ -93,6 +95,7 @@ class Lifecycle:
             on_progress,
         )
         # Like the link, these are loaded once a cluster runs, not before.
+        from nbdist.cluster.elastic import Elastic
         from nbdist.cluster.recovery import Recovery
         from nbdist.cluster.roster import Roster
         from nbdist.cluster.supervisor import Supervisor
@@ -100,10 +103,22 @@ class Lifecycle:
         self.collector.set_ranks(self._started.infos)
         self._roster = Roster(self._started)
         self._supervisor = Supervisor(self._roster)
-        self._recovery = Recovery(self._roster, self._places, self.config)
+        self._recovery = Recovery(
+            self._roster, self._places, self.config, self._on_change
+        )
         self._recovery.setup = self._setup
+        self._elastic = Elastic(self._roster, self._recovery, self.config, self._tell)
+        if self.fault_tolerant:
+            self._supervisor.elastic = self._elastic
         self._started.keeper.on_loss(self._on_loss)
         return self
+
+    def _on_change(self) -> None:
+        """The ranks are others now."""
+        self.collector.set_ranks(self.infos)
+
+    def _tell(self, note: str) -> None:
+        self.on_note(note)
 
     def _on_loss(self, reason: str) -> None:
         """What the ranks cannot live without has ended: leave nothing behind."""
@@ -143,13 +158,16 @@ class Lifecycle:
                 f"{self.mpi} cannot change a running world: %dist_stop, then "
                 f"%dist_start -n {n}"
             )
+        assert self._recovery is not None
+        assert self._elastic is not None
+        note = self._elastic.scale(n, drop=drop)
+        if note is not None:
+            return note
         self._supervisor_of().admit(self._select(None))
         if n == self.size:
             return f"the world is {n} ranks already"
-        assert self._recovery is not None
-        note = self._recovery.scale(n, drop)
-        self.collector.set_ranks(self.infos)
-        return note
+        self._recovery.check(n, drop)
+        return self._recovery.scale(n)
 
     def replace(self, ranks: Iterable[int]) -> None:
         """End the processes of some ranks, whatever they do, and put others in place.
@@ -245,11 +263,14 @@ class Lifecycle:
         try:
             note = self._recovery.recover()
         except StartError as error:
-            self.stop()
-            raise RankDied(
-                f"a rank has died, and the others could not go on without it: {error}. "
-                "The cluster was stopped; start a new one"
-            ) from error
-        self.collector.set_ranks(roster.infos)
+            raise self._give_up(error) from error
         supervisor.mended()
         return note
+
+    def _give_up(self, error: StartError) -> RankDied:
+        """The ranks are in no state to go on: stop them."""
+        self.stop()
+        return RankDied(
+            f"a rank has died, and the others could not go on without it: {error}. "
+            "The cluster was stopped; start a new one"
+        )

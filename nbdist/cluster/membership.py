@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
-from nbdist.cluster.link import Exchange
+from nbdist.cluster.link import Answer
 from nbdist.cluster.placement import Place
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.start import tail_of, write_places
 from nbdist.errors import RankDied, StartError
 from nbdist.wire import Change, Join, RankInfo, format_ranks
 
-__all__ = ["Membership"]
+__all__ = ["Ask", "Membership"]
+
+Ask = Callable[..., "Future[Answer]"]
+"""Has a rank's main thread call a function: `ask(info, target, *args)`."""
 
 POLL_S = 0.05
 
 
 class Membership:
     """Leads the living ranks from one generation to the next.
+
+    Each method takes `ask`, which reaches the main threads of the ranks.
 
     Args:
         roster: The ranks; it is brought up to date.
@@ -34,40 +40,42 @@ class Membership:
         self._timeout_s = timeout_s
         self._generation = 0
 
-    def replace_dead(self) -> list[RankInfo]:
+    def replace_dead(self, ask: Ask) -> list[RankInfo]:
         """Put a new process in the place of each dead rank; the newcomers."""
         dead = sorted(self._roster.died)
         numbers = {info.rank: info.rank for info in self._roster.living}
-        return self._change(numbers, dead)
+        return self._change(numbers, dead, ask)
 
-    def drop_dead(self) -> None:
+    def drop_dead(self, ask: Ask) -> None:
         """Go on with the living, renumbered in their old order."""
         living = [info.rank for info in self._roster.living]
         self._places[:] = [self._places[rank] for rank in living]
-        self._change({old: new for new, old in enumerate(living)}, [])
+        self._change({old: new for new, old in enumerate(living)}, [], ask)
 
-    def grow(self, places: Sequence[Place]) -> list[RankInfo]:
+    def grow(self, places: Sequence[Place], ask: Ask) -> list[RankInfo]:
         """Add ranks at these places; the newcomers."""
         size = len(self._places)
         self._places.extend(places)
         numbers = {rank: rank for rank in range(size)}
         try:
-            return self._change(numbers, range(size, len(self._places)))
+            return self._change(numbers, range(size, len(self._places)), ask)
         except BaseException:
             del self._places[size:]
             raise
 
-    def cut(self, size: int) -> None:
+    def cut(self, size: int, ask: Ask) -> None:
         """Let all ranks from `size` on go."""
         leaving = [info for info in self._roster.living if info.rank >= size]
-        self._change({rank: rank for rank in range(size)}, [])
+        self._change({rank: rank for rank in range(size)}, [], ask)
         for info in leaving:
             self._roster.link.send(
                 info.engine_uuid, "nbdist.engine.agent:end", control=True
             )
         del self._places[size:]
 
-    def _change(self, numbers: dict[int, int], joins: Sequence[int]) -> list[RankInfo]:
+    def _change(
+        self, numbers: dict[int, int], joins: Sequence[int], ask: Ask
+    ) -> list[RankInfo]:
         write_places(self._roster.run_dir, self._places)
         self._generation = 1 + max(
             [self._generation, *(info.generation for info in self._roster.infos)]
@@ -80,13 +88,13 @@ class Membership:
         )
         link = self._roster.link
         known = set(link.engines().values())
-        exchanges = [
-            link.send(info.engine_uuid, "nbdist.engine.membership:change", plan)
+        replies = [
+            ask(info, "nbdist.engine.membership:change", plan)
             for info in self._roster.living
         ]
         deadline = time.monotonic() + self._timeout_s
         newcomers = self._await_newcomers(plan, known, deadline)
-        stayed = [self._answer(exchange, deadline) for exchange in exchanges]
+        stayed = [self._answer(reply, deadline) for reply in replies]
         infos = [info for info in [*stayed, *newcomers] if info is not None]
         self._roster.begin(sorted(infos, key=lambda info: info.rank))
         return newcomers
@@ -101,7 +109,7 @@ class Membership:
 
         self._wait_until(lambda: len(arrived()) >= len(plan.joins), plan, deadline)
         hellos = [link.send(uuid, "nbdist.engine.agent:status") for uuid in arrived()]
-        return [self._answer(hello, deadline)["info"] for hello in hellos]
+        return [self._answer(hello.reply, deadline)["info"] for hello in hellos]
 
     def _wait_until(
         self, condition: Callable[[], bool], plan: Change, deadline: float
@@ -120,9 +128,9 @@ class Membership:
                 )
             time.sleep(POLL_S)  # other processes' files raise no event
 
-    def _answer(self, exchange: Exchange, deadline: float) -> Any:
+    def _answer(self, reply: Future[Answer], deadline: float) -> Any:
         try:
-            answer = exchange.reply.result(max(0.1, deadline - time.monotonic()))
+            answer = reply.result(max(0.1, deadline - time.monotonic()))
         except NoAnswer as error:
             raise StartError(
                 f"a rank did not join the others within {self._timeout_s:g} s"

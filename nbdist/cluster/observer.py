@@ -19,6 +19,8 @@ class Event:
     """The Jupyter message: a stream, display_data, execute_result or clear_output."""
     seconds: float
     """Since the run began."""
+    process: str = ""
+    """The engine it happened in; a rank's number may pass to another."""
 
 
 class Observer(Protocol):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any
 
 from nbdist.cluster.inventory import this_host
-from nbdist.cluster.membership import Membership
+from nbdist.cluster.link import Answer
+from nbdist.cluster.membership import Ask, Membership
 from nbdist.cluster.placement import Place, place
 from nbdist.cluster.roster import Roster
 from nbdist.config import ClusterConfig
+from nbdist.engine.shipping import discard
 from nbdist.errors import UsageError
 from nbdist.wire import RankInfo, format_ranks
 
@@ -18,6 +21,9 @@ __all__ = ["Recovery"]
 
 DESCRIBE_TIMEOUT_S = 10.0
 PREPARE_TIMEOUT_S = 600.0
+RUN_CELL = "nbdist.engine.cells:run_cell"
+LOOK_S = 0.5
+"""How often ranks that prepare are asked whether they wait for another."""
 
 
 class Recovery:
@@ -27,14 +33,20 @@ class Recovery:
         roster: The ranks.
         places: Where each rank runs, by rank; kept up to date.
         config: As the cluster was started.
+        on_change: Called when the roster has changed.
     """
 
     def __init__(
-        self, roster: Roster, places: list[Place], config: ClusterConfig
+        self,
+        roster: Roster,
+        places: list[Place],
+        config: ClusterConfig,
+        on_change: Callable[[], None],
     ) -> None:
         self._roster = roster
         self._places = places
         self._config = config
+        self._on_change = on_change
         self._membership = Membership(roster, places, config.timeout_s)
         self.setup: list[tuple[str, int]] = []
         """The cells that each new rank runs first, with their In[] numbers."""
@@ -44,40 +56,60 @@ class Recovery:
         """The world size."""
         return len(self._places)
 
-    def recover(self) -> str:
+    def recover(self, ask: Ask | None = None) -> str:
         """After deaths, do what the configuration says; what was done, in words.
 
-        Every living rank must be idle.
+        Args:
+            ask: How to reach the main threads of ranks that are not idle but paused.
 
         Raises:
             StartError: The ranks could not meet anew.
         """
+        ask = ask or self._send
         dead = format_ranks(self._roster.died)
-        if self._config.on_failure == "shrink":
-            self._membership.drop_dead()
-            return f"rank {dead} was dropped: the world is {self.size} ranks now"
-        newcomers = self._membership.replace_dead()
+        if self._config.on_failure == "shrink" or not dead:
+            self.drop(ask)
+            gone = f"rank {dead} was dropped: " if dead else "the ranks have met anew: "
+            return f"{gone}the world is {self.size} ranks now"
+        newcomers = self._membership.replace_dead(ask)
+        self._on_change()
         pids = ", ".join(str(info.pid) for info in newcomers)
-        return f"rank {dead} was replaced (pid {pids}); {self._prepare(newcomers)}"
+        told = self._prepare(newcomers, ask)
+        return f"rank {dead} was replaced (pid {pids}); {told}"
 
-    def scale(self, size: int, drop: bool) -> str:
-        """Grow or shrink the world to so many ranks; what was done, in words.
+    def drop(self, ask: Ask | None = None) -> None:
+        """Go on with the living ranks alone."""
+        self._membership.drop_dead(ask or self._send)
+        self._on_change()
+
+    def check(self, size: int, drop: bool) -> None:
+        """Whether the world may take this size.
 
         Args:
             drop: Let ranks go that hold variables which no other rank has.
 
         Raises:
-            UsageError: The size cannot be had, or variables would be lost. Nothing was
-                changed.
+            UsageError: The size cannot be had, or variables would be lost.
         """
-        if size < self.size:
-            if not drop:
-                self._refuse_loss(size)
-            self._membership.cut(size)
+        if size >= self.size:
+            self._wider(size)
+        elif not drop:
+            self._refuse_loss(size)
+
+    def scale(self, size: int, ask: Ask | None = None) -> str:
+        """Grow or shrink the world to so many ranks; what was done, in words."""
+        ask = ask or self._send
+        if size <= self.size:
+            self._membership.cut(size, ask)
+            self._on_change()
             return f"the world is {size} ranks now"
-        wider = place(replace(self._config, n=size), this_host())
-        newcomers = self._membership.grow(wider[self.size :])
-        return f"the world is {size} ranks now; {self._prepare(newcomers)}"
+        newcomers = self._membership.grow(self._wider(size), ask)
+        self._on_change()
+        return f"the world is {size} ranks now; {self._prepare(newcomers, ask)}"
+
+    def _wider(self, size: int) -> list[Place]:
+        """The places of the ranks that a wider world has more."""
+        return place(replace(self._config, n=size), this_host())[self.size :]
 
     def _refuse_loss(self, size: int) -> None:
         described = self._roster.ask(
@@ -99,26 +131,62 @@ class Recovery:
                 f"({', '.join(sorted(lost - kept))}): add --yes to let them go"
             )
 
-    def _prepare(self, newcomers: Sequence[RankInfo]) -> str:
+    def _prepare(self, newcomers: Sequence[RankInfo], ask: Ask) -> str:
         """Run the setup cells, then copy the lowest old rank's variables."""
-        failed = [
-            f"setup cell In[{number}] failed on it: {failure.ename}: {failure.evalue}"
-            for code, number in self.setup
-            for failure, _seconds in self._ask(
-                newcomers, "nbdist.engine.cells:run_cell", code, number
-            )
-            if failure is not None
-        ]
+        failed = []
+        spent = False
+        for code, number in self.setup:
+            for answer in self._request(newcomers, RUN_CELL, code, number):
+                failure, _seconds = answer.value
+                spent |= answer.spent
+                if failure is not None:
+                    error = f"{failure.ename}: {failure.evalue}"
+                    failed.append(f"setup cell In[{number}] failed on it: {error}")
+        if spent:  # such a cell has left a collective
+            self._renew(ask)
         new = {info.rank for info in newcomers}
         oldest = next(info for info in self._roster.living if info.rank not in new)
-        ((shipment, lost),) = self._ask([oldest], "nbdist.engine.namespace:export")
-        self._ask(newcomers, "nbdist.engine.calls:store", shipment)
+        reply = ask(oldest, "nbdist.engine.namespace:export")
+        shipment, lost = reply.result(PREPARE_TIMEOUT_S).value
+        try:
+            self._request(newcomers, "nbdist.engine.calls:store", shipment)
+        finally:
+            discard(shipment)
         told = [f"it has the variables of rank {oldest.rank}"]
         if lost:
             told.append(f"but these cannot be copied: {'; '.join(lost)}")
         return ", ".join([*told, *failed])
 
-    def _ask(self, ranks: Sequence[RankInfo], target: str, *args: object) -> list[Any]:
-        link = self._roster.link
-        asked = [link.send(info.engine_uuid, target, *args) for info in ranks]
-        return [exchange.reply.result(PREPARE_TIMEOUT_S).value for exchange in asked]
+    def _send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
+        return self._roster.link.send(info.engine_uuid, target, *args).reply
+
+    def _request(
+        self, ranks: Sequence[RankInfo], target: str, *args: object
+    ) -> list[Answer]:
+        """Ask idle ranks that are alone: what waits for another rank is released."""
+        replies = [self._send(info, target, *args) for info in ranks]
+        deadline = time.monotonic() + PREPARE_TIMEOUT_S
+        while not all(reply.done() for reply in replies):
+            if wait(replies, LOOK_S).not_done:
+                self._release(ranks)
+            if time.monotonic() > deadline:
+                break
+        return [reply.result(0) for reply in replies]
+
+    def _renew(self, ask: Ask) -> None:
+        replies = [
+            ask(info, "nbdist.engine.world:renew") for info in self._roster.living
+        ]
+        self._roster.update(r.result(PREPARE_TIMEOUT_S).value for r in replies)
+
+    def _release(self, ranks: Sequence[RankInfo]) -> None:
+        calls = self._roster.ask(
+            "nbdist.engine.agent:waiting", ranks=[info.rank for info in ranks]
+        )
+        for rank, call in calls.items():
+            if call is not None and len(call.members) > len(ranks):
+                reason = (
+                    f"released from {call.operation}: a setup cell runs on a rank that "
+                    "joins alone, and no other rank comes"
+                )
+                self._roster.tell("nbdist.engine.agent:release", reason, ranks=[rank])

@@ -128,6 +128,15 @@ class Roster:
             answers[rank] = answer.value if answer.ok else None
         return answers
 
+    def tell(
+        self, target: str, *args: object, ranks: Iterable[int] | None = None
+    ) -> None:
+        """Have the agents of living ranks do something, without waiting for it."""
+        chosen = None if ranks is None else set(ranks)
+        for info in self.living:
+            if chosen is None or info.rank in chosen:
+                self.link.send(info.engine_uuid, target, *args, control=True)
+
     def kill(self, ranks: Iterable[int]) -> None:
         """End the processes of some ranks, as `kill -9` does, and see them dead."""
         wanted = set(ranks)

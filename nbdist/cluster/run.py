@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.cluster.link import Answer, Exchange, Link
 from nbdist.cluster.observer import Event, Observer
+from nbdist.engine import codec
 from nbdist.errors import RankDied
-from nbdist.wire import RankInfo
+from nbdist.wire import ELASTIC, Failure, Notice, RankInfo, Verdict
 
 __all__ = ["Run"]
 
 INTERRUPT = "nbdist.engine.agent:interrupt"
+ORDER = "nbdist.engine.elastic:order"
+DECIDE = "nbdist.engine.elastic:decide"
 
 Message = dict[str, Any]
+
+
+@dataclass
+class _Part:
+    """One process's part of a run. Its rank may change while it runs."""
+
+    info: RankInfo
+    exchange: Exchange | None = None
+    answer: Answer | None = None
+    died: RankDied | None = None
+    elastic: Notice | None = None
+    """The last it said of the elastic run it is in; None outside one."""
+    orders: dict[int, Future[Answer]] = field(default_factory=dict)
+    """What it was told to do in a pause, and has not done yet."""
+
+    @property
+    def done(self) -> bool:
+        return self.answer is not None or self.died is not None
 
 
 class Run:
@@ -38,53 +63,166 @@ class Run:
         observer: Observer,
     ) -> None:
         self._link = link
-        self._infos = {info.rank: info for info in targets}
+        self._parts = {info.engine_uuid: _Part(info) for info in targets}
         self._target, self._args, self._what = target, args, what
         self._observer = observer
         self._begun = self.last_event = time.monotonic()
-        self._queue: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
-        self.answers: dict[int, Answer] = {}
-        self.died: dict[int, RankDied] = {}
-        self._exchanges: dict[int, Exchange] = {}
+        self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
+        self._tokens = itertools.count(1)
+        self._orders_lock = threading.Lock()
 
     def begin(self) -> None:
         """Send the requests."""
-        for rank, info in self._infos.items():
-            self._exchanges[rank] = self._send(rank, info.engine_uuid)
+        for part in self._parts.values():
+            self._send(part, self._args[part.info.rank])
 
-    def _send(self, rank: int, engine_uuid: str) -> Exchange:
-        events = self._queue
-        exchange = self._link.send(
-            engine_uuid,
+    def _send(self, part: _Part, args: tuple[object, ...]) -> None:
+        events, uuid = self._queue, part.info.engine_uuid
+        part.exchange = self._link.send(
+            uuid,
             self._target,
-            *self._args[rank],
+            *args,
             what=self._what,
-            on_output=lambda message: events.put((rank, message)),
+            on_output=lambda message: self._hear(part, message),
         )
-        exchange.reply.add_done_callback(lambda _reply: events.put((rank, None)))
-        return exchange
+
+        def ended(_reply: object) -> None:
+            self._drop_orders(part)
+            events.put((uuid, None))
+
+        part.exchange.reply.add_done_callback(ended)
+
+    def _hear(self, part: _Part, message: Message) -> None:
+        """Take a message of a rank's, on the link's thread."""
+        if message["msg_type"] == ELASTIC:
+            notice: Notice = codec.loads(message["buffers"])
+            if notice.kind == "answered":
+                self._settle(part, notice)
+                return
+            message = {"msg_type": ELASTIC, "notice": notice}
+        self._queue.put((part.info.engine_uuid, message))
 
     def interrupt(self) -> None:
         """Interrupt this run, and no other, on the ranks that have not answered."""
-        for info in self.unfinished:
-            name = self._exchanges[info.rank].name
-            self._link.send(info.engine_uuid, INTERRUPT, name, control=True)
+        for part in self._open():
+            assert part.exchange is not None
+            uuid, name = part.info.engine_uuid, part.exchange.name
+            self._link.send(uuid, INTERRUPT, name, control=True)
+
+    # -- what has come of it -------------------------------------------------------
+
+    @property
+    def answers(self) -> dict[int, Answer]:
+        """What each rank has answered that has, in rank order."""
+        parts = self._in_order()
+        return {p.info.rank: p.answer for p in parts if p.answer is not None}
+
+    @property
+    def died(self) -> dict[int, RankDied]:
+        """The ranks that have died before they answered."""
+        return {p.info.rank: p.died for p in self._in_order() if p.died is not None}
+
+    @property
+    def processes(self) -> dict[int, str]:
+        """The engine that is each rank of this run now, in rank order."""
+        return {p.info.rank: p.info.engine_uuid for p in self._in_order()}
 
     @property
     def unfinished(self) -> list[RankInfo]:
         """The ranks that were asked and have not answered, in rank order."""
-        done = self.answers.keys() | self.died.keys()
-        return [self._infos[rank] for rank in self._exchanges if rank not in done]
+        return [part.info for part in self._open()]
 
     @property
     def finished(self) -> bool:
         """Whether some rank has answered, or has died."""
-        return bool(self.answers or self.died)
+        return any(part.done for part in self._parts.values())
+
+    @property
+    def failed(self) -> bool:
+        """Whether some rank's cell, or function, has ended with an error."""
+        return any(_is_failure(answer) for answer in self.answers.values())
 
     @property
     def spent(self) -> bool:
         """Whether the ranks may no longer agree on what was sent in collectives."""
         return bool(self.died) or any(answer.spent for answer in self.answers.values())
+
+    def _in_order(self) -> list[_Part]:
+        parts = list(self._parts.values())  # another thread may ask meanwhile
+        return sorted(parts, key=lambda part: part.info.rank)
+
+    def _open(self) -> list[_Part]:
+        return [p for p in self._in_order() if p.exchange is not None and not p.done]
+
+    # -- elastic runs --------------------------------------------------------------
+
+    @property
+    def elastic(self) -> dict[int, Notice]:
+        """The ranks that are in an elastic run, and the last that each said of it."""
+        return {p.info.rank: p.elastic for p in self._open() if p.elastic is not None}
+
+    @property
+    def paused(self) -> dict[int, Notice]:
+        """The ranks that wait in an elastic run to hear what follows."""
+        return {r: notice for r, notice in self.elastic.items() if notice.pause}
+
+    def order(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
+        """Have a paused rank's main thread call a function; its answer."""
+        part = self._parts[info.engine_uuid]
+        token, future = next(self._tokens), Future[Answer]()
+        notice = part.elastic
+        with self._orders_lock:
+            if notice is None or part.done:
+                future.set_exception(RankDied(f"rank {info.rank} waits no more"))
+                return future
+            part.orders[token] = future
+        uuid = info.engine_uuid
+        self._link.send(uuid, ORDER, notice.pause, token, target, *args, control=True)
+        return future
+
+    def _settle(self, part: _Part, notice: Notice) -> None:
+        with self._orders_lock:
+            future = part.orders.pop(notice.token, None)
+        if future is not None:
+            future.set_result(Answer(notice.ok, notice.value, False))
+
+    def _drop_orders(self, part: _Part) -> None:
+        """A rank that has ended carries nothing out any more."""
+        with self._orders_lock:
+            lost, part.orders = part.orders, {}
+        for future in lost.values():
+            future.set_exception(RankDied(f"rank {part.info.rank} has ended"))
+
+    def decide(self, verdict: Verdict) -> None:
+        """End the pauses of all ranks that are in one."""
+        for part in self._open():
+            notice = part.elastic
+            if notice is not None and notice.pause:
+                part.elastic = Notice("entered", notice.call)
+                uuid = part.info.engine_uuid
+                self._link.send(uuid, DECIDE, notice.pause, verdict, control=True)
+
+    def follow(self, infos: Iterable[RankInfo]) -> None:
+        """Take the ranks' new numbers. Processes that are not among them are left out.
+
+        They are dead, or were let go: this run goes on without them.
+        """
+        before = set(self.processes)
+        now = {info.engine_uuid: info for info in infos}
+        for uuid in list(self._parts):
+            if uuid in now:
+                self._parts[uuid].info = now[uuid]
+            else:
+                del self._parts[uuid]
+        for rank in sorted(before - {info.rank for info in now.values()}):
+            self._observer.take(Event(rank, None, self._elapsed()))
+
+    def join(self, info: RankInfo) -> None:
+        """Ask a rank that was not there when the others were asked."""
+        part = self._parts[info.engine_uuid] = _Part(info)
+        self._send(part, next(iter(self._args.values())))
+
+    # -- waiting -------------------------------------------------------------------
 
     def wait(self, deadline: float | None, tick_s: float | None = None) -> bool:
         """Handle events until all ranks have answered, or until the deadline.
@@ -92,30 +230,49 @@ class Run:
         Args:
             deadline: On the monotonic clock; None waits for as long as it takes. A
                 KeyboardInterrupt ends the wait at once.
-            tick_s: Return after this many seconds too.
+            tick_s: Return after this many seconds too, and when a rank has died or
+                pauses.
 
         Returns:
             Whether all ranks have answered.
         """
         end = None if tick_s is None else time.monotonic() + tick_s
-        while self.unfinished:
+        while self._open():
             try:
-                rank, message = self._queue.get(timeout=self._pause(deadline, end))
+                uuid, message = self._queue.get(timeout=self._pause(deadline, end))
             except queue.Empty:
                 now = time.monotonic()
                 if any(t is not None and now >= t for t in (deadline, end)):
                     return False
                 continue
-            if message is None:
-                self._collect(rank)
+            urgent = self._handle(uuid, message)
             self.last_event = time.monotonic()
-            elapsed = self.last_event - self._begun
-            self._observer.take(Event(rank, message, elapsed))
+            if urgent and tick_s is not None:
+                return not self._open()
         return True
 
     def notice(self, text: str) -> None:
         """Tell the observer that no rank gets on, or, with "", that one does again."""
         self._observer.notice(text)
+
+    def _handle(self, uuid: str, message: Message | None) -> bool:
+        """Take one event; whether somebody must act on it."""
+        part = self._parts.get(uuid)
+        if part is None:  # it was let go
+            return False
+        urgent = False
+        if message is None:
+            self._collect(part)
+            urgent = part.died is not None
+        elif message["msg_type"] == ELASTIC:
+            notice = message["notice"]
+            part.elastic = None if notice.kind == "left" else notice
+            return bool(notice.pause)
+        self._observer.take(Event(part.info.rank, message, self._elapsed(), uuid))
+        return urgent
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._begun
 
     def _pause(self, *ends: float | None) -> float | None:
         """Seconds until the first of: an end, or the observer's next turn."""
@@ -126,8 +283,18 @@ class Run:
             pauses.append(due)
         return min(pauses) if pauses else None
 
-    def _collect(self, rank: int) -> None:
+    def _collect(self, part: _Part) -> None:
+        assert part.exchange is not None
+        part.elastic = None
         try:
-            self.answers[rank] = self._exchanges[rank].reply.result(timeout=0)
+            part.answer = part.exchange.reply.result(timeout=0)
         except RankDied as error:
-            self.died[rank] = error
+            part.died = error
+
+
+def _is_failure(answer: Answer) -> bool:
+    """Also a cell's, which is what its request returns."""
+    if not answer.ok:
+        return True
+    value = answer.value
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], Failure)

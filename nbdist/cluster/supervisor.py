@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.run import Run
 from nbdist.cluster.standstill import Standstill
 from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
 from nbdist.wire import CollectiveCall, format_ranks
+
+if TYPE_CHECKING:
+    from nbdist.cluster.elastic import Elastic
 
 __all__ = ["Supervisor"]
 
@@ -28,6 +32,10 @@ class Supervisor:
         self._roster = roster
         self._unfinished: list[Run] = []
         self._spent = False
+        self._mourned: set[str] = set()
+        """The dead engines that the living have been released from."""
+        self.elastic: Elastic | None = None
+        """Leads elastic runs on, where that can be."""
 
     def admit(self, ranks: Iterable[int]) -> None:
         """Before a run: its ranks must be idle, and able to communicate.
@@ -70,16 +78,23 @@ class Supervisor:
         stopped: CellError | None = None
         standstill = Standstill(self._roster, run)
         try:
+            if self.elastic is not None:
+                self.elastic.begin(run)
             run.begin()
             while not run.wait(deadline, tick_s=PROBE_S):
                 if deadline is not None and time.monotonic() >= deadline:
                     stopped = self._time_out(run, timeout_s)
                     break
                 standstill.look()
-                if run.finished:
-                    waiting = self._release_waiting(run, waiting)
+                self._release_from_dead()
+                waiting = self._release_waiting(run, waiting)
+                if self.elastic is not None:
+                    self.elastic.attend(run)
         except KeyboardInterrupt:
             stopped = self._interrupt(run)
+        finally:
+            if self.elastic is not None:
+                self.elastic.end()
         self._spent |= run.spent or bool(run.unfinished)
         with contextlib.suppress(KeyboardInterrupt):  # then the next run does it
             self._renew_if_spent()
@@ -87,34 +102,52 @@ class Supervisor:
 
     # -- ranks that will not come --------------------------------------------------
 
+    def _release_from_dead(self) -> None:
+        """Let the living out of what they do with the dead: these will never come."""
+        dead = [
+            info
+            for info in map(self._roster.__getitem__, self._roster.died)
+            if info.engine_uuid not in self._mourned
+        ]
+        if dead:
+            self._mourned |= {info.engine_uuid for info in dead}
+            ranks = [info.rank for info in dead]
+            reason = f"rank {format_ranks(ranks)} has died"
+            self._roster.tell("nbdist.engine.agent:release_from", ranks, reason)
+
     def _release_waiting(
         self, run: Run, before: dict[int, CollectiveCall]
     ) -> dict[int, CollectiveCall]:
-        """Release ranks that wait in a collective for one whose cell has ended.
+        """Release ranks that wait in a collective for one that is at work no more.
 
-        A call that was there at the last look already, and at this one still, is not
-        about to complete: all its data would have been on their way.
+        Its cell has ended or is paused, or it was not asked. A call that was there at
+        the last look already, and at this one still, is not about to complete: all its
+        data would have been on their way.
 
         Returns:
             What each rank waits in now.
         """
-        ranks = [info.rank for info in run.unfinished]
+        busy = self._busy() - run.paused.keys()
+        if busy >= {info.rank for info in self._roster.infos}:
+            return {}
+        ranks = busy & {info.rank for info in run.unfinished}
         calls = self._roster.ask("nbdist.engine.agent:waiting", ranks=ranks)
         waiting = {rank: call for rank, call in calls.items() if call is not None}
-        busy = self._busy()
         for rank, call in waiting.items():
             missing = set(call.members) - busy
             if missing and before.get(rank) == call:
-                reason = self._reason(call, missing)
+                reason = self._reason(call, missing, set(run.processes))
                 self._roster.ask("nbdist.engine.agent:release", reason, ranks=[rank])
         return waiting
 
-    def _reason(self, call: CollectiveCall, missing: set[int]) -> str:
+    def _reason(self, call: CollectiveCall, missing: set[int], asked: set[int]) -> str:
         dead = missing & self._roster.died.keys()
         ended = missing - dead
         whys = [f"rank {format_ranks(dead)} has died"] if dead else []
-        if ended:
-            whys.append(f"the cell of rank {format_ranks(ended)} has ended")
+        if ended & asked:
+            whys.append(f"the cell of rank {format_ranks(ended & asked)} has ended")
+        if ended - asked:
+            whys.append(f"rank {format_ranks(ended - asked)} was not asked to run it")
         return f"released from {call.operation}: {' and '.join(whys)}"
 
     def _busy(self) -> set[int]:
@@ -122,7 +155,14 @@ class Supervisor:
         for run in self._unfinished:
             run.wait(time.monotonic())  # answers that came meanwhile
         self._unfinished = [run for run in self._unfinished if run.unfinished]
-        return {info.rank for run in self._unfinished for info in run.unfinished}
+        # News of a death reaches the roster first, and its runs a moment later.
+        living = {info.engine_uuid for info in self._roster.living}
+        return {
+            info.rank
+            for run in self._unfinished
+            for info in run.unfinished
+            if info.engine_uuid in living
+        }
 
     # -- ending a run --------------------------------------------------------------
 

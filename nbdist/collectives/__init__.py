@@ -27,6 +27,7 @@ from .group import (
     current_call,
     default_group,
     release_calls,
+    release_calls_with,
     renew_groups,
     set_default_group,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_tensor",
     "release_calls",
+    "release_calls_with",
     "renew_groups",
     "ring_steps",
     "scatter",

@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -45,6 +45,7 @@ __all__ = [
     "current_call",
     "default_group",
     "release_calls",
+    "release_calls_with",
     "renew_groups",
     "set_default_group",
 ]
@@ -403,6 +404,19 @@ def release_calls(error: BaseException) -> None:
     for group in list(_live):
         if group.call is not None:
             group.abort(error)
+
+
+def release_calls_with(ranks: Iterable[int], reason: str) -> None:
+    """Abort every group with one of these world ranks in it. Any thread may call.
+
+    They will not come, neither to the call that waits for them nor to a later one.
+    """
+    gone = set(ranks)
+    for group in list(_live):
+        if gone.intersection(group.ranks):
+            call = group.call
+            what = f"released from {call.operation}: " if call is not None else ""
+            group.abort(CollectiveAborted(what + reason))
 
 
 def set_default_group(group: Group | None) -> None:

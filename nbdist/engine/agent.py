@@ -13,7 +13,12 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from nbdist.collectives import calls_made, current_call, release_calls
+from nbdist.collectives import (
+    calls_made,
+    current_call,
+    release_calls,
+    release_calls_with,
+)
 from nbdist.engine import world
 from nbdist.engine.cell_names import place_of
 from nbdist.engine.rank import this_rank
@@ -26,6 +31,7 @@ __all__ = [
     "interrupt",
     "memory",
     "release",
+    "release_from",
     "stack",
     "standing",
     "status",
@@ -92,6 +98,12 @@ def release(reason: str) -> None:
     release_calls(CollectiveAborted(reason))
     if current_call() is None:
         world.current().release()  # it may wait in a call of mpi4py's, or of NCCL's
+
+
+def release_from(dead: list[int], reason: str) -> None:
+    """Let the main thread out of whatever it does, or will do, with the dead."""
+    release_calls_with(dead, reason)
+    world.current().release()
 
 
 def stack() -> str:

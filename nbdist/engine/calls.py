@@ -34,7 +34,10 @@ async def call(payload: list[Any]) -> Any:
 
 def store(shipment: shipping.Shipment) -> None:
     """Put values from the notebook into this rank's namespace."""
-    this_rank().shell.push(shipping.unload(shipment))
+    rank = this_rank()
+    rank.shell.push(shipping.unload(shipment))
+    # A function from another rank brings the globals that it uses, `rank` among them.
+    rank.tell_namespace()
 
 
 def fetch(expression: str) -> shipping.Shipment:

@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 import nbdist
 from nbdist.collectives import set_cell_resolver
-from nbdist.engine import cell_names, cells, codec, rank, requests
+from nbdist.engine import cell_names, cells, codec, elastic, rank, requests
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.place import Assignment
@@ -25,7 +25,7 @@ from nbdist.engine.world import World
 from nbdist.telemetry.note import set_recorder
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
-from nbdist.wire import TELEMETRY, Batch, RankInfo
+from nbdist.wire import ELASTIC, TELEMETRY, Batch, Notice, RankInfo
 
 __all__ = ["run_engine"]
 
@@ -60,6 +60,11 @@ class _Engine(IPEngine):  # type: ignore[misc]
         def report(batch: Batch) -> None:
             session.send(iopub_socket, TELEMETRY, {}, buffers=codec.dumps(batch))
 
+        def notify(notice: Notice) -> None:
+            parent = kernel.get_parent("shell")
+            frames = codec.dumps(notice)
+            session.send(iopub_socket, ELASTIC, {}, parent=parent, buffers=frames)
+
         output = Output(publish, self.captured, self.run_dir / "output")
         sys.stdout, sys.stderr = output.stdout, output.stderr
         info = self.rank_info
@@ -77,11 +82,13 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 recorder=recorder,
                 assignment=self.assignment,
                 run_dir=self.run_dir,
+                notify=notify,
             )
         )
         _fill_namespace(shell, self.device)
         rank.this_rank().tell_namespace()
         requests.answer_on(kernel)
+        elastic.attend()
         self.sampler = Sampler(recorder, info.device, info.device_uuid)
 
     def init_signal(self) -> None:

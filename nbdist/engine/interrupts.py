@@ -88,6 +88,18 @@ class Interrupts:
             self._armed = False
             self._waiting = None
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within `armed`: keep SIGINT back until the end, for what must not be cut."""
+        armed, self._armed = self._armed, False
+        try:
+            yield
+        finally:
+            self._armed = armed
+            if armed and self._pending:
+                self._pending = False
+                self._deliver(self._waiting)
+
     def _insist(self, request: str) -> None:
         """Repeat the signal until the handler has run.
 

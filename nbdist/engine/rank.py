@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from nbdist.engine.output import Output
 from nbdist.engine.place import Assignment
 from nbdist.errors import WrongProcess
 from nbdist.telemetry.recorder import Recorder
-from nbdist.wire import RankInfo
+from nbdist.wire import Notice, RankInfo
 
 __all__ = ["Activity", "Rank", "become", "is_rank", "this_rank"]
 
@@ -38,8 +39,12 @@ class Rank:
     recorder: Recorder
     assignment: Assignment
     run_dir: Path
+    notify: Callable[[Notice], None]
+    """Tells the notebook something out of turn, as part of the request that runs."""
     main_thread: int = field(default_factory=threading.get_ident)
     activity: Activity | None = None
+    request: str = ""
+    """The name of the notebook's request that the main thread works on."""
 
     def tell_namespace(self) -> None:
         """Give the user's namespace this rank's numbers, hidden from %who and so on."""

@@ -19,7 +19,7 @@ from nbdist.engine import codec, world
 from nbdist.engine.rank import Activity, this_rank
 from nbdist.wire import REPLY, REQUEST
 
-__all__ = ["answer_on"]
+__all__ = ["answer_on", "describe", "function_of"]
 
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -42,14 +42,15 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
     rank = this_rank()
     content = message["content"]
     rank.activity = Activity(content["what"])
+    rank.request = message["header"]["msg_id"]
     frames: list[Any]
     try:
-        with rank.interrupts.request(message["header"]["msg_id"]):
+        with rank.interrupts.request(rank.request):
             frames = await _call(content["target"], message["buffers"])
         status = "ok"
     except BaseException as error:  # noqa: BLE001
         # The boundary: whatever went wrong becomes the answer, so that one comes.
-        status, frames = "error", codec.dumps(_describe(error))
+        status, frames = "error", codec.dumps(describe(error))
     finally:
         rank.activity = None
     _reply(kernel, stream, ident, message, status, frames)
@@ -61,19 +62,20 @@ async def _answer_agent(kernel: Any, stream: Any, ident: Any, message: Any) -> N
     try:
         status, frames = "ok", await _call(content["target"], message["buffers"])
     except Exception as error:  # noqa: BLE001 - the boundary, as above
-        status, frames = "error", codec.dumps(_describe(error))
+        status, frames = "error", codec.dumps(describe(error))
     _reply(kernel, stream, ident, message, status, frames)
 
 
 async def _call(target: str, buffers: list[Any]) -> list[Any]:
     args, kwargs = codec.loads([bytearray(frame) for frame in buffers])
-    value = _function(target)(*args, **kwargs)
+    value = function_of(target)(*args, **kwargs)
     if inspect.isawaitable(value):
         value = await value
     return codec.dumps(value)
 
 
-def _function(target: str) -> Callable[..., Any]:
+def function_of(target: str) -> Callable[..., Any]:
+    """The function of this package that "module:function" names."""
     module, _, name = target.partition(":")
     if not module.startswith("nbdist.engine."):
         raise ValueError(f"{target!r} is not a function of nbdist.engine")
@@ -81,7 +83,7 @@ def _function(target: str) -> Callable[..., Any]:
     return function
 
 
-def _describe(error: BaseException) -> tuple[str, str, list[str]]:
+def describe(error: BaseException) -> tuple[str, str, list[str]]:
     """(class, message, traceback lines) of what went wrong, from the user's code on."""
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):

@@ -45,24 +45,30 @@ class CellView:
     def __init__(self, ranks: Sequence[int], key: str) -> None:
         self._key = key
         self._begun = time.monotonic()
-        self._queues: dict[int, deque[Item]] = {rank: deque() for rank in ranks}
-        self._splitters = {
-            (rank, name): LineSplitter()
-            for rank in ranks
-            for name in ("stdout", "stderr")
-        }
+        self._queues: dict[int, deque[Item]] = {}
+        self._splitters: dict[tuple[int, str], LineSplitter] = {}
         self._finished: dict[int, float] = {}
         self._waiting_since: float | None = None
         self._flushed_at = 0.0
         self._status_shown: str | None = None
         self._status_at = 0.0
         self._notice = ""
-        self._shown: dict[int, list[Shown]] = {rank: [] for rank in ranks}
-        self._stale: dict[int, list[Shown]] = {rank: [] for rank in ranks}
+        self._shown: dict[int, list[Shown]] = {}
+        self._stale: dict[int, list[Shown]] = {}
         self._displays = 0
+        for rank in ranks:
+            self._add_rank(rank)
+
+    def _add_rank(self, rank: int) -> None:
+        self._queues[rank] = deque()
+        for name in ("stdout", "stderr"):
+            self._splitters[rank, name] = LineSplitter()
+        self._shown[rank], self._stale[rank] = [], []
 
     def take(self, event: Any) -> None:
         """See one event of the run."""
+        if event.rank not in self._queues:  # it has joined meanwhile
+            self._add_rank(event.rank)
         if event.output is None:
             self._finish_rank(event.rank, event.seconds)
             return
@@ -74,6 +80,7 @@ class CellView:
             "clear_output": self._take_clear,
         }.get(event.output["msg_type"])
         if handler is not None:
+            self._finished.pop(event.rank, None)  # its number was free for a while
             handler(event.rank, event.output["content"])
 
     def due(self) -> float | None:

@@ -1,0 +1,306 @@
+"""Leads an elastic run past the deaths of its ranks, and to other sizes.
+
+A rank in an elastic run that was released from a collective pauses and says so. When
+all that live have, the notebook changes the membership, by way of the paused main
+threads, sends newcomers the same cell, and lets the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from nbdist.cluster.link import Answer
+from nbdist.cluster.recovery import Recovery
+from nbdist.cluster.roster import Roster
+from nbdist.cluster.run import Run
+from nbdist.config import ClusterConfig
+from nbdist.errors import RankDied, UsageError
+from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
+
+__all__ = ["Elastic"]
+
+GRACE_S = 0.5
+"""How long the news of a death may come after its effect."""
+HOLD_TIMEOUT_S = 5.0
+WISH_PERIOD_S = 0.2
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Wish:
+    """A change of size that somebody waits for."""
+
+    size: int
+    outcome: Future[str | None] = field(default_factory=Future)
+    """What was done, in words; None when the run ended before."""
+
+
+@dataclass
+class _Lead:
+    """How far a run has been led."""
+
+    run: Run
+    index: int = -1
+    """Of the elastic call in its cell."""
+    restarts: int = 0
+    still_since: float | None = None
+    """When all its ranks were first seen paused."""
+    short_since: float | None = None
+    """When it began to wait for ranks."""
+
+
+class Elastic:
+    """Decides what follows when the ranks of an elastic run have paused.
+
+    Args:
+        roster: The ranks.
+        recovery: Changes their membership.
+        config: As the cluster was started.
+        on_note: Hears what was done, in words.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        recovery: Recovery,
+        config: ClusterConfig,
+        on_note: Callable[[str], None],
+    ) -> None:
+        self._roster = roster
+        self._recovery = recovery
+        self._config = config
+        self._on_note = on_note
+        self._lead: _Lead | None = None
+        self._wish: _Wish | None = None
+
+    # -- from another thread -------------------------------------------------------
+
+    def scale(self, size: int, *, drop: bool) -> str | None:
+        """Have the elastic run that is under way take another size at its next commit.
+
+        Returns:
+            What was done, in words; None where there is no such run.
+
+        Raises:
+            UsageError: The run's limits, or variables that would be lost, forbid it.
+        """
+        lead = self._lead
+        calls = [notice.call for notice in lead.run.elastic.values()] if lead else []
+        if not calls:
+            return None
+        _check_limits(calls[0], size)
+        if size == self._recovery.size:
+            return f"the world is {size} ranks already"
+        self._recovery.check(size, drop)
+        if self._wish is not None:
+            raise UsageError(f"a change to {self._wish.size} ranks is under way")
+        wish = self._wish = _Wish(size)
+        self._roster.tell("nbdist.engine.elastic:want_resize", True)
+        while True:
+            with contextlib.suppress(NotYet):
+                return wish.outcome.result(WISH_PERIOD_S)
+
+    # -- from the thread that waits for the run ------------------------------------
+
+    def begin(self, run: Run) -> None:
+        """A run begins; it may turn out to be elastic."""
+        self._lead = _Lead(run)
+
+    def end(self) -> None:
+        """The run has ended."""
+        self._lead = None
+        self._grant(None)
+
+    def attend(self, run: Run) -> None:
+        """Act, if every rank of the run that lives is paused.
+
+        Raises:
+            StartError: The ranks could not meet anew.
+        """
+        lead, paused = self._lead, run.paused
+        if lead is None or not paused or len(paused) < len(run.unfinished):
+            return
+        call = next(iter(paused.values())).call
+        if lead.index != call.index:
+            lead.index, lead.restarts = call.index, 0
+        verdict = self._judge(lead, call)
+        if verdict is not None:
+            lead.still_since = lead.short_since = None
+            run.decide(verdict)
+
+    def _judge(self, lead: _Lead, call: ElasticCall) -> Verdict | None:
+        """What follows; None to wait."""
+        run, paused = lead.run, lead.run.paused
+        reasons = {notice.reason for notice in paused.values()}
+        if run.failed:
+            return Verdict("give up")
+        if run.answers:
+            if reasons == {"finished"}:
+                return Verdict("finish")
+            ended = format_ranks(run.answers)
+            return Verdict("give up", f"the cell of rank {ended} has ended already")
+        absent = {info.rank for info in self._roster.living} - paused.keys()
+        if absent:
+            return Verdict(
+                "give up",
+                f"{call.name} is an elastic run, which needs every rank: rank "
+                f"{format_ranks(absent)} takes no part",
+            )
+        if reasons == {"resize"} and not self._roster.died:
+            return self._resize(lead)
+        return self._restart(lead, call)
+
+    def _restart(self, lead: _Lead, call: ElasticCall) -> Verdict | None:
+        """After a failure."""
+        now = time.monotonic()
+        dead = self._roster.died
+        lead.still_since = lead.still_since or now
+        if not dead and now < lead.still_since + GRACE_S:
+            return None
+        why = "; ".join(map(str, dead.values())) or next(
+            notice.text for notice in lead.run.paused.values()
+        )
+        if self._config.on_failure == "stop":
+            return Verdict("give up", f"{why}; and --on-failure is stop")
+        if lead.restarts >= call.max_restarts:
+            return Verdict("give up", f"max_restarts={lead.restarts} are spent: {why}")
+        if self._too_few(call):
+            return self._wait_for_ranks(lead, call, why)
+        if not self._hold(lead.run):
+            return None  # another rank has died: there is more to mend
+        lead.restarts += 1
+        note = self._lead_over(
+            lead.run, lambda: self._recovery.recover(self._ask_in(lead.run))
+        )
+        self._on_note(f"{why}\n{note}; {call.name} goes on")
+        return Verdict("go on")
+
+    def _too_few(self, call: ElasticCall) -> bool:
+        shrinks = self._config.on_failure == "shrink"
+        return shrinks and len(self._roster.living) < call.min_ranks
+
+    def _wait_for_ranks(
+        self, lead: _Lead, call: ElasticCall, why: str
+    ) -> Verdict | None:
+        """With fewer ranks than the run wants: until `scale`, or the time is up."""
+        living = len(self._roster.living)
+        now = time.monotonic()
+        if lead.short_since is None:
+            lead.short_since = now
+            self._on_note(
+                f"{why}\n{living} ranks are left, and {call.name} needs "
+                f"{call.min_ranks}: it waits {call.timeout_s:g} s for cluster.scale"
+            )
+        if now > lead.short_since + call.timeout_s:
+            return Verdict(
+                "give up",
+                f"{living} ranks were left for {call.timeout_s:g} s, fewer than "
+                f"min_ranks={call.min_ranks}: {why}",
+            )
+        if self._wish is None or not self._hold(lead.run):
+            return None
+        lead.restarts += 1
+        return self._resize(lead, held=True)
+
+    def _resize(self, lead: _Lead, *, held: bool = False) -> Verdict | None:
+        wish = self._wish
+        if wish is None:
+            return Verdict("go on")
+        if not held and not self._hold(lead.run):
+            return None
+        ask = self._ask_in(lead.run)
+
+        def change() -> str:
+            if self._roster.died:
+                self._recovery.drop(ask)
+            return self._recovery.scale(wish.size, ask)
+
+        note = self._lead_over(lead.run, change)
+        self._grant(note)
+        return Verdict("go on")
+
+    def _grant(self, outcome: str | None) -> None:
+        wish, self._wish = self._wish, None
+        if wish is not None:
+            wish.outcome.set_result(outcome)
+
+    # -- carrying it out -----------------------------------------------------------
+
+    def _ask_in(self, run: Run) -> Callable[..., Future[Answer]]:
+        """Asks paused ranks by orders, and newcomers by requests."""
+        paused = set(run.processes.values())
+
+        def ask(info: RankInfo, target: str, *args: object) -> Future[Answer]:
+            if info.engine_uuid in paused:
+                return run.order(info, target, *args)
+            return self._roster.link.send(info.engine_uuid, target, *args).reply
+
+        return ask
+
+    def _hold(self, run: Run) -> bool:
+        """Have no interrupt cut what follows; whether all ranks are there for it."""
+        held = [
+            run.order(info, "nbdist.engine.elastic:hold") for info in run.unfinished
+        ]
+        try:
+            for future in held:
+                future.result(HOLD_TIMEOUT_S)
+        except (RankDied, NotYet):
+            return False
+        return True
+
+    def _lead_over(self, run: Run, change: Callable[[], str]) -> str:
+        """Change the membership, and have newcomers join the run."""
+        call = next(iter(run.paused.values())).call
+
+        def whole() -> str:
+            note = change()
+            known = set(run.processes.values())
+            run.follow(self._roster.infos)
+            new = [i for i in self._roster.infos if i.engine_uuid not in known]
+            for info in new:
+                self._roster.tell(
+                    "nbdist.engine.elastic:expect", call, ranks=[info.rank]
+                )
+                run.join(info)
+            return note
+
+        return shielded(whole)
+
+
+def shielded(work: Callable[[], T]) -> T:
+    """Do something to its end, whatever interrupts come; they are raised afterwards."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is awaited
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="nbdist-recovery", daemon=True)
+    thread.start()
+    interrupted: KeyboardInterrupt | None = None
+    while not outcome.done():
+        try:
+            outcome.exception()
+        except KeyboardInterrupt as interrupt:
+            interrupted = interrupt
+    if interrupted is not None:
+        raise interrupted
+    return outcome.result()
+
+
+def _check_limits(call: ElasticCall, size: int) -> None:
+    if size < call.min_ranks:
+        raise UsageError(f"-n {size}: {call.name} has min_ranks={call.min_ranks}")
+    if call.max_ranks is not None and size > call.max_ranks:
+        raise UsageError(f"-n {size}: {call.name} has max_ranks={call.max_ranks}")

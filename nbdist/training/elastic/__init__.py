@@ -1,0 +1,9 @@
+"""Elastic training: it outlives a rank's death, and changes of the world's size."""
+
+from __future__ import annotations
+
+from nbdist.training.elastic.run import run
+from nbdist.training.elastic.state import State
+from nbdist.training.sampler import Sampler
+
+__all__ = ["Sampler", "State", "run"]

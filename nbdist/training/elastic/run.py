@@ -1,0 +1,191 @@
+"""A training function that outlives the ranks it began with."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, overload
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.collectives.process_group import original_error
+from nbdist.errors import CollectiveAborted, RestartsSpent, UsageError
+from nbdist.training.elastic.coordinator import coordinator
+from nbdist.training.elastic.meeting import meet
+from nbdist.training.elastic.ranks import ranks
+from nbdist.training.elastic.state import SizeChange, State
+from nbdist.wire import ElasticCall
+
+__all__ = ["run"]
+
+Function = Callable[..., Any]
+_F = TypeVar("_F", bound=Function)
+
+
+@overload
+def run(function: _F, /) -> _F: ...
+
+
+@overload
+def run(
+    *,
+    max_restarts: int = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
+    timeout_s: float = ...,
+) -> Callable[[_F], _F]: ...
+
+
+def run(
+    function: Function | None = None,
+    /,
+    *,
+    max_restarts: int = 3,
+    min_ranks: int = 1,
+    max_ranks: int | None = None,
+    timeout_s: float = 600.0,
+) -> Any:
+    """Make a training function go on after a rank's death, and after a resize.
+
+    The function's first argument is a `State`. Every rank must call it, with equal
+    arguments. It starts with rank 0's values on all ranks. When a rank dies, the
+    notebook replaces or drops it, as `--on-failure` says; then the last commit is
+    restored on all ranks, and the function is called again. It should therefore take
+    everything that tells how far it is from the state, and wrap a module in DDP itself,
+    for a DDP made outside holds on to the ranks of before. A change of size, by
+    `cluster.scale`, takes place at the next commit, and loses nothing.
+
+    Where no notebook watches, under a plain `mpiexec` or `torchrun`, a failure raises,
+    with the last commit intact.
+
+    Args:
+        max_restarts: failures after which it goes on; a change of size is none.
+        min_ranks: with fewer it waits for `cluster.scale`.
+        max_ranks: the world grows no further while it runs; None for no limit.
+        timeout_s: seconds to wait for ranks.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+    if not timeout_s > 0:
+        raise UsageError(f"timeout_s={timeout_s!r}: expected seconds above 0")
+    limits = ElasticCall(
+        name="",
+        max_restarts=_whole("max_restarts", max_restarts, 0),
+        min_ranks=_whole("min_ranks", min_ranks, 1),
+        max_ranks=max_ranks and _whole("max_ranks", max_ranks, min_ranks),
+        timeout_s=timeout_s,
+    )
+    if function is None:
+        return functools.partial(_decorate, limits=limits)
+    return _decorate(function, limits)
+
+
+def _decorate(function: Function, limits: ElasticCall) -> Function:
+    call = replace(limits, name=getattr(function, "__qualname__", repr(function)))
+
+    @functools.wraps(function)
+    def elastic(state: State, *args: Any, **kwargs: Any) -> Any:
+        _check(state, call.name)
+        return _Run(call, state, lambda: function(state, *args, **kwargs)).go()
+
+    return elastic
+
+
+def _check(state: object, name: str) -> None:
+    if not isinstance(state, State):
+        raise UsageError(
+            f"{name} got a {type(state).__name__}: the first argument of an elastic "
+            "function is an nbdist.elastic.State"
+        )
+    if state._runs:
+        raise UsageError(f"{name} was called within an elastic run of the same State")
+    for key, value in state._objects.items():
+        if isinstance(value, DistributedDataParallel):
+            raise UsageError(
+                f"{key!r} is wrapped in DDP, which holds on to the ranks of now: give "
+                f"State the module, and wrap it in {name}, as in DDP(state.{key})"
+            )
+
+
+class _Run:
+    """One call of an elastic function."""
+
+    def __init__(
+        self, call: ElasticCall, state: State, body: Callable[[], Any]
+    ) -> None:
+        self._call = call
+        self._state = state
+        self._body = body
+
+    def go(self) -> Any:
+        """Call the function until it has ended on all ranks."""
+        begun = coordinator().enter(self._call)
+        if begun == "skip":
+            return None
+        self._state._runs = True
+        try:
+            return self._repeat(joins=begun == "join")
+        finally:
+            self._state._runs = False
+            self._state._unwrap()
+            coordinator().leave()
+
+    def _repeat(self, *, joins: bool) -> Any:
+        before = self._state.commits
+        while True:
+            value, reason, released = None, "failure", None
+            try:
+                begins = self._state.commits == before
+                meet(self._state, self._call.name, joins=joins, begins=begins)
+                joins = False
+                value = self._body()
+                reason = "finished"
+                ranks().meet("elastic_end")
+                return value
+            except SizeChange:
+                reason = "resize"
+            except Exception as error:
+                released = _release_of(error)
+                if released is None:
+                    raise
+            if self._wait(reason, released):
+                return value
+
+    def _wait(self, reason: str, released: BaseException | None) -> bool:
+        """Wait for what follows; whether the run has ended well."""
+        commit = self._state.commits
+        verdict = coordinator().pause(reason, commit, released)
+        if verdict.action == "give up":
+            if not verdict.why and released is not None:
+                raise released
+            raise RestartsSpent(f"{verdict.why}. {_kept(commit)}") from released
+        return verdict.action == "finish"
+
+
+def _kept(commit: int) -> str:
+    if not commit:
+        return "There was no commit yet"
+    return f"The last commit, number {commit}, is intact: state.restore() puts it back"
+
+
+def _release_of(error: BaseException) -> BaseException | None:
+    """What let this rank out of a collective; None for an error of its own."""
+    from mpi4py import MPI
+
+    error = original_error(error)
+    released = isinstance(error, (CollectiveAborted, dist.DistError, MPI.Exception))
+    return error if released else None
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise UsageError(f"{name}={value!r}: expected a whole number, {least} or more")
+    return number

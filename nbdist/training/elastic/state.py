@@ -1,0 +1,365 @@
+"""What a training must not lose, and its last commit."""
+
+from __future__ import annotations
+
+import io
+import operator
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.errors import CheckpointError, UsageError
+from nbdist.training import checkpoint
+from nbdist.training.elastic import tree
+from nbdist.training.elastic.coordinator import coordinator
+from nbdist.training.elastic.ranks import Ranks, broadcast_tree, ranks
+
+__all__ = ["Commit", "SizeChange", "State", "unwrapped"]
+
+OnReset = Callable[[int, int], object]
+
+
+class SizeChange(BaseException):
+    """Leaves the training at a commit, so that the world can change its size.
+
+    No `except Exception` of the training may catch it.
+    """
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The values of one commit."""
+
+    number: int
+    """Counts from 1; 0 where the values are of no commit yet."""
+    size: int
+    """Of the world that made it."""
+    values: dict[str, Any]
+
+
+class State:
+    """Values that survive the death of a rank, and a change of the world's size.
+
+    `commit` keeps a copy of all of them in each rank's memory; `restore` puts the last
+    one back. Each value is an attribute: `state.epoch += 1`.
+
+    Two copies are kept beside the live values, so that one of them is always whole.
+
+    Args:
+        path: where each commit that is due is also written, by rank 0.
+        save_every: how many commits make one due.
+        objects: what has `state_dict` and `load_state_dict` (modules, optimizers,
+            schedulers, samplers, gradient scalers), tensors, and plain values, which
+            are deep-copied. A module in DDP is saved and restored as the module it
+            wraps.
+
+    Raises:
+        UsageError: a name is taken, or a number out of range.
+        CheckpointError: the cluster resumes from a file that does not fit.
+    """
+
+    _objects: dict[str, Any]
+    _path: Path | None
+    _save_every: int
+    _callbacks: list[OnReset]
+    _committed: Commit
+    _staged: Commit
+    _runs: bool
+    _loaded: bool
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        save_every: int = 1,
+        **objects: Any,
+    ) -> None:
+        for name in objects:
+            if name.startswith("_") or hasattr(type(self), name):
+                raise UsageError(
+                    f"State has a {name!r} of its own: give the value another name"
+                )
+        put = super().__setattr__
+        put("_objects", dict(objects))
+        put("_path", None if path is None else Path(path))
+        put("_save_every", _positive("save_every", save_every))
+        put("_callbacks", [])
+        put("_committed", Commit(0, 0, {}))
+        put("_staged", Commit(0, 0, {}))
+        put("_runs", False)
+        put("_loaded", False)
+        resume = coordinator().resume
+        if resume is not None:
+            self._resume(Path(resume.path), trusted=resume.trusted)
+
+    # -- values --------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        objects = self.__dict__.get("_objects", {})
+        if name not in objects:
+            raise AttributeError(_unknown(name, objects))
+        return objects[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            super().__setattr__(name, value)
+        elif name in self._objects:
+            self._objects[name] = value
+        else:
+            raise AttributeError(_unknown(name, self._objects))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._objects})
+
+    def __repr__(self) -> str:
+        names = ", ".join(self._objects)
+        return f"<nbdist.elastic.State of {names}; commit {self._committed.number}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a rank that joins: the values travel, the copies do not."""
+        nothing = Commit(0, 0, {})
+        fresh = {"_committed": nothing, "_staged": nothing, "_runs": False}
+        return {**self.__dict__, **fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def on_reset(self, callback: OnReset) -> None:
+        """Have `callback(old_size, new_size)` called on every rank after a restore.
+
+        `old_size` is that of the world which made the commit that was restored: so a
+        learning rate can be scaled to the new size.
+        """
+        self._callbacks.append(callback)
+
+    # -- in memory -----------------------------------------------------------------
+
+    @property
+    def commits(self) -> int:
+        """The number of the last commit; 0 before the first."""
+        return int(self._committed.number)
+
+    def commit(self) -> None:
+        """Keep the values as they are now. Every rank must call, with equal values.
+
+        In two phases: each rank copies, then all agree that each has. So whenever a
+        rank dies, all others have the values of the same commit. Within
+        `nbdist.elastic.run`, a change of the world's size takes place here.
+        """
+        world = ranks()
+        self._stage(world.size)
+        wanted = world.agree(self._runs and coordinator().resize_wanted)
+        self._swap()
+        self._save_if_due(world)
+        if wanted and self._runs:
+            raise SizeChange
+
+    def restore(self) -> None:
+        """Put the values of the last commit back. No rank needs another for it.
+
+        Raises:
+            UsageError: there was no commit.
+        """
+        if not self._committed.number:
+            raise UsageError("there is nothing to restore: call commit() first")
+        for name, values in self._committed.values.items():
+            self._put(name, values)
+
+    def sync(self, source: int = 0) -> None:
+        """Give every rank the source's values, and commit them. All ranks must call."""
+        world = ranks()
+        own = self._capture() if world.rank == source else {}
+        values = broadcast_tree(own, source)
+        number = max(world.gather(self._committed.number)) + 1
+        if world.rank != source:
+            for name, value in values.items():
+                self._put(name, value)
+        self._stage(world.size)
+        self._staged = replace(self._staged, number=number)
+        world.meet("elastic_sync")
+        self._swap()
+
+    def _stage(self, size: int) -> None:
+        """The first phase: copy the values into the copy that is not the commit."""
+        spare = self._staged.values
+        self._staged = Commit(0, 0, {})  # it holds a mixture until the end
+        values = {
+            name: tree.copy_into(spare.get(name), value)
+            for name, value in self._capture().items()
+        }
+        self._staged = Commit(self._committed.number + 1, size, values)
+
+    def _swap(self) -> None:
+        """The second phase: what was staged is the commit."""
+        self._committed, self._staged = self._staged, self._committed
+        self._forget_staged()
+
+    def _forget_staged(self) -> None:
+        """Keep the memory, not the number."""
+        self._staged = replace(self._staged, number=0)
+
+    def _capture(self) -> dict[str, Any]:
+        """The values as a tree that shares their tensors."""
+        captured = {}
+        for name, value in self._objects.items():
+            value = unwrapped(value)
+            captured[name] = value.state_dict() if _is_stateful(value) else value
+        return captured
+
+    def _put(self, name: str, values: Any) -> None:
+        """Give one value, which takes nothing of the tree for its own."""
+        live = unwrapped(self._objects[name])
+        if isinstance(live, nn.Module):
+            live.load_state_dict(values)
+        elif _is_stateful(live):
+            # An optimizer would go on with these very tensors.
+            live.load_state_dict(tree.clone(values))
+        elif isinstance(live, Tensor) and _alike(live, values):
+            with torch.no_grad():
+                live.copy_(values)
+        else:
+            self._objects[name] = tree.clone(values)
+
+    def _call_back(self, old_size: int, new_size: int) -> None:
+        for callback in self._callbacks:
+            callback(old_size, new_size)
+
+    def _unwrap(self) -> None:
+        """Take modules out of a DDP that belongs to ranks of before."""
+        for name, value in self._objects.items():
+            self._objects[name] = unwrapped(value)
+
+    # -- in files ------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the values as they are now to a file. Rank 0 does, the others nothing.
+
+        The file that is there stays as PATH.previous. A file is whole or not there.
+        """
+        world = ranks()
+        if world.rank == 0:
+            commit = Commit(self._committed.number, world.size, self._capture())
+            write_commit(Path(path), commit)
+
+    def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
+        """Take the values from a file, written in a world of any size.
+
+        Each rank reads it by itself. A damaged or half-written file is refused, and the
+        previous one is used, with a warning.
+
+        Args:
+            trusted: also load objects other than tensors and plain values, as pickle
+                does: the file can then run any code.
+
+        Raises:
+            CheckpointError: neither file is whole, or it is that of another State.
+        """
+        opened = checkpoint.check(Path(path))
+        if opened.refused:
+            warnings.warn(
+                f"{opened.refused}; {opened.path} is used instead", stacklevel=2
+            )
+        self._take(opened, trusted=trusted)
+
+    def _resume(self, path: Path, *, trusted: bool) -> None:
+        opened = checkpoint.check(path)
+        self._take(opened, trusted=trusted)
+        if ranks().rank == 0:
+            when = time.strftime(
+                "%Y-%m-%d %H:%M", time.localtime(opened.header["time"])
+            )
+            print(f"resumed from {opened.path}: commit {self.commits} of {when}")
+
+    def _take(self, opened: checkpoint.Opened, *, trusted: bool) -> None:
+        names = opened.header["names"]
+        if sorted(names) != sorted(self._objects):
+            raise CheckpointError(
+                f"{opened.path} holds {', '.join(names)}, and this State has "
+                f"{', '.join(self._objects)}: give State the same names"
+            )
+        values = _read_values(opened, trusted=trusted)
+        for name in names:
+            self._put(name, values[name])
+        header = opened.header
+        self._committed = Commit(max(1, header["commit"]), header["size"], values)
+        self._loaded = True
+        self._forget_staged()
+
+    def _save_if_due(self, world: Ranks) -> None:
+        if world.rank != 0:
+            return
+        if self._path is not None and self.commits % self._save_every == 0:
+            write_commit(self._path, self._committed)
+        vault = coordinator().vault
+        if self._runs and vault is not None:
+            write_commit(vault, self._committed)
+
+
+def write_commit(path: Path, commit: Commit) -> None:
+    """Write a commit to a file."""
+    payload = io.BytesIO()
+    torch.save(commit.values, payload)
+    header = {
+        "commit": commit.number,
+        "size": commit.size,
+        "names": list(commit.values),
+        "time": time.time(),
+    }
+    checkpoint.write(path, header, payload.getbuffer())
+
+
+def _read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+    with checkpoint.read(opened) as file:
+        payload = io.BytesIO(file.read())
+    try:
+        values: dict[str, Any] = torch.load(
+            payload, map_location=None if on_gpu else "cpu", weights_only=not trusted
+        )
+    except Exception as error:  # whatever unpickling raises; the digest was right
+        hint = (
+            "" if trusted else "; if you trust the file, state.load(path, trusted=True)"
+        )
+        raise CheckpointError(
+            f"{opened.path} cannot be loaded: {error}{hint}"
+        ) from error
+    return values
+
+
+def unwrapped(value: Any) -> Any:
+    """The module in a DDP; anything else as it is."""
+    return value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def _is_stateful(value: object) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _alike(live: Tensor, values: object) -> bool:
+    return (
+        isinstance(values, Tensor)
+        and live.shape == values.shape
+        and live.dtype == values.dtype
+    )
+
+
+def _positive(name: str, value: object) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise UsageError(f"{name}={value!r}: expected a whole number, 1 or more")
+    return number
+
+
+def _unknown(name: str, objects: dict[str, Any]) -> str:
+    has = ", ".join(objects) or "nothing"
+    return f"this State has no {name!r} but {has}: give it to State({name}=...)"
