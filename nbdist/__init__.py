@@ -39,6 +39,7 @@ _HOMES = {
     "nbdist.training.files": ("load", "save"),
     "nbdist.training.learning_rate": ("scale_lr", "warmup"),
     "nbdist.training.loader": ("loader",),
+    "nbdist.training.memory": ("memory",),
     "nbdist.training.sampler": ("Sampler",),
     "nbdist.training.seeds": ("seed_all",),
 }  # fmt: skip

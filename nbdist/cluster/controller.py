@@ -12,6 +12,7 @@ from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.observer import Event, Observer, Quiet
 from nbdist.cluster.result import CellResult, RankResult
 from nbdist.cluster.scripts import checked_script
+from nbdist.cluster.shortage import explained
 from nbdist.cluster.start import Progress
 from nbdist.errors import CellError, StartError
 from nbdist.wire import Failure
@@ -153,6 +154,8 @@ class Cluster(Lifecycle):
         result = CellResult(collected.results(run), self.size)
         for failure in self._failures(run):
             result[failure.rank].failure = failure
+        for failure in self._explained(result.failures):
+            result[failure.rank].failure = failure
         error = stopped
         if error is None and check and not result.ok:
             error = _cell_error(result.failures, self.size)
@@ -283,7 +286,7 @@ class Cluster(Lifecycle):
         selected = self._select(ranks)
         run = self._run(target, dict.fromkeys(selected, args), what, observer)
         stopped = self._see_through(run, timeout_s)
-        failures = self._failures(run)
+        failures = self._explained(self._failures(run))
         if stopped is not None or failures:
             transfer.refuse(answer.value for answer in run.answers.values())
         if stopped is not None:
@@ -297,6 +300,13 @@ class Cluster(Lifecycle):
             return self._supervisor_of().see_through(run, timeout_s)
         except StartError as error:  # in an elastic run
             raise self._give_up(error) from error
+
+    def _explained(self, failures: Sequence[Failure]) -> list[Failure]:
+        """The failures; those for want of a GPU's memory say who holds what."""
+        roster = self._live()
+        return explained(
+            failures, roster.infos, lambda: roster.ask("nbdist.engine.agent:memory")
+        )
 
     def _failures(self, run: Run) -> list[Failure]:
         """What went wrong in the requests themselves, rank by rank."""

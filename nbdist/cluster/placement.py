@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from nbdist.cluster.inventory import Gpu, Host
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
+from nbdist.telemetry.limits import memory_fraction
 
 __all__ = ["Place", "place"]
 
 DEFAULT_CPU_RANKS = 4
-UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,30 +110,6 @@ def _fraction(config: ClusterConfig, gpu: Gpu | None, per_gpu: int) -> float | N
     if config.gpu_memory is not None:
         return memory_fraction(config.gpu_memory, gpu.memory)
     return 1.0 / per_gpu if per_gpu > 1 else None
-
-
-def memory_fraction(cap: str | float, total: int) -> float:
-    """The part of `total` bytes that a cap such as 0.25, "8GiB" or 2**33 allows.
-
-    Raises:
-        UsageError: Not a fraction in (0, 1] nor a size, or more than the card has.
-    """
-    text = str(cap).strip()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)", text)
-    if match is None or match[2].upper() not in UNITS:
-        raise UsageError(
-            f"--gpu-memory {text!r} is neither a fraction such as 0.25 nor a size "
-            "such as 8GiB"
-        )
-    number = float(match[1])
-    if match[2] or number > 1:
-        number = number * UNITS[match[2].upper()] / total
-    if not 0 < number <= 1:
-        raise UsageError(
-            f"--gpu-memory {text} is not within the card's {total / 2**30:.1f} GiB: "
-            "give a fraction between 0 and 1 or a smaller size"
-        )
-    return number
 
 
 def _check_caps(

@@ -53,15 +53,30 @@ def status() -> dict[str, Any]:
     }
 
 
-def memory() -> dict[str, int]:
-    """Bytes: resident in this process and, on a GPU, held by torch's allocator."""
+def memory() -> dict[str, int | None]:
+    """Bytes: resident in this process and, on a GPU, what torch and the driver say.
+
+    `reserved` and `allocated` are torch's; `total` and `used` the card's, by everyone;
+    `process` is the driver's count of this process, and `limit` torch's cap.
+    """
     import psutil
     import torch
 
-    sizes = {"resident": psutil.Process().memory_info().rss}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        sizes["allocated"] = torch.cuda.memory_allocated()
-        sizes["reserved"] = torch.cuda.memory_reserved()
+    sizes: dict[str, int | None] = {"resident": psutil.Process().memory_info().rss}
+    info = this_rank().info
+    if info.device_uuid is not None and torch.cuda.is_initialized():
+        from nbdist.telemetry.probes import process_memory
+        from nbdist.training.memory import look
+
+        now = look(torch.device(info.device))
+        sizes |= {
+            "reserved": now.held,
+            "allocated": now.tensors,
+            "total": now.total,
+            "used": now.used,
+            "limit": now.limit,
+            "process": process_memory(info.device_uuid, os.getpid()),
+        }
     return sizes
 
 

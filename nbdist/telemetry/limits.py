@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-__all__ = ["cores", "memory_limit"]
+from nbdist.errors import UsageError
+
+__all__ = ["cores", "memory_fraction", "memory_limit"]
+
+UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
 
 
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -31,3 +41,33 @@ def memory_limit(
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def memory_fraction(
+    cap: str | float, total: int, option: str = "--gpu-memory", what: str = "card"
+) -> float:
+    """The part of `total` bytes that a cap such as 0.25, "8GiB" or 2**33 allows.
+
+    Args:
+        option: what the cap was given as, and
+        what: what has those bytes; for the message of an error.
+
+    Raises:
+        UsageError: Not a fraction in (0, 1] nor a size, or more than there is.
+    """
+    text = str(cap).strip()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise UsageError(
+            f"{option} {text!r} is neither a fraction such as 0.25 nor a size "
+            "such as 8GiB"
+        )
+    number = float(match[1])
+    if match[2] or number > 1:
+        number = number * UNITS[match[2].upper()] / total
+    if not 0 < number <= 1:
+        raise UsageError(
+            f"{option} {text} is not within the {what}'s {total / 2**30:.1f} GiB: "
+            "give a fraction between 0 and 1 or a smaller size"
+        )
+    return number

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from nbdist.telemetry.limits import memory_limit
 from nbdist.wire import DeviceSample
 
-__all__ = ["CpuProbe", "GpuProbe", "Probe"]
+__all__ = ["CpuProbe", "GpuProbe", "Probe", "process_memory"]
 
 T = TypeVar("T")
 
@@ -101,6 +101,26 @@ class GpuProbe:
             return query(self._nvml)
         except self._nvml.NVMLError:
             return None
+
+
+def process_memory(uuid: str, pid: int) -> int | None:
+    """Bytes that a process holds on a GPU or MIG device, as the driver counts them.
+
+    None where it cannot be had: in many containers the driver knows processes by other
+    numbers than they have there.
+    """
+    nvml = _start_nvml()
+    if nvml is None:
+        return None
+    try:
+        card = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(card)
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+    sizes = {process.pid: process.usedGpuMemory for process in processes}
+    return sizes.get(pid)
 
 
 def _start_nvml() -> Any:

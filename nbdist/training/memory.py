@@ -1,0 +1,159 @@
+"""What this rank may take of its device's memory, and what it holds of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from nbdist.errors import UsageError
+from nbdist.telemetry.limits import memory_fraction, memory_limit
+
+__all__ = ["Memory", "look", "memory"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A rank's view of its device's memory at one moment, in bytes."""
+
+    device: str
+    """torch's name for it: "cpu" or "cuda:0"."""
+    total: int
+    """Of the GPU; on the CPU, of this machine or container."""
+    used: int
+    """By everyone, this rank among them."""
+    held: int
+    """By this rank: of torch's allocator on a GPU, resident memory on the CPU."""
+    tensors: int | None
+    """By this rank's tensors on a GPU; None on the CPU, where torch does not count."""
+    limit: int | None
+    """What this rank may take; None where nothing caps it."""
+
+    def __str__(self) -> str:
+        tensors = "" if self.tensors is None else f" ({_gib(self.tensors)} in tensors)"
+        limit = "" if self.limit is None else f", of at most {_gib(self.limit)}"
+        return (
+            f"{self.device}: {_gib(self.total)}, {_gib(self.used)} in use by all; this "
+            f"rank holds {_gib(self.held)}{tensors}{limit}"
+        )
+
+
+def memory(
+    limit: str | float | None = None,
+    growth: bool | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Memory:
+    """What this rank's device allows and holds; any rank may call, alone too.
+
+    Args:
+        limit: from now on this rank may take no more: a part of the device's memory
+            (0.25), a size ("8GiB"), or bytes. On a GPU it caps torch's allocator; on
+            the CPU what this process allocates, whoever does it.
+        growth: on a GPU, whether torch's allocator takes memory in segments that grow,
+            rather than in blocks that cannot be joined: less is lost to fragmentation.
+            It counts for what is taken from now on.
+        device: default this rank's GPU, where it has one, else the CPU.
+
+    Raises:
+        UsageError: the limit is no such thing, or less than is held already.
+    """
+    place = _own_device() if device is None else torch.device(device)
+    if limit is not None:
+        _set_limit(place, limit)
+    if growth is not None:
+        _set_growth(place, growth)
+    return look(place)
+
+
+def look(device: torch.device) -> Memory:
+    """The device's memory as it is now, from this rank."""
+    if device.type == "cuda":
+        return _look_at_gpu(device)
+    total = memory_limit(psutil.virtual_memory().total)
+    used = min(total, psutil.virtual_memory().used)
+    cap = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return Memory(
+        str(device),
+        total,
+        used,
+        psutil.Process().memory_info().rss,
+        None,
+        None if cap == resource.RLIM_INFINITY else cap,
+    )
+
+
+def _look_at_gpu(device: torch.device) -> Memory:
+    free, total = torch.cuda.mem_get_info(device)
+    fraction = _fraction(device)
+    return Memory(
+        str(device),
+        total,
+        total - free,
+        torch.cuda.memory_reserved(device),
+        torch.cuda.memory_allocated(device),
+        None if fraction >= 1 else math.floor(fraction * total),
+    )
+
+
+_fractions: dict[int, float] = {}
+"""What `memory` has set, for a torch that does not tell."""
+
+
+def _fraction(device: torch.device) -> float:
+    """The part of the GPU that torch's allocator may take."""
+    tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    if tell is not None:  # since torch 2.8
+        return float(tell(device))
+    return _fractions.get(device.index or 0, 1.0)
+
+
+def _set_limit(device: torch.device, limit: str | float) -> None:
+    now = look(device)
+    what = "card" if device.type == "cuda" else "machine"
+    fraction = memory_fraction(limit, now.total, "limit", what)
+    held = now.tensors if now.tensors is not None else _allocated_data()
+    if fraction * now.total < held:
+        raise UsageError(
+            f"limit {limit} is {_gib(fraction * now.total)}, and this rank holds "
+            f"{_gib(held)} already: delete some of it first, or allow more"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+        _fractions[device.index or 0] = fraction
+    else:
+        _soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(fraction * now.total), hard))
+
+
+def _set_growth(device: torch.device, growth: bool) -> None:
+    if device.type != "cuda":
+        return  # the CPU's allocator grows by itself
+    setting = f"expandable_segments:{growth}"
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:  # before torch 2.9
+        configure = torch.cuda.memory._set_allocator_settings
+    configure(setting)
+
+
+def _allocated_data() -> int:
+    """Bytes that the limit on this process's data counts, many never touched."""
+    with open(f"/proc/{os.getpid()}/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("the kernel does not say VmData")  # every Linux does
+
+
+def _own_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
