@@ -17,7 +17,15 @@ from traitlets.config import Config
 
 import nbdist
 from nbdist.collectives import set_cell_resolver
-from nbdist.engine import cell_names, cells, codec, elastic, rank, requests
+from nbdist.engine import (
+    cell_names,
+    cells,
+    codec,
+    elastic,
+    rank,
+    requests,
+    shell_commands,
+)
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.place import Assignment
@@ -72,6 +80,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         set_recorder(recorder)
         cell_names.learn_from(shell)
         cells.arm(shell, self.interrupts)
+        shell_commands.install(shell, self.interrupts)
         set_cell_resolver(cell_names.cell_of)
         rank.become(
             rank.Rank(
@@ -85,8 +94,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 notify=notify,
             )
         )
-        _fill_namespace(shell, self.device)
-        rank.this_rank().tell_namespace()
+        _keep_filled(shell, self.device)
         requests.answer_on(kernel)
         elastic.attend()
         self.sampler = Sampler(recorder, info.device, info.device_uuid)
@@ -152,6 +160,22 @@ def _describe(
         generation=world.generation,
         mpi=MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
     )
+
+
+def _keep_filled(shell: Any, device: torch.device) -> None:
+    """Give the namespace what every cell finds, now and after each `%reset`."""
+    begin_anew = shell.init_user_ns
+
+    def init_user_ns() -> None:
+        begin_anew()
+        fill()
+
+    def fill() -> None:
+        _fill_namespace(shell, device)
+        rank.this_rank().tell_namespace()
+
+    shell.init_user_ns = init_user_ns
+    fill()
 
 
 def _fill_namespace(shell: Any, device: torch.device) -> None:

@@ -102,6 +102,23 @@ def test_magics_shell_and_await(cluster: Cluster):
     assert last(result) == ["(['one', 'two'], 3)"] * 4
 
 
+def test_a_reset_leaves_the_names_that_every_cell_finds(cluster: Cluster):
+    cluster.execute("mine = 1")
+    cluster.execute("%reset -f")
+    assert cluster["(rank, world_size, 'mine' in globals())"] == [
+        (rank, 4, False) for rank in range(4)
+    ]
+    cluster.execute("nbdist.all_reduce(torch.ones(1, device=device))")
+
+
+def test_what_a_shell_command_leaves_behind(cluster: Cluster):
+    result = cluster.execute("word = 'known'\n!echo {word}; exit 3\n_exit_code")
+    assert stdout(result) == ["known\n"] * 4
+    assert last(result) == ["3"] * 4
+    cluster.execute("%%capture caught\n!echo hidden; echo too >&2")
+    assert cluster["caught.stdout"] == ["hidden\ntoo\n"] * 4
+
+
 def test_cell_magics(cluster: Cluster):
     result = cluster.execute("%%capture caught\nprint('hidden')")
     assert stdout(result) == [""] * 4

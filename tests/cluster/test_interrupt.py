@@ -101,15 +101,20 @@ def test_twenty_times_in_a_row(cluster: Cluster, name: str):
         assert [result[rank].stdout for rank in range(4)] == [f"{number}\n"] * 4
 
 
-def test_an_interrupt_at_any_moment_of_a_short_cell(cluster: Cluster):
+@pytest.mark.parametrize(
+    ("code", "step_s"), [("import time; time.sleep(30)", 0.0002), ("!sleep 30", 0.0008)]
+)
+def test_an_interrupt_at_any_moment_of_a_cell(
+    cluster: Cluster, code: str, step_s: float
+):
     """Also before a rank has begun, and after it has ended; none is lost or late."""
-    for number in range(60):
-        after_s = number % 60 * 0.0002
+    for number in range(40):
+        after_s = number * step_s
         timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
         begin = time.monotonic()
         try:
             timer.start()
-            cluster.execute("import time; time.sleep(30)")
+            cluster.execute(code)
         except KeyboardInterrupt:  # what is pressed before the cell begins is Python's
             pass
         timer.join()

@@ -1,0 +1,77 @@
+"""`!command` in a cell: a child process that an interrupt ends.
+
+IPython's own swallows an interrupt that comes before the command has begun, and then
+waits for the command to end by itself.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+from nbdist.engine.interrupts import Interrupts
+
+__all__ = ["install"]
+
+GRACE_S = 1.0
+CHUNK_BYTES = 1 << 16
+
+
+def install(shell: Any, interrupts: Interrupts) -> None:
+    """Have this IPython shell run its `!` commands here."""
+    shell.system = partial(_run, shell, interrupts)
+
+
+def _run(shell: Any, interrupts: Interrupts, command: str) -> None:
+    """Run a command to its end, and print what it prints as it comes.
+
+    The exit code becomes `_exit_code`, as IPython has it.
+    """
+    if command.rstrip().endswith("&"):
+        raise OSError(
+            "a `!` command cannot run in the background: use subprocess.Popen"
+        )
+    expanded = shell.var_expand(command, depth=1)
+    process = None
+    try:
+        with interrupts.held():  # once it runs, it must be known here
+            process = subprocess.Popen(
+                expanded,
+                shell=True,
+                executable=os.environ.get("SHELL", "/bin/sh"),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                start_new_session=True,
+            )
+        _copy(process)
+        shell.user_ns["_exit_code"] = process.wait()
+    except KeyboardInterrupt:
+        if process is not None:
+            _end(process)
+        raise
+
+
+def _copy(process: subprocess.Popen[bytes]) -> None:
+    """To sys.stdout, and so to whoever has put something else in its place."""
+    assert process.stdout is not None
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with process.stdout as pipe:
+        while data := pipe.read(CHUNK_BYTES):
+            sys.stdout.write(decoder.decode(data))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a command and what it has started; kill what does not listen."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
