@@ -17,6 +17,7 @@ __all__ = ["Collate", "Fetching", "Part", "by_index", "first_item"]
 
 Collate = Callable[[list[Any]], Any]
 PR_SET_PDEATHSIG = 1
+JOIN_TIMEOUT_S = 1.0
 
 
 class Part(NamedTuple):
@@ -58,8 +59,11 @@ class Fetching:
         try:
             yield from batches
         finally:
-            for worker in getattr(batches, "_workers", ()):
+            workers = getattr(batches, "_workers", ())
+            for worker in workers:
                 worker.terminate()  # torch's handler there ends it with success
+            for worker in workers:
+                worker.join(JOIN_TIMEOUT_S)
 
 
 class _Lists:

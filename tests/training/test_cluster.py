@@ -1,0 +1,60 @@
+"""The loader in cells: its workers are those of a rank that a notebook drives."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from nbdist import Cluster
+from nbdist.errors import CellTimeout
+from tests.processes import wait_until
+
+SLOW = """
+import time
+from torch.utils.data import Dataset
+class Slow(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 63:
+            print("the worker speaks", flush=True)
+        time.sleep(0.002)
+        return index
+"""
+
+
+def recorded(cluster: Cluster) -> list[int]:
+    """How many steps of each rank the notebook knows the waiting time of."""
+    history = cluster.collector.history("data_wait_s")
+    return [len(history[rank][1]) if rank in history else 0 for rank in range(4)]
+
+
+def test_a_rank_fetches_with_workers_and_reports_its_waits(cluster: Cluster):
+    before = recorded(cluster)
+    result = cluster.execute(
+        SLOW + "batches = nbdist.loader(Slow(), 4, num_workers=1)\n"
+        "got = [i for batch in batches for i in batch.tolist()]"
+    )
+    assert sorted(itertools.chain(*cluster["got"])) == list(range(64))
+    assert sum("the worker speaks" in result[rank].stdout for rank in range(4)) == 1
+    assert cluster["batches.waits.steps"] == [4] * 4
+    wait_until(lambda: recorded(cluster) == [n + 4 for n in before], 10)
+    assert cluster["batches.num_workers"] == [1] * 4
+
+
+def test_a_rank_that_waits_for_data_is_interrupted(cluster: Cluster):
+    cluster.execute(SLOW)
+    begun = time.monotonic()
+    with pytest.raises(CellTimeout):
+        cluster.execute(
+            "class Stuck(Slow):\n"
+            "    def __getitem__(self, index):\n"
+            "        time.sleep(3600)\n"
+            "for batch in nbdist.loader(Stuck(), 4, num_workers=1): pass",
+            timeout_s=1.5,
+        )
+    assert time.monotonic() - begun < 10
+    children = "len(__import__('psutil').Process().children())"
+    assert cluster.pull(children) == [0] * 4
