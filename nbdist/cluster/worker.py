@@ -48,6 +48,8 @@ class Worker:
         self.keeper = keeper
         self.stopped = False
         """Whether `stop_workers` was asked to end it."""
+        self.told = False
+        """Whether somebody has waited for its end, and learnt of it."""
         self._read = 0
 
     @property

@@ -121,7 +121,7 @@ def await_workers(
     An interrupt ends the waiting, and leaves the workers alone.
 
     Args:
-        workers: handles or their ids; None stands for all that are not finished.
+        workers: handles or their ids; None stands for all whose end was not told yet.
         wait_for_completion: wait until each has ended; else until each has begun.
         timeout_seconds: wait no longer; None waits for as long as it takes.
         show: print what they print meanwhile, each line under its worker.
@@ -131,8 +131,10 @@ def await_workers(
     """
     if timeout_seconds is not None and not timeout_seconds >= 0:
         raise UsageError(f"timeout_seconds={timeout_seconds!r}: expected 0 or more")
-    chosen = [w for w in _workers if not w.ended] if workers is None else _find(workers)
+    chosen = [w for w in _workers if not w.told] if workers is None else _find(workers)
     watch(chosen, wait_for_completion, timeout_seconds, show=show)
+    for worker in chosen:
+        worker.told = worker.ended
     return Awaited([worker.report() for worker in chosen])
 
 

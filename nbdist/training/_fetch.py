@@ -96,7 +96,7 @@ def _rows(
     """What a DataLoader would give, many times as fast: each batch in one step."""
     for indices in lists:
         rows = [tensor[indices] for tensor in dataset.tensors]
-        yield [row.pin_memory() for row in rows] if pin else rows
+        yield [row.pin_memory() if pin and not row.is_cuda else row for row in rows]
 
 
 def first_item(items: list[Any]) -> Any:

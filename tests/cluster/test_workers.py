@@ -52,6 +52,15 @@ def test_workers_are_told_apart_and_come_back(capsys, tmp_path, monkeypatch):
     assert nbdist.await_workers(workers[1].id, show=False).ok  # by its id, and again
 
 
+def test_each_end_is_told_once_unless_asked_for():
+    nbdist.await_workers()
+    workers = nbdist.launch_workers(2, code="print('x')")
+    wait_until(lambda: all(worker.ended for worker in workers), 20)
+    told = nbdist.await_workers(show=False)
+    assert [report.id for report in told.workers] == [w.id for w in workers]
+    assert nbdist.await_workers(show=False).workers == []
+
+
 def test_a_failed_worker_says_why_and_the_others_go_on():
     workers = nbdist.launch_workers(
         4,
