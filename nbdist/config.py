@@ -65,6 +65,8 @@ class ClusterConfig:
     """What follows a rank's death: "replace" it, "shrink" the world, or "stop"."""
     hosts: str | None = None
     """Where, and how many ranks there at most, such as "localhost:4"."""
+    resume: str | None = None
+    """A file of `State.save`, which every new `State` on the ranks begins from."""
     mpiexec: str | None = None
     """Path of the MPI launcher (NBDIST_MPIEXEC); default the one of the wheel."""
 

@@ -82,6 +82,7 @@ class DistMagics(Magics):  # type: ignore[misc]
     @argument("--timeout", help="seconds until every rank must be up")
     @argument("--mpiexec", help="MPI launcher to use instead of the wheel's")
     @argument("--on-failure", help="when a rank dies: replace, shrink or stop")
+    @argument("--resume", help="a file that state.save() has written, to go on from")
     @line_magic
     def dist_start(self, line: str) -> None:
         """Start this notebook's cluster."""
@@ -96,6 +97,7 @@ class DistMagics(Magics):  # type: ignore[misc]
             timeout_s=_number("--timeout", args.timeout, float),
             mpiexec=args.mpiexec,
             on_failure=args.on_failure,
+            resume=args.resume,
         )
 
     @magic_arguments()

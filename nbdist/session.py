@@ -166,7 +166,7 @@ class Session:
         mode = (
             "survivors outlive a dead rank"
             if cluster.fault_tolerant
-            else ("one dead rank ends all")
+            else "one dead rank ends all: elastic runs begin again from a commit"
         )
         return Table(header, rows, f"{cluster.mpi}; {mode}")
 

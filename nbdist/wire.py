@@ -220,9 +220,11 @@ class Verdict:
     """What ends a pause."""
 
     action: str
-    """"go on" with the ranks that there are now, "finish", or "give up"."""
+    """"go on" with the ranks that there are now, "finish", "give up" or "interrupt"."""
     why: str = ""
     """In words, for the error; "" where the error that led to it says all."""
+    granted: int = 0
+    """The last wish for another size that is no wish any more."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from nbdist.cluster.link import Answer
@@ -39,6 +39,7 @@ class _Wish:
     """A change of size that somebody waits for."""
 
     size: int
+    number: int
     outcome: Future[str | None] = field(default_factory=Future)
     """What was done, in words; None when the run ended before."""
 
@@ -65,6 +66,7 @@ class Elastic:
         recovery: Changes their membership.
         config: As the cluster was started.
         on_note: Hears what was done, in words.
+        survives: Whether the other ranks outlive one that dies.
     """
 
     def __init__(
@@ -73,13 +75,18 @@ class Elastic:
         recovery: Recovery,
         config: ClusterConfig,
         on_note: Callable[[str], None],
+        *,
+        survives: bool,
     ) -> None:
         self._roster = roster
         self._recovery = recovery
         self._config = config
         self._on_note = on_note
+        self._survives = survives
         self._lead: _Lead | None = None
         self._wish: _Wish | None = None
+        self._granted = 0
+        """The number of the last wish that is none any more."""
 
     # -- from another thread -------------------------------------------------------
 
@@ -97,13 +104,13 @@ class Elastic:
         if not calls:
             return None
         _check_limits(calls[0], size)
-        if size == self._recovery.size:
+        if size == self._recovery.size and not self._roster.died:
             return f"the world is {size} ranks already"
         self._recovery.check(size, drop)
         if self._wish is not None:
             raise UsageError(f"a change to {self._wish.size} ranks is under way")
-        wish = self._wish = _Wish(size)
-        self._roster.tell("nbdist.engine.elastic:want_resize", True)
+        wish = self._wish = _Wish(size, self._granted + 1)
+        self._roster.tell("nbdist.engine.elastic:want_resize", wish.number)
         while True:
             with contextlib.suppress(NotYet):
                 return wish.outcome.result(WISH_PERIOD_S)
@@ -131,8 +138,13 @@ class Elastic:
         call = next(iter(paused.values())).call
         if lead.index != call.index:
             lead.index, lead.restarts = call.index, 0
-        verdict = self._judge(lead, call)
+        try:
+            verdict = self._judge(lead, call)
+        except KeyboardInterrupt:
+            run.decide(Verdict("interrupt"))  # they hold the signal back
+            raise
         if verdict is not None:
+            verdict = replace(verdict, granted=self._granted)
             lead.still_since = lead.short_since = None
             run.decide(verdict)
 
@@ -165,6 +177,8 @@ class Elastic:
         lead.still_since = lead.still_since or now
         if not dead and now < lead.still_since + GRACE_S:
             return None
+        if dead and not self._survives:
+            return None  # the others are about to die as well
         why = "; ".join(map(str, dead.values())) or next(
             notice.text for notice in lead.run.paused.values()
         )
@@ -230,6 +244,7 @@ class Elastic:
     def _grant(self, outcome: str | None) -> None:
         wish, self._wish = self._wish, None
         if wish is not None:
+            self._granted = wish.number
             wish.outcome.set_result(outcome)
 
     # -- carrying it out -----------------------------------------------------------

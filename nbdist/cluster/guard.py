@@ -177,8 +177,9 @@ def _prepare(memory: int | None) -> None:
 
 def remove_traces(run_dir: Path) -> None:
     """Remove a cluster's files: its folder, and what lies in shared memory."""
-    for path in MEMORY_FOLDER.glob(f"{run_dir.name}-*"):
-        path.unlink(missing_ok=True)
+    for pattern in (f"{run_dir.name}-*", f".{run_dir.name}-*"):  # and half-written ones
+        for path in MEMORY_FOLDER.glob(pattern):
+            path.unlink(missing_ok=True)
     shutil.rmtree(run_dir, ignore_errors=True)
 
 

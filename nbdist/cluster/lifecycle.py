@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbdist.cluster.hosts import parse_hosts, slots_here
@@ -22,7 +24,8 @@ from nbdist.errors import (
     UsageError,
 )
 from nbdist.telemetry.collector import Collector
-from nbdist.wire import RankInfo, format_ranks
+from nbdist.training import checkpoint
+from nbdist.wire import RankInfo, Resume, format_ranks
 
 if TYPE_CHECKING:
     from nbdist.cluster.elastic import Elastic
@@ -61,6 +64,7 @@ class Lifecycle:
                     f"-n {n} ranks on the {slots} slots of -H {self.config.hosts}"
                 )
             self.config = replace(self.config, n=slots if n is None else n)
+        self._resume = _resume_of(self.config.resume)
         self._launcher = Mpiexec(self.config.mpiexec)
         self._places = place(self.config, this_host())
         self.collector = Collector()
@@ -69,6 +73,10 @@ class Lifecycle:
         self._supervisor: Supervisor | None = None
         self._recovery: Recovery | None = None
         self._elastic: Elastic | None = None
+        self._beginning: Resume | None = None
+        self._commit: bytes | None = None
+        """The last commit of a world that was lost."""
+        self._loss = threading.Event()
         self._setup: list[tuple[str, int]] = []
         self._cells = 0
         self.on_note: Callable[[str], None] = logging.getLogger("nbdist").warning
@@ -97,6 +105,7 @@ class Lifecycle:
         # Like the link, these are loaded once a cluster runs, not before.
         from nbdist.cluster.elastic import Elastic
         from nbdist.cluster.recovery import Recovery
+        from nbdist.cluster.rescue import vault
         from nbdist.cluster.roster import Roster
         from nbdist.cluster.supervisor import Supervisor
 
@@ -107,24 +116,47 @@ class Lifecycle:
             self._roster, self._places, self.config, self._on_change
         )
         self._recovery.setup = self._setup
-        self._elastic = Elastic(self._roster, self._recovery, self.config, self._tell)
-        if self.fault_tolerant:
-            self._supervisor.elastic = self._elastic
+        self._elastic = Elastic(
+            self._roster,
+            self._recovery,
+            self.config,
+            self._tell,
+            survives=self.fault_tolerant,
+        )
+        self._supervisor.elastic = self._elastic
+        self._commit = None
+        self._loss.clear()
+        if not self.fault_tolerant:
+            path = str(vault(self._roster.run_dir))
+            self._roster.ask("nbdist.engine.elastic:keep_commits", path)
+        self._begin_from(self._resume)
         self._started.keeper.on_loss(self._on_loss)
         return self
+
+    def _begin_from(self, resume: Resume | None) -> None:
+        """Have new states on the ranks begin from a file; None to have them not."""
+        self._beginning = resume
+        self._live().ask("nbdist.engine.elastic:begin_from", resume)
 
     def _on_change(self) -> None:
         """The ranks are others now."""
         self.collector.set_ranks(self.infos)
+        if self._beginning is not None:
+            self._begin_from(self._beginning)
 
     def _tell(self, note: str) -> None:
         self.on_note(note)
 
     def _on_loss(self, reason: str) -> None:
         """What the ranks cannot live without has ended: leave nothing behind."""
+        from nbdist.cluster.rescue import vault
+
         started, roster = self._started, self._roster
         if started is not None and roster is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._commit = vault(roster.run_dir).read_bytes()
             roster.lose(reason)
+            self._loss.set()
             started.keeper.close()
 
     def stop(self) -> None:
@@ -274,3 +306,15 @@ class Lifecycle:
             f"a rank has died, and the others could not go on without it: {error}. "
             "The cluster was stopped; start a new one"
         )
+
+
+def _resume_of(path: str | None) -> Resume | None:
+    """The file to resume from, once it was found whole.
+
+    Raises:
+        CheckpointError: Neither it nor the previous one is.
+    """
+    if path is None:
+        return None
+    checkpoint.check(Path(path))
+    return Resume(str(Path(path).resolve()))

@@ -12,6 +12,7 @@ from nbdist.cluster.link import Answer
 from nbdist.cluster.placement import Place
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.start import tail_of, write_places
+from nbdist.engine.witness import ending_of
 from nbdist.errors import RankDied, StartError
 from nbdist.wire import Change, Join, RankInfo, format_ranks
 
@@ -114,19 +115,29 @@ class Membership:
     def _wait_until(
         self, condition: Callable[[], bool], plan: Change, deadline: float
     ) -> None:
+        mourned = self._roster.died.keys()
         while not condition():
             for join in plan.joins:
-                name = f"rank{join.rank}-{plan.generation}"
-                failed = self._roster.run_dir / f"{name}.failed"
-                if failed.exists():
-                    reason = tail_of(failed.read_text(errors="replace"))
-                    raise StartError(f"new rank {join.rank} did not come up:\n{reason}")
+                self._check_newcomer(join.rank, plan.generation)
+            for rank in self._roster.died.keys() - mourned:
+                error = self._roster.died[rank]
+                raise StartError(f"{error} while a new rank was coming up")
             if time.monotonic() > deadline:
                 ranks = format_ranks(join.rank for join in plan.joins)
                 raise StartError(
                     f"new rank {ranks} was not up after {self._timeout_s:g} s"
                 )
             time.sleep(POLL_S)  # other processes' files raise no event
+
+    def _check_newcomer(self, rank: int, generation: int) -> None:
+        path = self._roster.run_dir / f"rank{rank}-{generation}"
+        failed = path.with_suffix(".failed")
+        if failed.exists():
+            reason = tail_of(failed.read_text(errors="replace"))
+            raise StartError(f"new rank {rank} did not come up:\n{reason}")
+        ending = ending_of(path.with_suffix(".ending"))
+        if ending is not None:
+            raise StartError(f"new rank {rank} ended with {ending} while coming up")
 
     def _answer(self, reply: Future[Answer], deadline: float) -> Any:
         try:

@@ -15,7 +15,7 @@ from nbdist.cluster.link import Answer, Exchange, Link
 from nbdist.cluster.observer import Event, Observer
 from nbdist.engine import codec
 from nbdist.errors import RankDied
-from nbdist.wire import ELASTIC, Failure, Notice, RankInfo, Verdict
+from nbdist.wire import ELASTIC, ElasticCall, Failure, Notice, RankInfo, Verdict
 
 __all__ = ["Run"]
 
@@ -36,6 +36,8 @@ class _Part:
     died: RankDied | None = None
     elastic: Notice | None = None
     """The last it said of the elastic run it is in; None outside one."""
+    lost_in: ElasticCall | None = None
+    """The elastic run in which it died."""
     orders: dict[int, Future[Answer]] = field(default_factory=dict)
     """What it was told to do in a pause, and has not done yet."""
 
@@ -166,6 +168,12 @@ class Run:
         """The ranks that wait in an elastic run to hear what follows."""
         return {r: notice for r, notice in self.elastic.items() if notice.pause}
 
+    @property
+    def lost_in(self) -> ElasticCall | None:
+        """The elastic run in which all ranks have died; None where not all have."""
+        calls = {part.lost_in for part in self._in_order()}
+        return calls.pop() if len(calls) == 1 else None
+
     def order(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
         """Have a paused rank's main thread call a function; its answer."""
         part = self._parts[info.engine_uuid]
@@ -285,11 +293,12 @@ class Run:
 
     def _collect(self, part: _Part) -> None:
         assert part.exchange is not None
-        part.elastic = None
+        last, part.elastic = part.elastic, None
         try:
             part.answer = part.exchange.reply.result(timeout=0)
         except RankDied as error:
             part.died = error
+            part.lost_in = None if last is None else last.call
 
 
 def _is_failure(answer: Answer) -> bool:

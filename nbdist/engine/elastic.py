@@ -8,12 +8,15 @@ notices, for the control thread must stay free to answer.
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nbdist.engine import namespace
 from nbdist.engine.rank import this_rank
 from nbdist.engine.requests import describe, function_of
+from nbdist.engine.shipping import Shipment
 from nbdist.training.elastic.coordinator import install
 from nbdist.wire import ElasticCall, Notice, Resume, Verdict
 
@@ -25,6 +28,7 @@ __all__ = [
     "hold",
     "keep_commits",
     "order",
+    "preserve",
     "want_resize",
 ]
 
@@ -41,18 +45,27 @@ class NotebookCoordinator:
     """Asks the notebook what follows a failure. One for each rank."""
 
     def __init__(self) -> None:
-        self.resize_wanted = False
+        self.wish = 0
+        """The last wish for another size that this rank has heard of."""
         self.resume: Resume | None = None
         self.vault: Path | None = None
         self.expected: ElasticCall | None = None
         """The call of the others that this rank, a newcomer, is to join."""
         self.pauses = 0
         self.orders: queue.SimpleQueue[Order | Verdict] = queue.SimpleQueue()
+        self.preserve: Callable[[Path], None] | None = None
+        """Writes the last commit of the run that is under way."""
+        self._granted = 0
         self._call: ElasticCall | None = None
         self._request = ""
         self._index = 0
 
-    def enter(self, call: ElasticCall) -> str:
+    @property
+    def resize_wanted(self) -> bool:
+        """See `Coordinator`."""
+        return self.wish > self._granted
+
+    def enter(self, call: ElasticCall, preserve: Callable[[Path], None]) -> str:
         """See `Coordinator`."""
         rank = this_rank()
         if rank.request != self._request:
@@ -63,13 +76,14 @@ class NotebookCoordinator:
         if expected is not None and call.index < expected.index:
             return "skip"
         self.expected = None
-        self._call = call
+        self._call, self.preserve = call, preserve
+        self._granted = self.wish  # one from before was for a run that is over
         rank.notify(Notice("entered", call))
         return "begin" if expected is None else "join"
 
     def leave(self) -> None:
         """See `Coordinator`."""
-        call, self._call = self._call, None
+        call, self._call, self.preserve = self._call, None, None
         assert call is not None
         this_rank().notify(Notice("left", call))
 
@@ -81,14 +95,15 @@ class NotebookCoordinator:
         self.orders = queue.SimpleQueue()
         text = "" if error is None else f"{type(error).__name__}: {error}"
         this_rank().notify(Notice("paused", call, self.pauses, reason, commit, text))
-        if reason == "resize":
-            self.resize_wanted = False
         first = self.orders.get()
         # What ranks do together, each must do to its end.
         with this_rank().interrupts.held():
             while isinstance(first, Order):
                 this_rank().notify(self._carry_out(first, call))
                 first = self.orders.get()
+        if first.action == "interrupt":
+            raise KeyboardInterrupt
+        self._granted = max(self._granted, first.granted)
         return first
 
     def _carry_out(self, order: Order, call: ElasticCall) -> Notice:
@@ -127,9 +142,13 @@ def expect(call: ElasticCall | None) -> None:
     _coordinator.expected = call
 
 
-def want_resize(wanted: bool) -> None:
-    """Let the next commit in an elastic run end in a pause, on all ranks."""
-    _coordinator.resize_wanted = wanted
+def want_resize(wish: int) -> None:
+    """Let the next commit in an elastic run end in a pause, on all ranks.
+
+    Args:
+        wish: Counts the wishes; one that was granted already is none.
+    """
+    _coordinator.wish = max(_coordinator.wish, wish)
 
 
 def begin_from(resume: Resume | None) -> None:
@@ -140,6 +159,17 @@ def begin_from(resume: Resume | None) -> None:
 def keep_commits(path: str | None) -> None:
     """Have rank 0 write each commit of an elastic run to this file."""
     _coordinator.vault = None if path is None else Path(path)
+
+
+def preserve(path: str) -> Shipment:
+    """Write the last commit of a paused run to a file; this rank's variables.
+
+    The main thread, stuck as it may be in MPI, changes nothing meanwhile.
+    """
+    if _coordinator.preserve is not None:
+        _coordinator.preserve(Path(path))
+    shipment, _lost = namespace.export()
+    return shipment
 
 
 def hold() -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 from nbdist.engine import codec
 
-__all__ = ["Shipment", "discard", "load", "unload"]
+__all__ = ["Shipment", "discard", "load", "memory_folder", "unload"]
 
 FILE_FROM_BYTES = 1 << 20
 ALIGNMENT = 64
@@ -75,6 +75,11 @@ def discard(shipment: Shipment) -> None:
     """Remove the file's name, once everybody who needs it has mapped it."""
     if shipment.path is not None:
         Path(shipment.path).unlink(missing_ok=True)
+
+
+def memory_folder(run_dir: Path) -> Path:
+    """Where files lie in memory; the cluster's own folder where there is no such."""
+    return MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else run_dir
 
 
 def _write_all(file: io.FileIO, octets: memoryview) -> None:

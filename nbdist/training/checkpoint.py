@@ -50,12 +50,19 @@ def previous(path: Path) -> Path:
     return path.with_name(path.name + ".previous")
 
 
-def write(path: Path, header: dict[str, Any], payload: memoryview | bytes) -> None:
+def write(
+    path: Path,
+    header: dict[str, Any],
+    payload: memoryview | bytes,
+    *,
+    keep_previous: bool = True,
+) -> None:
     """Put a file in place of the one that is there, or leave that one as it is.
 
     Args:
         header: what JSON can hold.
         payload: any bytes.
+        keep_previous: whether the file that was there stays as PATH.previous.
 
     Raises:
         OSError: it could not be written; what was there before is untouched.
@@ -71,7 +78,8 @@ def write(path: Path, header: dict[str, Any], payload: memoryview | bytes) -> No
         for part in (prefix, text, payload):
             file.write(part)
         file.flush()
-        _keep_previous(path)
+        if keep_previous:
+            _keep_previous(path)
 
     write_atomically(path, fill)
 

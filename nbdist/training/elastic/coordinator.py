@@ -6,6 +6,7 @@ a coordinator that asks the notebook; without one a failure ends the training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -17,15 +18,22 @@ __all__ = ["Coordinator", "NoCoordinator", "coordinator", "install"]
 class Coordinator(Protocol):
     """The link of an elastic run to whoever changes the membership."""
 
-    resize_wanted: bool
-    """Whether the next commit should end in a change of the world's size."""
+    @property
+    def resize_wanted(self) -> bool:
+        """Whether the next commit should end in a change of the world's size."""
+
     resume: Resume | None
     """The file that a new `State` begins from."""
     vault: Path | None
     """Where rank 0 keeps each commit, in a world that does not survive a death."""
 
-    def enter(self, call: ElasticCall) -> str:
-        """A run begins: "begin" it, "join" the others in it, or "skip" what is over."""
+    def enter(self, call: ElasticCall, preserve: Callable[[Path], None]) -> str:
+        """A run begins: "begin" it, "join" the others in it, or "skip" what is over.
+
+        Args:
+            preserve: writes the last commit to a file, called from another thread
+                during a pause.
+        """
 
     def leave(self) -> None:
         """The run has ended on this rank, well or not."""
@@ -47,7 +55,7 @@ class NoCoordinator:
     resume: Resume | None = None
     vault: Path | None = None
 
-    def enter(self, call: ElasticCall) -> str:
+    def enter(self, call: ElasticCall, preserve: Callable[[Path], None]) -> str:
         """Begin."""
         return "begin"
 

@@ -123,7 +123,7 @@ class _Run:
 
     def go(self) -> Any:
         """Call the function until it has ended on all ranks."""
-        begun = coordinator().enter(self._call)
+        begun = coordinator().enter(self._call, self._state._preserve)
         if begun == "skip":
             return None
         self._state._runs = True

@@ -270,8 +270,10 @@ class State:
 
     def _resume(self, path: Path, *, trusted: bool) -> None:
         opened = checkpoint.check(path)
+        if trusted and set(opened.header["names"]) != self._objects.keys():
+            return  # a commit that the cluster has kept itself, of another state
         self._take(opened, trusted=trusted)
-        if ranks().rank == 0:
+        if ranks().rank == 0 and not trusted:
             when = time.strftime(
                 "%Y-%m-%d %H:%M", time.localtime(opened.header["time"])
             )
@@ -299,10 +301,15 @@ class State:
             write_commit(self._path, self._committed)
         vault = coordinator().vault
         if self._runs and vault is not None:
-            write_commit(vault, self._committed)
+            write_commit(vault, self._committed, keep_previous=False)
+
+    def _preserve(self, path: Path) -> None:
+        """Write the last commit to a file, from any thread of a paused rank."""
+        if self._committed.number:
+            write_commit(path, self._committed, keep_previous=False)
 
 
-def write_commit(path: Path, commit: Commit) -> None:
+def write_commit(path: Path, commit: Commit, *, keep_previous: bool = True) -> None:
     """Write a commit to a file."""
     payload = io.BytesIO()
     torch.save(commit.values, payload)
@@ -312,7 +319,7 @@ def write_commit(path: Path, commit: Commit) -> None:
         "names": list(commit.values),
         "time": time.time(),
     }
-    checkpoint.write(path, header, payload.getbuffer())
+    checkpoint.write(path, header, payload.getbuffer(), keep_previous=keep_previous)
 
 
 def _read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:

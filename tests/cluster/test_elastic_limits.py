@@ -1,0 +1,194 @@
+"""Where an elastic run cannot simply go on: it says so, and leaves all in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elastic_training import STEPS, prepare
+
+from nbdist.cluster.controller import Cluster
+from nbdist.errors import CellError, CellInterrupted, UsageError
+
+TRAIN = "state = make_state(); result = train(state)"
+SUM = "x = torch.ones(2); nbdist.all_reduce(x); assert x.eq(world_size).all()"
+
+
+@pytest.fixture(scope="module")
+def _limited_cluster() -> Iterator[Cluster]:
+    with Cluster(n=3, device="cpu", threads=1) as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(_limited_cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
+    """Three ranks that know how to train; whatever happens, they work afterwards."""
+    _limited_cluster.scale(3, drop=True)
+    _limited_cluster.on_note = lambda _note: None
+    prepare(_limited_cluster, tmp_path)
+    yield _limited_cluster
+    _limited_cluster.execute(SUM, timeout_s=30)
+
+
+def test_a_collective_before_the_run_ends_a_newcomers_cell(cluster: Cluster) -> None:
+    cluster.execute("if rank == 2: events = [(3, 'forward', die)]")
+    with pytest.raises(CellError, match="different collectives") as caught:
+        cluster.execute("nbdist.barrier()\n" + TRAIN, timeout_s=60)
+    table = "\n".join(caught.value.rendered)
+    assert "barrier" in table
+    assert "elastic_meeting" in table
+
+
+def test_a_setup_cell_with_a_collective_does_not_hold_a_newcomer(
+    cluster: Cluster,
+) -> None:
+    notes: list[str] = []
+    cluster.on_note = notes.append
+    cluster.execute("nbdist.barrier(); early = 1", setup=True)
+    try:
+        cluster.execute("if rank == 1: events = [(3, 'forward', die)]")
+        begun = time.monotonic()
+        cluster.execute(TRAIN, timeout_s=60)
+        assert time.monotonic() - begun < 30
+    finally:
+        cluster._setup.clear()
+    assert "setup cell" in notes[0]
+    assert "released from barrier: a setup cell runs on a rank that joins" in notes[0]
+
+
+def test_some_ranks_alone_cannot_train_elastically(cluster: Cluster) -> None:
+    with pytest.raises(CellError, match="needs every rank: rank 1 takes no part"):
+        cluster.execute(TRAIN, [0, 2], timeout_s=30)
+
+
+def test_some_ranks_alone_are_released_from_a_collective_of_all(
+    cluster: Cluster,
+) -> None:
+    begun = time.monotonic()
+    with pytest.raises(CellError, match="rank 1-2 was not asked to run it"):
+        cluster.execute("nbdist.barrier()", [0], timeout_s=30)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_state_with_ddp_is_refused_before_anything_is_sent(cluster: Cluster) -> None:
+    cell = "train(nbdist.elastic.State(model=DDP(torch.nn.Linear(2, 2))))"
+    with pytest.raises(CellError, match=r"wrap it in steps, as in DDP\(state.model\)"):
+        cluster.execute(cell, timeout_s=30)
+
+
+def test_different_states_are_refused(cluster: Cluster) -> None:
+    cell = "train(nbdist.elastic.State(**({'a': 1} if rank else {'b': 1})))"
+    with pytest.raises(CellError, match="rank 0 called steps with a State of b"):
+        cluster.execute(cell, timeout_s=30)
+
+
+def test_a_newcomer_skips_the_runs_that_are_over(cluster: Cluster) -> None:
+    cluster.execute("first = nbdist.elastic.run(lambda state: state.step)")
+    cluster.execute("if rank == 0: events = [(3, 'forward', die)]")
+    cluster.execute(
+        "other = nbdist.elastic.State(step=5); before = first(other)\n" + TRAIN,
+        timeout_s=60,
+    )
+    assert cluster["before"] == [None, 5, 5]
+    assert cluster["result"] == [STEPS] * 3
+
+
+def test_two_deaths_at_once(cluster: Cluster) -> None:
+    cluster.execute("if rank > 0: events = [(5, 'commit', die)]")
+    # Each rank that is to die has a name of its own for it.
+    cluster.execute("die.__name__ = f'die{rank}'")
+    cluster.execute(TRAIN, timeout_s=60)
+    assert cluster["result"] == [STEPS] * 3
+
+
+def test_a_wish_beyond_the_limits_is_refused_at_once(cluster: Cluster) -> None:
+    cluster.execute("train = nbdist.elastic.run(min_ranks=2, max_ranks=3)(steps)")
+    cluster.execute(
+        "def wait():\n    open(folder + '/there', 'w').close()\n"
+        "    while not os.path.exists(folder + '/on'): time.sleep(0.001)\n"
+        "events = [(4, 'forward', wait)]"
+    )
+    folder = Path(cluster["folder"][0])
+    refused: list[str] = []
+
+    def ask() -> None:
+        while not (folder / "there").exists():
+            time.sleep(0.005)
+        for size in (4, 1):
+            try:
+                cluster.scale(size, drop=True)
+            except UsageError as error:
+                refused.append(str(error))
+        (folder / "on").touch()
+
+    other = threading.Thread(target=ask)
+    other.start()
+    cluster.execute(TRAIN, timeout_s=30)
+    other.join(10)
+    assert refused == ["-n 4: steps has max_ranks=3", "-n 1: steps has min_ranks=2"]
+
+
+def test_an_interrupt_during_a_recovery_comes_after_it(cluster: Cluster) -> None:
+    """As Jupyter's button does: SIGINT to the process that waits for the cell."""
+    before = [info.pid for info in cluster.ranks]
+    begun = threading.Event()
+
+    def interrupt() -> None:
+        while not cluster.died():
+            time.sleep(0.001)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+        begun.set()
+
+    cluster.execute("if rank == 1: events = [(5, 'forward', die)]")
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(CellInterrupted):
+        cluster.execute(TRAIN, timeout_s=60)
+    other.join(10)
+    assert begun.is_set()
+    after = [info.pid for info in cluster.ranks]
+    assert [r for r in range(3) if after[r] != before[r]] == [1]
+
+
+def test_stop_ends_the_run_and_keeps_the_commit() -> None:
+    with Cluster(n=2, device="cpu", threads=1, on_failure="stop") as cluster:
+        prepare(cluster, Path(os.devnull))
+        cluster.execute("if rank == 1: first_time, events = id, [(5, 'forward', die)]")
+        with pytest.raises(CellError, match="--on-failure is stop"):
+            cluster.execute(TRAIN, timeout_s=60)
+        cluster.execute("state.restore()", [0])
+        assert cluster.pull("state.step", [0]) == [5]
+
+
+def test_too_few_ranks_wait_for_more() -> None:
+    notes: list[str] = []
+    with Cluster(n=2, device="cpu", threads=1, on_failure="shrink") as cluster:
+        cluster.on_note = notes.append
+        prepare(cluster, Path(os.devnull))
+        cluster.execute("if rank == 1: first_time, events = id, [(5, 'forward', die)]")
+        limits = "min_ranks=2, timeout_s={}"
+        cluster.execute(f"train = nbdist.elastic.run({limits.format(60)})(steps)")
+
+        def grow() -> None:
+            while not notes:
+                time.sleep(0.005)
+            cluster.scale(2)
+
+        other = threading.Thread(target=grow)
+        other.start()
+        cluster.execute(TRAIN, timeout_s=60)
+        other.join(10)
+        assert cluster["result"] == [STEPS] * 2
+        assert "needs 2: it waits 60 s for cluster.scale" in notes[0]
+
+        cluster.execute(f"train = nbdist.elastic.run({limits.format(0.5)})(steps)")
+        cluster.execute("if rank == 1: first_time, events = id, [(5, 'forward', die)]")
+        with pytest.raises(CellError, match=r"1 ranks were left for 0\.5 s"):
+            cluster.execute(TRAIN, timeout_s=60)
+        cluster.execute("state.restore(); assert state.step == 5")

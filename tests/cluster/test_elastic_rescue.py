@@ -1,0 +1,167 @@
+"""A world that is lost is started again, and goes on from its last commit."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from elastic_training import STEPS, prepare
+
+from nbdist.cluster.controller import Cluster
+from nbdist.errors import CheckpointError, RankDied
+
+TRAIN = "state = make_state(); result = train(state)"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(n=3, device="cpu", threads=1) as running:
+        running.on_note = notes_of(running).append
+        prepare(running, tmp_path)
+        running.execute("here_before = 1")
+        yield running
+
+
+def notes_of(cluster: Cluster) -> list[str]:
+    """What a cluster has said."""
+    return cluster.__dict__.setdefault("notes", [])
+
+
+def newcomer(cluster: Cluster) -> psutil.Process:
+    """The process that is to take a dead rank's place, as soon as there is one."""
+    launcher = psutil.Process(cluster.ranks[0].pid).parent()
+    assert launcher is not None
+    root = launcher.parent()
+    assert root is not None
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for process in root.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                parent = process.parent()
+                if parent and all("--join" in p.cmdline() for p in (process, parent)):
+                    return process
+        time.sleep(0.01)
+    raise AssertionError("no process came")
+
+
+def while_recovering(cluster: Cluster, act: object) -> threading.Thread:
+    """Do something once a newcomer is on its way."""
+
+    def watch() -> None:
+        victim = newcomer(cluster)
+        act(victim)  # type: ignore[operator]
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("who", ["newcomer", "survivor"])
+def test_a_death_while_the_ranks_meet_anew(cluster: Cluster, who: str) -> None:
+    survivor = psutil.Process(cluster.ranks[2].pid)
+    cluster.execute("if rank == 1: events = [(6, 'forward', die)]")
+    other = while_recovering(
+        cluster, lambda new: (new if who == "newcomer" else survivor).kill()
+    )
+    begun = time.monotonic()
+    cluster.execute(TRAIN, timeout_s=100)
+    other.join(10)
+    assert time.monotonic() - begun < 60
+    assert cluster["result"] == [STEPS] * 3
+    assert cluster["here_before"] == [1] * 3  # the variables of a survivor
+    assert notes_of(cluster) == [
+        "all 3 ranks were lost, and started again; steps goes on from its last commit"
+    ]
+    sizes = cluster["sizes"]
+    assert [len(each) for each in sizes] == [2] * 3  # a copy of one rank's, and its own
+    cluster.execute("new = nbdist.elastic.State(step=0); assert new.step == 0")
+
+
+MPICH = shutil.which("mpiexec.mpich")
+
+
+@pytest.mark.skipif(MPICH is None, reason="no MPICH is installed")
+def test_without_fault_tolerance_all_ranks_begin_again_from_the_last_commit(
+    tmp_path: Path,
+) -> None:
+    cell = f"""
+import os, signal
+state = nbdist.elastic.State(step=0)
+
+@nbdist.elastic.run(max_restarts=1)
+def count(state):
+    begun = state.step
+    while state.step < 10:
+        state.step += 1
+        if state.step in dies_at and rank == 1:
+            open({str(tmp_path / "died")!r}, "a").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.commit()
+    return begun
+
+result = count(state)
+"""
+    once = f"import os\ndies_at = [] if os.path.exists('{tmp_path / 'died'}') else [6]"
+    with Cluster(n=2, device="cpu", threads=1, mpiexec=MPICH) as cluster:
+        cluster.on_note = notes_of(cluster).append
+        cluster.execute(once, setup=True)
+        cluster.execute(cell, timeout_s=60)
+        assert cluster["result"] == [5, 5]
+        assert cluster["state.step"] == [10, 10]
+        assert notes_of(cluster)[0].startswith("all 2 ranks were lost")
+        with pytest.raises(RankDied, match=r"max_restarts=1 are spent.*--resume") as e:
+            cluster.execute("dies_at = [8]; _setup = 1\n" + cell.replace("[6]", "[8]"))
+    kept = Path(str(e.value).rsplit(" ", 1)[1])
+    try:
+        with Cluster(n=3, device="cpu", threads=1, resume=str(kept)) as resumed:
+            made = "state = nbdist.elastic.State(step=0)"
+            result = resumed.execute(made)
+            assert resumed["state.step"] == [7] * 3
+            assert f"resumed from {kept}" in result[0].stdout
+            assert result[1].stdout == ""
+    finally:
+        kept.unlink()
+
+
+def test_a_checkpoint_resumes_in_a_world_of_another_size(tmp_path: Path) -> None:
+    path = tmp_path / "run.state"
+    scaled = """
+train = nbdist.elastic.run(steps)
+scales = []
+def rescale(old, new):
+    scales.append((old, new))
+"""
+    with Cluster(n=4, device="cpu", threads=1) as cluster:
+        prepare(cluster, tmp_path)
+        cluster.push(path=str(path))
+        half = "s = make_state(path, save_every=5)\nsteps_left = 10\n"
+        cluster.execute(
+            half + "@nbdist.elastic.run\ndef some(state):\n"
+            "    for indices in state.sampler:\n"
+            "        step_of(state, DDP(state.model), indices)\n"
+            "        state.commit()\n"
+            "        if state.step == 10: return\n"
+            "some(s)",
+            timeout_s=60,
+        )
+    with Cluster(n=2, device="cpu", threads=1, resume=str(path)) as cluster:
+        prepare(cluster, tmp_path)
+        cluster.execute(scaled)
+        cluster.execute("state = make_state(); state.on_reset(rescale)")
+        before = cluster["state.step"]
+        assert before == [9, 9]  # the first of five commits was before the first step
+        cluster.execute("result = train(state)", timeout_s=60)
+        assert cluster["result"] == [STEPS] * 2
+        assert cluster["scales"] == [[(4, 2)]] * 2
+        assert sorted(cluster["state.seen"][0]) == list(range(240))
+    path.write_bytes(b"NBDSTATE and nothing else")
+    Cluster(n=2, device="cpu", resume=str(path))  # the previous one is whole
+    path.with_name("run.state.previous").unlink()
+    with pytest.raises(CheckpointError, match=r"run\.state is not a file"):
+        Cluster(n=2, device="cpu", resume=str(path))
