@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab test soak bench lint clean
+.PHONY: help demo lab test soak bench reliability lint clean
 .NOTPARALLEL:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test   every test but the long ones"
 	@echo "make soak   the long ones"
 	@echo "make bench  measure, and write docs/benchmarks.md"
+	@echo "make reliability  run the fault matrix, and write docs/reliability.md"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  remove $(VENV) and out/"
 
@@ -36,6 +37,9 @@ soak: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks
+
+reliability: $(VENV)/.test
+	NBDIST_WRITE_RELIABILITY=1 $(RUN) -m pytest tests/reliability
 
 lint: $(VENV)/.test
 	$(RUN) -m ruff check

@@ -1,0 +1,95 @@
+"""Which fault strikes where, and how each must end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CASES", "FAULTS", "PLACES", "RANKS", "Case", "Fault"]
+
+RANKS = {"first": 0, "middle": 1, "last": 2}
+PLACES = (
+    "in forward",
+    "in an all-reduce",
+    "in DDP backward",
+    "in a commit",
+    "between cells",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong on one rank.
+
+    `says` is what the error must say of the rank that was struck, as a pattern with
+    `{rank}`; `within_s` is when the cell must have ended at the latest, from the strike
+    or, where the user has to interrupt, from the interrupt.
+    """
+
+    name: str
+    says: str
+    within_s: float
+    prints: int = 0
+    """How many ranks print "here" before the user presses the interrupt button."""
+    dies: bool = False
+    idle: bool = True
+    """Whether it can strike a rank between cells."""
+
+
+_DIED = r"rank {rank} \(pid \d+ on .*\) has died with "
+_TABLE = r"(?s)different collectives.*\n{rank}  +#\d+ .*{odd}"
+
+FAULTS = (
+    Fault("raise", r"rank {rank} of 3.*ValueError: struck", 8.0),
+    Fault("SIGKILL", _DIED + "SIGKILL", 8.0, dies=True),
+    Fault("segfault", _DIED + "SIGSEGV", 8.0, dies=True),
+    Fault("exit", _DIED + "exit code 3", 8.0, dies=True),
+    Fault("SIGSTOP", r"Rank {rank} has not come back.*-r {rank}", 15.0, prints=1),
+    Fault("leave", r"the cell of rank {rank} has ended", 8.0, idle=False),
+    Fault("wrong shape", _TABLE.replace("{odd}", r"\(5,\)"), 8.0, idle=False),
+    Fault("wrong op", _TABLE.replace("{odd}", "max"), 8.0, idle=False),
+    Fault("wrong root", _TABLE.replace("{odd}", "  1  "), 8.0, idle=False),
+    Fault("loop", "interrupted; all ranks keep", 8.0, prints=1),
+    Fault("blocked", "interrupted; all ranks keep", 8.0, prints=3),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault, striking one rank at one place."""
+
+    fault: Fault
+    place: str
+    which: str
+    """"first", "middle" or "last"."""
+
+    @property
+    def rank(self) -> int:
+        return RANKS[self.which]
+
+    @property
+    def released(self) -> bool:
+        """Whether the rank is alone in a collective that nobody else will enter."""
+        return self.fault.name == "blocked" and self.place == "between cells"
+
+    @property
+    def prints(self) -> int:
+        """How many ranks print "here" before the user interrupts; 0 if none does."""
+        return 0 if self.released else self.fault.prints
+
+    @property
+    def says(self) -> str:
+        """A pattern for the error."""
+        says = "rank .* was not asked to run it" if self.released else self.fault.says
+        return says.replace("{rank}", str(self.rank))
+
+    def __str__(self) -> str:
+        return f"{self.fault.name}-{self.place}-{self.which}"
+
+
+CASES = [
+    Case(fault, place, which)
+    for place in PLACES
+    for fault in FAULTS
+    for which in RANKS
+    if fault.idle or place != "between cells"
+]
