@@ -6,6 +6,7 @@ order and the in-place conventions of torch.distributed.
 
 from __future__ import annotations
 
+from ._before_mpi import launched_without_mpi
 from ._handle import Handle
 from ._mailbox import Message
 from ._place import set_cell_resolver
@@ -63,6 +64,7 @@ __all__ = [
     "gather",
     "irecv",
     "isend",
+    "launched_without_mpi",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -1,14 +1,22 @@
-"""A rank without a notebook: the world of a plain `mpiexec -n 4 python train.py`."""
+"""A rank without a notebook: the world of a plain `mpiexec` or `torchrun`."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 
+import torch.distributed as dist
+
+from nbdist.collectives import launched_without_mpi
 from nbdist.engine import torch_group, world
+from nbdist.engine.borrowed_place import is_borrowed, join_mpi
 from nbdist.engine.place import launched_rank
 from nbdist.errors import WrongProcess
 
@@ -16,27 +24,61 @@ __all__ = ["init"]
 
 
 def init() -> None:
-    """Join the world that an MPI launcher made. Every rank must call, once.
+    """Join the world that `mpiexec` or `torchrun` made. Every rank must call, once.
 
     Afterwards nbdist's collectives and torch.distributed work as they do in a cell, so
-    that a cell's code moves to a script unchanged. On a rank of a notebook's cluster,
-    and when called again, this does nothing.
+    that a cell's code moves to a script unchanged; a default process group that the
+    script has made before stays as it is. On a rank of a notebook's cluster, and when
+    called again, this does nothing.
 
     Raises:
-        WrongProcess: No MPI launcher has started this process.
+        WrongProcess: No launcher has started this process, or torchrun has started
+            some on other hosts.
+        StartError: Under torchrun, MPI did not start.
     """
     if world.is_joined():
         return
+    if launched_without_mpi():
+        folder = join_mpi()
+        here = world.join()
+    else:
+        here = _join_launched()
+        here.publish_environment()
+        folder = _meeting_place(here)
+    if not dist.is_initialized():
+        torch_group.start(folder, _owns_gpu(here))
+    sys.excepthook = partial(_end_the_world, sys.excepthook)
+
+
+def _end_the_world(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show what this rank failed with, and end: the others may be waiting for it.
+
+    To leave in good order would wait for them. torchrun ends them by itself.
+    """
+    from mpi4py import MPI
+
+    show(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not is_borrowed():
+        MPI.COMM_WORLD.Abort(1)
+    os._exit(1)
+
+
+def _join_launched() -> world.World:
     try:
         launched_rank()
     except RuntimeError as error:
         raise WrongProcess(
-            "nbdist.init() joins the ranks of an MPI launcher: start the script with "
-            "mpiexec -n 4 python train.py"
+            "nbdist.init() joins the ranks of a launcher: start the script with "
+            "mpiexec -n 4 python train.py, or torchrun --nproc-per-node 4 train.py"
         ) from error
-    here = world.join()
-    here.publish_environment()
-    torch_group.start(_meeting_place(here), _owns_gpu(here))
+    return world.join()
 
 
 def _meeting_place(here: world.World) -> Path:

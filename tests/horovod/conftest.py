@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import `ranks` and `cases`."""
+"""Lets the tests of this folder import `ranks` and `horovod_cases`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Horovod's functions on real ranks. `test_functions.py` launches this file.
+"""Horovod's functions on real ranks. `test_horovod_functions.py` launches this file.
 
 Every rank can make every rank's input, and so knows each result. Inputs are small whole
 numbers, so that all dtypes hold every sum exactly.
@@ -35,7 +35,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def run_all() -> dict[str, str | None]:
-    from cases import run
+    from horovod_cases import run
 
     return run(CASES)
 

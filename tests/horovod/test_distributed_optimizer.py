@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from cases import failures
+from horovod_cases import failures
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("training.py"))
+BODY = str(Path(__file__).with_name("optimizers.py"))
 CASES = [
     "sgd", "momentum", "adam", "adamw", "any_buckets", "predivided", "summed",
     "compressed", "accumulated", "clipped", "with_a_closure",

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from cases import failures
+from horovod_cases import failures
 from ranks import launch
 
 BODY = str(Path(__file__).with_name("functions.py"))

@@ -1,7 +1,7 @@
 """DistributedOptimizer on real ranks, against one process with the full batch.
 
-`test_training.py` launches this file. In double precision, so that a dropped or doubled
-contribution cannot hide in rounding.
+`test_distributed_optimizer.py` launches this file. In double precision, so that a
+dropped or doubled contribution cannot hide in rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def run_all() -> dict[str, str | None]:
-    from cases import run
+    from horovod_cases import run
 
     torch.set_default_dtype(torch.float64)
     return run(CASES)

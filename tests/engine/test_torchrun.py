@@ -1,0 +1,88 @@
+"""`nbdist.init()` under torchrun: MPI's world among processes that it did not start."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+N = 3
+JOINS = """
+import torch, torch.distributed as dist
+EARLIER
+import nbdist
+nbdist.init()
+nbdist.init()
+x = torch.full((3,), nbdist.rank() + 1.0)
+nbdist.all_reduce(x)
+y = torch.ones(2)
+dist.all_reduce(y)
+assert (dist.get_rank(), dist.get_world_size()) == (nbdist.rank(), nbdist.size())
+backend = dist.get_backend()
+print(f"rank {nbdist.rank()}: {x.tolist()} {y.tolist()} {backend}", flush=True)
+"""
+FAILS = """
+import sys, torch, nbdist
+nbdist.init()
+if nbdist.rank() == 1:
+    raise ValueError("broken on purpose")
+nbdist.all_reduce(torch.ones(2))
+"""
+
+
+def torchrun(
+    script: str, folder: Path, *options: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(N)]
+    return subprocess.run(
+        [*run, "--standalone", *options, str(folder / "train.py")],
+        env={
+            **os.environ,
+            "TMPDIR": str(folder),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("earlier", "backend"),
+    [("", "nbdist"), ("dist.init_process_group('gloo')", "gloo")],
+)
+def test_ranks_of_torchrun_join(tmp_path: Path, earlier: str, backend: str) -> None:
+    done = torchrun(JOINS.replace("EARLIER", earlier), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # torchrun's ranks share a pipe: lines may follow each other without a break.
+    lines = re.findall(r"rank \d: [^g]*?(?:gloo|nbdist)", done.stdout)
+    assert sorted(lines) == [
+        f"rank {rank}: [6.0, 6.0, 6.0] [3.0, 3.0] {backend}" for rank in range(N)
+    ]
+    assert not list(tmp_path.glob("nbdist-*"))
+
+
+def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
+    done = torchrun(FAILS, tmp_path)
+    assert done.returncode != 0
+    assert "broken on purpose" in done.stderr
+
+
+def test_where_mpi_does_not_start_it_is_said(tmp_path: Path) -> None:
+    done = torchrun(FAILS, tmp_path, NBDIST_MPIEXEC="/nowhere/mpiexec")
+    assert done.returncode != 0
+    assert "no MPI launcher at '/nowhere/mpiexec'" in done.stderr
+
+
+def test_mpi_must_not_have_started(tmp_path: Path) -> None:
+    done = torchrun("from mpi4py import MPI\n" + FAILS, tmp_path)
+    assert done.returncode != 0
+    assert "import nbdist before mpi4py" in done.stderr
