@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, _utils, default_collate
 
 from nbdist.training.sampler import Sampler, share_of
 
@@ -18,6 +18,8 @@ __all__ = ["Collate", "Fetching", "Part", "by_index", "first_item"]
 Collate = Callable[[list[Any]], Any]
 PR_SET_PDEATHSIG = 1
 JOIN_TIMEOUT_S = 1.0
+PATIENCE_S = 0.3
+"""How long each worker of a loop that was left may take to finish a sample."""
 
 
 class Part(NamedTuple):
@@ -59,11 +61,26 @@ class Fetching:
         try:
             yield from batches
         finally:
-            workers = getattr(batches, "_workers", ())
-            for worker in workers:
-                worker.terminate()  # torch's handler there ends it with success
-            for worker in workers:
-                worker.join(JOIN_TIMEOUT_S)
+            _end_workers(batches)
+
+
+def _end_workers(batches: Any) -> None:
+    """Torch's own orderly end, with less patience for what a worker is still doing.
+
+    Not by a signal before it: that could end a worker while it holds the lock that
+    torch's shutdown needs.
+    """
+    end = getattr(batches, "_shutdown_workers", None)
+    if end is None:  # without workers
+        return
+    patience = _utils.MP_STATUS_CHECK_INTERVAL
+    _utils.MP_STATUS_CHECK_INTERVAL = PATIENCE_S
+    try:
+        end()
+    finally:
+        _utils.MP_STATUS_CHECK_INTERVAL = patience
+    for worker in batches._workers:
+        worker.join(JOIN_TIMEOUT_S)
 
 
 class _Lists:
