@@ -117,6 +117,7 @@ class CollectiveCall:
 
     rank: int
     sequence: int
+    """Counts the group's collectives from 1; 0 for a message between two ranks."""
     operation: str
     reduce_op: str | None
     root: int | None
@@ -135,16 +136,19 @@ class CollectiveCall:
     @property
     def description(self) -> str:
         """The call and its place, without its rank."""
+        peer = {"send": "to", "recv": "from"}.get(self.operation, "root")
+        data = (str(self.shape), self.dtype) if self.dtype != "object" else ()
         details = [
-            f"{name}={value}"
-            for name, value in (("op", self.reduce_op), ("root", self.root))
-            if value is not None
+            *data,
+            *((self.device,) if self.device != "none" else ()),
+            *((f"op={self.reduce_op}",) if self.reduce_op is not None else ()),
+            *((f"{peer}={self.root}",) if self.root is not None else ()),
         ]
         place = "" if self.line is None else f" at line {self.line}"
         if self.cell is not None:
             place = f" in In[{self.cell}] line {self.line}"
-        what = ", ".join([str(self.shape), self.dtype, self.device, *details])
-        return f"#{self.sequence} {self.operation}({what}){place}"
+        number = f"#{self.sequence} " if self.sequence else ""
+        return f"{number}{self.operation}({', '.join(details)}){place}"
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ class Mpiexec(Launcher):
             "PRTE_MCA_prte_tmpdir_base": str(run_dir),
             "OMPI_MCA_btl_sm_backing_directory": str(run_dir),
             "OMPI_MCA_osc": "^ucx",
+            # libevent's epoll warns on stderr of each connection to a dead rank.
+            "EVENT_NOEPOLL": "1",
         }
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             variables["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
