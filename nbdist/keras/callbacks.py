@@ -1,0 +1,202 @@
+"""Callbacks that keep the ranks together while `model.fit` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from nbdist.errors import UsageError
+from nbdist.horovod._allreduce import allreduce
+from nbdist.horovod._world import rank, size
+
+from ._backend import check_backend
+from ._variables import broadcast_global_variables
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "ModelCheckpoint",
+]
+
+Logs = dict[str, Any] | None
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives all ranks one rank's weights and optimizer state, as training begins.
+
+    Weights that exist are sent before the first batch; after it everything is, for
+    layers and optimizers make their variables only then.
+
+    Args:
+        root_rank: The rank that has them, from a checkpoint or at random.
+    """
+
+    def __init__(self, root_rank: int) -> None:
+        super().__init__()
+        check_backend()
+        self.root_rank = root_rank
+        self._done = False
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        if self.model.built:
+            broadcast_global_variables(self.root_rank, self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if not self._done:
+            self._done = True
+            broadcast_global_variables(self.root_rank, self.model)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replaces an epoch's metrics by their averages over the ranks.
+
+    Put it before callbacks that look at them, such as `ReduceLROnPlateau`.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        for name in sorted(logs or {}):
+            assert logs is not None
+            value = torch.tensor(float(logs[name]), dtype=torch.float64)
+            logs[name] = allreduce(value, name=f"metric.{name}").item()
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Multiplies the initial learning rate by a factor that depends on the epoch.
+
+    Args:
+        initial_lr: The learning rate that is multiplied.
+        multiplier: The factor, or a function of the epoch.
+        start_epoch, end_epoch: From and up to which epoch, the last one excluded.
+        staircase: Whether the rate changes only as an epoch begins; else with each
+            batch, for which `multiplier` gets a fraction of an epoch.
+        momentum_correction: Whether the momentum is scaled with the rate, for the one
+            batch that follows a change (Goyal et al., 2017).
+        steps_per_epoch: Batches of an epoch; default what `fit` knows of it.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_backend()
+        self.initial_lr = initial_lr
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._multiplier = multiplier
+        self._epoch = 0
+        self._momentum: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        ended = self.end_epoch is not None and self._epoch >= self.end_epoch
+        if self._epoch < self.start_epoch or ended:
+            return
+        if not self.staircase:
+            self._set_rate(self._epoch + batch / self._steps())
+        elif batch == 0:
+            self._set_rate(self._epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._momentum is not None:
+            self.model.optimizer.momentum = self._momentum
+            self._momentum = None
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+    def factor(self, epoch: float) -> float:
+        """What the initial rate is multiplied with."""
+        if callable(self._multiplier):
+            return self._multiplier(epoch)
+        return self._multiplier
+
+    def _steps(self) -> int:
+        steps = self.steps_per_epoch or self.params.get("steps")
+        if not steps:
+            raise UsageError(
+                "the number of batches of an epoch is not known: give the callback "
+                "steps_per_epoch="
+            )
+        return int(steps)
+
+    def _set_rate(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        before = float(optimizer.learning_rate)
+        after = self.initial_lr * self.factor(epoch)
+        optimizer.learning_rate = after
+        momentum = getattr(optimizer, "momentum", None)
+        if self.momentum_correction and momentum and before:
+            self._momentum = momentum
+            optimizer.momentum = min(1.0, momentum * after / before)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from `initial_lr / size()` to `initial_lr`, by batches.
+
+    After Goyal et al., "Accurate, Large Minibatch SGD" (2017): a rate that is scaled
+    with the number of ranks is too large for the first epochs.
+
+    Args:
+        initial_lr: The scaled rate, such as `0.01 * hvd.size()`.
+        warmup_epochs: Epochs until it is reached.
+        momentum_correction, steps_per_epoch: As for `LearningRateScheduleCallback`.
+        verbose: 1 to print once it is reached, on rank 0.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            initial_lr,
+            self._rise,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.warmup_epochs, self.verbose = warmup_epochs, verbose
+
+    def _rise(self, epoch: float) -> float:
+        # One batch ahead, so that the last one of the warm-up has the whole rate.
+        epoch += 1 / self._steps()
+        return 1 / size() * (epoch * (size() - 1) / self.warmup_epochs + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and epoch == self.warmup_epochs - 1 and rank() == 0:
+            reached = float(self.model.optimizer.learning_rate)
+            print(f"epoch {epoch + 1}: the learning rate has reached {reached:g}")
+
+
+class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras's `ModelCheckpoint`, which saves on rank 0 alone."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if rank() == 0:
+            super().on_epoch_end(epoch, logs)

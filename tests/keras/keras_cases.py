@@ -1,0 +1,199 @@
+"""Keras on real ranks. `test_keras.py` launches this file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbdist.keras as hvd  # isort: skip - it chooses Keras's backend
+import keras
+
+from nbdist.errors import UsageError
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def run_all() -> dict[str, str | None]:
+    sys.path.append(str(Path(__file__).parent.parent / "horovod"))
+    from horovod_cases import run
+
+    return run(CASES)
+
+
+def model(optimizer: Any, seed: int = 1) -> Any:
+    keras.utils.set_random_seed(seed)
+    net = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(7, "tanh"), keras.layers.Dense(2)]
+    )
+    net.compile(loss="mse", optimizer=optimizer, metrics=["mae"])
+    return net
+
+
+def samples(count: int) -> tuple[Any, Any]:
+    draw = np.random.default_rng(3)
+    return draw.normal(size=(count, 5)), draw.normal(size=(count, 2))
+
+
+def mine(rows: Any) -> Any:
+    return np.split(rows, hvd.size())[hvd.rank()]
+
+
+def assert_equal(net: Any, reference: Any, rtol: float = 2e-5) -> None:
+    for got, expected in zip(net.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol / 10)
+
+
+@case
+def equals_one_process_on_the_full_batch() -> None:
+    for make in (
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.01),
+        lambda: keras.optimizers.AdamW(0.01, clipnorm=0.1),
+        lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    ):
+        optimizer = hvd.DistributedOptimizer(make())
+        assert isinstance(optimizer, type(make()))
+        net, reference = model(optimizer), model(make())
+        x, y = samples(8 * hvd.size())
+        for _ in range(4):
+            net.train_on_batch(mine(x), mine(y))
+            reference.train_on_batch(x, y)
+        assert_equal(net, reference)
+
+
+@case
+def a_wrapped_optimizer_keeps_its_state() -> None:
+    reference = model(keras.optimizers.Adam(0.01))
+    x, y = samples(8 * hvd.size())
+    reference.train_on_batch(x, y)
+    net = model(hvd.DistributedOptimizer(reference.optimizer))
+    net.set_weights(reference.get_weights())
+    again = hvd.DistributedOptimizer(net.optimizer)  # as in a cell that is run again
+    assert type(again)._nbdist_base is type(reference.optimizer)
+    assert int(again.iterations) == 1
+    for own, other in zip(again.variables, reference.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(own.numpy(), other.numpy())
+
+
+@case
+def compressed_and_summed() -> None:
+    x, y = samples(8 * hvd.size())
+    for options, rate in (
+        ({"compression": hvd.Compression.fp16}, 0.1),
+        ({"op": hvd.Sum}, 0.1 / hvd.size()),
+    ):
+        net = model(hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options))
+        reference = model(keras.optimizers.SGD(0.1))
+        for _ in range(3):
+            net.train_on_batch(mine(x), mine(y))
+            reference.train_on_batch(x, y)
+        assert_equal(net, reference, rtol=1e-2)
+    with pytest.raises(UsageError, match=r"hvd\.Average or hvd\.Sum"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum)
+
+
+@case
+def variables_are_broadcast() -> None:
+    root = hvd.size() - 1
+    x, y = samples(8)
+    net = model(keras.optimizers.Adam(0.1), seed=hvd.rank())
+    reference = model(keras.optimizers.Adam(0.1), seed=root)
+    reference.train_on_batch(x, y)
+    reference.train_on_batch(x + root, y)
+    net.train_on_batch(x, y)
+    net.train_on_batch(x + hvd.rank(), y)
+    hvd.broadcast_global_variables(root, net)
+    assert_equal(net, reference)
+    for own, other in zip(
+        net.optimizer.variables, reference.optimizer.variables, strict=True
+    ):
+        np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-5, atol=1e-7)
+
+
+@case
+def ranks_that_begin_apart_end_alike() -> None:
+    x, y = samples(16 * hvd.size())
+    net = model(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), seed=hvd.rank())
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    net.fit(mine(x), mine(y), batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+    everybody = hvd.allgather_object(net.get_weights())
+    for weights in everybody:
+        for one, other in zip(weights, everybody[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@case
+def metrics_are_averaged() -> None:
+    logs = {"loss": float(hvd.rank()), "b": 1.0}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs == {"loss": (hvd.size() - 1) / 2, "b": 1.0}
+
+
+class Rates(keras.callbacks.Callback):
+    """Notes the learning rate and momentum of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        self.seen.append((float(optimizer.learning_rate), optimizer.momentum))
+
+
+@case
+def the_learning_rate_warms_up() -> None:
+    size, rates = hvd.size(), Rates()
+    net = model(keras.optimizers.SGD(0.5, momentum=0.9))
+    x, y = samples(16)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.5, warmup_epochs=2, verbose=1)
+    staircase = hvd.callbacks.LearningRateScheduleCallback(
+        0.5, lambda epoch: 0.1**epoch, start_epoch=3
+    )
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        history = net.fit(
+            x,
+            y,
+            batch_size=4,
+            epochs=5,
+            verbose=0,
+            callbacks=[warmup, staircase, rates],
+        )
+    ramp = [0.5 / size * ((step + 1) / 4 * (size - 1) / 2 + 1) for step in range(8)]
+    expected = [*ramp, *[0.5] * 4, *[0.5e-3] * 4, *[0.5e-4] * 4]
+    got = [rate for rate, _ in rates.seen]
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    np.testing.assert_allclose(history.history["lr"][-1], 0.5e-4, rtol=1e-5)
+    # Scaled for the batch after a change (here at most 1), and as it was before.
+    assert rates.seen[3][1] == pytest.approx(min(1, 0.9 * ramp[3] / ramp[2]), rel=1e-4)
+    assert rates.seen[12][1] == pytest.approx(0.9e-3, rel=1e-4)
+    assert rates.seen[13][1] == net.optimizer.momentum == 0.9
+    assert ("has reached 0.5" in told.getvalue()) == (hvd.rank() == 0)
+
+
+@case
+def one_rank_saves() -> None:
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+    x, y = samples(8)
+    net = model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    saver = hvd.callbacks.ModelCheckpoint(folder / f"{hvd.rank()}.keras")
+    net.fit(x, y, epochs=2, verbose=0, callbacks=[saver])
+    hvd.barrier()
+    assert [path.name for path in folder.iterdir()] == ["0.keras"]
+    loaded = keras.models.load_model(folder / "0.keras")
+    assert_equal(loaded, net)
+    assert not hasattr(type(loaded.optimizer), "_nbdist_base")

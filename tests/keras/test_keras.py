@@ -1,0 +1,85 @@
+"""Keras 3 over torch on real ranks, and what `nbdist.keras` costs who has no Keras."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from horovod_cases import failures
+from ranks import launch
+
+from nbdist import Cluster
+
+BODY = str(Path(__file__).with_name("keras_cases.py"))
+SCRIPT = Path(__file__).with_name("keras_digits.py")
+CASES = [
+    "equals_one_process_on_the_full_batch", "a_wrapped_optimizer_keeps_its_state",
+    "compressed_and_summed", "variables_are_broadcast",
+    "ranks_that_begin_apart_end_alike", "metrics_are_averaged",
+    "the_learning_rate_warms_up", "one_rank_saves",
+]  # fmt: skip
+
+
+@cache
+def outcomes() -> list[dict[str, str | None]]:
+    """What each rank found: one launch for all cases."""
+    patience = {"NBDIST_COLLECTIVE_TIMEOUT": "30", "CUDA_VISIBLE_DEVICES": ""}
+    return launch(3, BODY, "run_all", deadline_s=150, environment=patience)
+
+
+def test_every_case_is_listed() -> None:
+    assert list(outcomes()[0]) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_keras(case: str) -> None:
+    found = failures(outcomes(), case)
+    assert not found, found
+
+
+def test_the_classic_script_in_a_cell(cluster: Cluster) -> None:
+    result = cluster.execute(SCRIPT.read_text(encoding="utf-8"))
+    printed = result[0].stdout
+    found = re.search(r"test accuracy: ([\d.]+)%", printed)
+    assert found is not None, printed
+    assert float(found[1]) > 88
+    assert "all ranks alike: True" in printed
+    assert "saved: rank-0-1.keras rank-0-2.keras rank-0-3.keras rank-0-4" in printed
+    assert "the learning rate has reached 0.008" in printed
+
+
+def test_nbdist_loads_without_keras() -> None:
+    program = """
+import sys
+sys.modules["keras"] = None  # as if it were not installed
+import nbdist.keras
+assert "DistributedOptimizer" in dir(nbdist.keras)
+print({"torch", "mpi4py"} & sys.modules.keys())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "set()"
+
+
+def test_another_backend_is_refused() -> None:
+    program = """
+import os, sys, types
+keras = types.ModuleType("keras")
+keras.backend = types.SimpleNamespace(backend=lambda: "jax")
+sys.modules["keras"] = keras
+from nbdist.keras._backend import check_backend
+try:
+    check_backend()
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert "Keras computes with jax here: set KERAS_BACKEND=torch" in done.stdout
