@@ -18,10 +18,11 @@ from typing import TypeVar
 
 from nbdist.cluster.link import Answer
 from nbdist.cluster.recovery import Recovery
+from nbdist.cluster.rescue import vault
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.run import Run
 from nbdist.config import ClusterConfig
-from nbdist.errors import RankDied, UsageError
+from nbdist.errors import RankDied, StartError, UsageError
 from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
 
 __all__ = ["Elastic"]
@@ -29,6 +30,7 @@ __all__ = ["Elastic"]
 GRACE_S = 0.5
 """How long the news of a death may come after its effect."""
 HOLD_TIMEOUT_S = 5.0
+PRESERVE_TIMEOUT_S = 60.0
 WISH_PERIOD_S = 0.2
 
 T = TypeVar("T")
@@ -56,6 +58,8 @@ class _Lead:
     """When all its ranks were first seen paused."""
     short_since: float | None = None
     """When it began to wait for ranks."""
+    joined: set[str] = field(default_factory=set)
+    """The engines that have joined it."""
 
 
 class Elastic:
@@ -188,14 +192,44 @@ class Elastic:
             return Verdict("give up", f"max_restarts={lead.restarts} are spent: {why}")
         if self._too_few(call):
             return self._wait_for_ranks(lead, call, why)
-        if not self._hold(lead.run):
+        self._check_survivors(lead)
+        if not self._hold(lead.run) or not self._preserve(lead.run):
             return None  # another rank has died: there is more to mend
         lead.restarts += 1
         note = self._lead_over(
-            lead.run, lambda: self._recovery.recover(self._ask_in(lead.run))
+            lead, lambda: self._recovery.recover(self._ask_in(lead.run))
         )
         self._on_note(f"{why}\n{note}; {call.name} goes on")
         return Verdict("go on")
+
+    def _check_survivors(self, lead: _Lead) -> None:
+        """Whether a rank is left that has a commit; those that have joined may not."""
+        processes = lead.run.processes
+        if all(
+            processes[rank] in lead.joined and not notice.commit
+            for rank, notice in lead.run.paused.items()
+        ):
+            raise StartError("no rank is left that has the last commit")
+
+    def _preserve(self, run: Run) -> bool:
+        """Write the last commit to memory: all who have it may die while others join.
+
+        Returns:
+            Whether the rank that was to do so has.
+        """
+        if self._config.on_failure != "replace":
+            return True
+        commits = {info.rank: run.paused[info.rank].commit for info in run.unfinished}
+        source = max(commits, key=lambda rank: (commits[rank], -rank))
+        path = str(vault(self._roster.run_dir))
+        target = "nbdist.engine.elastic:preserve"
+        try:
+            answer = run.order(self._roster[source], target, path).result(
+                PRESERVE_TIMEOUT_S
+            )
+        except (RankDied, NotYet):
+            return False
+        return answer.ok
 
     def _too_few(self, call: ElasticCall) -> bool:
         shrinks = self._config.on_failure == "shrink"
@@ -237,7 +271,7 @@ class Elastic:
                 self._recovery.drop(ask)
             return self._recovery.scale(wish.size, ask)
 
-        note = self._lead_over(lead.run, change)
+        note = self._lead_over(lead, change)
         self._grant(note)
         return Verdict("go on")
 
@@ -272,8 +306,9 @@ class Elastic:
             return False
         return True
 
-    def _lead_over(self, run: Run, change: Callable[[], str]) -> str:
+    def _lead_over(self, lead: _Lead, change: Callable[[], str]) -> str:
         """Change the membership, and have newcomers join the run."""
+        run = lead.run
         call = next(iter(run.paused.values())).call
 
         def whole() -> str:
@@ -285,6 +320,7 @@ class Elastic:
                 self._roster.tell(
                     "nbdist.engine.elastic:expect", call, ranks=[info.rank]
                 )
+                lead.joined.add(info.engine_uuid)
                 run.join(info)
             return note
 

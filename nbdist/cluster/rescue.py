@@ -48,7 +48,7 @@ class Rescue:
         source = max(living, key=lambda rank: (notices[rank].commit, -rank))
         path = vault(roster.run_dir)
         saved = roster.ask(
-            "nbdist.engine.elastic:preserve",
+            "nbdist.engine.elastic:bequeath",
             str(path),
             ranks=[source],
             timeout_s=SAVE_TIMEOUT_S,

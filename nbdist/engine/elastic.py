@@ -23,6 +23,7 @@ from nbdist.wire import ElasticCall, Notice, Resume, Verdict
 __all__ = [
     "attend",
     "begin_from",
+    "bequeath",
     "decide",
     "expect",
     "hold",
@@ -161,13 +162,18 @@ def keep_commits(path: str | None) -> None:
     _coordinator.vault = None if path is None else Path(path)
 
 
-def preserve(path: str) -> Shipment:
-    """Write the last commit of a paused run to a file; this rank's variables.
-
-    The main thread, stuck as it may be in MPI, changes nothing meanwhile.
-    """
+def preserve(path: str) -> None:
+    """Write the last commit of a paused run to a file."""
     if _coordinator.preserve is not None:
         _coordinator.preserve(Path(path))
+
+
+def bequeath(path: str) -> Shipment:
+    """The same, and this rank's variables.
+
+    The agent does it: the main thread, which may be stuck in MPI, changes nothing.
+    """
+    preserve(path)
     shipment, _lost = namespace.export()
     return shipment
 

@@ -135,13 +135,15 @@ class _Run:
             coordinator().leave()
 
     def _repeat(self, *, joins: bool) -> Any:
+        if joins:  # what it may have from a file is not what the others have
+            self._state._forget()
         before = self._state.commits
         while True:
             value, reason, released = None, "failure", None
             try:
                 begins = self._state.commits == before
+                joins = joins and begins  # until it has got a commit
                 meet(self._state, self._call.name, joins=joins, begins=begins)
-                joins = False
                 value = self._body()
                 reason = "finished"
                 ranks().meet("elastic_end")

@@ -205,6 +205,10 @@ class State:
         """Keep the memory, not the number."""
         self._staged = replace(self._staged, number=0)
 
+    def _forget(self) -> None:
+        """Have no commit."""
+        self._committed = Commit(0, 0, {})
+
     def _capture(self) -> dict[str, Any]:
         """The values as a tree that shares their tensors."""
         captured = {}
