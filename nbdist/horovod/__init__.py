@@ -57,6 +57,8 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        return importlib.import_module(f"{__name__}.elastic")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'nbdist.horovod' has no attribute {name!r}")
@@ -66,4 +68,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, "elastic"})

@@ -10,6 +10,7 @@ from torch import Tensor
 from ._allgather import allgather
 from ._allreduce import allreduce_, reduction
 from ._compression import Compressor
+from ._coordinator import Coordinator
 from ._process_sets import ProcessSet, coordinator_of
 from ._reduce_ops import Average, ReduceOp, Sum
 from ._scaling import Scaling
@@ -21,7 +22,6 @@ class BucketReduction:
     """A `nbdist.training.gradients.Reduction`.
 
     Args:
-        name: Of the optimizer, the same on all ranks.
         op, predivide: As for `DistributedOptimizer`.
         compression: Applied to whole buckets.
         process_set: The ranks.
@@ -29,23 +29,37 @@ class BucketReduction:
 
     def __init__(
         self,
-        name: str,
         op: ReduceOp,
         predivide: float,
         compression: type[Compressor],
         process_set: ProcessSet,
     ) -> None:
-        self._name, self._op = name, op
+        self._op = op
+        self._owner: Coordinator | None = None
+        self._number = 0
         self._scaling = Scaling(op, 1 / predivide, predivide)
         self._compression = compression
         self._set = process_set
 
     @property
+    def _name(self) -> str:
+        """The same on all ranks: optimizers count as they are used first.
+
+        They count anew when the ranks have changed, for one that has joined since has
+        made fewer.
+        """
+        coordinator = coordinator_of(self._set)
+        if self._owner is not coordinator:
+            self._owner = coordinator
+            self._number = next(coordinator.optimizers)
+        return f"gradients.{self._number}"
+
+    @property
     def size(self) -> int:
-        return coordinator_of(self._set).group.size
+        return self._set.size()
 
     def agree(self, numbers: Tensor) -> None:
-        leads = coordinator_of(self._set).group.rank == 0
+        leads = self._set.rank() == 0
         if not leads:
             numbers[0] = 0
         name = f"{self._name}.order"

@@ -11,6 +11,7 @@ elements for whatever the others reduce.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections import Counter
@@ -75,6 +76,8 @@ class Coordinator:
         self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Whether to go on, for the thread: one for each call that was submitted."""
         self._unnamed: Counter[str] = Counter()
+        self.optimizers = itertools.count()
+        """Numbers for those whose gradients are reduced here."""
         self._waiting = 0
         self._stirred = False
         """Whether there may be something new to tell the others."""

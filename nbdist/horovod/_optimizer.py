@@ -26,7 +26,6 @@ __all__ = ["DistributedOptimizer"]
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Named = Iterable[tuple[str, Tensor]]
-_numbers = itertools.count()
 
 
 def DistributedOptimizer(
@@ -93,7 +92,6 @@ def DistributedOptimizer(
         return adasum
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     reduction = BucketReduction(
-        f"gradients.{next(_numbers)}",
         op,
         gradient_predivide_factor,
         compression,

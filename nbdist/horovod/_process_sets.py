@@ -22,6 +22,7 @@ __all__ = [
     "get_process_set_ids_and_ranks",
     "global_process_set",
     "is_begun",
+    "members",
     "remove_process_set",
 ]
 
@@ -43,7 +44,7 @@ class ProcessSet:
     def ranks(self) -> list[int]:
         """The world ranks of the members, in ascending order."""
         if self is global_process_set:
-            return list(range(_running().world.size))
+            return list(range(_running().members.size))
         return sorted(self._ranks)
 
     def size(self) -> int:
@@ -56,14 +57,14 @@ class ProcessSet:
         Raises:
             UsageError: It is none of them.
         """
-        own = _running().world.rank
+        own = _running().members.rank
         if own not in self.ranks:
             raise UsageError(f"rank {own} is not in the process set {self.ranks}")
         return self.ranks.index(own)
 
     def included(self) -> bool:
         """Whether this rank is a member."""
-        return _running().world.rank in self.ranks
+        return _running().members.rank in self.ranks
 
     def _resolve(self, world: Group) -> list[int]:
         """The members, once a communicator's are known."""
@@ -90,10 +91,11 @@ class ProcessSet:
 class _Running:
     """What `init` begins and `shutdown` ends."""
 
-    def __init__(self, parent: Group, world: Group) -> None:
+    def __init__(self, parent: Group, members: Group) -> None:
         self.parent = parent
         """Of nbdist's world; another one stands there after a change of membership."""
-        self.world = world
+        self.members = members
+        """The ranks that take part; nothing is called on this group but `new`."""
         self.sets: dict[int, tuple[ProcessSet, Coordinator | None]] = {}
         self.numbers = itertools.count()
 
@@ -116,21 +118,25 @@ _now: _Running | None = None
 
 
 def begin(parent: Group, ranks: Sequence[int] | None) -> None:
-    """Begin with these ranks of a group, or with all. Every rank of it must call.
+    """Begin with these ranks of a group, or with all.
+
+    Every rank of it must call where only some are named. The group that calls go to is
+    made with the first of them, for a rank that joins a running world is alone when it
+    calls `init`.
 
     Raises:
         UsageError: This rank is none of them.
     """
     global _now
     chosen = range(parent.size) if ranks is None else ranks
-    world = parent.new(list(chosen))
-    if world is None:
+    members = parent if ranks is None else parent.new(list(chosen))
+    if members is None:
         raise UsageError(
             f"init(comm={list(chosen)}) leaves out rank {parent.rank}: name it, or let "
             "that rank not call"
         )
-    _now = _Running(parent, world)
-    _now.add(global_process_set, world)
+    _now = _Running(parent, members)
+    _now.add(global_process_set, None)
 
 
 def end() -> None:
@@ -164,12 +170,29 @@ def coordinator_of(process_set: ProcessSet) -> Coordinator:
                                 else number)  # fmt: skip
     if known is None:
         raise UsageError("this process set is not known: add_process_set() it first")
+    if known[0] is global_process_set and known[1] is None:
+        return _begin_world(_running())
     if known[1] is None:
         raise UsageError(
-            f"rank {_running().world.rank} is not in the process set "
+            f"rank {_running().members.rank} is not in the process set "
             f"{process_set.ranks}: call it on those ranks alone"
         )
     return known[1]
+
+
+def _begin_world(now: _Running) -> Coordinator:
+    group = now.members.new(range(now.members.size))
+    assert group is not None
+    coordinator = Coordinator(_with_gpus(group))
+    number = global_process_set.process_set_id
+    assert number is not None
+    now.sets[number] = global_process_set, coordinator
+    return coordinator
+
+
+def members() -> Group:
+    """The ranks that `init` began with. No calls may be made on it."""
+    return _running().members
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -187,13 +210,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     now = _running()
     if added.process_set_id is not None:
         raise UsageError(f"{added} was added before")
-    ranks = added._resolve(now.world)
+    ranks = added._resolve(now.members)
     if not ranks:
         raise UsageError("a process set needs at least one rank")
     for other, _ in now.sets.values():
         if other.ranks == ranks:
             raise UsageError(f"ranks {ranks} are a process set already: {other}")
-    now.add(added, now.world.new(ranks))
+    now.add(added, now.members.new(ranks))
     return added
 
 

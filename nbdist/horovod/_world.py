@@ -10,12 +10,7 @@ from nbdist.collectives import default_group
 from nbdist.errors import WrongProcess
 
 from . import _process_sets
-from ._process_sets import (
-    ProcessSet,
-    add_process_set,
-    coordinator_of,
-    global_process_set,
-)
+from ._process_sets import ProcessSet, add_process_set
 
 __all__ = [
     "cross_rank",
@@ -84,12 +79,12 @@ def rank() -> int:
     Raises:
         UsageError: Before `init`. So do all the functions here.
     """
-    return coordinator_of(global_process_set).group.rank
+    return _process_sets.members().rank
 
 
 def size() -> int:
     """The number of ranks."""
-    return coordinator_of(global_process_set).group.size
+    return _process_sets.members().size
 
 
 def local_rank() -> int:
@@ -119,7 +114,7 @@ def is_homogeneous() -> bool:
 
 
 def _hosts() -> tuple[int, ...]:
-    return coordinator_of(global_process_set).group.hosts
+    return _process_sets.members().hosts
 
 
 def _neighbours() -> list[int]:

@@ -1,0 +1,132 @@
+"""Horovod's elastic training, over `nbdist.elastic`."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from nbdist.training.elastic import State
+from nbdist.training.elastic import run as elastic_run
+from nbdist.training.gradients import GradientReducer
+from nbdist.training.sampler import place_in
+
+from ._world import init
+
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a training function go on after a rank's death, and after a resize.
+
+    As `nbdist.elastic.run`, with its defaults. Each time the function begins, the ranks
+    are those of then: `hvd.rank()` and `hvd.size()` may have changed.
+
+    Args:
+        func: Its first argument is a `TorchState`.
+    """
+
+    @functools.wraps(func)
+    def begin(state: State, *args: Any, **kwargs: Any) -> Any:
+        init()
+        _agree_anew(state)
+        return func(state, *args, **kwargs)
+
+    return elastic_run(begin)
+
+
+def _agree_anew(state: State) -> None:
+    """Rank 0, whose order all follow, may be another; a newcomer knows of none."""
+    for value in state._objects.values():
+        reducer = getattr(value, "_reducer", None)
+        if isinstance(reducer, GradientReducer):
+            reducer.forget()
+
+
+class TorchState(State):
+    """What survives: a model, an optimizer, samplers and plain values.
+
+    Args:
+        model, optimizer: Committed and restored by their state.
+        kwargs: Further values, such as `epoch=0`; attributes, as the two are.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        known = {name: value for name, value in given.items() if value is not None}
+        super().__init__(None, 1, **known, **kwargs)
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have functions called on every rank after the ranks have changed."""
+        for callback in callbacks:
+            self.on_reset(functools.partial(_without_sizes, callback))
+
+
+def _without_sizes(callback: Callable[[], Any], _old: int, _new: int) -> None:
+    init()  # with the ranks of now, for whom the callback may ask
+    callback()
+
+
+class ElasticSampler(Sampler[int]):
+    """Divides an epoch's samples among the ranks, and what is left of it anew.
+
+    Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch`
+    at the end of each epoch. Every rank gets as many samples: the last few may be
+    repeated, as in `DistributedSampler`. `nbdist.elastic.Sampler` repeats none.
+
+    Args:
+        dataset: Of a length that does not change.
+        shuffle: Whether the order depends on seed and epoch.
+        seed: The same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch, of which nothing is processed."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Count a batch that every rank has processed, of so many samples on each."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def reset(self) -> None:
+        """Divide what is left among the ranks that there are now."""
+        self.rank, self.num_replicas = place_in(None)
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch, and the samples of it that are processed."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on from a state, with the ranks that there are now."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def __iter__(self) -> Iterator[int]:
+        left = self.remaining_indices
+        padded = left + left[: self.total_size - len(left)]
+        return iter(padded[self.rank : self.total_size : self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
