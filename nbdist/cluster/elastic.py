@@ -40,6 +40,7 @@ T = TypeVar("T")
 class _Wish:
     """A change of size that somebody waits for."""
 
+    run: Run
     size: int
     number: int
     outcome: Future[str | None] = field(default_factory=Future)
@@ -87,7 +88,7 @@ class Elastic:
         self._config = config
         self._on_note = on_note
         self._survives = survives
-        self._lead: _Lead | None = None
+        self._leads: dict[Run, _Lead] = {}
         self._wish: _Wish | None = None
         self._granted = 0
         """The number of the last wish that is none any more."""
@@ -103,32 +104,35 @@ class Elastic:
         Raises:
             UsageError: The run's limits, or variables that would be lost, forbid it.
         """
-        lead = self._lead
-        calls = [notice.call for notice in lead.run.elastic.values()] if lead else []
-        if not calls:
+        run = next((run for run in list(self._leads) if run.elastic), None)
+        if run is None:
             return None
-        _check_limits(calls[0], size)
+        for notice in run.elastic.values():
+            _check_limits(notice.call, size)
         if size == self._recovery.size and not self._roster.died:
             return f"the world is {size} ranks already"
         self._recovery.check(size, drop)
         if self._wish is not None:
             raise UsageError(f"a change to {self._wish.size} ranks is under way")
-        wish = self._wish = _Wish(size, self._granted + 1)
+        wish = self._wish = _Wish(run, size, self._granted + 1)
         self._roster.tell("nbdist.engine.elastic:want_resize", wish.number)
         while True:
             with contextlib.suppress(NotYet):
                 return wish.outcome.result(WISH_PERIOD_S)
+            if run not in self._leads and self._wish is wish:
+                self._grant(None)  # it had ended before it could hear of the wish
 
     # -- from the thread that waits for the run ------------------------------------
 
     def begin(self, run: Run) -> None:
         """A run begins; it may turn out to be elastic."""
-        self._lead = _Lead(run)
+        self._leads[run] = _Lead(run)
 
-    def end(self) -> None:
+    def end(self, run: Run) -> None:
         """The run has ended."""
-        self._lead = None
-        self._grant(None)
+        self._leads.pop(run, None)
+        if self._wish is not None and self._wish.run is run:
+            self._grant(None)
 
     def attend(self, run: Run) -> None:
         """Act, if every rank of the run that lives is paused.
@@ -136,8 +140,8 @@ class Elastic:
         Raises:
             StartError: The ranks could not meet anew.
         """
-        lead, paused = self._lead, run.paused
-        if lead is None or not paused or len(paused) < len(run.unfinished):
+        lead, paused = self._leads[run], run.paused
+        if not paused or len(paused) < len(run.unfinished):
             return
         call = next(iter(paused.values())).call
         if lead.index != call.index:

@@ -94,7 +94,7 @@ class Supervisor:
             stopped = self._interrupt(run)
         finally:
             if self.elastic is not None:
-                self.elastic.end()
+                self.elastic.end(run)
         self._spent |= run.spent or bool(run.unfinished)
         with contextlib.suppress(KeyboardInterrupt):  # then the next run does it
             self._renew_if_spent()

@@ -12,7 +12,7 @@ import pytest
 from elastic_training import STEPS, assert_trained, prepare, weights
 
 from nbdist.cluster.controller import Cluster
-from nbdist.errors import CellError
+from nbdist.errors import CellError, UsageError
 
 TRAIN = "state = make_state(); result = train(state)"
 
@@ -172,3 +172,32 @@ def count(state):
         assert cluster.size == 1
         assert cluster["state.parts.eq(state.step).all().item()"] == [True]
     assert len(notes) == 5
+
+
+def test_another_request_meanwhile_does_not_end_the_run(
+    cluster: Cluster, reference: Any
+) -> None:
+    """A look from another thread, which waits for its ranks, while a rank dies."""
+    cluster.execute("if rank == 1: events = [(9, 'forward', die)]")
+    over = threading.Event()
+    refused: list[UsageError] = []
+
+    def look() -> None:
+        while not over.is_set():
+            state = cluster.status().get(0)
+            if state is None or state["what"] is None:
+                continue  # it has not begun
+            try:
+                cluster.pull("rank", [0])
+            except UsageError as error:  # busy, as it should be
+                refused.append(error)
+
+    other = threading.Thread(target=look)
+    other.start()
+    try:
+        cluster.execute(TRAIN, timeout_s=60)
+    finally:
+        over.set()
+        other.join()
+    assert refused
+    assert_trained(cluster, reference)
