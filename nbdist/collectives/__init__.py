@@ -34,6 +34,7 @@ from .group import (
 )
 from .objects import all_gather_object, broadcast_object
 from .point_to_point import irecv, isend, recv, send
+from .post import Post
 from .reduce import reduce
 from .reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from .scatter import scatter
@@ -42,6 +43,7 @@ __all__ = [
     "Group",
     "Handle",
     "Message",
+    "Post",
     "ReduceOp",
     "RingStep",
     "Signature",

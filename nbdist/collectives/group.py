@@ -35,6 +35,7 @@ from ._signature import Signature, signature
 from ._streams import on_side_stream
 from ._transport import Transport
 from ._wait import seconds
+from ._waiters import Waiter, waiters
 from ._worker import Worker
 
 __all__ = [
@@ -366,9 +367,13 @@ def _nothing() -> None:
     pass
 
 
+def _waited_in() -> list[Group | Waiter]:
+    return [*list(_live), *list(waiters)]
+
+
 def current_call() -> CollectiveCall | None:
     """The collective this process is in right now, on any group; None when in none."""
-    return next((call for group in list(_live) if (call := group.call)), None)
+    return next((call for each in _waited_in() if (call := each.call)), None)
 
 
 def calls_made() -> int:
@@ -382,12 +387,16 @@ def renew_groups(generation: int) -> None:
     Groups are made by calls that all their members make in the same order, so the order
     in which they were made is one that all members can renew them in.
     """
+    for waiter in list(waiters):
+        waiter.close()
     for group in sorted(_live, key=lambda group: group._number):
         group.renew(generation)
 
 
 def close_groups() -> None:
     """Close every group of this process: its ranks are to meet in new ones."""
+    for waiter in list(waiters):
+        waiter.close()
     for group in list(_live):
         group._connection.discard()  # to free in good order takes all its ranks
         group.close()
@@ -396,14 +405,14 @@ def close_groups() -> None:
 
 def any_spent() -> bool:
     """Whether a group of this process waits to be renewed."""
-    return any(group.spent for group in list(_live))
+    return any(each.spent for each in _waited_in())
 
 
 def release_calls(error: BaseException) -> None:
     """Abort every group in which this process is in a call. Any thread may call."""
-    for group in list(_live):
-        if group.call is not None:
-            group.abort(error)
+    for each in _waited_in():
+        if each.call is not None:
+            each.abort(error)
 
 
 def release_calls_with(ranks: Iterable[int], reason: str) -> None:
@@ -412,6 +421,8 @@ def release_calls_with(ranks: Iterable[int], reason: str) -> None:
     They will not come, neither to the call that waits for them nor to a later one.
     """
     gone = set(ranks)
+    for waiter in list(waiters):
+        waiter.lose(gone, reason)
     for group in list(_live):
         if gone.intersection(group.ranks):
             call = group.call

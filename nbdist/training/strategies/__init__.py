@@ -6,5 +6,6 @@ from .base import Strategy
 from .central_storage import CentralStorage
 from .local_sgd import LocalSGD
 from .mirrored import Mirrored
+from .parameter_server import ParameterServer
 
-__all__ = ["CentralStorage", "LocalSGD", "Mirrored", "Strategy"]
+__all__ = ["CentralStorage", "LocalSGD", "Mirrored", "ParameterServer", "Strategy"]

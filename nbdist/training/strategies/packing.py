@@ -89,6 +89,16 @@ class Pack:
             if views:
                 torch._foreach_copy_(views, given)
 
+    def add(self, other: Pack) -> None:
+        """Add another room's buffers, flags included, to this one's."""
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine.add_(theirs)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all by a number; a flag stays above 0."""
+        for buffer in self.buffers:
+            buffer.mul_(factor)
+
     @torch.no_grad()
     def spill(self, tensors: Sequence[Tensor]) -> None:
         """Copy what the room holds over other tensors, whatever their device."""

@@ -1,0 +1,151 @@
+"""Messages between ranks that go on when another rank dies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from mpi4py import MPI
+from torch import Tensor
+
+from nbdist.errors import CollectiveAborted
+from nbdist.wire import CollectiveCall
+
+from ._bell import Bell
+from ._call import Call
+from ._mailbox import Mailbox, MailHooks, Message
+from ._signature import signature
+from ._wait import complete
+from ._waiters import waiters
+from .group import Group
+
+__all__ = ["Post"]
+
+_SPINS = 50
+_FIRST_PAUSE_S = 20e-6
+_BUSY_PAUSE_S = 1e-3
+_NAP_S = 0.05
+"""Longest sleep between two looks around; a bell ends it sooner."""
+
+
+class Post:
+    """Point-to-point messages for work that some ranks may leave.
+
+    A group ends for all its members when one of them dies. Here the others' messages go
+    on: MPI fails only those from and to the dead (Bland et al., "Post-failure recovery
+    of MPI communication capability", IJHPCA 2013), and `lost` says who that is.
+
+    A rank sleeps while it waits, and is woken by who has sent it something. Ranks are
+    world ranks throughout.
+    """
+
+    def __init__(self, group: Group) -> None:
+        """Meet. Every rank of the group must call; it stays the caller's."""
+        self.rank = group.ranks[group.rank]
+        self.lost: dict[int, str] = {}
+        """Ranks that will not come any more, and why."""
+        self._ranks = group.ranks
+        self._position = {rank: place for place, rank in enumerate(group.ranks)}
+        self._error: BaseException | None = None
+        self._awaited: tuple[Call, tuple[int, ...]] | None = None
+        self._comm, request = group.comm.Idup()
+        complete([request], group.raise_if_aborted, self._comm)
+        # Its making ends with a barrier: a message on the new communicator that reaches
+        # a rank which has not got it yet can be lost.
+        self._bell = Bell(group)
+        hooks = MailHooks(self._check, lambda _message: None, self.abort)
+        self._mailbox = Mailbox(self._comm, hooks)
+        waiters.add(self)
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        """Start to send a tensor, which must not change until the message is over.
+
+        Follow a series of sends by one `ring`.
+        """
+        return self._mailbox.send(tensor, self._position[to], tag)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Message:
+        """Start to receive into a contiguous tensor on the CPU."""
+        return self._mailbox.receive(tensor, self._position[source], tag)
+
+    def ring(self, rank: int) -> None:
+        """Wake a rank that waits: there is something for it."""
+        self._bell.ring(self._position[rank])
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        *,
+        what: str,
+        awaited: Callable[[], Collection[int]],
+        moving: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Sleep until `ready()`, which is asked after each ring, and now and then.
+
+        Args:
+            ready: looks at messages, which moves them.
+            what: a name for the wait, in errors and in what is shown of this rank.
+            awaited: ranks without all of which there is nothing to wait for.
+            moving: whether messages are under way that move only while it looks.
+
+        Raises:
+            BaseException: what it was aborted with. The post is of no more use.
+        """
+        for _ in range(_SPINS):
+            if ready():
+                return
+        call = Call(signature(what, None, None, None, (), "none"))
+        try:
+            pause = _FIRST_PAUSE_S
+            while not ready():
+                self._awaited = call, tuple(sorted(awaited()))
+                self._check()
+                rung = self._bell.wait(pause)
+                longest = _BUSY_PAUSE_S if moving() else _NAP_S
+                pause = _FIRST_PAUSE_S if rung else min(pause * 1.5, longest)
+        except BaseException as error:
+            self.abort(error)
+            raise
+        finally:
+            self._awaited = None
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    # -- what supervises waits -----------------------------------------------------
+
+    @property
+    def call(self) -> CollectiveCall | None:
+        """What this rank waits for; its members are those it cannot do without."""
+        now = self._awaited
+        if now is None:
+            return None
+        call, others = now
+        return replace(call.record(self.rank), members=(self.rank, *others))
+
+    @property
+    def spent(self) -> bool:
+        """Whether it was left halfway, and the ranks must meet anew."""
+        return self._error is not None
+
+    def abort(self, error: BaseException) -> None:
+        """Let this rank out of its wait. Any thread may call; others are not told."""
+        if self._error is None:
+            self._error = error
+        self._bell.ring(self._position[self.rank])
+
+    def lose(self, ranks: Collection[int], reason: str) -> None:
+        """Note that ranks will not come any more. Any thread may call."""
+        for rank in ranks:
+            if rank in self._position:
+                self.lost.setdefault(rank, reason)
+        self._bell.ring(self._position[self.rank])
+
+    def close(self) -> None:
+        """Give up what is under way. Safe to call twice; all ranks should."""
+        waiters.discard(self)
+        self.abort(CollectiveAborted("the ranks meet anew"))
+        with contextlib.suppress(NotImplementedError, MPI.Exception):
+            self._comm.Revoke()

@@ -1,0 +1,105 @@
+"""ParameterServer: three workers and a server, or two and two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import launch
+
+BODY = str(Path(__file__).with_name("servers.py"))
+RANKS, SERVER = 4, 3
+SCRIPT = [0, 0, 1, 2, 0, 1, 1, 2, 2, 2, 0, 2, 1]
+
+
+@cache
+def found() -> list[dict[str, Any]]:
+    """What each rank found: one launch for all cases."""
+    return launch(RANKS, BODY, "run_all", deadline_s=150)
+
+
+@pytest.mark.parametrize("case", ["sync sgd", "sync adam", "sync, 2 servers"])
+def test_sync_equals_one_process_on_the_global_batches(case: str) -> None:
+    # As Mirrored does; in float64, on the servers too.
+    assert [here[case] < 1e-9 for here in found()] == [True] * RANKS
+
+
+@pytest.mark.parametrize("name", ["sync", "sync, 2 of 3", "async", "async, bounded"])
+def test_learns_digits_as_well_as_one_process(name: str) -> None:
+    for here in found():
+        accuracies = here["accuracies"]
+        assert accuracies["alone"] > 0.9
+        assert abs(accuracies["Mirrored"] - accuracies["alone"]) < 1e-9
+        assert accuracies[name] >= accuracies["alone"] - 0.01, accuracies
+        assert accuracies[name] == found()[0]["accuracies"][name]
+
+
+def test_the_staleness_of_each_gradient_is_counted() -> None:
+    expected: Counter[int] = Counter()
+    pulled = {0: 0, 1: 0, 2: 0}
+    for version, worker in enumerate(SCRIPT):
+        expected[version - pulled[worker]] += 1
+        pulled[worker] = version + 1
+    assert max(expected) > 2  # a script that says something
+    assert [here["staleness"] for here in found()] == [dict(expected)] * RANKS
+
+
+def test_nobody_is_further_ahead_than_the_bound() -> None:
+    for rank, here in enumerate(found()):
+        ahead, lead = here["bound"]
+        watched = rank in (0, SERVER)  # worker 0 looks, and the server returns its word
+        # As far as they may, and never further.
+        assert ahead == ([2, 2, 2, 2, 2, 1] if watched else [])
+        assert lead == 2
+
+
+def test_a_straggler_is_dropped() -> None:
+    for here in found():
+        assert here["backup"] == (3, 1, {0: 6, 3: 1})
+
+
+def test_an_idle_server_sleeps() -> None:
+    assert found()[SERVER]["idle"] < 0.1  # of a second of waiting
+
+
+def test_a_failed_worker_stops_nobody() -> None:
+    for rank, here in enumerate(found()):
+        sync_end, sync_again, sync_updates, end, again, updates = here["failure"]
+        told = "worker 1 cannot" if rank == 1 else f"done by {rank % SERVER}"
+        assert (sync_end, end) == (told, told)
+        assert sync_again == again == "again"
+        assert sync_updates == 5 + 1  # all five, and one of all three again
+        assert updates == 5 + 2 + 5 + 3
+
+
+def test_a_scheduler_steers_the_servers() -> None:
+    assert max(here["schedule"] for here in found()) < 1e-12
+
+
+def test_reductions_are_over_the_workers() -> None:
+    for rank, here in enumerate(found()):
+        inside, outside, local = here["reduce"]
+        assert inside == {"a": 3.0, "b": [3.0]}
+        assert outside == [1.0]
+        assert local == (() if rank == SERVER else (rank,))
+
+
+def test_a_server_keeps_the_state_of_its_shard_alone() -> None:
+    states = [here["memory"] for here in found()]
+    assert states[:2] == [0, 0]
+    assert sum(states[2:]) == 4
+    assert min(states[2:]) > 0
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+    expected = [
+        "mode='fast'", "max_staleness=1", "max_staleness=-1", "replicas=2",
+        "n_ps=2 of 2 ranks", "replicas=3", "call setup", "outside of run()",
+    ]  # fmt: skip
+    for messages in launch(2, BODY, "refusals"):
+        assert len(messages) == len(expected), messages
+        for part, message in zip(expected, messages, strict=True):
+            assert part in message
