@@ -48,10 +48,7 @@ _RANK_HOMES = {
     "nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives",
     *(home for home in _HOMES if home.startswith("nbdist.training.")),
 }  # fmt: skip
-_RANK_MODULES = {
-    "elastic": "nbdist.training.elastic",
-    "strategies": "nbdist.training.strategies",
-}
+_RANK_MODULES = ("elastic", "strategies")
 _in_notebook = False
 
 __all__ = [
@@ -61,7 +58,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _RANK_MODULES:
-        return _OnARank(name) if _in_notebook else _load(_RANK_MODULES[name])
+        return _OnARank(name) if _in_notebook else _load(f"nbdist.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'nbdist' has no attribute {name!r}")

@@ -8,8 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "nbdist"
 SHARED = {"config", "errors", "wire"}
 LAYERS = [
-    "magics", "session", "cluster", "engine", "keras", "horovod", "training",
-    "collectives", "telemetry", "widgets",
+    "magics", "session", "cluster", "engine", "keras", "horovod", "elastic",
+    "strategies", "training", "collectives", "telemetry", "widgets",
 ]  # fmt: skip
 NOTEBOOK_SIDE = {"magics", "session", "cluster", "widgets"}
 RANK_ONLY = {"mpi4py", "torch"}

@@ -1,0 +1,13 @@
+"""How ranks train one model together: `nbdist.strategies`."""
+
+from __future__ import annotations
+
+from nbdist.training.strategies import (
+    CentralStorage,
+    LocalSGD,
+    Mirrored,
+    ParameterServer,
+    Strategy,
+)
+
+__all__ = ["CentralStorage", "LocalSGD", "Mirrored", "ParameterServer", "Strategy"]
