@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from nbdist.engine.lifeline import die_with_parent
 from nbdist.errors import StartError, WrongProcess
 
 __all__ = ["is_borrowed", "join_mpi"]
@@ -57,6 +58,7 @@ def join_mpi() -> Path:
             "MPI was started before nbdist.init(): under torchrun, import nbdist "
             "before mpi4py"
         )
+    die_with_parent()  # a torchrun that is killed would leave its workers behind
     folder = _agree_on_folder(rank)
     launcher = _Launcher(folder, size) if rank == 0 else None
     os.environ.update(_take_place(folder / str(rank), launcher))

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import UsageError
 
+from ._whole import whole
 from .buckets import BUCKET_BYTES, Item, plan_buckets
 
 __all__ = ["GradientReducer", "Reduction"]
@@ -127,9 +128,7 @@ class GradientReducer:
 
     def set_passes(self, passes: int) -> None:
         """Accumulate over so many backward passes from now on."""
-        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-            raise UsageError(f"passes {passes!r}: expected a whole number of 1 or more")
-        self._passes = passes
+        self._passes = whole("passes", passes, 1)
         self._reset()
 
     @property

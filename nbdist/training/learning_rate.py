@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 from nbdist.errors import UsageError
+from nbdist.training._whole import whole
 from nbdist.training.sampler import place_in
 
 __all__ = ["scale_lr", "warmup"]
@@ -67,8 +68,7 @@ def warmup(
     Raises:
         UsageError: a number is out of range.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise UsageError(f"steps={steps!r}: expected a whole number, 1 or more")
+    steps = whole("steps", steps, 1)
     start = 1 / place_in(None)[1] if start_factor is None else start_factor
     if not 0 < start <= 1:
         raise UsageError(f"start_factor={start!r}: expected above 0, and 1 at most")

@@ -19,6 +19,7 @@ from nbdist.training._fetch import Collate, Fetching, Part, by_index, first_item
 from nbdist.training._stream import Division, StreamPosition, from_stream, is_stream
 from nbdist.training._structure import emptied
 from nbdist.training._waits import Waits
+from nbdist.training._whole import whole
 from nbdist.training.sampler import Sampler, place_in
 
 __all__ = ["Loader", "loader"]
@@ -219,7 +220,7 @@ def loader(
     how = Fetching(
         collate=collate_fn or (first_item if total is None else default_collate),
         workers=_workers(num_workers, dataset, stream, size),
-        ahead=_at_least("prefetch", prefetch, 1),
+        ahead=whole("prefetch", prefetch, 1),
         pin=_pin(pin_memory, target),
     )
     sampler: Sampler | StreamPosition = StreamPosition()
@@ -251,8 +252,8 @@ def _global_size(each: int | None, together: int | None, size: int) -> int | Non
             f"the first is each rank's, the second that of all {size} together"
         )
     if each is not None:
-        return _at_least("batch_size", each, 1) * size
-    return None if together is None else _at_least("global_batch_size", together, 1)
+        return whole("batch_size", each, 1) * size
+    return None if together is None else whole("global_batch_size", together, 1)
 
 
 def _workers(wanted: int | str, dataset: Any, stream: bool, size: int) -> int:
@@ -263,7 +264,7 @@ def _workers(wanted: int | str, dataset: Any, stream: bool, size: int) -> int:
             return 0
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
         return max(0, min(most, cores() // ranks_here - 1))
-    number = _at_least("num_workers", wanted, 0, ' or "auto"')
+    number = whole("num_workers", wanted, 0, ' or "auto"')
     return min(number, most) if stream else number
 
 
@@ -273,14 +274,6 @@ def _pin(wanted: bool | str, device: torch.device) -> bool:
     if isinstance(wanted, bool):
         return wanted and torch.cuda.is_available()
     raise UsageError(f'pin_memory={wanted!r}: expected True, False or "auto"')
-
-
-def _at_least(name: str, value: object, least: int, other: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(
-            f"{name}={value!r}: expected a whole number, {least} or more{other}"
-        )
-    return value
 
 
 def _own_device() -> torch.device:

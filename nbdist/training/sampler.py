@@ -8,7 +8,6 @@ size, and what is left of an epoch is divided anew.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import Sampler as TorchSampler
 
 from nbdist.collectives import Group, chunk_bounds, default_group
 from nbdist.errors import UsageError, WrongProcess
+from nbdist.training._whole import whole
 
 __all__ = ["Sampler", "epoch_order", "place_in", "share_of"]
 
@@ -89,10 +89,10 @@ class Sampler(TorchSampler[list[int]]):
         group: Group | None = None,
     ) -> None:
         length = len(data) if isinstance(data, Sized) else data
-        self.length = _whole("data", length, 0)
-        self.batch_size = _whole("batch_size", batch_size, 1)
+        self.length = whole("data", length, 0)
+        self.batch_size = whole("batch_size", batch_size, 1)
         self.shuffle = shuffle
-        self.seed = _whole("seed", seed, 0)
+        self.seed = whole("seed", seed, 0)
         self.drop_last = drop_last
         self.epoch = 0
         self.position = 0
@@ -144,7 +144,7 @@ class Sampler(TorchSampler[list[int]]):
         So a loop over epochs may call it each time, also where it goes on in the middle
         of one.
         """
-        if _whole("epoch", epoch, 0) != self.epoch:
+        if whole("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position = epoch, 0
 
     def end_epoch(self) -> None:
@@ -173,14 +173,3 @@ class Sampler(TorchSampler[list[int]]):
             )
         self.seed = state["seed"]
         self.epoch, self.position = state["epoch"], state["position"]
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    """The argument as an int."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise UsageError(f"{name}={value!r}: expected a whole number, {least} or more")
-    return number

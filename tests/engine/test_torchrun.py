@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 N = 3
@@ -86,3 +88,32 @@ def test_mpi_must_not_have_started(tmp_path: Path) -> None:
     done = torchrun("from mpi4py import MPI\n" + FAILS, tmp_path)
     assert done.returncode != 0
     assert "import nbdist before mpi4py" in done.stderr
+
+
+STAYS = """
+import os, time, nbdist
+nbdist.init()
+os.write(1, f"{os.getpid()}\\n".encode())  # whole: the ranks share a pipe
+time.sleep(300)
+"""
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STAYS)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*run, "--standalone", str(tmp_path / "train.py")],
+        env={**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as torchrun_:
+        assert torchrun_.stdout is not None
+        timer = threading.Timer(100, torchrun_.kill)
+        timer.start()
+        ranks = [psutil.Process(int(torchrun_.stdout.readline())) for _ in range(2)]
+        timer.cancel()
+        torchrun_.kill()
+    _gone, living = psutil.wait_procs(ranks, timeout=10)
+    assert living == []

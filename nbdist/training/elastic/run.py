@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, overload
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.collectives.process_group import original_error
 from nbdist.errors import CollectiveAborted, RestartsSpent, UsageError
+from nbdist.training._whole import whole
 from nbdist.training.elastic.coordinator import coordinator
 from nbdist.training.elastic.meeting import meet
 from nbdist.training.elastic.ranks import ranks
@@ -74,9 +74,9 @@ def run(
         raise UsageError(f"timeout_s={timeout_s!r}: expected seconds above 0")
     limits = ElasticCall(
         name="",
-        max_restarts=_whole("max_restarts", max_restarts, 0),
-        min_ranks=_whole("min_ranks", min_ranks, 1),
-        max_ranks=max_ranks and _whole("max_ranks", max_ranks, min_ranks),
+        max_restarts=whole("max_restarts", max_restarts, 0),
+        min_ranks=whole("min_ranks", min_ranks, 1),
+        max_ranks=max_ranks and whole("max_ranks", max_ranks, min_ranks),
         timeout_s=timeout_s,
     )
     if function is None:
@@ -181,13 +181,3 @@ def _release_of(error: BaseException) -> BaseException | None:
     error = original_error(error)
     released = isinstance(error, (CollectiveAborted, dist.DistError, MPI.Exception))
     return error if released else None
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise UsageError(f"{name}={value!r}: expected a whole number, {least} or more")
-    return number

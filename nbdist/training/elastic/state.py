@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import operator
 import os
 import time
 import warnings
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.training import checkpoint
+from nbdist.training._whole import whole
 from nbdist.training.elastic import tree
 from nbdist.training.elastic.coordinator import coordinator
 from nbdist.training.elastic.ranks import Ranks, broadcast_tree, ranks
@@ -89,7 +89,7 @@ class State:
         put = super().__setattr__
         put("_objects", dict(objects))
         put("_path", None if path is None else Path(path))
-        put("_save_every", _positive("save_every", save_every))
+        put("_save_every", whole("save_every", save_every, 1))
         put("_callbacks", [])
         put("_committed", Commit(0, 0, {}))
         put("_staged", Commit(0, 0, {}))
@@ -359,16 +359,6 @@ def _alike(live: Tensor, values: object) -> bool:
         and live.shape == values.shape
         and live.dtype == values.dtype
     )
-
-
-def _positive(name: str, value: object) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if isinstance(value, bool) or number < 1:
-        raise UsageError(f"{name}={value!r}: expected a whole number, 1 or more")
-    return number
 
 
 def _unknown(name: str, objects: dict[str, Any]) -> str:
