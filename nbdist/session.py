@@ -201,11 +201,16 @@ class Session:
         """Every rank's Python stack; ranks with equal stacks together."""
         alike: dict[str, list[int]] = {}
         for rank, stack in self.cluster.stacks().items():
-            text = stack or "does not answer: stopped, or the interpreter is held"
+            text = stack or self._silence(rank)
             alike.setdefault(text, []).append(rank)
         return "\n".join(
             f"rank {format_ranks(ranks)}:\n{text}" for text, ranks in alike.items()
         )
+
+    def _silence(self, rank: int) -> str:
+        seen = self.cluster.last_seen(rank)
+        text = "does not answer: stopped, or the interpreter is held"
+        return f"{text}; last seen {seen}" if seen else text
 
 
 def _status_row(info: Any, state: dict[str, Any] | None, died: object) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -233,8 +234,19 @@ class Cluster(Lifecycle):
         return self._live().ask("nbdist.engine.agent:status")
 
     def stacks(self) -> dict[int, str | None]:
-        """Each rank's Python stack, also while its main thread is blocked."""
+        """Each rank's Python stack, also while its main thread is blocked.
+
+        None from a rank that does not answer; `last_seen` says where it was.
+        """
         return self._live().ask("nbdist.engine.agent:stack")
+
+    def last_seen(self, rank: int) -> str:
+        """Where a rank was when it last answered in a cell; "" if that is not known.
+
+        While a cell runs, all ranks are asked every two seconds.
+        """
+        place, when = self._live().last_places.get(rank, ("", 0.0))
+        return place and f"{time.monotonic() - when:.0f} s ago at {place}"
 
     def variables(self, pattern: str = "*") -> dict[int, Any]:
         """A description of each rank's variables, for `%dist_vars`."""

@@ -31,6 +31,8 @@ class Roster:
         self.run_dir = started.keeper.run_dir
         self._infos = {info.rank: info for info in started.infos}
         self._died: dict[int, RankDied] = {}
+        self.last_places: dict[int, tuple[str, float]] = {}
+        """Where each rank was last seen in a cell, and when on the monotonic clock."""
         self.lost = ""
         """Why all ranks have ended at once; "" as long as they have not."""
         self._lock = threading.Lock()
@@ -66,6 +68,7 @@ class Roster:
         with self._lock:
             self._infos = {info.rank: info for info in infos}
             self._died.clear()
+        self.last_places.clear()
         self._watch = Deathwatch(self.infos, self._on_death)
 
     def update(self, infos: Iterable[RankInfo]) -> None:

@@ -57,6 +57,8 @@ class Standstill:
         self._shown = stands
 
     def _update(self, rank: int, standing: Standing | None, now: float) -> Seen:
+        if standing is not None:
+            self._roster.last_places[rank] = standing.place, now
         before = self._seen.get(rank)
         if before is not None and before.standing == standing:
             return before

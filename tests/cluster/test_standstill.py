@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+
 import pytest
 
 from nbdist import CellInterrupted, Cluster
 from nbdist.cluster import standstill
 from nbdist.cluster.observer import Quiet
 from nbdist.cluster.standstill import Seen, describe
+from nbdist.session import Session
 from nbdist.wire import CollectiveCall, Standing
 
 
@@ -64,6 +69,24 @@ def test_a_slow_rank_is_named_and_waited_for(cluster: Cluster):
     assert verdict == "the others wait for rank 2"
     assert "In[8] line 4" in places[2]
     assert "barrier() in In[8] line 5" in places[0]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_stops_answering_was_last_seen_somewhere(cluster: Cluster):
+    class Looks(Notices):
+        def notice(self, text: str) -> None:
+            os.kill(pid, signal.SIGSTOP)
+            session = Session()
+            session._cluster = cluster
+            self.texts.append(session.stacks_text())
+            os.kill(pid, signal.SIGCONT)
+            raise KeyboardInterrupt
+
+    pid, looks = cluster.ranks[2].pid, Looks(interrupt=True)
+    with pytest.raises(CellInterrupted):
+        cluster.execute("import time; time.sleep(60)", number=9, observer=looks)
+    said = looks.texts[0].partition("rank 2:\n")[2]
+    assert re.match(r"does not answer: .*; last seen \d s ago at In\[9\] line 2", said)
 
 
 @pytest.mark.usefixtures("impatient")
