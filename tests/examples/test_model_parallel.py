@@ -21,7 +21,7 @@ def test_every_way_takes_the_steps_of_one_process(
         assert off is not None, printed
         assert max(float(off[1]), float(off[2])) < 1e-9, way
     assert len(set(accuracies)) == 1, accuracies
-    assert float(accuracies[0]) > 90
+    assert float(accuracies[0]) > 85
     blocks = [64 * 128 + 128, 128 * 64 + 64, 64 * 32 + 32, 32 * 10 + 10]
     for rank, parameters in enumerate(blocks):
         assert f"[{rank}] I hold {parameters} parameters" in printed
