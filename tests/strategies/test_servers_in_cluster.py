@@ -1,0 +1,148 @@
+"""ParameterServer on ranks that are killed and interrupted."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist import CellError, Cluster
+from nbdist.cluster.observer import Event, Quiet
+
+WORKERS, SERVER = 3, 3
+STEPS, KILLED_AT = 30, 12
+ENDS_WITHIN_S = 5.0
+DEADLINE_S = 60
+
+SETUP = """
+import copy, os, signal
+from torch import nn
+
+
+def set_up(**options):
+    strategy = nbdist.strategies.ParameterServer(snapshot_every=4, **options)
+    model = nn.Linear(8, 4)
+    model, optimizer = strategy.setup(model, sgd(model))
+    return strategy, model, optimizer, copy.deepcopy(model)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def step_once(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def train(steps, at=None, killer=None, pid=None):
+    for step in range(steps):
+        if step == at and rank == killer:
+            os.kill(pid or os.getpid(), signal.SIGKILL)
+        step_once(model, optimizer)
+    return steps
+
+
+def distance_to_one_process(steps):
+    alone = copy.deepcopy(first)
+    its_own = sgd(alone)
+    for _ in range(steps):
+        step_once(alone, its_own)
+    pairs = zip(model.parameters(), alone.parameters())
+    return max((one - other).abs().max().item() for one, other in pairs)
+"""
+NEW = "strategy, model, optimizer, first = set_up(mode={mode!r}); finished = None"
+AGAIN = f"finished = strategy.run(train, ({STEPS},))"
+FLAT = "[p.detach().double().sum().item() for p in model.parameters()]"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Four ranks; those that a test kills are replaced."""
+    with Cluster(4, device="cpu") as running:
+        running.execute(SETUP, setup=True)
+        yield running
+
+
+def updates(cluster: Cluster) -> int:
+    """What all ranks agree on."""
+    every: list[int] = cluster["strategy.reports[0].updates"]
+    assert every == [every[0]] * 4
+    return every[0]
+
+
+def assert_trains_again(cluster: Cluster, mode: str, before: range) -> None:
+    """One more run on all ranks, which goes on from so many updates."""
+    cluster.execute(f"finished = None\n{AGAIN}", timeout_s=DEADLINE_S)
+    assert cluster["finished"] == [STEPS] * 4
+    after = updates(cluster)
+    assert after - STEPS * (1 if mode == "sync" else WORKERS) in before
+    assert cluster[FLAT] == [cluster[FLAT][0]] * 4
+    if mode == "sync" and len(before) == 1:  # momentum too is what it was
+        assert max(cluster[f"distance_to_one_process({after})"]) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_killed_worker_stops_nobody(cluster: Cluster, mode: str) -> None:
+    cluster.execute(NEW.format(mode=mode))
+    dying = f"finished = strategy.run(train, ({STEPS}, {KILLED_AT}, 1))"
+    with pytest.raises(CellError, match=r"rank 1 \(pid \d+ .* died with SIGKILL"):
+        cluster.execute(dying, timeout_s=DEADLINE_S)
+    survivors = [0, 2, SERVER]
+    finished = cluster["finished"]
+    assert [finished[rank] for rank in survivors] == [STEPS] * 3
+    before = cluster["strategy.reports[0].updates"][0]
+    assert before == (STEPS if mode == "sync" else 2 * STEPS + KILLED_AT)
+    assert_trains_again(cluster, mode, range(before, before + 1))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_killed_server_releases_the_workers_and_leaves_a_snapshot(
+    cluster: Cluster, mode: str
+) -> None:
+    cluster.execute(NEW.format(mode=mode))
+    dying = f"""
+victim = nbdist.all_gather_object(os.getpid())[{SERVER}]
+strategy.run(train, ({STEPS}, {KILLED_AT}, 0, victim))
+"""
+    with pytest.raises(CellError) as caught:
+        cluster.execute(dying, timeout_s=DEADLINE_S)
+    said = str(caught.value) + "\n".join(caught.value.rendered)
+    assert f"rank {SERVER} (pid" in said
+    # Who sees it first says it: MPI, or what supervises the ranks.
+    assert re.search(f"released from parameter server {SERVER}: .*rank {SERVER}", said)
+    # Snapshots are of updates 1, 5, 9, ...; asynchronous ones may be lost on their way.
+    newest = range(9, 10) if mode == "sync" else range(1, 2 * STEPS + KILLED_AT + 1)
+    assert_trains_again(cluster, mode, newest)
+
+
+class Press(Quiet):
+    """Interrupts the cell at its first line of text."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.at: float | None = None
+
+    def take(self, event: Event) -> None:
+        if event.output is not None and self.at is None:
+            self.at = time.monotonic()
+            threading.Thread(target=self._cluster.interrupt).start()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_interrupt_ends_a_run_on_all_ranks(cluster: Cluster, mode: str) -> None:
+    cluster.execute(NEW.format(mode=mode))
+    press = Press(cluster)
+    endless = "strategy.run(lambda: [train(20)] and print('on') or train(10**9))"
+    with pytest.raises(CellError) as caught:
+        cluster.execute(endless, observer=press, timeout_s=DEADLINE_S)
+    assert press.at is not None
+    assert time.monotonic() - press.at < ENDS_WITHIN_S
+    said = str(caught.value)
+    assert said.count("KeyboardInterrupt") == len(said.splitlines())
+    assert "has died" not in said
+    assert_trains_again(cluster, mode, range(19, 10**9))
