@@ -21,8 +21,8 @@ class Place(NamedTuple):
 
     slots: list[Tensor]
     """One per rank, written by that rank alone."""
-    result: Tensor
-    """Written by all ranks, each its own share."""
+    results: list[Tensor]
+    """One after the other, the result; written by all ranks, each its own share."""
     shares: list[Tensor]
     """This rank's share of each slot; may be empty."""
     share: Tensor
@@ -82,7 +82,7 @@ class Slots:
         mine = slice(min(self._rank * share, length), (self._rank + 1) * share)
         slots = [self._view(parity, i, dtype)[:length] for i in range(self._size)]
         result = self._view(parity, self._size, dtype)[:length]
-        return Place(slots, result, [slot[mine] for slot in slots], result[mine])
+        return Place(slots, [result], [slot[mine] for slot in slots], result[mine])
 
     def _make_grid(self, parity: int, dtype: torch.dtype, length: int) -> Grid:
         return [

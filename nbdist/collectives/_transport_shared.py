@@ -23,8 +23,6 @@ __all__ = ["SharedTransport"]
 
 View = TypeVar("View", Place, Grid)
 Item = TypeVar("Item")
-_ONE_SHOT_BYTES = 32 * 1024
-"""Above this, with three ranks or more, each rank reduces only its own share."""
 
 
 class SharedTransport(Transport):
@@ -32,6 +30,8 @@ class SharedTransport(Transport):
 
     description: ClassVar[str] = "shared memory"
     meets: ClassVar[bool] = True
+    one_shot_bytes: ClassVar[int] = 32 * 1024
+    """Above this, with three ranks or more, each rank reduces only its own share."""
 
     def __init__(self, gate: SharedGate, slots: Slots, hooks: Hooks) -> None:
         """Use slots in memory that all ranks of the gate map."""
@@ -41,7 +41,7 @@ class SharedTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         length = len(tensor)
-        if self._size > 2 and length * tensor.element_size() > _ONE_SHOT_BYTES:
+        if self._size > 2 and length * tensor.element_size() > self.one_shot_bytes:
             self._reduce_by_shares(tensor, op, wanted=True)
         elif length <= self._slots.capacity(tensor.dtype):
             self._reduce_at_once(tensor, op, wanted=True)
@@ -50,7 +50,7 @@ class SharedTransport(Transport):
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         wanted = self._rank == root
-        if len(tensor) * tensor.element_size() <= _ONE_SHOT_BYTES:
+        if len(tensor) * tensor.element_size() <= self.one_shot_bytes:
             self._reduce_at_once(tensor, op, wanted)
         else:
             self._reduce_by_shares(tensor, op, wanted)
@@ -139,7 +139,7 @@ class SharedTransport(Transport):
         for step in range(len(blocks) + 2):
             parity = self._parity
             if step >= 2 and wanted:
-                blocks[step - 2].copy_(places[step - 2][parity].result)
+                self._copy_out(places[step - 2][parity].results, blocks[step - 2])
             if step < len(blocks):
                 places[step][parity].slots[self._rank].copy_(blocks[step])
             if 1 <= step <= len(blocks):
@@ -147,6 +147,10 @@ class SharedTransport(Transport):
                 reduce_rows(op, place.shares, place.share)
             if step <= len(blocks):
                 self._pass(first=step == 0)
+
+    def _copy_out(self, results: Sequence[Tensor], block: Tensor) -> None:
+        """`results`, one after the other, into `block`."""
+        block.copy_(results[0])  # here all lies in one piece
 
     # -- moving --------------------------------------------------------------------
 
