@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
+from nbdist.cluster.arrival import Arrival
 from nbdist.cluster.link import Answer
 from nbdist.cluster.placement import Place
 from nbdist.cluster.roster import Roster
-from nbdist.cluster.start import tail_of, write_places
-from nbdist.engine.witness import ending_of
+from nbdist.cluster.start import write_places
 from nbdist.errors import RankDied, StartError
 from nbdist.wire import Change, Join, RankInfo, format_ranks
 
@@ -88,56 +88,64 @@ class Membership:
             broken=bool(self._roster.died),
         )
         link = self._roster.link
+        arrivals = [
+            Arrival(self._roster.run_dir, j.rank, plan.generation) for j in plan.joins
+        ]
         known = set(link.engines().values())
         replies = [
             ask(info, "nbdist.engine.membership:change", plan)
             for info in self._roster.living
         ]
         deadline = time.monotonic() + self._timeout_s
-        newcomers = self._await_newcomers(plan, known, deadline)
+        newcomers = self._await_newcomers(arrivals, known, deadline)
         stayed = [self._answer(reply, deadline) for reply in replies]
         infos = [info for info in [*stayed, *newcomers] if info is not None]
         self._roster.begin(sorted(infos, key=lambda info: info.rank))
         return newcomers
 
     def _await_newcomers(
-        self, plan: Change, known: set[str], deadline: float
+        self, arrivals: Sequence[Arrival], known: set[str], deadline: float
     ) -> list[RankInfo]:
         link = self._roster.link
 
         def arrived() -> set[str]:
             return set(link.engines().values()) - known
 
-        self._wait_until(lambda: len(arrived()) >= len(plan.joins), plan, deadline)
-        hellos = [link.send(uuid, "nbdist.engine.agent:status") for uuid in arrived()]
-        return [self._answer(hello.reply, deadline)["info"] for hello in hellos]
+        self._wait(lambda: len(arrived()) >= len(arrivals), arrivals, deadline)
+        hellos = [
+            link.send(uuid, "nbdist.engine.agent:status").reply for uuid in arrived()
+        ]
+        self._wait(lambda: all(map(Future.done, hellos)), arrivals, deadline)
+        return [self._answer(hello, deadline)["info"] for hello in hellos]
 
-    def _wait_until(
-        self, condition: Callable[[], bool], plan: Change, deadline: float
+    def _wait(
+        self,
+        condition: Callable[[], bool],
+        arrivals: Sequence[Arrival],
+        deadline: float,
     ) -> None:
+        """Until the condition holds.
+
+        Raises:
+            StartError: A rank that is awaited, or another, has ended; or time is up.
+        """
         mourned = self._roster.died.keys()
         while not condition():
-            for join in plan.joins:
-                self._check_newcomer(join.rank, plan.generation)
+            for arrival in arrivals:
+                if (end := arrival.end()) is not None:
+                    raise StartError(
+                        f"new rank {arrival.rank} ended with {end.how} while coming "
+                        f"up; its last lines:\n{end.last_lines}"
+                    )
             for rank in self._roster.died.keys() - mourned:
                 error = self._roster.died[rank]
                 raise StartError(f"{error} while a new rank was coming up")
             if time.monotonic() > deadline:
-                ranks = format_ranks(join.rank for join in plan.joins)
+                ranks = format_ranks(arrival.rank for arrival in arrivals)
                 raise StartError(
                     f"new rank {ranks} was not up after {self._timeout_s:g} s"
                 )
             time.sleep(POLL_S)  # other processes' files raise no event
-
-    def _check_newcomer(self, rank: int, generation: int) -> None:
-        path = self._roster.run_dir / f"rank{rank}-{generation}"
-        failed = path.with_suffix(".failed")
-        if failed.exists():
-            reason = tail_of(failed.read_text(errors="replace"))
-            raise StartError(f"new rank {rank} did not come up:\n{reason}")
-        ending = ending_of(path.with_suffix(".ending"))
-        if ending is not None:
-            raise StartError(f"new rank {rank} ended with {ending} while coming up")
 
     def _answer(self, reply: Future[Answer], deadline: float) -> Any:
         try:

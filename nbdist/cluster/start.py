@@ -9,24 +9,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist.cluster.arrival import Arrival, End, tail_of
 from nbdist.cluster.keeper import Keeper
 from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.placement import Place
-from nbdist.engine.witness import ending_of
+from nbdist.engine import witness
 from nbdist.errors import StartError
 from nbdist.wire import RankInfo
 
 if TYPE_CHECKING:
     from nbdist.cluster.link import Link
 
-__all__ = ["Progress", "Started", "start", "tail_of", "write_places"]
+__all__ = ["Progress", "Started", "start", "write_places"]
 
 POLL_S = 0.02
-TAIL_LINES = 12
 CONTROLLER_OPTIONS = {
     "ip": "127.0.0.1",
     "IPController.location": "127.0.0.1",
@@ -98,6 +99,7 @@ class _Start:
         self._places = places
         self._deadline = deadline
         self._on_progress = on_progress
+        self._arrivals = [Arrival(self._run_dir, place.rank) for place in places]
         self._ready = 0
         self._shown: Progress | None = None
 
@@ -122,8 +124,7 @@ class _Start:
             "NBDIST_PATH": os.pathsep.join(sys.path),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
-        command = [sys.executable, "-m", "nbdist.engine"]
-        self._keeper.start("mpiexec", launcher.argv(n, command), environment)
+        self._keeper.start("mpiexec", launcher.argv(n, witness.command()), environment)
 
     def finish(self, on_telemetry: Callable[[Any], None], timeout_s: float) -> Started:
         """Connect, and wait for every rank.
@@ -147,18 +148,16 @@ class _Start:
                 return self._ready >= len(self._places)
 
             self._wait(all_here, timeout_s)
-            return Started(self._keeper, link, self._greet(link))
+            return Started(self._keeper, link, self._greet(link, timeout_s))
         except BaseException:
             link.close()
             raise
 
-    def _greet(self, link: Link) -> list[RankInfo]:
+    def _greet(self, link: Link, timeout_s: float) -> list[RankInfo]:
         uuids = link.engines().values()
-        hellos = [link.send(uuid, "nbdist.engine.agent:status") for uuid in uuids]
-        infos = []
-        for hello in hellos:
-            remaining = max(0.1, self._deadline - time.monotonic())
-            infos.append(hello.reply.result(remaining).value["info"])
+        hellos = [link.send(uuid, "nbdist.engine.agent:status").reply for uuid in uuids]
+        self._wait(lambda: all(map(Future.done, hellos)), timeout_s)
+        infos = [hello.result().value["info"] for hello in hellos]
         return sorted(infos, key=lambda info: info.rank)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
@@ -171,16 +170,14 @@ class _Start:
             time.sleep(POLL_S)  # files and other processes' states raise no event
         self._show_progress()
 
-    def _stages(self) -> dict[int, dict[str, Any]]:
-        return {
-            int(path.stem.removeprefix("rank")): json.loads(path.read_text())
-            for path in self._run_dir.glob("rank*.stage")
-        }
-
     def _show_progress(self) -> None:
         progress = Progress(
             controller=(self._run_dir / "security/ipcontroller-client.json").exists(),
-            stages={rank: stage["stage"] for rank, stage in self._stages().items()},
+            stages={
+                arrival.rank: stage
+                for arrival in self._arrivals
+                if (stage := arrival.stage) is not None
+            },
             ready=self._ready,
             places=self._places,
         )
@@ -189,27 +186,24 @@ class _Start:
             self._on_progress(progress)
 
     def _check_failures(self) -> None:
-        failed = sorted(self._run_dir.glob("rank*.failed"))
-        if failed:
-            rank = int(failed[0].stem.removeprefix("rank"))
-            error = tail_of(failed[0].read_text(errors="replace"))
-            raise StartError(self._failed(rank, "exit code 1", error))
+        for arrival in self._arrivals:
+            if (failure := arrival.failure) is not None:
+                raise StartError(self._failed(arrival.rank, failure))
         if not self._keeper.alive:
             raise StartError("the guard process ended while the cluster was starting")
         for program in ("mpiexec", "controller"):
             code = self._keeper.exit_code(program)
             if code is not None:
                 raise StartError(self._ended(program, code))
-        for rank in self._stages():
-            ending = ending_of(self._run_dir / f"rank{rank}.ending")
-            if ending is not None:
-                raise StartError(self._failed(rank, ending, self._stderr(rank)))
+        for arrival in self._arrivals:
+            if (end := arrival.end()) is not None:
+                raise StartError(self._failed(arrival.rank, end))
 
-    def _failed(self, rank: int, ending: str, last_lines: str) -> str:
+    def _failed(self, rank: int, end: End) -> str:
         place = self._places[rank]
         return (
-            f"rank {rank} of {len(self._places)} on {place.host} ended with {ending} "
-            f"while it was starting; its last lines:\n{last_lines}"
+            f"rank {rank} of {len(self._places)} on {place.host} ended with {end.how} "
+            f"while it was starting; its last lines:\n{end.last_lines}"
         )
 
     def _ended(self, program: str, code: int) -> str:
@@ -218,14 +212,11 @@ class _Start:
         return f"{program} ended with {how} while it was starting:\n{log}"
 
     def _late(self, timeout_s: float) -> str:
-        stages = self._stages()
         late = []
-        for place in self._places:
-            stage = stages.get(place.rank)
-            at = f"{stage['stage']}" if stage else "not begun"
-            late.append(f"  rank {place.rank} on {place.host}: {at}")
-            late += [f"    {line}" for line in self._stderr(place.rank).splitlines()]
-        # What a rank says before it has begun goes to its launcher.
+        for place, arrival in zip(self._places, self._arrivals, strict=True):
+            stage = arrival.stage or "not begun"
+            late.append(f"  rank {place.rank} on {place.host}: {stage}")
+            late += [f"    {line}" for line in arrival.last_lines().splitlines()]
         late += tail_of(
             self._keeper.log("mpiexec").read_text(errors="replace")
         ).splitlines()
@@ -234,11 +225,6 @@ class _Start:
             f"{timeout_s:g} s: give --timeout more seconds, or see where they are:\n"
             + "\n".join(late)
         )
-
-    def _stderr(self, rank: int) -> str:
-        path = self._run_dir / f"rank{rank}.stderr"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        return tail_of(text)
 
 
 def write_places(run_dir: Path, places: Sequence[Place]) -> None:
@@ -264,8 +250,3 @@ def _is_written(path: Path) -> bool:
     except (FileNotFoundError, json.JSONDecodeError):
         return False
     return True
-
-
-def tail_of(text: str) -> str:
-    """The last lines, as many as an error can show."""
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])

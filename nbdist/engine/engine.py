@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from nbdist.engine import (
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.place import Assignment
+from nbdist.engine.process import Process
 from nbdist.engine.world import World
 from nbdist.telemetry.note import set_recorder
 from nbdist.telemetry.recorder import Recorder
@@ -47,8 +47,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
     """An engine whose output, signals and requests are nbdist's."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self.captured: dict[str, Path] = kwargs.pop("captured")
-        self.run_dir: Path = kwargs.pop("run_dir")
+        self.process: Process = kwargs.pop("process")
         self.interrupts = Interrupts()
         self.rank_info: RankInfo = kwargs.pop("rank_info")
         self.device: torch.device = kwargs.pop("device")
@@ -73,7 +72,8 @@ class _Engine(IPEngine):  # type: ignore[misc]
             frames = codec.dumps(notice)
             session.send(iopub_socket, ELASTIC, {}, parent=parent, buffers=frames)
 
-        output = Output(publish, self.captured, self.run_dir / "output")
+        run_dir = self.process.run_dir
+        output = Output(publish, self.process.captured, run_dir / "output")
         sys.stdout, sys.stderr = output.stdout, output.stderr
         info = self.rank_info
         recorder = Recorder(info.rank, report)
@@ -90,7 +90,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 interrupts=self.interrupts,
                 recorder=recorder,
                 assignment=self.assignment,
-                run_dir=self.run_dir,
+                run_dir=run_dir,
                 notify=notify,
             )
         )
@@ -105,15 +105,11 @@ class _Engine(IPEngine):  # type: ignore[misc]
 
 
 def run_engine(
-    run_dir: Path,
-    name: str,
-    world: World,
-    assignment: Assignment,
-    device: torch.device,
-    captured: dict[str, Path],
+    process: Process, world: World, assignment: Assignment, device: torch.device
 ) -> None:
     """Register with the controller and answer requests until the end."""
-    info = _describe(name, world, assignment, device)
+    info = _describe(process.name, world, assignment, device)
+    security = process.run_dir / "security"
     config = Config()
     if world.generation == 0:  # later, the number may still be a dead engine's
         config.IPEngine.id = world.rank
@@ -121,14 +117,13 @@ def run_engine(
     config.IPEngine.timeout = REGISTRATION_TIMEOUT_S
     config.IPEngine.max_heartbeat_misses = HEARTBEAT_MISSES
     config.IPEngine.wait_for_url_file = REGISTRATION_TIMEOUT_S
-    config.IPEngine.url_file = str(run_dir / "security" / "ipcontroller-engine.json")
+    config.IPEngine.url_file = str(security / "ipcontroller-engine.json")
     config.IPEngine.log_level = "ERROR"
-    config.ProfileDir.location = str(run_dir)
+    config.ProfileDir.location = str(process.run_dir)
     _Engine.launch_instance(
         argv=[],
         config=config,
-        captured=captured,
-        run_dir=run_dir,
+        process=process,
         rank_info=info,
         device=device,
         assignment=assignment,

@@ -8,12 +8,11 @@ capability", IJHPCA 2013); newcomers are spawned by them and merged into it.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
 from nbdist.collectives import close_groups
-from nbdist.engine import torch_group, world
+from nbdist.engine import torch_group, witness, world
 from nbdist.engine.rank import this_rank
 from nbdist.wire import Change, RankInfo
 
@@ -64,13 +63,13 @@ def _split(comm: Any, number: int | None) -> Any:
 
 def _admit(comm: Any, plan: Change, number: int) -> Any:
     """Start the newcomers, and meet them."""
-    arguments = [
-        ["-m", "nbdist.engine", "--join", str(join.rank), str(plan.generation)]
+    commands = [
+        witness.command("--join", str(join.rank), str(plan.generation))
         for join in plan.joins
     ]
-    count = len(arguments)
-    programs = [sys.executable] * count
-    bridge = comm.Spawn_multiple(programs, arguments, [1] * count, root=0)
+    programs = [program for program, *_ in commands]
+    arguments = [rest for _, *rest in commands]
+    bridge = comm.Spawn_multiple(programs, arguments, [1] * len(commands), root=0)
     return bridge.Merge(high=False).Split(0, key=number)
 
 

@@ -13,6 +13,7 @@ import pytest
 import nbdist
 from nbdist.cluster.controller import Cluster
 from nbdist.errors import CellError, RankDied, UsageError
+from tests.processes import wait_until
 
 SUM = """
 x = torch.full((3,), rank + 1.0)
@@ -100,8 +101,7 @@ def test_two_deaths_between_cells_are_mended_before_the_next_one(
     before = pids(cluster)
     for rank in (1, 3):
         os.kill(before[rank], signal.SIGKILL)
-    while len(cluster.died()) < 2:  # the test's own time-out bounds this
-        time.sleep(0.01)
+    wait_until(lambda: len(cluster.died()) == 2, 10)
     cluster.execute(SUM, timeout_s=30)
     assert len(notes) == 1
     assert "rank 1,3 was replaced" in notes[0]
@@ -193,6 +193,34 @@ def test_a_bad_size_is_refused(cluster: Cluster, n: object) -> None:
     with pytest.raises(UsageError, match="whole number"):
         cluster.scale(n)  # type: ignore[arg-type]
     cluster.execute(SUM, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("death", "ending"),
+    [
+        ("os._exit(3)", "exit code 3"),
+        ("os.kill(os.getppid(), 9); time.sleep(600)", "an unknown exit code"),
+    ],
+    ids=["by itself", "with its witness"],
+)
+def test_a_new_rank_that_dies_while_it_joins_is_named_at_once(
+    death: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys, time\nif '--join' in sys.orig_argv:\n"
+        f"    print('no room', file=sys.stderr, flush=True); {death}\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    with Cluster(n=3, timeout_s=120) as cluster:
+        os.kill(cluster.ranks[1].pid, signal.SIGKILL)
+        wait_until(lambda: 1 in cluster.died(), 10)
+        begin = time.monotonic()
+        with pytest.raises(RankDied) as caught:
+            cluster.execute("1")
+        assert time.monotonic() - begin < 30  # not the 120 s of the start
+    for part in (f"new rank 1 ended with {ending}", "no room", "start a new one"):
+        assert part in str(caught.value)
 
 
 def test_restart_runs_the_setup_cells_again(cluster: Cluster) -> None:

@@ -148,19 +148,38 @@ def break_rank_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return do
 
 
+LAST_WORDS = "print('disk full', file=sys.stderr, flush=True); "
+
+
 @pytest.mark.parametrize(
-    ("action", "parts"),
+    ("action", "before_all", "parts"),
     [
-        ("print('disk full', file=sys.stderr); os._exit(3)", ["exit code 3", "disk"]),
-        ("raise OSError('no such GPU')", ["exit code 1", "OSError: no such GPU"]),
-        ("os.kill(os.getpid(), 11)", ["SIGSEGV"]),
+        (LAST_WORDS + "os._exit(3)", False, ["exit code 3", "disk full"]),
+        (LAST_WORDS + "os._exit(3)", True, ["exit code 3", "disk full"]),
+        (
+            "raise OSError('no such GPU')",
+            False,
+            ["exit code 1", "OSError: no such GPU"],
+        ),
+        ("raise SystemExit('no licence')", True, ["exit code 1", "no licence"]),
+        ("os.kill(os.getpid(), 11)", False, ["SIGSEGV"]),
+        ("os.kill(os.getpid(), 11)", True, ["SIGSEGV"]),
+        (
+            LAST_WORDS + "os.kill(os.getppid(), 9); time.sleep(600)",
+            False,
+            ["disk full"],
+        ),
+        (LAST_WORDS + "os.kill(os.getppid(), 9); time.sleep(600)", True, ["disk full"]),
     ],
-    ids=["exit", "raise", "crash"],
+    ids=[
+        *("exit", "exit before all", "raise", "raise before all"),
+        *("crash", "crash before all", "with its witness", "with it before all"),
+    ],
 )
 def test_a_rank_that_ends_is_named_with_its_exit_code_and_last_words(
-    action: str, parts: list[str], break_rank_1, traces: Path
+    action: str, before_all: bool, parts: list[str], break_rank_1, traces: Path
 ):
-    break_rank_1(action)
+    break_rank_1(action, before_all)
     with pytest.raises(StartError) as failed:
         Cluster(n=3, device="cpu", timeout_s=500).start()  # not what ends it
     missing = [
@@ -170,7 +189,7 @@ def test_a_rank_that_ends_is_named_with_its_exit_code_and_last_words(
 
 
 @pytest.mark.parametrize(
-    "before_all", [False, True], ids=["loading torch", "not begun"]
+    "before_all", [False, True], ids=["loading torch", "starting Python"]
 )
 def test_a_rank_that_hangs_is_named_at_the_time_out(
     before_all: bool, break_rank_1, traces: Path
@@ -182,7 +201,7 @@ def test_a_rank_that_hangs_is_named_at_the_time_out(
     with pytest.raises(StartError) as late:
         Cluster(n=2, device="cpu", timeout_s=6).start()
     assert time.monotonic() - begin < 6 + GONE_WITHIN_S
-    stage = "not begun" if before_all else "loading torch"
+    stage = "starting Python" if before_all else "loading torch"
     for part in ("after 6 s", f"rank 1 on {os.uname().nodename}: {stage}", "--timeout"):
         assert part in str(late.value)
     assert "what a moon" in str(late.value)

@@ -1,0 +1,66 @@
+"""Which process of a cluster this is, and the files by which it says how it fares."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.engine.place import launched_rank
+
+__all__ = ["CAPTURED", "Process", "process_name"]
+
+CAPTURED = ("stdout", "stderr")
+"""What goes to files of this suffix: the descriptors 1 and 2."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """Which process this is, in the eyes of those who started it."""
+
+    run_dir: Path
+    rank: int
+    generation: int
+    """Of the world it enters: 0, or a later one that runs already."""
+
+    @classmethod
+    def of_arguments(cls, arguments: list[str]) -> Process:
+        """From `--join RANK GENERATION`, or from the MPI launcher."""
+        run_dir = Path(os.environ["NBDIST_RUN_DIR"])
+        if arguments[:1] == ["--join"]:
+            return cls(run_dir, int(arguments[1]), int(arguments[2]))
+        return cls(run_dir, launched_rank(), 0)
+
+    @property
+    def name(self) -> str:
+        """Of its files in the cluster's folder."""
+        return process_name(self.rank, self.generation)
+
+    @property
+    def captured(self) -> dict[str, Path]:
+        """Where what C code and child processes print goes, by `CAPTURED`."""
+        return {name: self.run_dir / f"{self.name}.{name}" for name in CAPTURED}
+
+    def progress(self, stage: str) -> None:
+        """Tell the notebook how far this is, by a file that is never half written."""
+        record = {"pid": os.getpid(), "stage": stage, "time": time.time()}
+        _write(self.run_dir / f"{self.name}.stage", json.dumps(record))
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the notebook why this has ended."""
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        _write(self.run_dir / f"{self.name}.failed", "".join(lines))
+
+
+def process_name(rank: int, generation: int) -> str:
+    """What the files of a rank's process are called."""
+    return f"rank{rank}-{generation}" if generation else f"rank{rank}"
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.rename(path)
