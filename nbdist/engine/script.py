@@ -5,19 +5,17 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
 from nbdist.collectives import launched_without_mpi
 from nbdist.engine import torch_group, world
-from nbdist.engine.borrowed_place import is_borrowed, join_mpi
+from nbdist.engine.borrowed_place import join_mpi
+from nbdist.engine.lifeline import die_with_parent
 from nbdist.engine.place import launched_rank
+from nbdist.engine.script_end import end_together
 from nbdist.errors import WrongProcess
 
 __all__ = ["init"]
@@ -47,27 +45,7 @@ def init() -> None:
         folder = _meeting_place(here)
     if not dist.is_initialized():
         torch_group.start(folder, _owns_gpu(here))
-    sys.excepthook = partial(_end_the_world, sys.excepthook)
-
-
-def _end_the_world(
-    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    """Show what this rank failed with, and end: the others may be waiting for it.
-
-    To leave in good order would wait for them. torchrun ends them by itself.
-    """
-    from mpi4py import MPI
-
-    show(kind, error, trace)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not is_borrowed():
-        MPI.COMM_WORLD.Abort(1)
-    os._exit(1)
+    end_together()
 
 
 def _join_launched() -> world.World:
@@ -78,6 +56,8 @@ def _join_launched() -> world.World:
             "nbdist.init() joins the ranks of a launcher: start the script with "
             "mpiexec -n 4 python train.py, or torchrun --nproc-per-node 4 train.py"
         ) from error
+    # An mpiexec that tolerates faults ends before the ranks that wait for a dead one.
+    die_with_parent()
     return world.join()
 
 

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+import pytest
+
 from nbdist.cluster.launchers.mpiexec import Mpiexec
+from tests.processes import wait_until
 
 SCRIPT = """
 import nbdist, torch, torch.distributed as dist
@@ -25,15 +29,15 @@ print(f"rank {nbdist.rank()}: {x.tolist()} {y.tolist()} {nbdist.device()}", flus
 N = 3
 
 
-def test_ranks_of_a_plain_mpiexec_join(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def mpiexec(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
     launcher = Mpiexec()
-    done = subprocess.run(
-        launcher.argv(N, [sys.executable, str(tmp_path / "train.py")]),
+    return subprocess.run(
+        launcher.argv(N, [sys.executable, str(folder / "train.py")]),
         env={
             **os.environ,
-            **launcher.environment(N, tmp_path),
-            "TMPDIR": str(tmp_path),
+            **launcher.environment(N, folder),
+            "TMPDIR": str(folder),
             "CUDA_VISIBLE_DEVICES": "",
         },
         stdin=subprocess.DEVNULL,
@@ -41,10 +45,80 @@ def test_ranks_of_a_plain_mpiexec_join(tmp_path: Path) -> None:
         text=True,
         timeout=100,
     )
+
+
+def running(script: Path) -> list[psutil.Process]:
+    """The processes that run a script."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(script) in (process.info["cmdline"] or [])
+    ]
+
+
+def test_ranks_of_a_plain_mpiexec_join(tmp_path: Path) -> None:
+    done = mpiexec(SCRIPT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"rank {rank}: [6.0, 6.0, 6.0] [3.0, 3.0] cpu" for rank in range(N)
     ]
+    assert not list(tmp_path.glob("nbdist-*"))
+
+
+LEAVES = """
+import sys, torch
+BEGIN
+if rank() == 1:
+    print("I leave")
+    LEAVE
+reduce(torch.ones(2))
+"""
+PLAIN = "import nbdist; nbdist.init(); from nbdist import rank, all_reduce as reduce"
+HOROVOD = (
+    "import nbdist.horovod as hvd; hvd.init(); from nbdist.horovod import rank, "
+    "allreduce as reduce"
+)
+
+
+@pytest.mark.parametrize(
+    ("begin", "leave", "code", "said"),
+    [
+        (PLAIN, "sys.exit(7)", 7, "I leave"),
+        (HOROVOD, "sys.exit(7)", 7, "I leave"),
+        (PLAIN, "sys.exit('no data')", 1, "no data"),
+        (PLAIN, "raise OSError('no disk')", 1, "OSError: no disk"),
+    ],
+    ids=["a code", "a code under Horovod", "a message", "an error"],
+)
+def test_a_rank_that_fails_ends_the_job_with_its_code(
+    begin: str, leave: str, code: int, said: str, tmp_path: Path
+) -> None:
+    script = LEAVES.replace("BEGIN", begin).replace("LEAVE", leave)
+    done = mpiexec(script, tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+    wait_until(lambda: not running(tmp_path / "train.py"), 10)
+
+
+CLEAN = """
+import sys, threading, torch, nbdist
+
+nbdist.init()
+try:
+    sys.exit(3)
+except SystemExit as error:
+    assert error.code == 3
+thread = threading.Thread(target=sys.exit, args=(4,))
+thread.start()
+thread.join()
+nbdist.barrier()
+sys.exit(0 if nbdist.rank() else None)
+"""
+
+
+def test_an_exit_that_is_caught_or_of_0_is_no_failure(tmp_path: Path) -> None:
+    done = mpiexec(CLEAN, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.glob("nbdist-*"))
 
 

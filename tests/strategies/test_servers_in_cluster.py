@@ -57,6 +57,7 @@ def distance_to_one_process(steps):
 """
 NEW = "strategy, model, optimizer, first = set_up(mode={mode!r}); finished = None"
 AGAIN = f"finished = strategy.run(train, ({STEPS},))"
+UPDATES = "[report.updates for report in strategy.reports]"
 FLAT = "[p.detach().double().sum().item() for p in model.parameters()]"
 
 
@@ -118,6 +119,80 @@ strategy.run(train, ({STEPS}, {KILLED_AT}, 0, victim))
     # Snapshots are of updates 1, 5, 9, ...; asynchronous ones may be lost on their way.
     newest = range(9, 10) if mode == "sync" else range(1, 2 * STEPS + KILLED_AT + 1)
     assert_trains_again(cluster, mode, newest)
+
+
+TWO_SERVERS = "strategy, model, optimizer, first = set_up(n_ps=2); finished = None"
+FIRST, MIDDLE, LAST = 0, KILLED_AT, STEPS - 1
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("victim", "step"),
+    [
+        (victim, step)
+        if (victim, step) in ((1, MIDDLE), (2, MIDDLE))
+        else pytest.param(victim, step, marks=slow)
+        for victim in range(4)
+        for step in (FIRST, MIDDLE, LAST)
+    ],
+)
+def test_with_two_servers_any_rank_may_die_at_any_step(
+    cluster: Cluster, victim: int, step: int
+) -> None:
+    """Workers are 0 and 1. The lowest that lives kills a server, or itself."""
+    cluster.execute(TWO_SERVERS)
+    killer = victim if victim < 2 else 0
+    dying = f"""
+victim = nbdist.all_gather_object(os.getpid())[{victim}]
+finished = strategy.run(train, ({STEPS}, {step}, {killer}, victim))
+"""
+    with pytest.raises(CellError, match=rf"rank {victim} \(pid \d+ .* SIGKILL"):
+        cluster.execute(dying, timeout_s=DEADLINE_S)
+    if victim < 2:  # the other worker, and the servers, get to the end
+        others = [rank for rank in range(4) if rank != victim]
+        assert [cluster["finished"][rank] for rank in others] == [STEPS] * 3
+        counts = [cluster[UPDATES][rank] for rank in others]
+        assert counts == [[STEPS, STEPS]] * 3
+    cluster.execute(f"finished = None\n{AGAIN}", timeout_s=DEADLINE_S)
+    assert cluster["finished"] == [STEPS] * 4
+    counts = cluster[UPDATES]
+    assert counts == [counts[0]] * 4
+    for server, count in enumerate(counts[0], start=2):
+        if victim < 2:
+            assert count == 2 * STEPS
+        elif server == victim:  # from a snapshot, of update 1, 5, 9, ...; or anew
+            assert count - STEPS in range(0, step + 1)
+        else:
+            assert count - STEPS in range(step, step + 2)
+    assert cluster[FLAT] == [cluster[FLAT][0]] * 4
+
+
+PRESSED_IN_STEP = f"""
+class Pressed(torch.optim.SGD):
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        if self.steps == {KILLED_AT}:
+            os.kill(os.getpid(), signal.SIGINT)
+        super().step()
+
+
+plain = sgd
+if rank == {SERVER}:
+    sgd = lambda model: Pressed(model.parameters(), lr=0.01, momentum=0.9)
+strategy, model, optimizer, first = set_up()
+sgd, finished = plain, None
+"""
+
+
+def test_an_interrupt_in_an_update_leaves_it_whole_and_counted(
+    cluster: Cluster,
+) -> None:
+    cluster.execute(PRESSED_IN_STEP)
+    with pytest.raises(CellError, match="KeyboardInterrupt"):
+        cluster.execute(AGAIN, timeout_s=DEADLINE_S)
+    assert_trains_again(cluster, "sync", range(KILLED_AT, KILLED_AT + 1))
 
 
 class Press(Quiet):

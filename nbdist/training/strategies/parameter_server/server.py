@@ -11,6 +11,7 @@ from torch import Tensor
 from nbdist.collectives import Post
 from nbdist.errors import CollectiveAborted
 from nbdist.telemetry.note import note
+from nbdist.training._uncut import uncut
 
 from .ledger import Decision, Ledger
 from .messages import Head, Kind, Receiving, packed, send, unpacked
@@ -128,7 +129,8 @@ class Server:
         worker = desk.worker
         if head.kind is Kind.PUSH:
             note(staleness=self._ledger.version - head.version)
-            self._carry_out(self._ledger.push(worker, head.version))
+            with uncut():  # an update is whole and counted, or neither
+                self._carry_out(self._ledger.push(worker, head.version))
         elif head.kind is Kind.OPTIONS:
             self._store.set_options(unpacked(desk.bytes))
         elif head.kind is Kind.REDUCE:
@@ -148,7 +150,8 @@ class Server:
     def _end(self, desk: _Desk) -> None:
         """Nothing more comes from this worker: the others go on without it."""
         desk.here, desk.head = False, None
-        self._carry_out(self._ledger.leave(desk.worker))
+        with uncut():
+            self._carry_out(self._ledger.leave(desk.worker))
         self._reduce_if_due()
 
     # -- answers -------------------------------------------------------------------

@@ -1,0 +1,46 @@
+"""An interrupt that comes within `uncut` is held back, and not lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from nbdist.training._uncut import uncut
+
+
+def test_an_interrupt_comes_at_the_end() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), uncut():
+        signal.raise_signal(signal.SIGINT)
+        done.append("the rest")
+    assert done == ["the rest"]
+
+
+def test_it_also_comes_after_an_error() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, uncut():
+        signal.raise_signal(signal.SIGINT)
+        raise ArithmeticError
+    assert isinstance(caught.value.__context__, ArithmeticError)
+
+
+def test_afterwards_all_is_as_before() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with uncut():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_in_another_thread_nothing_changes() -> None:
+    seen = []
+
+    def work() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        with uncut():
+            seen.append(signal.getsignal(signal.SIGINT) is before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    assert seen == [True]
