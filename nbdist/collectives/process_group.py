@@ -339,6 +339,21 @@ class ProcessGroup(dist.ProcessGroup):
         group._register_backend(_CUDA, _Type.NCCL, nccl)
         return group
 
+    # What torch.distributed asks of a backend before it takes a way of NCCL's.
+    supports_coalescing = supports_splitting = supports_shrinking = False
+    supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What carries the operations on a device's tensors: NCCL's backend, or this.
+
+        C++ knows no backend of a group whose operations are written in Python.
+        """
+        if torch.device(device.type) not in self._device_types:
+            return super()._get_backend(device)  # raises
+        if device.type == "cuda" and self._nccl is not None:
+            return self._nccl._get_backend(device)
+        return self
+
     # -- life ----------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:

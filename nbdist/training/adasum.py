@@ -126,4 +126,5 @@ def _weighted(first: Tensor, second: Tensor, products: Tensor) -> Tensor:
     dot, of_first, of_second = products.unbind()
     a = 1 - torch.where(of_first > 0, dot / (2 * of_first), 0.0)
     b = 1 - torch.where(of_second > 0, dot / (2 * of_second), 0.0)
-    return (a * first + b * second).to(first.dtype)
+    total: Tensor = a * first + b * second
+    return total.to(first.dtype)

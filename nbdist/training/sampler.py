@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Sampler as TorchSampler
 
 from nbdist.collectives import Group, chunk_bounds, default_group
@@ -21,7 +22,9 @@ from nbdist.training._whole import whole
 __all__ = ["Sampler", "epoch_order", "place_in", "share_of"]
 
 
-def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> np.ndarray:
+def epoch_order(
+    length: int, seed: int, epoch: int, *, shuffle: bool
+) -> npt.NDArray[np.int64]:
     """The indices 0 to length-1 (int64), in the order of one epoch.
 
     Equal arguments give an equal order, on every rank and in every run. Different

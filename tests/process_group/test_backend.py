@@ -1,0 +1,43 @@
+"""What torch.distributed is told when it asks a group for its backend."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import launch
+from worlds import process_group
+
+from nbdist.engine import torch_group
+
+
+def test_backends_by_device() -> None:
+    assert launch(1, __file__, "answers") == [None]
+
+
+def answers() -> None:
+    """On a rank: of the default group, without NCCL and with a stand-in for it."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    with process_group(Path(tempfile.mkdtemp()) / "store"):
+        group = dist.group.WORLD
+        assert group is not None
+        backend = group._get_backend(cpu)
+        assert backend is group
+        assert not backend.supports_coalescing
+        assert not backend.supports_splitting
+        if not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match="cuda"):
+                group._get_backend(cuda)
+        assert torch_group.abort() is False
+
+        aborts: list[bool] = []
+        nccl = SimpleNamespace(name=lambda: "nccl", abort=lambda: aborts.append(True))
+        group._register_backend(cuda, dist.ProcessGroup.BackendType.CUSTOM, None)
+        group.__dict__["_nccl"] = SimpleNamespace(_get_backend=lambda _: nccl)
+        assert group._get_backend(torch.device("cuda:0")) is nccl
+        assert torch_group.abort() is True
+        assert aborts == [True]
