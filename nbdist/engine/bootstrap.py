@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.engine.place import Assignment
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+MOST_OF_A_SOCKET_PATH = 107
+SOCKET_NAME_LENGTH = len("/pymp-abcd1234/listener-abcd1234")
+
 
 def main() -> None:
     """Become one rank of the cluster in $NBDIST_RUN_DIR; returns when it ends."""
@@ -22,6 +28,7 @@ def main() -> None:
     try:
         assignment = Assignment.read(process.run_dir, process.rank)
         assignment.pin()
+        _keep_sockets_in(process.run_dir)
         _become_engine(process, assignment)
     except BaseException as error:
         process.report_failure(error)
@@ -32,6 +39,22 @@ def _enter(work_dir: str, path: str) -> None:
     """Work where the notebook does: relative paths and imports mean the same here."""
     os.chdir(work_dir)
     sys.path[:] = path.split(os.pathsep)
+
+
+def _keep_sockets_in(run_dir: Path) -> None:
+    """Have multiprocessing's sockets, as of a DataLoader's workers, in our folder.
+
+    A process that is killed leaves them behind; the folder is removed at the end. The
+    user's own temporary files stay where they always are.
+    """
+    if len(str(run_dir)) + SOCKET_NAME_LENGTH > MOST_OF_A_SOCKET_PATH:
+        return
+    before = tempfile.tempdir
+    tempfile.tempdir = str(run_dir)
+    try:
+        multiprocessing.util.get_temp_dir()  # made once, for the workers too
+    finally:
+        tempfile.tempdir = before
 
 
 def _become_engine(process: Process, assignment: Assignment) -> None:

@@ -149,6 +149,30 @@ def test_what_the_ranks_have_started_ends_too():
     footprint.assert_gone()
 
 
+LOADS = """
+from torch.utils.data import Dataset
+
+class Ten(Dataset):
+    def __len__(self): return 10
+    def __getitem__(self, place): return torch.ones(3) * place
+
+batches = iter(nbdist.loader(Ten(), 1, num_workers=2))
+first = next(batches)
+"""
+
+
+def test_loader_workers_of_a_killed_rank_leave_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with Cluster(n=2, device="cpu") as cluster:
+        cluster.execute("import tempfile\n" + LOADS, timeout_s=60)
+        assert cluster["tempfile.gettempdir()"] == [str(tmp_path)] * 2  # the user's own
+        os.kill(cluster.ranks[1].pid, signal.SIGKILL)
+        wait_until(lambda: 1 in cluster.died(), 10)
+    assert list(tmp_path.glob("pymp-*")) == []
+
+
 def test_a_value_that_was_on_its_way_ends_too():
     packing = (
         "from nbdist.engine import codec, shipping\n"
