@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from nbdist.training._uncut import uncut
 
 
-def test_an_interrupt_comes_at_the_end() -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), uncut():
+def press(then: Callable[[], object]) -> None:
+    """An interrupt, and something after it, both within."""
+    with uncut():
         signal.raise_signal(signal.SIGINT)
-        done.append("the rest")
+        then()
+
+
+def test_an_interrupt_comes_at_the_end() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        press(lambda: done.append("the rest"))
     assert done == ["the rest"]
 
 
 def test_it_also_comes_after_an_error() -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, uncut():
-        signal.raise_signal(signal.SIGINT)
-        raise ArithmeticError
-    assert isinstance(caught.value.__context__, ArithmeticError)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        press(lambda: 1 // 0)
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
 def test_afterwards_all_is_as_before() -> None:
