@@ -21,7 +21,8 @@ class CollectiveConfig:
     """How collectives choose and pace their transports."""
 
     transport: str = "auto"
-    """Force one for every CPU tensor: "shared", "mpi" or "ring" (NBDIST_TRANSPORT)."""
+    """Force one: "shared", "mpi" or "ring", for tensors on a GPU staged where need be;
+    or for those alone "nccl", "ipc" or "staged" (NBDIST_TRANSPORT)."""
     timeout_s: float | None = None
     """Seconds a collective waits for its peers; None waits until it is released
     (NBDIST_COLLECTIVE_TIMEOUT)."""
@@ -29,7 +30,10 @@ class CollectiveConfig:
     """Shared memory each rank writes one block to; it should fit a core's L2 cache with
     the block it was copied from (NBDIST_SLOT_BYTES)."""
     gpu_slot_bytes: int = 16 * 2**20
-    """The same of device memory, for ranks that share a GPU (NBDIST_GPU_SLOT_BYTES)."""
+    """The same of device memory, for CUDA IPC (NBDIST_GPU_SLOT_BYTES)."""
+    staging_bytes: int = 4 * 2**20
+    """Where tensors on a GPU go through the host, what goes at once: one such piece is
+    moved while its neighbours are copied (NBDIST_STAGING_BYTES)."""
     check: bool = True
     """Compare the ranks' calls; off only to measure the cost (NBDIST_CHECK=0)."""
 
@@ -41,6 +45,7 @@ class CollectiveConfig:
             timeout_s=float(timeout) if timeout else None,
             slot_bytes=int(environment("SLOT_BYTES", str(cls.slot_bytes))),
             gpu_slot_bytes=int(environment("GPU_SLOT_BYTES", str(cls.gpu_slot_bytes))),
+            staging_bytes=int(environment("STAGING_BYTES", str(cls.staging_bytes))),
             check=environment("CHECK", "1") != "0",
         )
 

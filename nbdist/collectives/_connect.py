@@ -19,6 +19,7 @@ from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 
 from . import _semaphore
+from ._cuda_aware import takes_device_memory
 from ._devices import gpu_transports
 from ._gate import Gate, MessageGate
 from ._gate_shared import SharedGate
@@ -36,6 +37,9 @@ __all__ = ["Connection", "connect"]
 _Item = TypeVar("_Item")
 _CARD_BYTES = 4096
 _SPINS = 300
+_MESSAGES = frozenset({"mpi", "ring"})
+"""Transports that share no memory."""
+_TRANSPORTS = frozenset({"auto", "shared", "nccl", "ipc", "staged"}) | _MESSAGES
 
 
 @dataclass
@@ -53,6 +57,8 @@ class Connection:
     """By device kind and algorithm; "auto" is the best."""
     hosts: tuple[int, ...]
     """The number of each rank's host, from 0 in the ranks' order."""
+    gpu: torch.device | None = None
+    """Where this rank's CUDA tensors must lie, from the first one on."""
 
     def transport(self, device: str, algorithm: str) -> Transport:
         """The transport for a kind of device and an algorithm's name."""
@@ -63,7 +69,10 @@ class Connection:
         return of_device[algorithm]
 
     def add_gpu(self) -> None:
-        """Find the transports for CUDA tensors. Every rank must call."""
+        """Find the transports for CUDA tensors. Every rank must call.
+
+        They are for the device that is current.
+        """
 
         def swap(item: _Item) -> list[_Item]:
             return _swap_cards(self.inner, item, self.hooks.check)
@@ -73,16 +82,25 @@ class Connection:
             self.gate,
             self.config,
             self.hooks,
-            self.inner.rank,
+            self.inner,
             swap,
         )
+        self.gpu = torch.device("cuda", torch.cuda.current_device())
 
     def describe(self) -> str:
         """The transports in words."""
-        return ", ".join(
+        parts = [
             f"{of_device['auto'].description} ({device.upper()})"
             for device, of_device in self.transports.items()
-        )
+        ]
+        if self.gpu is not None and takes_device_memory():
+            parts.append("CUDA-aware MPI (messages)")
+        return ", ".join(parts)
+
+    def finish(self, check: Check) -> None:
+        """Wait for what the transports have queued on devices."""
+        for transport in self._all_transports():
+            transport.finish(check)
 
     def abort(self) -> None:
         """Release this process's waiting thread. May be called from any thread."""
@@ -123,6 +141,9 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
 
     Every rank of `comm` must call, with the same configuration.
     """
+    if config.transport not in _TRANSPORTS:
+        known = ", ".join(sorted(_TRANSPORTS))
+        raise UsageError(f"transport {config.transport!r}: expected one of {known}")
     inner, mail = _duplicate(comm, hooks.check), _duplicate(comm, hooks.check)
     names = _swap_cards(inner, _host(), hooks.check)
     distinct = list(dict.fromkeys(names))
@@ -131,7 +152,7 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     mpi = MpiTransport(inner, hooks.check)
     cpu: dict[str, Transport] = {"ring": ring, "mpi": mpi, "auto": mpi}
     shared = None
-    if config.transport in ("auto", "shared"):
+    if config.transport not in _MESSAGES:
         shared = _share(inner, config, hooks)
     if comm.size == 1:
         cpu["auto"] = LocalTransport()
@@ -141,7 +162,7 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
         cpu["shared"] = cpu["auto"] = SharedTransport(gate, slots, hooks)
     elif config.transport == "shared":
         raise UsageError("transport 'shared': the ranks are not all on one host")
-    if config.transport not in ("auto", "shared"):
+    if config.transport in _MESSAGES:
         cpu["auto"] = cpu[config.transport]
     meeting = shared[0] if shared is not None else MessageGate(inner)
     return Connection(config, hooks, meeting, inner, mail, {"cpu": cpu}, hosts)

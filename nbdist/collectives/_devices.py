@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
 
-import torch
-import torch.distributed as dist
+from mpi4py import MPI
 
 from nbdist.config import CollectiveConfig
+from nbdist.errors import UsageError
 
+from ._copier import CudaCopier
+from ._cuda_aware import takes_device_memory
 from ._gate import Gate
 from ._gate_shared import SharedGate
 from ._hooks import Hooks
+from ._order import settle
+from ._peers import Swap, identity
+from ._pipeline import Pipeline
 from ._transport import Transport
 from ._transport_device import DeviceTransport
+from ._transport_direct import DirectTransport
 from ._transport_local import LocalTransport
 from ._transport_nccl import NcclTransport
 from ._transport_staged import StagedTransport
 
 __all__ = ["gpu_transports"]
-
-Swap = Callable[[Any], list[Any]]
 
 
 def gpu_transports(
@@ -29,37 +33,58 @@ def gpu_transports(
     gate: Gate,
     config: CollectiveConfig,
     hooks: Hooks,
-    rank: int,
+    comm: MPI.Comm,
     swap: Swap,
 ) -> dict[str, Transport]:
     """By algorithm; "auto" is the best. Every rank must call, on its current device.
 
-    NCCL where each rank owns a GPU, CUDA IPC where ranks of one host share them,
-    pinned host memory otherwise.
+    NCCL where each rank owns a GPU; CUDA IPC where ranks of one host share them, or
+    torch has no NCCL; between hosts a CUDA-aware MPI; pinned host memory otherwise.
 
     Args:
         host: the transports for CPU tensors.
         gate: the group's.
         config: the group's.
         hooks: the group's.
-        rank: this process's in the group.
+        comm: among the group's ranks.
         swap: gives every rank's item, in rank order; all ranks must call.
     """
+    rank, size, piece = comm.rank, comm.size, config.staging_bytes
+    pipeline = Pipeline(CudaCopier(hooks.check), piece)
     found: dict[str, Transport] = {
-        name: StagedTransport(transport) for name, transport in host.items()
+        name: StagedTransport(transport, pipeline, piece, rank, size)
+        for name, transport in host.items()
     }
     found["staged"] = found["auto"]
-    identities = swap(str(torch.cuda.get_device_properties().uuid))
-    size = len(identities)
     if size == 1:
         found["auto"] = LocalTransport()
-    elif len(set(identities)) == size and dist.is_nccl_available():
-        found["nccl"] = NcclTransport(rank, size, swap, found["staged"])
-        found["auto"] = found["nccl"]
-    elif isinstance(gate, SharedGate):
-        shared = DeviceTransport.connect(gate, hooks, config.gpu_slot_bytes, swap)
-        if shared is not None:
-            found["ipc"] = found["auto"] = shared
-    if config.transport != "auto":
-        found["auto"] = found[config.transport]
+        return found
+    one_host = isinstance(gate, SharedGate)
+    direct = all(swap(takes_device_memory()))
+    if direct:
+        own = DirectTransport(comm, hooks.check, partial(settle, hooks.check))
+        found["mpi"] = found["ring"] = own
+    cards = swap(identity())
+    if len(set(cards)) == size and config.transport != "ipc":
+        nccl = NcclTransport.connect(rank, size, swap, found["staged"])
+        if nccl is not None:
+            found["nccl"] = nccl
+    if isinstance(gate, SharedGate) and "nccl" not in found:
+        ipc = DeviceTransport.connect(gate, hooks, config.gpu_slot_bytes, swap)
+        if ipc is not None:
+            found["ipc"] = ipc
+    between_hosts = ["mpi"] if direct and not one_host else []
+    best_first = ["nccl", "ipc", *between_hosts, "staged"]
+    found["auto"] = found[_chosen(config.transport, best_first, found)]
     return found
+
+
+def _chosen(
+    wanted: str, best_first: Sequence[str], found: Mapping[str, Transport]
+) -> str:
+    if wanted == "auto":
+        return next(name for name in best_first if name in found)
+    if wanted not in found:
+        names = ", ".join(sorted(found))
+        raise UsageError(f"transport {wanted!r} for CUDA tensors: expected {names}")
+    return wanted

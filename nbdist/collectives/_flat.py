@@ -13,12 +13,15 @@ class Flat:
 
     __slots__ = ("_original", "tensor")
 
-    def __init__(self, tensor: Tensor, *, on_host: bool = False) -> None:
+    def __init__(
+        self, tensor: Tensor, *, on_host: bool = False, filled: bool = True
+    ) -> None:
         """Alias the tensor where it can be worked on as it lies, else copy it.
 
         Args:
             tensor: strided, of any shape.
             on_host: copy a device tensor to the host, once it is computed.
+            filled: whether what it holds counts; else a copy is not filled with it.
         """
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -30,7 +33,13 @@ class Flat:
         else:
             self._original = tensor
             self.tensor = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
-            self.tensor.view(tensor.shape).copy_(tensor)
+            if filled:
+                self.tensor.view(tensor.shape).copy_(tensor)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether `write_back` has something to do."""
+        return self._original is not None
 
     def write_back(self) -> None:
         """Put what was received where the user's tensor really lies."""

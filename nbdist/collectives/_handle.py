@@ -31,8 +31,6 @@ class Handle(dist.Work):
         super().__init__()
         self._label = label
         self._on_leave = on_leave
-        self.after: Callable[[], None] | None = None
-        """Called by each wait that went well, to order the waiter's stream."""
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Handle], None]] = []
@@ -58,8 +56,6 @@ class Handle(dist.Work):
             raise CollectiveTimeout(f"{self._label} is not done after {timeout} s")
         if self._error is not None:
             raise self._error
-        if self.after is not None:
-            self.after()
         return True
 
     def _wait(self, timeout: float | None) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
@@ -22,7 +23,9 @@ from nbdist.errors import (
 )
 
 from ._buffer import moved
+from ._cuda_aware import takes_device_memory
 from ._flat import Flat
+from ._order import settle
 from ._signature import Signature, signature
 from ._wait import Check, wait_until
 
@@ -145,7 +148,11 @@ class Message(dist.Work):
             self.error = CollectiveMismatch(
                 f"{self._label}: expected {self._size} bytes, got {got}"
             )
+            return
         self._flat.write_back()
+        if self._flat.is_copy and self._flat.tensor.is_cuda:
+            # For whichever stream goes on: this may not be the one who waits.
+            torch.cuda.current_stream(self._flat.tensor.device).synchronize()
 
 
 class Mailbox:
@@ -164,7 +171,7 @@ class Mailbox:
     def send(self, tensor: Tensor, target: int, tag: int) -> Message:
         """Start to send a tensor to a rank of the group."""
         self.sequence += 1
-        flat = Flat(tensor, on_host=True)
+        flat = self._flat(tensor, filled=True)
         request = self._comm.Isend(moved(flat.tensor), target, _full_tag(tag, tensor))
         label = f"send to rank {target}, tag {tag}"
         kind = _kind("send", target, tensor)
@@ -175,13 +182,24 @@ class Mailbox:
         self.sequence += 1
         peer = MPI.ANY_SOURCE if source is None else source
         full = _full_tag(tag, tensor)
-        flat = Flat(tensor, on_host=True)
+        flat = self._flat(tensor, filled=False)
         request = self._comm.Irecv(moved(flat.tensor), peer, full)
         size = tensor.numel() * tensor.element_size()
         label = f"recv from rank {'any' if source is None else source}, tag {tag}"
         look = self._look_for_foreign(peer, full, label, tensor)
         kind = _kind("recv", source, tensor)
         return _kept(Message(request, label, size, self._hooks, look, kind, flat))
+
+    def _flat(self, tensor: Tensor, filled: bool) -> Flat:
+        """What MPI may read or write from now on."""
+        if not tensor.is_cuda:
+            return Flat(tensor, filled=filled)
+        with torch.cuda.device(tensor.device):
+            settle(self._hooks.check)  # MPI knows nothing of streams
+            flat = Flat(tensor, on_host=not takes_device_memory(), filled=filled)
+            if flat.is_copy:
+                settle(self._hooks.check)
+        return flat
 
     def _look_for_foreign(
         self, peer: int, full_tag: int, label: str, tensor: Tensor
@@ -211,7 +229,8 @@ def _kept(message: Message) -> Message:
 
 
 def _kind(operation: str, peer: int | None, tensor: Tensor) -> Signature:
-    return signature(operation, None, peer, tensor.dtype, tensor.shape, "cpu")
+    device = tensor.device.type
+    return signature(operation, None, peer, tensor.dtype, tensor.shape, device)
 
 
 def _nothing() -> None:

@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Grid", "Place", "Slots", "slots_bytes"]
+__all__ = ["SHARE_ELEMENTS", "Grid", "Place", "Slots", "slots_bytes"]
 
 _PAGE = 4096
-_SHARE_ELEMENTS = 64
+SHARE_ELEMENTS = 64
 """Shares begin at multiples of this: two ranks never write to one cache line."""
 _CACHED_VIEWS = 512
 
@@ -78,7 +78,7 @@ class Slots:
         self._grids.clear()
 
     def _make_place(self, parity: int, dtype: torch.dtype, length: int) -> Place:
-        share = -(-length // self._size // _SHARE_ELEMENTS) * _SHARE_ELEMENTS
+        share = -(-length // self._size // SHARE_ELEMENTS) * SHARE_ELEMENTS
         mine = slice(min(self._rank * share, length), (self._rank + 1) * share)
         slots = [self._view(parity, i, dtype)[:length] for i in range(self._size)]
         result = self._view(parity, self._size, dtype)[:length]

@@ -6,27 +6,38 @@ from collections.abc import Callable
 
 import torch
 
-from ._handle import Handle
+from ._order import settle
+from ._wait import Check
 
 __all__ = ["on_side_stream"]
 
 
-def on_side_stream(body: Callable[[], object], handle: Handle) -> Callable[[], None]:
+def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], None]:
     """A body for another thread, ordered as c10d orders an asynchronous collective.
 
-    It comes after the work now queued on the caller's current stream; work that is
-    queued after `handle.wait()` comes after it.
+    It comes after the work now queued on the caller's current stream. It returns when
+    its own work is done on the device: so the tensors that it holds, which belong to
+    the caller's stream, are not given back too soon, and whoever learns that the call
+    has ended can use the result on any stream.
+
+    Args:
+        body: queues work on the stream that is current.
+        check: called while waiting; ends the wait by raising.
     """
     caller = torch.cuda.current_stream()
     side = torch.cuda.Stream(caller.device)
     ready = caller.record_event()
-    done = torch.cuda.Event()
-    handle.after = lambda: torch.cuda.current_stream().wait_event(done)
 
     def run() -> None:
         with torch.cuda.stream(side):
             side.wait_event(ready)
-            body()
-            done.record(side)
+            try:
+                body()
+                settle(check)
+            except BaseException:
+                # The tensors may be given back at once: what the caller's stream puts
+                # in their place must come after what this one still does to them.
+                caller.wait_stream(side)
+                raise
 
     return run

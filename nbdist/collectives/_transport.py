@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ._wait import Check
+
 __all__ = ["Transport"]
 
 
@@ -64,6 +66,13 @@ class Transport(ABC):
         """outputs[r] becomes rank r's inputs[own rank].
 
         Lengths may differ by pair; `longest` is the greatest of them, on all ranks.
+        """
+
+    def finish(self, check: Check) -> None:  # noqa: B027 - most are done by then
+        """Wait for what was queued, so that `close` does not cut it off.
+
+        Args:
+            check: called meanwhile; ends the wait by raising.
         """
 
     def abort(self) -> None:  # noqa: B027 - most look at the group's check instead

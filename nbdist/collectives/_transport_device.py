@@ -1,54 +1,45 @@
-"""Collectives of ranks that share a GPU: through device memory that all of them map.
+"""Collectives of ranks on one host whose GPUs can read each other: by CUDA IPC.
 
-NCCL refuses two ranks on one GPU. Here rank 0's allocation is opened by the others
-through CUDA IPC and used like the shared memory of the CPU transport. The host gate
-orders what the ranks queue; interprocess events order what the device does. No data
-passes through the host.
+NCCL refuses two ranks on one GPU, and is not in every build of torch. Here each rank
+has slots in the memory of its own GPU, and the others read them where they lie: their
+share of each to reduce it, and then the shares of the result. Each element crosses
+between two GPUs no more often than in a ring, in two steps instead of 2(N-1), and no
+data passes through the host. The host's gate orders what the ranks queue, an `Order`
+what the devices do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from ._gate_shared import SharedGate
 from ._hooks import Hooks
-from ._slots import Slots, slots_bytes
+from ._order import EventOrder, HostOrder, Order
+from ._peers import Swap, can_reach, identity, map_memories, open_events
+from ._slots import Slots
+from ._slots_peer import PeerSlots, peer_bytes
 from ._transport_shared import SharedTransport
 
 __all__ = ["DeviceTransport"]
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """What a rank gives the others to open."""
-
-    events: tuple[bytes, bytes]
-    memory: tuple[Callable[..., Tensor], tuple[Any, ...]] | None
-    """From rank 0 alone."""
-
-
 class DeviceTransport(SharedTransport):
-    """The slots lie in device memory; a step is ordered by one event of each rank.
+    """The slots lie in device memory; the devices are ordered at each step.
 
-    A slot of step s is overwritten in step s+2, after the events of step s+1, which
-    each rank's stream reaches after its reads of step s.
+    A slot of step s is overwritten in step s+2, after the meeting of step s+1, which
+    waits for what each rank has read in step s.
     """
 
     description: ClassVar[str] = "CUDA IPC"
+    one_shot_bytes: ClassVar[int] = 512 * 1024  # a step costs more than reading that
 
     @classmethod
     def connect(
-        cls,
-        gate: SharedGate,
-        hooks: Hooks,
-        slot: int,
-        swap: Callable[[Any], list[Any]],
+        cls, gate: SharedGate, hooks: Hooks, slot: int, swap: Swap
     ) -> DeviceTransport | None:
         """Share memory and events. Every rank must call, on its current device.
 
@@ -61,71 +52,41 @@ class DeviceTransport(SharedTransport):
         Returns:
             None, on all ranks, where CUDA IPC is not to be had.
         """
-        size = slots_bytes(gate.size, slot)
-        mine = [torch.cuda.Event(interprocess=True) for _ in range(2)]
-        memory, offer = _offer(mine, size if gate.rank == 0 else None)
-        offers = swap(offer)
-        opened = None if None in offers else _open(offers, gate.rank, memory)
-        if not all(swap(opened is not None)) or opened is None:
+        reached = all(map(can_reach, swap(identity())))
+        if not all(swap(reached)):
             return None
-        slots = Slots(opened[0], gate.rank, gate.size)
-        return cls(gate, slots, hooks, mine, opened[1])
+        memories = map_memories(peer_bytes(gate.size, slot), gate.rank, swap)
+        if memories is None:
+            return None
+        events = open_events(gate.rank, swap)
+        order: Order
+        if events is None:
+            order = HostOrder(hooks.check)
+        else:
+            order = EventOrder(*events, hooks.check)
+        return cls(gate, PeerSlots(memories, gate.rank), hooks, order)
 
     def __init__(
-        self,
-        gate: SharedGate,
-        slots: Slots,
-        hooks: Hooks,
-        mine: list[torch.cuda.Event],
-        others: list[list[torch.cuda.Event]],
+        self, gate: SharedGate, slots: Slots, hooks: Hooks, order: Order
     ) -> None:
         super().__init__(gate, slots, hooks)
-        self._own_events, self._their_events = mine, others
+        self._order = order
         self._steps = 0
 
     def _pass(self, first: bool) -> None:
-        parity = self._parity
-        stream = torch.cuda.current_stream()
-        self._own_events[parity].record(stream)
+        self._order.before()
         super()._pass(first)
-        for event in self._their_events[parity]:
-            stream.wait_event(event)
+        self._order.after()
         self._steps += 1
 
     @property
     def _parity(self) -> int:
-        # Not the gate's: calls for CPU tensors pass it too, without an event.
+        # Not the gate's: calls for CPU tensors pass it too, and use no slots here.
         return self._steps & 1
 
+    def _copy_out(self, results: Sequence[Tensor], block: Tensor) -> None:
+        torch.cat(list(results), out=block)  # in one kernel, from wherever they lie
 
-def _offer(
-    events: list[torch.cuda.Event], size: int | None
-) -> tuple[Tensor | None, _Offer | None]:
-    try:
-        even, odd = (event.ipc_handle() for event in events)
-        if size is None:
-            return None, _Offer((even, odd), None)
-        memory = torch.empty(size, dtype=torch.uint8, device="cuda")
-        return memory, _Offer((even, odd), reduce_tensor(memory))
-    except RuntimeError:  # no room, or CUDA IPC is not allowed here
-        return None, None
-
-
-def _open(
-    offers: list[_Offer], rank: int, memory: Tensor | None
-) -> tuple[Tensor, list[list[torch.cuda.Event]]] | None:
-    """Rank 0's memory, and the others' events for even and for odd steps."""
-    device = torch.cuda.current_device()
-    theirs = [offer.events for peer, offer in enumerate(offers) if peer != rank]
-    try:
-        events = [
-            [torch.cuda.Event.from_ipc_handle(device, pair[parity]) for pair in theirs]
-            for parity in range(2)
-        ]
-        if memory is None:
-            assert offers[0].memory is not None  # rank 0's
-            rebuild, arguments = offers[0].memory
-            memory = rebuild(*arguments)
-    except RuntimeError:  # another container, or a platform without CUDA IPC
-        return None
-    return memory, events
+    def close(self) -> None:
+        self._order.close()  # first: it waits for what still reads the slots
+        super().close()

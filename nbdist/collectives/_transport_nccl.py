@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed import distributed_c10d
 
+from ._peers import Swap
 from ._transport import Transport
+from ._wait import Check, wait_until
 
 __all__ = ["NcclTransport"]
 
+_NO_TIMEOUT = timedelta(days=7)
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.AVG,
@@ -21,6 +30,22 @@ _OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+_LOSE_NAN = frozenset({"min", "max"})
+_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    }
+)
 
 
 class NcclTransport(Transport):
@@ -28,86 +53,173 @@ class NcclTransport(Transport):
 
     description: ClassVar[str] = "NCCL"
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        swap: Callable[[str], list[str]],
-        fallback: Transport,
-    ) -> None:
+    @classmethod
+    def connect(
+        cls, rank: int, size: int, swap: Swap, fallback: Transport
+    ) -> NcclTransport | None:
         """Every rank must call; each has a GPU of its own as its current device.
 
-        The ranks find each other through a file, so that no port is opened for it.
+        The ranks find each other through a file, so that no port is opened for it;
+        between hosts, through the store of torch.distributed's default group.
 
         Args:
             rank: this process's in the group.
             size: number of ranks.
-            swap: gives every rank's string, in rank order.
+            swap: gives every rank's item, in rank order; all ranks must call.
             fallback: for the reductions that NCCL lacks.
+
+        Returns:
+            None, on all ranks, where torch has no NCCL, or there is nowhere to meet.
         """
-        folder = tempfile.mkdtemp(prefix="nbdist") if rank == 0 else ""
+        if not all(swap(dist.is_nccl_available())):
+            return None
+        folder = Path(swap(tempfile.mkdtemp(prefix="nbdist") if rank == 0 else "")[0])
+        if all(swap(folder.is_dir())):
+            store: Store = FileStore(str(folder / "nccl"), size)
+            return cls(store, rank, size, fallback, folder if rank == 0 else None)
+        if rank == 0:
+            shutil.rmtree(folder)
+        if not all(swap(dist.is_initialized())):
+            return None
+        common = distributed_c10d._get_default_store()
+        store = PrefixStore(folder.name, common)  # a name of this group's alone
+        return cls(store, rank, size, fallback)
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        fallback: Transport,
+        folder: Path | None = None,
+    ) -> None:
+        """Make the communicator, in the first operation, by way of a store.
+
+        Args:
+            store: the same on all ranks, and used for nothing else.
+            rank: this process's in the group.
+            size: number of ranks.
+            fallback: for the reductions that NCCL lacks.
+            folder: to remove in the end.
+        """
         c10d: Any = dist  # ProcessGroupNCCL exists in CUDA builds of torch alone
-        store = c10d.FileStore(str(Path(swap(folder)[0]) / "nccl"), size)
         options = c10d.ProcessGroupNCCL.Options()
+        # A collective that waits is released by `abort`, not by torch's watchdog,
+        # which ends the process.
+        options._timeout = _NO_TIMEOUT
         self._group: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
         self._fallback = fallback
+        self._folder = folder
+        self._last: Any = None
+        """The work that was queued last."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        if op not in _OPS:
+        numbers = _as_nccl(tensor, op)
+        if numbers is None:
             self._fallback.all_reduce(tensor, op)
             return
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        self._group.allreduce([tensor], options).wait()
+        with self._keeping_nan(numbers, op, [numbers]):
+            self._queue(self._group.allreduce([numbers], options))
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
-        if op not in _OPS:
+        numbers = _as_nccl(tensor, op)
+        if numbers is None:
             self._fallback.reduce(tensor, op, root)
             return
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = _OPS[op], root
-        self._group.reduce([tensor], options).wait()
+        outputs = [numbers] if self._group.rank() == root else []
+        with self._keeping_nan(numbers, op, outputs):
+            self._queue(self._group.reduce([numbers], options))
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
-        if op not in _OPS:
+        numbers = [_as_nccl(each, op) for each in (output, *inputs)]
+        loses_nan = op in _LOSE_NAN and output.is_floating_point()
+        if loses_nan or any(each is None for each in numbers):
             self._fallback.reduce_scatter(output, inputs, op)
             return
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
-        self._group.reduce_scatter([output], [list(inputs)], options).wait()
+        self._queue(self._group.reduce_scatter(numbers[:1], [numbers[1:]], options))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._group.broadcast([tensor], options).wait()
+        self._queue(self._group.broadcast([_as_bytes(tensor)], options))
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        self._group.allgather([list(outputs)], [tensor]).wait()
+        wanted = list(map(_as_bytes, outputs))
+        self._queue(self._group.allgather([wanted], [_as_bytes(tensor)]))
 
     def gather(
         self, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int
     ) -> None:
         options = dist.GatherOptions()
         options.rootRank = root
-        wanted = [] if outputs is None else [list(outputs)]
-        self._group.gather(wanted, [tensor], options).wait()
+        wanted = [] if outputs is None else [list(map(_as_bytes, outputs))]
+        self._queue(self._group.gather(wanted, [_as_bytes(tensor)], options))
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int
     ) -> None:
         options = dist.ScatterOptions()
         options.rootRank = root
-        offered = [] if inputs is None else [list(inputs)]
-        self._group.scatter([tensor], offered, options).wait()
+        offered = [] if inputs is None else [list(map(_as_bytes, inputs))]
+        self._queue(self._group.scatter([_as_bytes(tensor)], offered, options))
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], longest: int
     ) -> None:
-        options = dist.AllToAllOptions()
-        self._group.alltoall(list(outputs), list(inputs), options).wait()
+        wanted, offered = (list(map(_as_bytes, each)) for each in (outputs, inputs))
+        self._queue(self._group.alltoall(wanted, offered, dist.AllToAllOptions()))
+
+    def finish(self, check: Check) -> None:
+        if self._last is not None:
+            wait_until(self._last.is_completed, check)
+            self._last = None
 
     def abort(self) -> None:
         self._group.abort()
 
     def close(self) -> None:
+        self._last = None
         self._group.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _queue(self, work: Any) -> None:
+        """The current stream waits for what NCCL does on its own; the host does not."""
+        work.wait()
+        self._last = work
+
+    @contextlib.contextmanager
+    def _keeping_nan(
+        self, numbers: Tensor, op: str, outputs: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """NCCL's own min and max of floats take the other operand of a NaN."""
+        if op not in _LOSE_NAN or not numbers.is_floating_point():
+            yield
+            return
+        lost = numbers.isnan().to(torch.uint8)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS["max"]
+        self._queue(self._group.allreduce([lost], options))
+        yield
+        for output in outputs:
+            output.masked_fill_(lost.bool(), float("nan"))
+
+
+def _as_nccl(tensor: Tensor, op: str) -> Tensor | None:
+    """The tensor as one of a dtype that NCCL has; None where it cannot reduce it."""
+    if op not in _OPS or tensor.dtype not in _DTYPES:
+        return None
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor) if op in ("sum", "mean") else None
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # NCCL knows neither int16 nor complex numbers, and moves bytes as fast.
+    return tensor.view(torch.uint8)

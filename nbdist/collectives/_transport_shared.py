@@ -41,16 +41,20 @@ class SharedTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         length = len(tensor)
-        if self._size > 2 and length * tensor.element_size() > self.one_shot_bytes:
+        fits = length <= self._slots.capacity(tensor.dtype)
+        small = fits and length * tensor.element_size() <= self.one_shot_bytes
+        if self._size > 2 and not small:
             self._reduce_by_shares(tensor, op, wanted=True)
-        elif length <= self._slots.capacity(tensor.dtype):
+        elif fits:
             self._reduce_at_once(tensor, op, wanted=True)
         else:
             self._reduce_everywhere(tensor, op)
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         wanted = self._rank == root
-        if len(tensor) * tensor.element_size() <= self.one_shot_bytes:
+        length = len(tensor)
+        fits = length <= self._slots.capacity(tensor.dtype)
+        if fits and length * tensor.element_size() <= self.one_shot_bytes:
             self._reduce_at_once(tensor, op, wanted)
         else:
             self._reduce_by_shares(tensor, op, wanted)

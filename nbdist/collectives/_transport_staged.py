@@ -8,88 +8,143 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ._pipeline import Move, Piece, Pipeline
 from ._transport import Transport
 
 __all__ = ["StagedTransport"]
 
 
 class StagedTransport(Transport):
-    """Copies to the host, a host transport, and copies back.
+    """Copies to the host, a host transport, and copies back: piece by piece.
 
-    The host waits for the device once, before the transfer: what is queued on the
-    current stream comes first, and later work on it sees the result.
+    All ranks cut alike, for equal tensors into equal pieces, so that each piece is one
+    call of the host transport on all of them.
     """
 
     description: ClassVar[str] = "staged through pinned host memory"
 
-    def __init__(self, host: Transport) -> None:
-        self._host = host
+    def __init__(
+        self, host: Transport, pipeline: Pipeline, piece: int, rank: int, size: int
+    ) -> None:
+        """Send what is on a device by way of `host`.
+
+        Args:
+            host: the transport for CPU tensors.
+            pipeline: takes one transfer at a time, which several transports share.
+            piece: bytes that one call of `host` deals with on each rank.
+            rank: this process's in the group.
+            size: number of ranks.
+        """
+        self._host, self._pipeline = host, pipeline
+        self._piece = piece
+        self._rank, self._size = rank, size
         self.meets = host.meets  # type: ignore[misc]
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        staged = _to_host([tensor])
-        self._host.all_reduce(staged[0], op)
-        _to_device(staged, [tensor])
+        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+            self._host.all_reduce(takes[0], op)
+
+        cut = self._cut(tensor)
+        self._pipeline.run([Piece([each], [each], move, True) for each in cut])
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
-        staged = _to_host([tensor])
-        self._host.reduce(staged[0], op, root)
-        _to_device(staged, [tensor])
+        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+            self._host.reduce(takes[0], op, root)
+
+        wanted = slice(self._rank == root)  # elsewhere the tensor stays as it is
+        cut = [[each] for each in self._cut(tensor)]
+        self._pipeline.run([Piece(each, each[wanted], move, True) for each in cut])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
-        staged = _room([output])
-        self._host.reduce_scatter(staged[0], _to_host(inputs), op)
-        _to_device(staged, [output])
+        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+            self._host.reduce_scatter(gives[0], takes, op)
+
+        self._run(move, self._cut_all(inputs), self._cut_all([output]))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        staged = _to_host([tensor])
-        self._host.broadcast(staged[0], root)
-        _to_device(staged, [tensor])
+        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+            self._host.broadcast((takes or gives)[0], root)
+
+        cut = [[each] for each in self._cut(tensor)]
+        none: list[list[Tensor]] = [[] for _ in cut]
+        pair = (cut, none) if self._rank == root else (none, cut)
+        self._run(move, *pair)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        staged = _room(outputs)
-        self._host.all_gather(staged, _to_host([tensor])[0])
-        _to_device(staged, outputs)
+        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+            self._host.all_gather(gives, takes[0])
+
+        self._run(move, self._cut_all([tensor]), self._cut_all(outputs))
 
     def gather(
         self, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int
     ) -> None:
-        staged = None if outputs is None else _room(outputs)
-        self._host.gather(staged, _to_host([tensor])[0], root)
-        _to_device(staged or (), outputs or ())
+        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+            self._host.gather(gives or None, takes[0], root)
+
+        takes = self._cut_all([tensor])
+        self._run(move, takes, self._cut_all(outputs or (), len(takes)))
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int
     ) -> None:
-        staged = _room([tensor])
-        offered = None if inputs is None else _to_host(inputs)
-        self._host.scatter(staged[0], offered, root)
-        _to_device(staged, [tensor])
+        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+            self._host.scatter(gives[0], takes or None, root)
+
+        gives = self._cut_all([tensor])
+        self._run(move, self._cut_all(inputs or (), len(gives)), gives)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], longest: int
     ) -> None:
-        staged = _room(outputs)
-        self._host.all_to_all(staged, _to_host(inputs), longest)
-        _to_device(staged, outputs)
+        room = self._room(outputs[0].dtype, self._size)
+        lengths = [min(room, longest - at) for at in range(0, longest, room)] or [0]
+
+        def moving(longest_here: int) -> Piece:
+            def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+                self._host.all_to_all(gives, takes, longest_here)
+
+            return Piece(next(takes), next(gives), move)
+
+        takes = iter(self._cut_all(inputs, len(lengths)))
+        gives = iter(self._cut_all(outputs, len(lengths)))
+        self._pipeline.run([moving(length) for length in lengths])
 
     def close(self) -> None:
-        pass  # the host transport is its group's
+        self._pipeline.close()  # the host transport is its group's
 
+    def _run(
+        self,
+        move: Move,
+        takes: Sequence[Sequence[Tensor]],
+        gives: Sequence[Sequence[Tensor]],
+    ) -> None:
+        pairs = zip(takes, gives, strict=True)
+        self._pipeline.run([Piece(*pair, move) for pair in pairs])
 
-def _room(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
+    def _room(self, dtype: torch.dtype, parts: int) -> int:
+        return max(self._piece // parts // dtype.itemsize, 1)
 
+    def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Pieces of a tensor; an empty one of an empty tensor, for the ranks meet."""
+        pieces: Sequence[Tensor] = tensor.split(self._room(tensor.dtype, 1))
+        return pieces
 
-def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    staged = _room(tensors)
-    for target, source in zip(staged, tensors, strict=True):
-        target.copy_(source, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    return staged
+    def _cut_all(
+        self, tensors: Sequence[Tensor], count: int | None = None
+    ) -> list[list[Tensor]]:
+        """For each piece its part of each tensor, where there is one for each rank.
 
-
-def _to_device(staged: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    # The pinned allocator keeps a block until the copy that reads it is done.
-    for source, target in zip(staged, tensors, strict=True):
-        target.copy_(source, non_blocking=True)
+        Args:
+            tensors: of one dtype; equal in length, unless `count` is given.
+            count: how many pieces.
+        """
+        if not tensors:
+            return [[] for _ in range(count or 0)]
+        room = self._room(tensors[0].dtype, self._size)
+        if count is None:
+            count = max(-(-len(tensors[0]) // room), 1)
+        return [
+            [each[at * room : (at + 1) * room] for each in tensors]
+            for at in range(count)
+        ]

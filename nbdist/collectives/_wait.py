@@ -21,12 +21,14 @@ _LONGEST_PAUSE_S = 1e-3
 _abandoned: list[tuple[list[MPI.Request], tuple[object, ...]]] = []
 
 
-def wait_until(done: Callable[[], bool], check: Check) -> None:
+def wait_until(
+    done: Callable[[], bool], check: Check, longest_pause_s: float = _LONGEST_PAUSE_S
+) -> None:
     """Call `done` until it is true: in quick succession first, then ever more rarely.
 
     Between two calls Python runs its signal handlers, so KeyboardInterrupt comes
     through, and `check` may raise. A long wait costs little CPU: the pause grows to
-    one millisecond.
+    `longest_pause_s`.
     """
     for _ in range(_SPINS):
         if done():
@@ -40,7 +42,7 @@ def wait_until(done: Callable[[], bool], check: Check) -> None:
     while not done():
         check()
         time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        pause = min(pause * 1.5, longest_pause_s)
 
 
 def complete(requests: Sequence[MPI.Request], check: Check, *buffers: object) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
@@ -75,6 +76,10 @@ class CollectiveWork(dist.Work):
         """The same as `wait`."""
         self.wait()
 
+    def block_current_stream(self) -> None:
+        """The same as `wait`: it is the host that waits here."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """Whether the call has ended, well or not."""
         return self._handle is None or self._handle.is_completed()
@@ -94,7 +99,9 @@ class CollectiveWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """A future of `result()`. It fails with the text of what ended the call."""
         if self._future is None:
-            ended: Future[None] = Future()
+            # Its callbacks may queue work: on streams of these devices, which whoever
+            # waits for the future is ordered after.
+            ended: Future[None] = Future(devices=_devices(self._tensors))
             # Future.set_exception sets no error that C++ sees. One that is raised in
             # a callback is seen.
             self._future = ended.then(self._outcome)
@@ -111,6 +118,10 @@ class CollectiveWork(dist.Work):
             _last_error = error
             raise error
         return self._tensors
+
+
+def _devices(tensors: Sequence[Tensor]) -> list[int | str | torch.device]:
+    return list({each.device for each in tensors if each.is_cuda})
 
 
 def _complete(ended: Future[None]) -> None:
@@ -135,6 +146,10 @@ class MessageWork(dist.Work):
 
     def synchronize(self) -> None:
         """The same as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same as `wait`: it is the host that waits here."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -166,6 +181,10 @@ class WorkList(dist.Work):
 
     def synchronize(self) -> None:
         """The same as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same as `wait`: it is the host that waits here."""
         self.wait()
 
     def is_completed(self) -> bool:

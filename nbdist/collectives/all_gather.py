@@ -37,7 +37,7 @@ def all_gather(
     check_list("tensor_list", tensor_list, group)
     check_same("tensor_list", tensor_list, tensor)
     device = tensor.device.type
-    transport = group.transport(device)
+    transport = group.transport(tensor.device)
     kind = signature("all_gather", None, None, tensor.dtype, tensor.shape, device)
     flat, outputs = Flat(tensor), flatten(tensor_list)
 

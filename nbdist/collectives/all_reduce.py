@@ -45,7 +45,7 @@ def all_reduce(
     group = resolve(tensor, group)
     op = parse_op(op, tensor.dtype)
     device = tensor.device.type
-    transport = group.transport(device, algorithm)
+    transport = group.transport(tensor.device, algorithm)
     kind = signature("all_reduce", op, None, tensor.dtype, tensor.shape, device)
     flat = Flat(tensor)
 

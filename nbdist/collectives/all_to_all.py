@@ -100,7 +100,7 @@ def _exchange(
 ) -> Handle | None:
     like = inputs[0].tensor
     device = like.device.type
-    transport = group.transport(device)
+    transport = group.transport(like.device)
     kind = signature("all_to_all", None, None, like.dtype, (), device)
 
     def body() -> None:

@@ -33,7 +33,7 @@ def broadcast(
     group = resolve(tensor, group)
     root = root_position(group, src)
     device = tensor.device.type
-    transport = group.transport(device)
+    transport = group.transport(tensor.device)
     kind = signature("broadcast", None, src, tensor.dtype, tensor.shape, device)
     flat = Flat(tensor)
 

@@ -40,7 +40,7 @@ def gather(
         check_same("gather_list", gather_list or (), tensor)
         outputs = flatten(gather_list or ())
     device = tensor.device.type
-    transport = group.transport(device)
+    transport = group.transport(tensor.device)
     kind = signature("gather", None, dst, tensor.dtype, tensor.shape, device)
     flat = Flat(tensor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import pickle
@@ -13,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+import torch
 from mpi4py import MPI
 
 from nbdist.config import CollectiveConfig
@@ -54,6 +56,8 @@ __all__ = [
 _live: set[Group] = set()
 """Every group that is not closed. Held, for all members must renew the same ones."""
 _numbers = itertools.count()
+_FINISH_WITHIN_S = 10.0
+"""A device that takes longer waits for a rank that does not come."""
 _default: Group | None = None
 
 
@@ -114,20 +118,33 @@ class Group:
 
     # -- what a collective needs ---------------------------------------------------
 
-    def transport(self, device: str, algorithm: str = "auto") -> Transport:
-        """The transport for tensors on a kind of device.
+    def transport(
+        self, device: torch.device | str, algorithm: str = "auto"
+    ) -> Transport:
+        """The transport for tensors on a device.
 
-        The first time for "cuda", every member must call.
+        The first time for a GPU, every member must call; that GPU stays this rank's.
 
         Raises:
             UsageError: there is no such algorithm, or not for this device.
         """
-        if device not in self._connection.transports:
-            if device != "cuda":
-                raise UsageError(f"a tensor on {device}: expected one on cpu or cuda")
-            kind = signature("first_on_gpu", None, None, None, (), device)
+        kind = device if isinstance(device, str) else device.type
+        if kind not in self._connection.transports:
+            self._add_gpu(torch.device(device))
+        gpu = self._connection.gpu
+        if kind == "cuda" and device not in (kind, gpu):
+            raise UsageError(
+                f"a tensor on {device}: expected one on {gpu}, where this rank's "
+                "others of this group were"
+            )
+        return self._connection.transport(kind, algorithm)
+
+    def _add_gpu(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise UsageError(f"a tensor on {device}: expected one on cpu or cuda")
+        kind = signature("first_on_gpu", None, None, None, (), device.type)
+        with torch.cuda.device(device):
             self.run(kind, self._connection.add_gpu)
-        return self._connection.transport(device, algorithm)
 
     def run(
         self,
@@ -155,13 +172,28 @@ class Group:
             CollectiveTimeout: some ranks did not come in time.
             CollectiveAborted: the call was released.
         """
+        gpu = self._connection.gpu
+        if gpu is not None and kind.device == "cuda":
+            with torch.cuda.device(gpu):  # its streams are the ones that count
+                return self._start(kind, body, meets, async_op, timeout, place)
+        return self._start(kind, body, meets, async_op, timeout, place)
+
+    def _start(
+        self,
+        kind: Signature,
+        body: Callable[[], object],
+        meets: bool,
+        async_op: bool,
+        timeout: float | timedelta | None,
+        place: Place | None,
+    ) -> Handle | None:
         call = Call(kind, timeout)
         call.place = place
         if async_op or (self._worker.busy and not self._worker.is_current):
             call.place = place or find_place(sys._getframe())
             handle = Handle(kind.operation, self.abort)
             if kind.device == "cuda":
-                body = on_side_stream(body, handle)
+                body = on_side_stream(body, self._check)
             self._worker.submit(partial(self._run, call, body, meets), handle)
             if async_op:
                 return handle
@@ -329,8 +361,24 @@ class Group:
         """The transports in words, such as "shared memory (CPU)"."""
         return self._connection.describe()
 
+    def drain(self) -> None:
+        """Wait until all asynchronous calls have ended, well or not."""
+        self._worker.drain()
+
+    def finish(self) -> None:
+        """Wait for what calls that went well have queued on this rank's GPU."""
+        end = time.monotonic() + _FINISH_WITHIN_S
+
+        def check() -> None:
+            if self.spent or time.monotonic() > end:
+                raise _OutOfTime
+
+        with contextlib.suppress(_OutOfTime):
+            self._connection.finish(check)
+
     def close(self) -> None:
         """Give back what the group holds. Safe to call twice; calls after it raise."""
+        self.finish()
         self.abort(CollectiveAborted("this group of ranks was closed"))
         self._worker.stop()
         self._connection.close()
@@ -398,6 +446,7 @@ def close_groups() -> None:
     for waiter in list(waiters):
         waiter.close()
     for group in list(_live):
+        group.finish()
         group._connection.discard()  # to free in good order takes all its ranks
         group.close()
     set_default_group(None)

@@ -36,7 +36,7 @@ def reduce(
     op = parse_op(op, tensor.dtype)
     root = root_position(group, dst)
     device = tensor.device.type
-    transport = group.transport(device)
+    transport = group.transport(tensor.device)
     kind = signature("reduce", op, dst, tensor.dtype, tensor.shape, device)
     flat = Flat(tensor)
 

@@ -39,7 +39,7 @@ def reduce_scatter(
     check_same("input_list", input_list, output)
     op = parse_op(op, output.dtype)
     device = output.device.type
-    transport = group.transport(device)
+    transport = group.transport(output.device)
     kind = signature("reduce_scatter", op, None, output.dtype, output.shape, device)
     flat, pieces = Flat(output), flatten(input_list)
 

@@ -40,7 +40,7 @@ def scatter(
         check_same("scatter_list", scatter_list or (), tensor)
         inputs = flatten(scatter_list or ())
     device = tensor.device.type
-    transport = group.transport(device)
+    transport = group.transport(tensor.device)
     kind = signature("scatter", None, src, tensor.dtype, tensor.shape, device)
     flat = Flat(tensor)
 

@@ -1,0 +1,56 @@
+"""Whether MPI takes addresses in device memory: it is asked, for trying would crash."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+__all__ = ["ask", "takes_device_memory"]
+
+_LIBRARY = re.compile(r"/\S*/lib(?:mpi|mpich|pmpi)[^/\s]*\.(?:so|dylib)[^/\s]*$")
+_CUDA = 0
+"""MPIX_GPU_SUPPORT_CUDA."""
+_MVAPICH_SWITCHES = ("MV2_USE_CUDA", "MVP_USE_CUDA")
+"""MVAPICH says what it was built for; a variable turns that on."""
+
+
+@functools.cache
+def takes_device_memory() -> bool:
+    """Whether the MPI of this process says so, once it is initialised."""
+    if MPI.get_vendor()[0].startswith("MVAPICH"):
+        values = [os.environ.get(name) for name in _MVAPICH_SWITCHES]
+        if "1" not in values:
+            return False
+    return any(map(ask, _loaded_libraries()))
+
+
+def ask(library: Any) -> bool:
+    """Ask a library that may be an MPI.
+
+    Args:
+        library: as of `ctypes.CDLL`.
+    """
+    # MPICH's own first: its MPIX_Query_cuda_support has ended debug builds.
+    query = getattr(library, "MPIX_GPU_query_support", None)
+    if query is not None:
+        supported = ctypes.c_int(0)
+        return query(_CUDA, ctypes.byref(supported)) == 0 and bool(supported.value)
+    # Open MPI's tells what it has found at run time, not what it was built with.
+    query = getattr(library, "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())
+
+
+def _loaded_libraries() -> Iterator[ctypes.CDLL]:
+    """MPI's, which mpi4py may have loaded out of the reach of other lookups."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    paths = {found[0] for line in lines if (found := _LIBRARY.search(line))}
+    for path in sorted(paths):
+        yield ctypes.CDLL(path)

@@ -1,0 +1,161 @@
+"""The transports for tensors on GPUs, with CPU tensors and without a GPU.
+
+What is CUDA's own is replaced: device memory by memory that the ranks share, copies
+between device and host by copies that are put off until somebody waits for them, and
+the device's streams by the host's own order. The rest is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import nbdist.collectives as nc
+from nbdist.collectives._copier import Copier, Ticket
+from nbdist.collectives._order import Order
+from nbdist.collectives._pipeline import Pipeline
+from nbdist.collectives._segment import Segment
+from nbdist.collectives._slots_peer import PeerSlots, peer_bytes
+from nbdist.collectives._transport import Transport
+from nbdist.collectives._transport_device import DeviceTransport
+from nbdist.collectives._transport_direct import DirectTransport
+from nbdist.collectives._transport_staged import StagedTransport
+
+COMM = MPI.COMM_WORLD
+SLOT_BYTES = 64 * 1024
+PIECE_BYTES = 40_000
+"""Not a multiple of anything."""
+
+
+class Alternating(Order):
+    """Sees that each step is announced before the ranks meet, and only once."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.steps = 0
+
+    def before(self) -> None:
+        # A call that ended in a mismatch is announced and not completed.
+        self.open = True
+
+    def after(self) -> None:
+        assert self.open, "a step was completed that nobody had announced"
+        self.open = False
+        self.steps += 1
+
+
+class PutOff(Copier):
+    """Copies nothing until it must: who forgets to wait sees what was there before.
+
+    A copy that was begun later is never done earlier; memory that is read by a copy,
+    or written by one, must not change meanwhile, and a checksum shows if it has.
+    """
+
+    def __init__(self) -> None:
+        self.rooms = 0
+        self._down: list[Callable[[], None]] = []
+        self._up: list[Callable[[], None]] = []
+        self._open = False
+
+    def room(self, size: int) -> Tensor:
+        self.rooms += 1
+        return torch.full((size,), 0xA5, dtype=torch.uint8)
+
+    def begin(self, overlap: bool) -> None:
+        assert not self._open, "a transfer began within another"
+        self._open = True
+
+    def fetch(self, source: Tensor, target: Tensor) -> Ticket:
+        return self._put_off(self._down, source, target)
+
+    def store(self, source: Tensor, target: Tensor) -> Ticket:
+        return self._put_off(self._up, source, target)
+
+    def end(self) -> None:
+        for queue in (self._down, self._up):
+            while queue:
+                queue[0]()
+        self._open = False
+
+    def _put_off(
+        self, queue: list[Callable[[], None]], source: Tensor, target: Tensor
+    ) -> Ticket:
+        assert self._open, "a copy outside of a transfer"
+        assert source.numel() == target.numel()
+        assert source.dtype == target.dtype
+        before = source.clone()
+
+        def copy() -> None:
+            queue.remove(copy)
+            assert _same(source, before), "changed while it was to be copied"
+            target.copy_(source)
+
+        def wait() -> None:
+            while copy in queue:
+                queue[0]()
+
+        queue.append(copy)
+        return wait
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def install(name: str, group: nc.Group) -> None:
+    """Let a group use a stand-in for all tensors. Every rank must call."""
+    transports = group._connection.transports["cpu"]
+    made = MAKERS[name](group, transports["auto"], transports["mpi"])
+    transports["auto"] = transports["ring"] = transports["mpi"] = made
+
+
+def _peer(group: nc.Group, best: Transport, mpi: Transport) -> Transport:
+    gate, hooks = group._connection.gate, group._connection.hooks
+    slots = PeerSlots(_memories(), group.rank)
+    return DeviceTransport(gate, slots, hooks, Alternating())  # type: ignore[arg-type]
+
+
+def _memories() -> list[Tensor]:
+    size = peer_bytes(COMM.size, SLOT_BYTES)
+    own = Segment.create(size)
+    addresses = COMM.allgather(own.address)
+    segments = [
+        own if rank == COMM.rank else Segment.open(address, size)
+        for rank, address in enumerate(addresses)
+    ]
+    COMM.Barrier()
+    own.close_file()
+    return [torch.frombuffer(each.memory, dtype=torch.uint8) for each in segments]
+
+
+def _staged(group: nc.Group, best: Transport, mpi: Transport) -> Transport:
+    return _through(best, group)
+
+
+def _staged_mpi(group: nc.Group, best: Transport, mpi: Transport) -> Transport:
+    return _through(mpi, group)
+
+
+def _through(host: Transport, group: nc.Group) -> Transport:
+    pipeline = Pipeline(PutOff(), PIECE_BYTES)
+    return StagedTransport(host, pipeline, PIECE_BYTES, group.rank, group.size)
+
+
+def _direct(group: nc.Group, best: Transport, mpi: Transport) -> Transport:
+    """MPI takes any address here; what counts is that each is settled before."""
+    return DirectTransport(group._connection.inner, group._check, _nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+MAKERS: dict[str, Callable[[nc.Group, Transport, Transport], Transport]] = {
+    "peer": _peer,
+    "staged": _staged,
+    "staged-mpi": _staged_mpi,
+    "direct": _direct,
+}

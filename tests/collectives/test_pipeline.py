@@ -1,0 +1,128 @@
+"""Staging in pieces: what is copied when, and what becomes of it, without ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stand_ins import PutOff
+from torch import Tensor
+
+from nbdist.collectives._copier import Ticket
+from nbdist.collectives._pipeline import Piece, Pipeline
+
+
+class Told(PutOff):
+    """Writes down what is begun and what is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self._count = itertools.count()
+
+    def fetch(self, source: Tensor, target: Tensor) -> Ticket:
+        return self._told("fetch", super().fetch(source, target))
+
+    def store(self, source: Tensor, target: Tensor) -> Ticket:
+        return self._told("store", super().store(source, target))
+
+    def _told(self, what: str, ticket: Ticket) -> Ticket:
+        name = f"{what} {next(self._count)}"
+        self.log.append(name)
+
+        def wait() -> None:
+            self.log.append(f"await {name}")
+            ticket()
+
+        return wait
+
+
+def doubling(tensor: Tensor, size: int, log: list[str] | None = None) -> list[Piece]:
+    def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+        if log is not None:
+            log.append("move")
+        takes[0].mul_(2)
+
+    return [Piece([each], [each], move, True) for each in tensor.split(size)]
+
+
+def test_the_neighbours_are_copied_while_a_piece_is_moved() -> None:
+    copier = Told()
+    tensor = torch.arange(30.0)
+    Pipeline(copier, 40).run(doubling(tensor, 10, copier.log))
+    assert torch.equal(tensor, torch.arange(30.0) * 2)
+    assert copier.log == [
+        "fetch 0", "fetch 1", "await fetch 0", "move", "store 2",
+        "fetch 3", "await fetch 1", "move", "store 4",
+        "await fetch 3", "move", "store 5",
+    ]  # fmt: skip
+
+
+def test_memory_is_made_once_and_not_used_while_it_is_read() -> None:
+    copier = Told()
+    pipeline = Pipeline(copier, 40)
+    for _ in range(3):
+        tensor = torch.arange(95.0)
+        pipeline.run(doubling(tensor, 10))  # PutOff sees what is overwritten too soon
+        assert torch.equal(tensor, torch.arange(95.0) * 2)
+    assert copier.rooms == 3
+    pipeline.run(doubling(torch.ones(100), 50))
+    assert copier.rooms == 5, "two places had to grow"
+
+
+def test_one_piece_is_one_copy_each_way() -> None:
+    copier = Told()
+    Pipeline(copier, 400).run(doubling(torch.ones(3), 10))
+    assert copier.log == ["fetch 0", "await fetch 0", "store 1"]
+
+
+def test_nothing_is_written_when_the_first_move_fails() -> None:
+    copier = PutOff()
+    pipeline = Pipeline(copier, 40)
+    tensor = torch.arange(30.0)
+
+    def refuse(takes: list[Tensor], gives: list[Tensor]) -> None:
+        raise ValueError("another call")
+
+    pieces = [Piece([each], [each], refuse, True) for each in tensor.split(10)]
+    with pytest.raises(ValueError, match="another call"):
+        pipeline.run(pieces)
+    assert torch.equal(tensor, torch.arange(30.0))
+    pipeline.run(doubling(tensor, 10))
+    assert torch.equal(tensor, torch.arange(30.0) * 2)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    length=st.integers(0, 200),
+    piece=st.integers(1, 70),
+    dtype=st.sampled_from([torch.int8, torch.float64, torch.complex128]),
+)
+def test_takes_and_gives_of_any_length(
+    length: int, piece: int, dtype: torch.dtype
+) -> None:
+    sources = [torch.arange(length).to(dtype), torch.arange(length // 2).to(dtype)]
+    targets = [torch.full((length,), 9).to(dtype) for _ in range(2)]
+
+    def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+        assert [each.dtype for each in (*takes, *gives)] == [dtype] * 4
+        gives[0].copy_(takes[0] + 1)
+        gives[1].zero_()
+        gives[1][: len(takes[1])] = takes[1]
+
+    bounds = range(0, max(length, 1), piece)
+    pieces = [
+        Piece(
+            [each[at : at + piece] for each in sources],
+            [each[at : at + piece] for each in targets],
+            move,
+        )
+        for at in bounds
+    ]
+    Pipeline(PutOff(), 64).run(pieces)
+    assert torch.equal(targets[0], sources[0] + 1)
+    assert torch.equal(targets[1][: length // 2], sources[1])
+    assert (targets[1][length // 2 :] == 0).all()
