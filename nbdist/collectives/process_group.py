@@ -21,6 +21,7 @@ from nbdist.errors import CollectiveAborted, UsageError
 from ._handle import Handle
 from ._mailbox import Message
 from ._process_group_members import members_of
+from ._process_group_rest import Rest, coalesce_batches
 from ._work import (
     CollectiveWork,
     MessageWork,
@@ -36,6 +37,12 @@ from .broadcast import broadcast
 from .gather import gather
 from .group import Group
 from .point_to_point import irecv, isend
+from .premul_sum import (
+    premul_sum_all_reduce,
+    premul_sum_reduce,
+    premul_sum_reduce_scatter,
+    premul_sum_reduce_scatter_tensor,
+)
 from .reduce import reduce
 from .reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from .scatter import scatter
@@ -56,6 +63,7 @@ _OPS = {
     dist.ReduceOp.BXOR: "bxor",
 }
 _Operation = Callable[..., dist.Work]
+_Call = Callable[..., Handle | None]
 
 
 def register() -> None:
@@ -64,6 +72,7 @@ def register() -> None:
         dist.Backend.register_backend(
             NAME, _create, extended_api=True, devices=["cpu", "cuda"]
         )
+        coalesce_batches()
 
 
 def _create(options: Any, _: object) -> ProcessGroup:
@@ -89,7 +98,7 @@ def _by_device(operation: _Operation) -> _Operation:
     return chosen
 
 
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(Rest, dist.ProcessGroup):
     """A group of ranks, as torch.distributed and all that is built on it see one.
 
     Every operation takes what c10d's has: lists of one tensor, an options object, ranks
@@ -130,8 +139,9 @@ class ProcessGroup(dist.ProcessGroup):
     @_by_device
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """all_reduce, in place."""
-        tensor, op = _one(tensors), _op(opts)
-        return self._run(functools.partial(all_reduce, tensor, op), opts, [tensor])
+        tensor = _one(tensors)
+        call = _reduction(opts, all_reduce, premul_sum_all_reduce, tensor)
+        return self._run(call, opts, [tensor])
 
     @_by_device
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -141,14 +151,16 @@ class ProcessGroup(dist.ProcessGroup):
     @_by_device
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
         """reduce to one rank."""
-        tensor, op, root = _one(tensors), _op(opts), self._root(opts)
-        return self._run(functools.partial(reduce, tensor, root, op), opts, [tensor])
+        tensor, root = _one(tensors), self._root(opts)
+        call = _reduction(opts, reduce, premul_sum_reduce, tensor, root)
+        return self._run(call, opts, [tensor])
 
     @_by_device
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """reduce_scatter of a list of tensors."""
         output, pieces = _one(outputs), _only_list(inputs)
-        call = functools.partial(reduce_scatter, output, pieces, _op(opts))
+        kinds = reduce_scatter, premul_sum_reduce_scatter
+        call = _reduction(opts, *kinds, output, pieces)
         return self._run(call, opts, [output])
 
     @_by_device
@@ -156,7 +168,8 @@ class ProcessGroup(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, opts: Any = None
     ) -> dist.Work:
         """reduce_scatter of one tensor that holds all parts."""
-        call = functools.partial(reduce_scatter_tensor, output, input, _op(opts))
+        kinds = reduce_scatter_tensor, premul_sum_reduce_scatter_tensor
+        call = _reduction(opts, *kinds, output, input)
         return self._run(call, opts, [output])
 
     @_by_device
@@ -289,9 +302,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- what every operation does -------------------------------------------------
 
-    def _run(
-        self, call: Callable[..., Handle | None], opts: Any, result: Sequence[Tensor]
-    ) -> dist.Work:
+    def _run(self, call: _Call, opts: Any, result: Sequence[Tensor]) -> dist.Work:
         handle = call(
             group=self.members,
             async_op=getattr(opts, "asyncOp", True) and not in_callback(),
@@ -420,6 +431,25 @@ def _contiguous(tensors: Any) -> Tensor:
             "tensor.contiguous()"
         )
     return tensor
+
+
+def _reduction(
+    opts: Any, plain: _Call, premultiplied: _Call, *arguments: object
+) -> _Call:
+    """The one of two functions that the reduce-op asks for, given all it needs."""
+    factor = _factor(opts)
+    if factor is None:
+        return functools.partial(plain, *arguments, _op(opts))
+    return functools.partial(premultiplied, *arguments, factor)
+
+
+def _factor(opts: Any) -> float | Tensor | None:
+    """What PREMUL_SUM multiplies by; None for every other reduce-op."""
+    op = getattr(opts, "reduceOp", opts)
+    if getattr(op, "op", op) != dist.ReduceOp.PREMUL_SUM:
+        return None
+    factor: float | Tensor = op.__getstate__()[1]  # there is no other way to ask for it
+    return factor
 
 
 def _op(opts: Any) -> str:

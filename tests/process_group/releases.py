@@ -199,8 +199,6 @@ def async_calls_keep_their_order() -> None:
 
 def what_cannot_be_is_refused() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    with pytest.raises(NotImplementedError, match="PREMUL_SUM"):
-        dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
     with pytest.raises(UnsupportedCollective, match="int64"):
         dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.AVG)
     with pytest.raises(UsageError, match="contiguous"):

@@ -1,0 +1,155 @@
+"""A sum of what each rank has multiplied by a factor first: c10d's PREMUL_SUM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch import Tensor
+
+from nbdist.errors import UnsupportedCollective, UsageError
+
+from ._arguments import (
+    Flat,
+    check_list,
+    check_same,
+    flatten,
+    resolve,
+    root_position,
+    split_evenly,
+)
+from ._handle import Handle
+from ._reduction import parse_op
+from ._signature import signature
+from .group import Group
+
+__all__ = [
+    "premul_sum_all_reduce",
+    "premul_sum_reduce",
+    "premul_sum_reduce_scatter",
+    "premul_sum_reduce_scatter_tensor",
+]
+
+_OP = "premul_sum"
+Factor = float | Tensor
+"""A number, or a tensor that holds one; each rank may have another."""
+
+
+def premul_sum_all_reduce(
+    tensor: Tensor,
+    factor: Factor,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """`all_reduce` of `factor * tensor`, in place. Every rank of the group must call.
+
+    Args:
+        tensor: as for `all_reduce`, of a floating or complex dtype; overwritten.
+        factor: of this rank.
+        group, async_op, timeout: as for `all_reduce`.
+    """
+    group, factor = resolve(tensor, group), _checked(factor, tensor)
+    device = tensor.device.type
+    transport = group.transport(tensor.device)
+    kind = signature("all_reduce", _OP, None, tensor.dtype, tensor.shape, device)
+    flat = Flat(tensor)
+
+    def body() -> None:
+        scaled = flat.tensor * factor
+        transport.all_reduce(scaled, "sum")
+        flat.tensor.copy_(scaled)
+        flat.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )
+
+
+def premul_sum_reduce(
+    tensor: Tensor,
+    dst: int,
+    factor: Factor,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """`reduce` of `factor * tensor` to rank `dst`. See `premul_sum_all_reduce`."""
+    group, factor = resolve(tensor, group), _checked(factor, tensor)
+    root = root_position(group, dst)
+    device = tensor.device.type
+    transport = group.transport(tensor.device)
+    kind = signature("reduce", _OP, dst, tensor.dtype, tensor.shape, device)
+    flat = Flat(tensor)
+
+    def body() -> None:
+        scaled = flat.tensor * factor
+        transport.reduce(scaled, "sum", root)
+        if group.rank == root:
+            flat.tensor.copy_(scaled)
+            flat.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )
+
+
+def premul_sum_reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    factor: Factor,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """`reduce_scatter` of `factor` times the inputs. See `premul_sum_all_reduce`."""
+    group, factor = resolve(output, group), _checked(factor, output)
+    check_list("input_list", input_list, group)
+    check_same("input_list", input_list, output)
+    device = output.device.type
+    transport = group.transport(output.device)
+    kind = signature("reduce_scatter", _OP, None, output.dtype, output.shape, device)
+    flat, pieces = Flat(output), flatten(input_list)
+
+    def body() -> None:
+        scaled = [each.tensor * factor for each in pieces]
+        transport.reduce_scatter(flat.tensor, scaled, "sum")
+        flat.write_back()
+
+    return group.run(
+        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
+    )
+
+
+def premul_sum_reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    factor: Factor,
+    *,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | timedelta | None = None,
+) -> Handle | None:
+    """`premul_sum_reduce_scatter` of a tensor that holds all ranks' parts."""
+    group = resolve(output, group)
+    parts = split_evenly("input", input, output, group)
+    return premul_sum_reduce_scatter(
+        output, parts, factor, group=group, async_op=async_op, timeout=timeout
+    )
+
+
+def _checked(factor: Factor, tensor: Tensor) -> Factor:
+    """The factor so that a product with it keeps the tensor's dtype."""
+    parse_op("sum", tensor.dtype)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UnsupportedCollective(
+            f"PREMUL_SUM of {tensor.dtype}: expected a floating or complex dtype"
+        )
+    if not isinstance(factor, Tensor):
+        return factor
+    if factor.numel() != 1:
+        raise UsageError(f"PREMUL_SUM: expected one factor, got {factor.numel()}")
+    return factor.detach().reshape(()).to(tensor.device, tensor.dtype)

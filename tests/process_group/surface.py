@@ -1,0 +1,346 @@
+"""Every operation that c10d's ProcessGroup has: answered, or refused by its name."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from worlds import meet, process_group
+
+from nbdist.collectives.process_group import ProcessGroup
+from nbdist.errors import UnsupportedCollective
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+OTHER = (RANK + 1) % SIZE
+NO_OPERATION = {
+    "BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL",
+    "_backend_id", "_device_types", "_get_backend", "_get_backend_name", "_id",
+    "_pybind11_conduit_v1_", "_register_backend", "_set_default_backend",
+    "_set_group_desc", "_set_group_name", "bound_device_id", "boxed", "unbox",
+    "get_group_store", "group_desc", "group_name", "name", "rank", "size",
+    "use_pg_for_symm_mem_rendezvous", "abort", "shutdown",
+}  # fmt: skip
+"""What names a group, describes it or ends it."""
+
+
+def run_all() -> dict[str, str | None]:
+    """Every case; what went wrong on this rank, by case. Every rank must call."""
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(MPI.COMM_WORLD.bcast(own))
+        for name, case in CASES.items():
+            outcomes[name] = _run(case, folder / name)
+        meet()  # the folder is shared
+    return outcomes
+
+
+def _run(case: Callable[[], None], store: Path) -> str | None:
+    meet()
+    try:
+        with process_group(store):
+            case()
+    except Exception:  # noqa: BLE001 - it is the outcome
+        return traceback.format_exc()
+    return None
+
+
+# -- the walk --------------------------------------------------------------------------
+
+
+def ones(count: int = 2) -> Tensor:
+    return torch.ones(count)
+
+
+def rooted(options: Any) -> Any:
+    options.rootRank = 0
+    return options
+
+
+def only_root(value: list[Any]) -> list[Any]:
+    return value if RANK == 0 else []
+
+
+def sum_of(call: Callable[[Tensor], Any]) -> None:
+    tensor = ones()
+    call(tensor).wait()
+    assert (tensor == SIZE).all()
+
+
+def gathered(call: Callable[[Tensor, Tensor], Any]) -> None:
+    output = torch.empty(SIZE)
+    call(output, torch.tensor([float(RANK)])).wait()
+    assert output.tolist() == list(range(SIZE))
+
+
+def scattered(call: Callable[[Tensor, Tensor], Any]) -> None:
+    output = torch.empty(1)
+    call(output, torch.arange(float(SIZE))).wait()
+    assert output.item() == SIZE * RANK
+
+
+def swapped(call: Callable[[Tensor, Tensor], Any]) -> None:
+    output = torch.empty(SIZE)
+    call(output, torch.full((SIZE,), float(RANK))).wait()
+    assert output.tolist() == list(range(SIZE))
+
+
+def messages(pg: Any, receive: Callable[[list[Tensor]], Any]) -> None:
+    room = torch.empty(2)
+    sent = pg.send([torch.full((2,), float(RANK))], OTHER, 5)
+    receive([room]).wait()
+    sent.wait()
+    assert (room == (RANK - 1) % SIZE).all()
+
+
+def from_root(call: Callable[[Tensor, list[Tensor]], Any]) -> None:
+    output = torch.empty(1)
+    call(output, list(torch.arange(float(SIZE)).split(1))).wait()
+    assert output.item() == RANK
+
+
+def to_root(call: Callable[[list[Tensor], Tensor], Any]) -> None:
+    outputs = [torch.empty(1) for _ in range(SIZE)]
+    call(outputs, torch.tensor([float(RANK)])).wait()
+    if RANK == 0:
+        assert torch.cat(outputs).tolist() == list(range(SIZE))
+
+
+def reduced(call: Callable[[Tensor], Any]) -> None:
+    tensor = ones()
+    call(tensor).wait()
+    assert (tensor == (SIZE if RANK == 0 else 1)).all()
+
+
+def coalesced(pg: Any) -> None:
+    device = torch.device("cpu")
+    tensors = [ones(), ones()]
+    pg._start_coalescing(device)
+    for each in tensors:
+        pg.allreduce([each], dist.AllreduceOptions())
+    pg._end_coalescing(device).wait()
+    assert all((each == SIZE).all() for each in tensors)
+
+
+def numbered(pg: Any) -> None:
+    before = pg._get_sequence_number_for_group()
+    pg.barrier().wait()
+    assert pg._get_sequence_number_for_group() == before + 1
+
+
+def pending(pg: Any) -> None:
+    tensor = ones()
+    pg.allreduce([tensor], dist.AllreduceOptions())
+    pg._wait_for_pending_works()
+    assert (tensor == SIZE).all()
+
+
+def with_timeout(pg: Any) -> None:
+    pg.set_timeout(timedelta(seconds=7))
+    assert pg._timeout_of(None) == timedelta(seconds=7)
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "_allgather_base": lambda pg: gathered(pg._allgather_base),
+    "_enable_collectives_timing": lambda pg: pg._enable_collectives_timing(),
+    "_end_coalescing": coalesced,
+    "_get_sequence_number_for_group": numbered,
+    "_has_hooks": lambda pg: pg._has_hooks(),
+    "_reduce_scatter_base": lambda pg: scattered(pg._reduce_scatter_base),
+    "_register_on_completion_hook": lambda pg: pg._register_on_completion_hook(print),
+    "_set_sequence_number_for_group": lambda pg: pg._set_sequence_number_for_group(),
+    "_start_coalescing": coalesced,
+    "_wait_for_pending_works": pending,
+    "all_gather_single": lambda pg: gathered(pg.all_gather_single),
+    "all_gather_single_coalesced": lambda pg: gathered(
+        lambda output, one: pg.all_gather_single_coalesced([output], [one])
+    ),
+    "all_to_all_single": lambda pg: swapped(
+        lambda output, one: pg.all_to_all_single(output, one, [], [])
+    ),
+    "allgather": lambda pg: gathered(
+        lambda output, one: pg.allgather([list(output.split(1))], [one])
+    ),
+    "allgather_coalesced": lambda pg: gathered(
+        lambda output, one: pg.allgather_coalesced(
+            [[each] for each in output.split(1)], [one]
+        )
+    ),
+    "allgather_into_tensor_coalesced": lambda pg: gathered(
+        lambda output, one: pg.allgather_into_tensor_coalesced([output], [one])
+    ),
+    "allreduce": lambda pg: sum_of(lambda t: pg.allreduce([t])),
+    "allreduce_coalesced": lambda pg: sum_of(lambda t: pg.allreduce_coalesced([t])),
+    "alltoall": lambda pg: swapped(
+        lambda output, one: pg.alltoall(list(output.split(1)), list(one.split(1)))
+    ),
+    "alltoall_base": lambda pg: swapped(
+        lambda output, one: pg.alltoall_base(output, one, [], [])
+    ),
+    "barrier": lambda pg: pg.barrier().wait(),
+    "broadcast": lambda pg: pg.broadcast([ones()], rooted(dist.BroadcastOptions())),
+    "gather": lambda pg: to_root(
+        lambda outputs, one: pg.gather(
+            only_root([outputs]), [one], rooted(dist.GatherOptions())
+        )
+    ),
+    "merge_remote_group": lambda pg: pg.merge_remote_group(None, 2),
+    "monitored_barrier": lambda pg: pg.monitored_barrier(timedelta(seconds=5)),
+    "recv": lambda pg: messages(pg, lambda room: pg.recv(room, OTHER, 5)),
+    "recv_anysource": lambda pg: messages(pg, lambda room: pg.recv_anysource(room, 5)),
+    "reduce": lambda pg: reduced(
+        lambda tensor: pg.reduce([tensor], rooted(dist.ReduceOptions()))
+    ),
+    "reduce_scatter": lambda pg: scattered(
+        lambda output, one: pg.reduce_scatter([output], [list(one.split(1))])
+    ),
+    "reduce_scatter_single": lambda pg: scattered(pg.reduce_scatter_single),
+    "reduce_scatter_single_coalesced": lambda pg: scattered(
+        lambda output, one: pg.reduce_scatter_single_coalesced([output], [one])
+    ),
+    "reduce_scatter_tensor_coalesced": lambda pg: scattered(
+        lambda output, one: pg.reduce_scatter_tensor_coalesced([output], [one])
+    ),
+    "scatter": lambda pg: from_root(
+        lambda output, parts: pg.scatter(
+            [output], only_root([parts]), rooted(dist.ScatterOptions())
+        )
+    ),
+    "send": lambda pg: messages(pg, lambda room: pg.recv(room, OTHER, 5)),
+    "set_timeout": with_timeout,
+    "split_group": lambda pg: pg.split_group([0, 1]),
+}  # fmt: skip
+REFUSED = {
+    "_enable_collectives_timing", "_register_on_completion_hook", "merge_remote_group",
+    "split_group",
+}  # fmt: skip
+
+
+def every_operation_is_answered_or_refused() -> None:
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, ProcessGroup)
+    offered = set(dir(dist.ProcessGroup)) - set(dir(object)) - {"__module__"}
+    # Older versions of torch have fewer.
+    assert offered - NO_OPERATION <= CALLS.keys(), "c10d has more than is tried here"
+    for name, call in CALLS.items():
+        assert name not in offered or hasattr(group, name)
+        if name in REFUSED:
+            with pytest.raises(NotImplementedError, match=name):
+                call(group)
+        else:
+            call(group)
+
+
+def every_reduce_op_is_answered() -> None:
+    for name, op in dist.ReduceOp.RedOpType.__members__.items():
+        if name == "PREMUL_SUM":
+            continue
+        tensor = torch.ones(3, dtype=torch.int64 if name[0] == "B" else torch.float32)
+        dist.all_reduce(tensor, op)
+
+
+# -- PREMUL_SUM ------------------------------------------------------------------------
+
+
+def premul_sum_everywhere() -> None:
+    total = sum(range(1, SIZE + 1))
+    for factor in (0.5, torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.float64)):
+        op = dist._make_nccl_premul_sum(factor)
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            mine = torch.full((3, 2), RANK + 1.0, dtype=dtype)
+            tensor = mine.clone().t()
+            dist.all_reduce(tensor, op)
+            assert tensor.dtype == dtype
+            assert (tensor == 0.5 * total).all()
+            tensor = mine.clone()
+            dist.reduce(tensor, 0, op)
+            assert (tensor == (0.5 * total if RANK == 0 else RANK + 1)).all()
+            output = torch.empty(3, 2, dtype=dtype)
+            dist.reduce_scatter(output, [mine] * SIZE, op)
+            assert (output == 0.5 * total).all()
+            dist.reduce_scatter_tensor(output, torch.cat([mine] * SIZE), op)
+            assert (output == 0.5 * total).all()
+            assert (mine == RANK + 1).all(), "an input was scaled"
+
+
+def premul_sum_may_differ_and_be_asynchronous() -> None:
+    tensor = torch.ones(4)
+    op = dist._make_nccl_premul_sum(float(RANK + 1))
+    work = dist.all_reduce(tensor, op, async_op=True)
+    work.wait()
+    assert (tensor == sum(range(1, SIZE + 1))).all()
+    with pytest.raises(UnsupportedCollective, match="int64"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), op)
+
+
+# -- batches ---------------------------------------------------------------------------
+
+
+def batch(tensor: Tensor, room: Tensor) -> list[dist.P2POp]:
+    """Both ranks send before they receive."""
+    return [
+        dist.P2POp(dist.isend, tensor, OTHER),
+        dist.P2POp(dist.irecv, room, (RANK - 1) % SIZE),
+    ]
+
+
+def batches_do_not_wait_for_their_own_receives() -> None:
+    for length in (1, 3_000_000):  # more than MPI takes without a receiver
+        tensor, room = torch.full((length,), float(RANK)), torch.empty(length)
+        for work in dist.batch_isend_irecv(batch(tensor, room)):
+            work.wait()
+        assert (room == (RANK - 1) % SIZE).all()
+
+
+class Nccl:
+    """What NCCL's group is asked to do, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.log.append(f"start {device.type}")
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+        self.log.append(f"send to {peer}")
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+        self.log.append(f"recv from {peer}")
+
+    def _end_coalescing(self, device: torch.device) -> str:
+        self.log.append("end")
+        return "work"
+
+
+def batches_go_to_nccl_as_one() -> None:
+    group: Any = dist.distributed_c10d._get_default_group()
+    nccl = Nccl()
+    with mock.patch.dict(group.__dict__, _nccl=nccl), FakeTensorMode():
+        tensor, room = (torch.empty(5, device="cuda") for _ in range(2))
+        works = dist.batch_isend_irecv(batch(tensor, room))
+    assert works == ["work"]
+    sent, received = f"send to {OTHER}", f"recv from {(RANK - 1) % SIZE}"
+    assert nccl.log == ["start cuda", sent, received, "end"]
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (
+        every_operation_is_answered_or_refused,
+        every_reduce_op_is_answered,
+        premul_sum_everywhere,
+        premul_sum_may_differ_and_be_asynchronous,
+        batches_do_not_wait_for_their_own_receives,
+        batches_go_to_nccl_as_one,
+    )
+}

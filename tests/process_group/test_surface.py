@@ -1,0 +1,39 @@
+"""What c10d offers, and what this backend makes of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from ranks import launch
+
+BODY = str(Path(__file__).with_name("surface.py"))
+CASES = [
+    "every_operation_is_answered_or_refused",
+    "every_reduce_op_is_answered",
+    "premul_sum_everywhere",
+    "premul_sum_may_differ_and_be_asynchronous",
+    "batches_do_not_wait_for_their_own_receives",
+    "batches_go_to_nccl_as_one",
+]
+
+
+@cache
+def outcomes() -> list[dict[str, str | None]]:
+    """What each rank found: one launch for all cases."""
+    return launch(2, BODY, "run_all", deadline_s=120)
+
+
+def test_every_case_is_listed() -> None:
+    assert list(outcomes()[0]) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_surface(case: str) -> None:
+    errors = [
+        f"rank {rank}: {found[case]}"
+        for rank, found in enumerate(outcomes())
+        if found[case] is not None
+    ]
+    assert not errors, "\n".join(errors)
