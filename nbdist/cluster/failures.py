@@ -59,5 +59,5 @@ def _where(failure: Failure) -> str:
 def _error(failure: Failure, *, first: bool = False) -> str:
     message = failure.evalue
     if first:
-        message = message.partition("\n")[0]
+        message = message.strip().partition("\n")[0]
     return f"{failure.ename}: {message}" if message else failure.ename

@@ -30,6 +30,8 @@ class Answer(NamedTuple):
     """What the function returned; (class, message, traceback lines) if it raised."""
     spent: bool
     """Whether a collective was left halfway on that rank."""
+    groups: int = 0
+    """How many process groups torch has numbered there."""
 
 
 class Exchange:
@@ -65,7 +67,7 @@ class Exchange:
             value = codec.loads([bytearray(frame) for frame in message["buffers"]])
         except Exception as error:  # noqa: BLE001 - a class's own unpickling may do anything
             ok, value = False, ("TransferError", _cannot_arrive(error), [])
-        self._answer = Answer(ok, value, content["spent"])
+        self._answer = Answer(ok, value, content["spent"], content["groups"])
         self._settle()
 
     def fail(self, error: Exception) -> None:

@@ -32,6 +32,8 @@ class Supervisor:
         self._roster = roster
         self._unfinished: list[Run] = []
         self._spent = False
+        self._groups: dict[str, int] = {}
+        """How many process groups each engine has made, as it last said."""
         self._mourned: set[str] = set()
         """The dead engines that the living have been released from."""
         self.elastic: Elastic | None = None
@@ -60,6 +62,7 @@ class Supervisor:
     def mended(self) -> None:
         """The ranks have met anew."""
         self._spent = False
+        self._groups.clear()
 
     def see_through(self, run: Run, timeout_s: float | None) -> CellError | None:
         """Wait until a run has ended on all its ranks.
@@ -95,7 +98,7 @@ class Supervisor:
         finally:
             if self.elastic is not None:
                 self.elastic.end(run)
-        self._spent |= run.spent or bool(run.unfinished)
+        self._spent |= run.spent or bool(run.unfinished) or self._differ_after(run)
         with contextlib.suppress(KeyboardInterrupt):  # then the next run does it
             self._renew_if_spent()
         return stopped
@@ -215,6 +218,13 @@ class Supervisor:
 
     # -- mending -------------------------------------------------------------------
 
+    def _differ_after(self, run: Run) -> bool:
+        """Whether some ranks have made process groups that others have not."""
+        answers, processes = run.answers, run.processes
+        self._groups |= {processes[r]: answers[r].groups for r in answers}
+        living = [info.engine_uuid for info in self._roster.living]
+        return len({self._groups.get(uuid, 0) for uuid in living}) > 1
+
     def _renew_if_spent(self) -> None:
         """Give the ranks working collectives again, as soon as all are idle.
 
@@ -229,4 +239,8 @@ class Supervisor:
         ]
         answers = [exchange.reply.result(RENEW_TIMEOUT_S) for exchange in asked]
         self._roster.update(answer.value for answer in answers)
+        self._groups = {
+            exchange.engine_uuid: answer.groups
+            for exchange, answer in zip(asked, answers, strict=True)
+        }
         self._spent = False

@@ -22,7 +22,7 @@ from nbdist.cluster.inventory import this_host
 from nbdist.cluster.keeper import Keeper
 from nbdist.cluster.scripts import checked_script
 from nbdist.cluster.worker import Worker
-from nbdist.engine.roles import environment, role_of
+from nbdist.engine.roles import environment, role_of, tf_config
 from nbdist.errors import UsageError
 
 __all__ = [
@@ -179,7 +179,8 @@ def _launch(
             **os.environ,
             "GLOO_SOCKET_IFNAME": "lo",
             **_ranks(rank, n, port),
-            **environment(rank, addresses, n_ps),
+            **environment(rank, n, n_ps),
+            "TF_CONFIG": tf_config(rank, addresses, n_ps),
             **_threads(cpu),
             **gpus[rank],
             "NBDIST_WORKER": str(number),

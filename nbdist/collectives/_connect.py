@@ -87,6 +87,10 @@ class Connection:
         )
         self.gpu = torch.device("cuda", torch.cuda.current_device())
 
+    def largest(self, number: int) -> int:
+        """The largest number that any rank gives. Every rank must call."""
+        return max(_swap_cards(self.inner, number, self.hooks.check))
+
     def describe(self) -> str:
         """The transports in words."""
         parts = [

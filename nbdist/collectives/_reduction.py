@@ -24,7 +24,7 @@ ReduceOp = str | dist.ReduceOp
 
 _FROM_C10D = {
     "SUM": "sum",
-    "AVG": "mean",
+    "AVG": "avg",
     "PRODUCT": "product",
     "MIN": "min",
     "MAX": "max",
@@ -32,12 +32,13 @@ _FROM_C10D = {
     "BOR": "bor",
     "BXOR": "bxor",
 }
-_NAMES = frozenset(_FROM_C10D.values())
+_NAMES = frozenset({*_FROM_C10D.values(), "mean"})
 _BITWISE = frozenset({"band", "bor", "bxor"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
+    "avg": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -68,7 +69,8 @@ def parse_op(op: ReduceOp, dtype: torch.dtype) -> str:
     """The reduce-op's name, once it is known to be defined for `dtype`.
 
     A sum of bools is "or" and a product "and", as adding and multiplying bool tensors
-    is in torch.
+    is in torch. c10d's AVG, "avg" here, is also defined for integers, as NCCL has it:
+    rounded towards zero. Libraries that know NCCL count on that.
 
     Raises:
         UsageError: there is no such op.
@@ -79,6 +81,8 @@ def parse_op(op: ReduceOp, dtype: torch.dtype) -> str:
     name = op if isinstance(op, str) else _c10d_name(op)
     if name not in _NAMES:
         raise UsageError(f"reduce-op {op!r}: expected one of {sorted(_NAMES)}")
+    if name == "avg" and (dtype.is_floating_point or dtype.is_complex):
+        name = "mean"
     _check_defined(name, dtype)
     _accepted.add((name, dtype))
     return name
@@ -94,7 +98,7 @@ def _check_defined(name: str, dtype: torch.dtype) -> None:
     if dtype not in _DTYPES:
         raise UnsupportedCollective(f"{name} of {dtype}: this dtype cannot be reduced")
     inexact = dtype.is_floating_point or dtype.is_complex
-    if name == "mean" and not inexact:
+    if (name == "mean" and not inexact) or (name == "avg" and dtype is torch.bool):
         expected = "a floating or complex dtype; use sum, or convert the tensor first"
     elif name in ("min", "max") and dtype.is_complex:
         expected = "a real dtype, for complex numbers have no order"
@@ -116,9 +120,11 @@ def combine(op: str, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
 
 
 def finish(op: str, total: Tensor, size: int) -> None:
-    """Turn a sum over `size` ranks into the result, in place: only mean has work."""
+    """Turn a sum over `size` ranks into the result, in place: only means have work."""
     if op == "mean":
         total.div_(size)
+    elif op == "avg":
+        total.div_(size, rounding_mode="trunc")
 
 
 def reduce_rows(op: str, rows: Sequence[Tensor], out: Tensor) -> None:

@@ -21,6 +21,7 @@ _TAG = 3
 _MPI_OPS = {
     "sum": MPI.SUM,
     "mean": MPI.SUM,
+    "avg": MPI.SUM,
     "product": MPI.PROD,
     "min": MPI.MIN,
     "max": MPI.MAX,

@@ -26,6 +26,7 @@ _NO_TIMEOUT = timedelta(days=7)
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.AVG,
+    "avg": dist.ReduceOp.AVG,
     "product": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from nbdist.wire import CollectiveCall
@@ -32,5 +32,27 @@ class Waiter(Protocol):
         """The ranks meet anew: what was under way is given up."""
 
 
-waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+class _Waiters:
+    """Those of this process, as long as somebody else holds them.
+
+    One thread may add one while another goes through them.
+    """
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakValueDictionary[int, Waiter] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def add(self, waiter: Waiter) -> None:
+        self._all[id(waiter)] = waiter
+
+    def discard(self, waiter: Waiter) -> None:
+        self._all.pop(id(waiter), None)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        found = [reference() for reference in self._all.valuerefs()]
+        return iter([waiter for waiter in found if waiter is not None])
+
+
+waiters = _Waiters()
 """All of this process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import pickle
 import sys
 import threading
@@ -25,7 +26,7 @@ from nbdist.errors import (
     UsageError,
     WrongProcess,
 )
-from nbdist.wire import CollectiveCall
+from nbdist.wire import CollectiveCall, format_ranks
 
 from ._call import Call, describe_mismatch, describe_timeout
 from ._connect import Connection, connect
@@ -107,6 +108,8 @@ class Group:
         self._worker = Worker(f"nbdist collectives of {self.ranks}")
         self._number = next(_numbers)
         self._connect()
+        self.identity = self.ranks, self._connection.largest(self._number)
+        """Equal on all members, and on no other group that lives."""
         _live.add(self)
 
     def _connect(self) -> None:
@@ -433,12 +436,22 @@ def renew_groups(generation: int) -> None:
     """Renew every group of this process. All ranks of the world must call.
 
     Groups are made by calls that all their members make in the same order, so the order
-    in which they were made is one that all members can renew them in.
+    in which they were made is one that all members can renew them in. One that a member
+    has closed meanwhile, in a cell that others did not finish, is closed on all.
     """
     for waiter in list(waiters):
         waiter.close()
-    for group in sorted(_live, key=lambda group: group._number):
-        group.renew(generation)
+    groups = sorted(_live, key=lambda group: group._number)
+    held = default_group().comm.allgather({group.identity for group in groups})
+    for group in groups:
+        gone = [rank for rank in group.ranks if group.identity not in held[rank]]
+        if gone:
+            reason = f"rank {format_ranks(gone)} has ended this group of ranks"
+            group._error = CollectiveAborted(f"{reason}: make it anew, on all of them")
+            group._connection.discard()
+            group.close()
+        else:
+            group.renew(generation)
 
 
 def close_groups() -> None:
@@ -496,3 +509,16 @@ def default_group() -> Group:
             "there are no ranks here: call this on a rank, in a %%distributed cell"
         )
     return _default
+
+
+def _refuse_in_child() -> None:
+    """A child that a rank forks has the memory of its groups, and is none of them."""
+    for group in list(_live):
+        group._error = WrongProcess(
+            f"this process is a child that rank {group.ranks[group.rank]} has forked, "
+            "and no rank itself: call collectives in the cell, or in the main process"
+        )
+        group._worker = Worker("none")  # threads stay with the parent
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)

@@ -54,7 +54,7 @@ _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _Type = dist.ProcessGroup.BackendType
 _OPS = {
     dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.AVG: "avg",
     dist.ReduceOp.PRODUCT: "product",
     dist.ReduceOp.MIN: "min",
     dist.ReduceOp.MAX: "max",
@@ -78,9 +78,7 @@ def register() -> None:
 def _create(options: Any, _: object) -> ProcessGroup:
     """What torch.distributed calls on each member of a new process group."""
     ranks = options.global_ranks_in_group
-    members = members_of(
-        ranks, options.group_id, options.group_rank, options.group_size
-    )
+    members = members_of(ranks, options.group_rank, options.group_size)
     owned = members if ranks else None
     return ProcessGroup(options.store, members, options.timeout, owned)
 

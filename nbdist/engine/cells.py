@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ from nbdist.collectives.process_group import original_error
 from nbdist.engine import cell_names
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
+from nbdist.errors import CollectiveAborted
 from nbdist.wire import Failure
 
 __all__ = ["CellReply", "arm", "run_cell"]
@@ -39,6 +41,9 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
     """Let SIGINT through while this IPython shell runs a cell's code.
 
     And not in what IPython does before and between: its hooks would swallow it.
+
+    An interrupt, or an exit, gets no traceback. Nobody needs one, and to lay it out,
+    through forty frames of a library, can take longer than the notebook waits for it.
     """
     run_code = shell.run_code
 
@@ -50,6 +55,21 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
         return failed
 
     shell.run_code = run_armed
+    show = shell.showtraceback
+
+    def show_what_explains(*args: Any, **options: Any) -> None:
+        if _explains_itself(sys.exc_info()[1]):
+            shell._last_traceback = None
+        else:
+            show(*args, **options)
+
+    shell.showtraceback = show_what_explains
+
+
+def _explains_itself(error: BaseException | None) -> bool:
+    if isinstance(error, CollectiveAborted):  # left by this rank or another
+        return this_rank().interrupts.delivered
+    return isinstance(error, (KeyboardInterrupt, SystemExit))
 
 
 async def _run_guarded(code: str) -> Any:

@@ -94,6 +94,10 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 notify=notify,
             )
         )
+        # IPython's sign that somebody types here. Nobody does; and where a library
+        # believes it, as Lightning, it starts ranks of its own or refuses to train.
+        vars(sys).pop("ps1", None)
+        vars(sys).pop("ps2", None)
         _keep_filled(shell, self.device)
         requests.answer_on(kernel)
         elastic.attend()

@@ -37,17 +37,21 @@ class Interrupts:
         self._armed = False
         self._waiting: asyncio.Task[object] | None = None
         self._lock = threading.Lock()
+        self.delivered = False
+        """Whether the request that runs has been interrupted."""
 
     def install(self) -> None:
         """Take SIGINT over. Call from the main thread."""
         self._main_thread = threading.get_ident()
         self._unraisable = sys.unraisablehook
-        signal.signal(signal.SIGINT, self._on_sigint)
+        self._take()
         sys.unraisablehook = self._on_unraisable
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
         """The main thread works on this request. Names are unique."""
+        self._take()
+        self.delivered = False
         with self._lock:
             self._request = name
             self._pending = name in self._early
@@ -58,6 +62,14 @@ class Interrupts:
             self._armed = False
             with self._lock:
                 self._request = ""
+
+    def _take(self) -> None:
+        """Hear SIGINT, also where a library has taken it in an earlier request.
+
+        Lightning, once interrupted, ignores it for the rest of its process's life.
+        """
+        if signal.getsignal(signal.SIGINT) != self._on_sigint:
+            signal.signal(signal.SIGINT, self._on_sigint)
 
     def interrupt(self, request: str | None) -> None:
         """Interrupt a request, or whatever runs. Call from another thread.
@@ -138,6 +150,7 @@ class Interrupts:
     def _deliver(
         self, task: asyncio.Task[object] | None, frame: FrameType | None = None
     ) -> None:
+        self.delivered = True
         if task is None:
             raise KeyboardInterrupt
         loop = task.get_loop()

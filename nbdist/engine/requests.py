@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nbdist.engine import codec, world
+from nbdist.engine import codec, torch_group, world
 from nbdist.engine.rank import Activity, this_rank
 from nbdist.wire import REPLY, REQUEST
 
@@ -99,10 +99,15 @@ def _is_ours(frames: TracebackType) -> bool:
 def _reply(
     kernel: Any, stream: Any, ident: Any, message: Any, status: str, frames: list[Any]
 ) -> None:
+    content = {
+        "status": status,
+        "spent": world.current().spent,
+        "groups": torch_group.groups_made(),
+    }
     kernel.session.send(
         stream,
         REPLY,
-        {"status": status, "spent": world.current().spent},
+        content,
         parent=message,
         ident=ident,
         buffers=frames,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Role", "environment", "role_of"]
+__all__ = ["Role", "environment", "role_of", "tf_config"]
 
 
 class Role(NamedTuple):
@@ -28,18 +28,12 @@ def role_of(rank: int, size: int, n_ps: int) -> Role:
     return Role("ps", rank - workers, n_ps)
 
 
-def environment(rank: int, addresses: Sequence[str], n_ps: int) -> dict[str, str]:
-    """What torchrun sets beside RANK and its like, and TensorFlow's `TF_CONFIG`.
+def environment(rank: int, size: int, n_ps: int) -> dict[str, str]:
+    """What torchrun sets beside RANK and its like.
 
-    Args:
-        addresses: "host:port" of each rank, for `TF_CONFIG`.
+    Libraries tell by it that a launcher has started all ranks, and start none.
     """
-    size = len(addresses)
     role = role_of(rank, size, n_ps)
-    cluster: dict[str, list[str]] = {"worker": []}
-    for other, address in enumerate(addresses):
-        cluster.setdefault(role_of(other, size, n_ps).name, []).append(address)
-    task = {"type": role.name, "index": role.number}
     return {
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
@@ -49,5 +43,19 @@ def environment(rank: int, addresses: Sequence[str], n_ps: int) -> dict[str, str
         "TORCHELASTIC_RUN_ID": "nbdist",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
     }
+
+
+def tf_config(rank: int, addresses: Sequence[str], n_ps: int) -> str:
+    """TensorFlow's `TF_CONFIG`.
+
+    Args:
+        addresses: "host:port" of each rank.
+    """
+    size = len(addresses)
+    role = role_of(rank, size, n_ps)
+    cluster: dict[str, list[str]] = {"worker": []}
+    for other, address in enumerate(addresses):
+        cluster.setdefault(role_of(other, size, n_ps).name, []).append(address)
+    task = {"type": role.name, "index": role.number}
+    return json.dumps({"cluster": cluster, "task": task})

@@ -16,7 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from nbdist.collectives.process_group import original_error
-from nbdist.engine import cell_names, roles, torchrun
+from nbdist.engine import cell_names, lent_group, roles
 from nbdist.engine.cells import CellReply
 from nbdist.engine.rank import this_rank
 from nbdist.wire import Failure
@@ -76,7 +76,7 @@ def _set_the_scene(
     stack.enter_context(_environment(info.rank, info.world_size, n_ps))
     stack.enter_context(_own_signals())
     stack.enter_context(_own_loop())
-    stack.enter_context(torchrun.lent_group(keep=keep))
+    stack.enter_context(lent_group.own_groups(keep=keep))
     stack.enter_context(cell_names.script(path))
 
 
@@ -109,10 +109,10 @@ def _failure(error: BaseException, path: str) -> Failure:
     place = cell_names.last_place(error)
     trace = _from_script(error.__traceback__, path)
     error = original_error(error)
-    shown = this_rank().shell.InteractiveTB.structured_traceback(
-        type(error), error, trace
-    )
-    lines = tuple(shown)
+    lines: tuple[str, ...] = ()
+    if not isinstance(error, KeyboardInterrupt):  # nobody needs one, and it is slow
+        formatter = this_rank().shell.InteractiveTB
+        lines = tuple(formatter.structured_traceback(type(error), error, trace))
     traceback.clear_frames(error.__traceback__)  # their variables may be large
     return Failure(info.rank, info.host, type(error).__name__, str(error), place, lines)
 
@@ -180,7 +180,8 @@ def _environment(rank: int, size: int, n_ps: int) -> Iterator[None]:
     """torchrun's variables; those and the working folder are put back at the end."""
     before, folder = dict(os.environ), os.getcwd()
     nowhere = [f"rank{other}:0" for other in range(size)]  # nothing listens there
-    os.environ.update(roles.environment(rank, nowhere, n_ps))
+    os.environ.update(roles.environment(rank, size, n_ps))
+    os.environ["TF_CONFIG"] = roles.tf_config(rank, nowhere, n_ps)
     try:
         yield
     finally:

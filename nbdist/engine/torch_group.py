@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives import default_group
 from nbdist.collectives.process_group import register
+from nbdist.engine import lent_group
 
-__all__ = ["abort", "start", "stop"]
+__all__ = ["abort", "groups_made", "number_alike", "start", "stop"]
 
 # A collective that waits is released by its peers' failure, not by a clock.
 NO_TIMEOUT = timedelta(days=7)
 
+_at_start = 0
+
 
 def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
-    """Initialise the default process group. Every rank must call.
+    """Initialise the default process group, and lend it. Every rank must call.
 
     The ranks meet through a file in `run_dir`, so that no port is opened for it.
 
@@ -32,17 +34,39 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
         owns_gpu: whether each rank has a GPU for itself, so that NCCL can be used.
         generation: of the world; each meets through a file of its own.
     """
+    global _at_start
     register()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for groups of the user's
     group = default_group()
     seconds = group.config.timeout_s
-    dist.init_process_group(
+    lent_group.make(
         "cpu:nbdist,cuda:nccl" if owns_gpu else "nbdist",
         store=FileStore(str(run_dir / f"torch-store-{generation}"), group.size),
         rank=group.rank,
         world_size=group.size,
         timeout=NO_TIMEOUT if seconds is None else timedelta(seconds=seconds),
     )
+    _at_start = distributed_c10d._world.group_count
+
+
+def groups_made() -> int:
+    """How many groups this rank has numbered since the default one was made.
+
+    Torch numbers them on each rank for itself, and gloo and NCCL meet under the number:
+    ranks that count differently wait for each other for ever.
+    """
+    return distributed_c10d._world.group_count - _at_start
+
+
+def number_alike(comm: Any) -> None:
+    """Let all ranks of an mpi4py communicator count on from the highest number.
+
+    Every rank must call.
+    """
+    from mpi4py import MPI
+
+    here = distributed_c10d._world
+    here.group_count = comm.allreduce(here.group_count, MPI.MAX)
 
 
 def abort() -> bool:
@@ -64,5 +88,4 @@ def abort() -> bool:
 
 def stop() -> None:
     """Give up every process group, whoever made it. No rank needs another for it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    lent_group.give_up()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist.collectives import Group, any_spent, renew_groups, set_default_group
-from nbdist.engine import torch_group
+from nbdist.engine import roles, torch_group
 from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
 from nbdist.wire import RankInfo
@@ -56,6 +56,7 @@ class World:
             LOCAL_WORLD_SIZE=str(self.local_size),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(self.comm.bcast(_free_port() if self.rank == 0 else None)),
+            **roles.environment(self.rank, self.size, n_ps=0),
         )
 
     def release(self) -> None:
@@ -87,6 +88,7 @@ class World:
             run_dir = this_rank().run_dir
             torch_group.start(run_dir, owns_gpu=True, generation=self.generation)
             self._nccl_aborted = False
+        torch_group.number_alike(self.comm)
         renew_groups(self.generation)
 
 
