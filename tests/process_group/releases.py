@@ -36,7 +36,7 @@ PROMPT_S = 2.0
 
 def run_all() -> dict[str, str | None]:
     """Every case; what went wrong on this rank, by case. Every rank must call."""
-    import torch._dynamo  # noqa: F401 - DDP does: it can take longer than a body may
+    import torch._dynamo  # DDP does so at first, which can take longer than a body may
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
