@@ -57,6 +57,14 @@ class Rest:
         return False
 
     split_group = _refuse("split_group", "make a group with dist.new_group")
+    new_window = _refuse("new_window", "send and receive")
+    reconfigure = _refuse("reconfigure", "the world renews its groups by itself")
+    get_reconfigure_handle = _refuse(
+        "get_reconfigure_handle", "the world renews its groups by itself"
+    )
+    _add_ephemeral_timeout = _refuse(
+        "_add_ephemeral_timeout", "give the call its time-out"
+    )
     merge_remote_group = _refuse("merge_remote_group", "make a group of all ranks")
     _enable_collectives_timing = _refuse(
         "_enable_collectives_timing", "time the calls themselves"
@@ -64,6 +72,12 @@ class Rest:
     _register_on_completion_hook = _refuse(
         "_register_on_completion_hook", "use the future of each work"
     )
+
+
+for _hook in ("pre", "post", "abort"):
+    for _verb in ("register", "unregister"):
+        _name = f"{_verb}_{_hook}_hook"
+        setattr(Rest, _name, _refuse(_name, "use the future of each work"))
 
 
 def coalesce_batches() -> None:

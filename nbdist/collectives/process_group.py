@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from nbdist.errors import CollectiveAborted, UsageError
 
+from ._arguments import split_evenly
 from ._handle import Handle
 from ._mailbox import Message
 from ._process_group_members import members_of
@@ -254,6 +255,17 @@ class ProcessGroup(Rest, dist.ProcessGroup):
         parts, tensor = _only_list(outputs) if outputs else None, _one(inputs)
         call = functools.partial(gather, tensor, parts, self._root(opts))
         return self._run(call, opts, parts or [])
+
+    @_by_device
+    def gather_into_tensor(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+        """gather on one rank, into one tensor; `output` does not count elsewhere."""
+        root, parts = self._root(opts), None
+        if self.members.ranks[self.members.rank] == root:
+            parts = list(split_evenly("output", output, input, self.members))
+        call = functools.partial(gather, input, parts, root)
+        return self._run(call, opts, [output])
+
+    gather_single = gather_into_tensor
 
     @_by_device
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
