@@ -35,7 +35,7 @@ class PeerSlots(Slots):
     def close(self) -> None:
         super().close()
         self._memories.clear()
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _make_place(self, parity: int, dtype: torch.dtype, length: int) -> Place:
         share = -(-length // self._size // SHARE_ELEMENTS) * SHARE_ELEMENTS

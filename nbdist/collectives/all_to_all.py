@@ -119,8 +119,8 @@ def _agree_on_lengths(
 ) -> int:
     """The longest piece of any pair. All ranks see all lengths, and decide alike."""
     rows = [[len(each.tensor) for each in row] for row in (inputs, outputs)]
-    mine = torch.tensor(rows)
-    table = torch.empty(group.size, 2, group.size, dtype=mine.dtype)
+    mine = torch.tensor(rows, device="cpu")
+    table = mine.new_empty(group.size, 2, group.size)
     group.transport("cpu").all_gather([row.view(-1) for row in table], mine.view(-1))
     sent, expected = table[:, 0], table[:, 1].T
     if not torch.equal(sent, expected):

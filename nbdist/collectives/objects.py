@@ -40,7 +40,7 @@ def broadcast_object(
 
     def body() -> None:
         transport = group.transport("cpu")
-        length = torch.tensor([len(mine)])
+        length = torch.tensor([len(mine)], device="cpu")
         transport.broadcast(length, root)
         data = mine if group.rank == root else _room(int(length))
         transport.broadcast(data, root)
@@ -69,8 +69,8 @@ def all_gather_object(
 
     def body() -> None:
         transport = group.transport("cpu")
-        lengths = torch.empty(group.size, dtype=torch.int64)
-        transport.all_gather(lengths.split(1), torch.tensor([len(mine)]))
+        lengths = torch.empty(group.size, dtype=torch.int64, device="cpu")
+        transport.all_gather(lengths.split(1), torch.tensor([len(mine)], device="cpu"))
         outputs = [_room(length) for length in lengths.tolist()]
         longest = max(lengths.tolist())
         transport.all_to_all(outputs, [mine] * group.size, longest)
@@ -90,4 +90,4 @@ def _unpacked(data: Tensor) -> Any:
 
 
 def _room(length: int) -> Tensor:
-    return torch.empty(length, dtype=torch.uint8)
+    return torch.empty(length, dtype=torch.uint8, device="cpu")

@@ -101,7 +101,7 @@ def _rebuild_tensor(
     if memoryview(octets).nbytes:
         tensor = torch.frombuffer(octets, dtype=torch.uint8).view(kind).reshape(shape)
     else:
-        tensor = torch.empty(shape, dtype=kind)
+        tensor = torch.empty(shape, dtype=kind, device="cpu")
     if on_device and torch.cuda.is_available():
         tensor = tensor.cuda()
     if is_parameter:

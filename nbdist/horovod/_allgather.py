@@ -158,7 +158,7 @@ def _widths(tensors: Sequence[Tensor], grouped: bool) -> tuple[int, ...]:
 
 def _row_counts(tensors: Sequence[Tensor], group: Group) -> list[list[int]]:
     """For each tensor, how many rows each rank has."""
-    mine = torch.tensor([len(tensor) for tensor in tensors])
+    mine = torch.tensor([len(tensor) for tensor in tensors], device="cpu")
     table = mine.new_empty(group.size, len(tensors))
     group.transport("cpu").all_gather(list(table), mine)
     counts: list[list[int]] = table.T.tolist()

@@ -92,12 +92,16 @@ def _start(
     sent = _checked(tensor, splits, group)
     kind = named("alltoall", name, None, None, tensor, (-1, *tensor.shape[1:]))
     rows = tensor.detach().contiguous()
-    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+    like = (
+        splits
+        if isinstance(splits, Tensor)
+        else torch.empty(0, dtype=torch.int32, device="cpu")
+    )
     results: list[Tensor] = []
 
     def body() -> None:
-        table = torch.empty(group.size, group.size, dtype=torch.int64)
-        group.transport("cpu").all_gather(list(table), torch.tensor(sent))
+        table = torch.empty(group.size, group.size, dtype=torch.int64, device="cpu")
+        group.transport("cpu").all_gather(list(table), torch.tensor(sent, device="cpu"))
         received = table[:, group.rank].tolist()
         output = rows.new_empty((sum(received), *rows.shape[1:]))
         group.transport(rows.device.type).all_to_all(

@@ -150,11 +150,11 @@ def broadcast_object(
         `obj` itself on the root, a copy elsewhere.
     """
     is_root = rank() == root_rank
-    data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([len(data)])
+    data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([len(data)], device="cpu")
     broadcast_(length, root_rank, name and f"{name}.length", process_set)
     if not is_root:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, name and f"{name}.data", process_set)
     return obj if is_root else _unpacked(data)
 
@@ -182,7 +182,7 @@ def allgather_object(
     """
     data = _packed(obj)
     lengths = allgather(
-        torch.tensor([len(data)]), name and f"{name}.length", process_set
+        torch.tensor([len(data)], device="cpu"), name and f"{name}.length", process_set
     )
     joined = allgather(data, name and f"{name}.data", process_set)
     return [_unpacked(part) for part in joined.split(lengths.tolist())]

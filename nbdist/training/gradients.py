@@ -221,7 +221,7 @@ class GradientReducer:
         on how many ranks a gradient is sparse.
         """
         count = len(self._parameters)
-        table = torch.zeros(2, count, dtype=torch.int64)
+        table = torch.zeros(2, count, dtype=torch.int64, device="cpu")
         for at, index in enumerate(self._arrived):
             table[0, index] = at + 1
         for index in self._used:

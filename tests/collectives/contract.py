@@ -40,9 +40,14 @@ def case(function: Case) -> Case:
 
 
 def run_all(
-    transports: list[str], device: str = "cpu"
+    transports: list[str], device: str = "cpu", own_gpus: bool = False
 ) -> dict[str, dict[str, list[str | None]]]:
-    """`run` for each transport, with all tensors on a device."""
+    """`run` for each transport, with all tensors on a kind of device.
+
+    On GPUs, all ranks share the first one, unless each has its own.
+    """
+    if own_gpus:
+        torch.cuda.set_device(RANK)
     torch.set_default_device(device)
     return {transport: run(transport) for transport in transports}
 
@@ -373,6 +378,17 @@ def objects_travel(group: nc.Group) -> None:
     assert nc.broadcast_object({"from": RANK}, root) == {"from": root}
     everyones = nc.all_gather_object("x" * 10_000 * RANK)
     assert everyones == ["x" * 10_000 * rank for rank in range(SIZE)]
+
+
+@case
+def a_default_device_changes_nothing(group: nc.Group) -> None:
+    given = torch.arange(2 * SIZE, device="cpu")
+    with torch.device("meta"):
+        objects_travel(group)
+        received = torch.empty_like(given)
+        nc.all_to_all_single(received, given)
+    expected = [torch.arange(2, device="cpu") + 2 * RANK] * SIZE
+    assert torch.equal(received, torch.cat(expected))
 
 
 @case

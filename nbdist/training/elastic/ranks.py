@@ -82,7 +82,7 @@ class _World:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def meet(self, what: str) -> None:
         kind = signature(what, None, None, None, (), "none")

@@ -56,7 +56,9 @@ class Head:
 
     def to_tensor(self) -> Tensor:
         """int64, of 4 elements."""
-        return torch.tensor([self.kind, self.version, self.size, self.detail])
+        return torch.tensor(
+            [self.kind, self.version, self.size, self.detail], device="cpu"
+        )
 
     @classmethod
     def of(cls, tensor: Tensor) -> Head:
@@ -105,7 +107,7 @@ class Receiving:
 
     def ask_for_head(self) -> None:
         """The next message's head."""
-        self._head = torch.zeros(_FIELDS, dtype=torch.int64)
+        self._head = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
         self._waiting = [self._post.receive(self._head, self._source, _HEAD)]
 
 

@@ -62,7 +62,9 @@ def share(
             if why:
                 raise CollectiveAborted(f"parameter server {servers[number]}: {why}")
             if arrived and number not in extras:
-                extras[number] = torch.empty(each.head.size, dtype=torch.uint8)
+                extras[number] = torch.empty(
+                    each.head.size, dtype=torch.uint8, device="cpu"
+                )
                 each.ask_for([*rooms[number].buffers, extras[number]])
             elif arrived:
                 rooms[number].spill(shards[number])

@@ -30,8 +30,8 @@ class _Desk:
         self.receiving = Receiving(post, worker)
         self.head: Head | None = None
         """Whose bodies are awaited; None while the next head is."""
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        self.numbers = torch.empty(0, dtype=torch.float64)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.numbers = torch.empty(0, dtype=torch.float64, device="cpu")
         self.gradients = on_host(store.values())
         self.values = on_host(store.values())
         self.here = True
@@ -42,9 +42,9 @@ class _Desk:
         if head.kind is Kind.PUSH:
             return self.gradients.buffers
         if head.kind is Kind.REDUCE:
-            self.numbers = torch.empty(head.size, dtype=torch.float64)
+            self.numbers = torch.empty(head.size, dtype=torch.float64, device="cpu")
             return [self.numbers]
-        self.bytes = torch.empty(head.size, dtype=torch.uint8)
+        self.bytes = torch.empty(head.size, dtype=torch.uint8, device="cpu")
         return [self.bytes]
 
 
@@ -174,7 +174,7 @@ class Server:
         """A snapshot for a worker to keep; mostly none."""
         every, version = self._snapshot_every, self._ledger.version
         if every is None or version < self._snapshot_at:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         self._snapshot_at = version + every
         return torch.frombuffer(bytearray(self._store.snapshot()), dtype=torch.uint8)
 

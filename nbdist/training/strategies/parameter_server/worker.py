@@ -119,7 +119,7 @@ class Worker:
         answers: dict[int, tuple[Head, Tensor]] = {}
 
         def rooms(number: int, head: Head) -> Sequence[Tensor]:
-            extra = torch.empty(head.size, dtype=torch.uint8)
+            extra = torch.empty(head.size, dtype=torch.uint8, device="cpu")
             answers[number] = head, extra
             if room_for is not None:
                 return room_for(number, head)
