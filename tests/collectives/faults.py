@@ -31,8 +31,12 @@ PROMPT_S = 1.0
 """Releases take about 1 ms; this leaves room for a busy machine."""
 
 
-def run_all(bodies: list[tuple[str, tuple[object, ...]]]) -> list[object]:
+def run_all(
+    bodies: list[tuple[str, tuple[object, ...]]], device: str = "cpu"
+) -> list[object]:
     """Run several of the functions below in turn: what each returned, or its error."""
+    torch.set_default_device(device)
+    torch.ones(1)  # a device takes its time to begin
     outcomes = []
     for name, arguments in bodies:
         try:
@@ -47,6 +51,8 @@ def run_all(bodies: list[tuple[str, tuple[object, ...]]]) -> list[object]:
 def make(transport: str, timeout_s: float | None = 30.0) -> nc.Group:
     group = nc.Group(COMM, config=CollectiveConfig(transport, timeout_s))
     nc.set_default_group(group)
+    if torch.get_default_device().type == "cuda":
+        nc.all_reduce(torch.ones(1))  # the first finds the transports for GPUs
     return group
 
 
@@ -214,8 +220,9 @@ def tell_where(path: str) -> tuple[str, int | None, int | None]:
     return ("", None, None) if call is None else (call.operation, call.cell, call.line)
 
 
-def die() -> None:
+def die(device: str = "cpu") -> None:
     """The last rank is killed in the middle of a collective."""
+    torch.set_default_device(device)
     make("auto")
     nc.all_reduce(torch.ones(2_000_000))
     if RANK == SIZE - 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import launch
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
@@ -36,16 +35,3 @@ def test_contract(errors: Errors, transport: str) -> None:
     ]
     assert errors[transport]
     assert not failures, "\n".join(failures)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_contract_on_a_shared_gpu(size: int) -> None:
-    results: list[Errors] = launch(
-        size, CONTRACT, "run_all", ["auto", "mpi"], "cuda", deadline_s=200
-    )
-    for per_case in results[0].values():
-        assert per_case
-        failures = [error for row in per_case.values() for error in row if error]
-        assert not failures, "\n".join(failures)

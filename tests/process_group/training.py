@@ -43,8 +43,22 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
 }
 
 
-def run_all() -> dict[str, str | None]:
-    """Every case; what went wrong on this rank, by case. Every rank must call."""
+_device = torch.device("cpu")
+"""Where models and samples lie, on this rank."""
+
+
+def run_all(device: str = "cpu", own_gpus: bool = False) -> dict[str, str | None]:
+    """Every case; what went wrong on this rank, by case. Every rank must call.
+
+    Args:
+        device: the kind of device to train on.
+        own_gpus: whether each rank has a GPU for itself.
+    """
+    global _device
+    backend = "cpu:nbdist,cuda:nccl" if own_gpus else "nbdist"
+    if device == "cuda":
+        torch.cuda.set_device(MPI.COMM_WORLD.rank if own_gpus else 0)
+    _device = torch.device(device)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     world = MPI.COMM_WORLD
@@ -52,16 +66,16 @@ def run_all() -> dict[str, str | None]:
     with tempfile.TemporaryDirectory() as own:
         folder = Path(world.bcast(own))
         for name, case in CASES.items():
-            outcomes[name] = _run(case, folder / name)
+            outcomes[name] = _run(case, folder / name, backend)
         meet()  # the folder is shared
     return outcomes
 
 
-def _run(case: Callable[[Path], None], place: Path) -> str | None:
+def _run(case: Callable[[Path], None], place: Path, backend: str) -> str | None:
     torch.manual_seed(7)
     meet()
     try:
-        with process_group(place.with_suffix(".store")):
+        with process_group(place.with_suffix(".store"), backend):
             case(place)
     except Exception:  # noqa: BLE001 - it is the outcome
         return traceback.format_exc()
@@ -73,13 +87,14 @@ def model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 3)
-    )
+    ).to(_device)
 
 
 def samples(count: int) -> tuple[Tensor, Tensor]:
     """The same on every rank."""
     torch.manual_seed(2)
-    return torch.randn(count, 6), torch.randn(count, 3)
+    inputs, targets = torch.randn(count, 6), torch.randn(count, 3)
+    return inputs.to(_device), targets.to(_device)
 
 
 def mine(tensor: Tensor) -> Tensor:
@@ -158,7 +173,8 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.layers = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(2, 2)])
+        layers = [nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(2, 2)]
+        self.layers = nn.ModuleList(layers).to(_device)
 
     def forward(self, inputs: Tensor, which: int) -> Tensor:
         output: Tensor = self.layers[which](inputs)
@@ -230,7 +246,7 @@ def _train_and_compare(net: DistributedDataParallel, rtol: float) -> None:
 
 def fsdp_matches(_: Path) -> None:
     reference, net = model(), model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(_device.type, (dist.get_world_size(),))
     for layer in net:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -246,7 +262,7 @@ def fsdp_matches(_: Path) -> None:
 def tensor_parallel_matches(_: Path) -> None:
     reference, net = model(), model()
     mesh = init_device_mesh(
-        "cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")
+        _device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")
     )
     parallelize_module(
         net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -266,7 +282,7 @@ def pipeline_matches(schedule: type[Any]) -> Callable[[Path], None]:
     def case(_: Path) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()
         reference, layers = model(), model()
-        stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+        stage = PipelineStage(layers[rank], rank, size, _device)
         pipeline = schedule(stage, n_microbatches=4, loss_fn=F.mse_loss)
         single = OPTIMIZERS["sgd"](reference.parameters())
         parallel = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
@@ -285,7 +301,7 @@ def pipeline_matches(schedule: type[Any]) -> Callable[[Path], None]:
 
 
 def checkpoint_survives(place: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(_device.type, (dist.get_world_size(),))
     net = fully_shard(model(), mesh=mesh)
     saved = {"model": net.state_dict()}
     before = {name: value.full_tensor() for name, value in saved["model"].items()}

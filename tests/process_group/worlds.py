@@ -19,7 +19,7 @@ DEADLINE_S = 20.0
 
 
 @contextlib.contextmanager
-def process_group(store: Path) -> Iterator[Group]:
+def process_group(store: Path, backend: str = "nbdist") -> Iterator[Group]:
     """A default process group that lets go of its ranks after the deadline.
 
     Every rank must enter. `store` is a file that is not there yet.
@@ -32,7 +32,7 @@ def process_group(store: Path) -> Iterator[Group]:
     timer = threading.Timer(DEADLINE_S, group.abort, [late])
     timer.start()
     dist.init_process_group(
-        "nbdist",
+        backend,
         store=dist.FileStore(str(store), world.size),
         rank=world.rank,
         world_size=world.size,

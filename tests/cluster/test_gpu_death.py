@@ -1,0 +1,40 @@
+"""A rank is killed with work queued on the GPU that the others share with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist import Cluster
+from nbdist.errors import CellError
+
+RUN_AHEAD = """
+import os, signal
+tensor = torch.ones(30_000_000, device=device)
+nbdist.all_reduce(tensor)
+torch.cuda._sleep(2_000_000_000)  # about a second, in which the hosts go on
+handles = [nbdist.all_reduce(tensor, async_op=True) for _ in range(3)]
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+for handle in handles:
+    handle.wait()
+"""
+SUM = """
+torch.cuda.synchronize()
+tensor = torch.full((1000,), rank + 1.0, device=device)
+nbdist.all_reduce(tensor)
+assert (tensor == world_size * (world_size + 1) / 2).all()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("on_failure", ["shrink", "replace"])
+def test_no_device_waits_for_a_dead_rank(on_failure: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    with Cluster(3, ranks_per_gpu=3, on_failure=on_failure) as cluster:
+        cluster.execute(SUM)
+        with pytest.raises(CellError):
+            cluster.execute(RUN_AHEAD, timeout_s=60)
+        cluster.execute(SUM, timeout_s=60)

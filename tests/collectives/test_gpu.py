@@ -1,0 +1,141 @@
+"""Collectives of CUDA tensors, over every transport that the machine's GPUs allow."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RanksFailed, launch
+
+CONTRACT = str(Path(__file__).with_name("contract.py"))
+BODY = str(Path(__file__).with_name("gpu.py"))
+FAULTS = str(Path(__file__).with_name("faults.py"))
+CASES = [
+    "work_queued_before_and_after",
+    "a_stream_of_the_users",
+    "asynchronous_calls",
+    "memory_is_not_given_back_too_soon",
+    "calls_for_both_kinds_of_device",
+    "long_runs_of_small_calls",
+    "a_late_device_can_be_left",
+    "groups_are_closed_while_others_read",
+    "groups_give_their_memory_back",
+]
+ON_ONE = [
+    (1, "auto"), (2, "auto"), (2, "ipc"), (3, "ipc"), (4, "ipc"), (5, "ipc"),
+    (2, "staged"), (3, "staged"), (2, "shared"), (2, "mpi"), (3, "mpi"), (2, "ring"),
+]  # fmt: skip
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
+
+
+def contract_holds(size: int, transports: list[str], own_gpus: bool = False) -> None:
+    arguments = (transports, "cuda", own_gpus)
+    results = launch(size, CONTRACT, "run_all", *arguments, deadline_s=350)
+    failures = [
+        f"{transport}, {case}, rank {rank}:\n{error}"
+        for transport, per_case in results[0].items()
+        for case, per_rank in per_case.items()
+        for rank, error in enumerate(per_rank)
+        if error is not None
+    ]
+    assert all(results[0].values())
+    assert not failures, "\n".join(failures)
+
+
+@cache
+def outcomes(
+    size: int, transport: str, own_gpus: bool = False
+) -> list[dict[str, str | None]]:
+    """What each rank found: one launch for all cases."""
+    arguments = (transport, CASES, own_gpus)
+    return launch(size, BODY, "run_all", *arguments, deadline_s=300)
+
+
+def case_holds(size: int, transport: str, case: str, own_gpus: bool = False) -> None:
+    errors = [
+        f"rank {rank}: {found[case]}"
+        for rank, found in enumerate(outcomes(size, transport, own_gpus))
+        if found[case] is not None
+    ]
+    assert not errors, "\n".join(errors)
+
+
+# -- ranks that share a GPU ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "transport"), ON_ONE)
+def test_contract_on_a_shared_gpu(size: int, transport: str) -> None:
+    contract_holds(size, [transport])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("transport", ["ipc", "staged"])
+def test_case_on_a_shared_gpu(transport: str, case: str) -> None:
+    case_holds(3, transport, case)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "staged"])
+@pytest.mark.parametrize("body", ["abort", "interrupt"])
+def test_every_wait_can_be_released(transport: str, body: str) -> None:
+    bodies = [(body, (transport,))]
+    for (outcome,) in launch(3, FAULTS, "run_all", bodies, "cuda", deadline_s=200):
+        assert not isinstance(outcome, Exception), outcome
+
+
+def test_a_killed_rank_ends_a_plain_mpiexec() -> None:
+    with pytest.raises(RanksFailed, match="rank 1: died"):
+        launch(2, FAULTS, "die", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [("auto", r"CUDA IPC \(CUDA\)"), ("staged", r"staged .* \(CUDA\)")],
+)
+def test_the_group_says_which_it_uses(transport: str, words: str) -> None:
+    for text in launch(2, BODY, "described", transport):
+        assert re.search(words, text), text
+
+
+def test_a_cuda_aware_mpi_is_used_where_there_is_one() -> None:
+    (text, *_) = launch(2, BODY, "described", "mpi")
+    if "CUDA-aware MPI (messages)" not in text:
+        pytest.skip("this MPI takes no device memory")
+    assert "CUDA-aware MPI (CUDA)" in text
+
+
+# -- NCCL, and GPUs that read each other -----------------------------------------------
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_nccl_available(), reason="this torch has no NCCL"
+)
+def test_nccl_in_a_world_of_one() -> None:
+    launch(1, BODY, "nccl_alone")
+
+
+@needs_two
+@pytest.mark.parametrize("transport", ["auto", "nccl", "ipc", "staged", "mpi"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_contract_on_gpus_of_their_own(size: int, transport: str) -> None:
+    if size > GPUS:
+        pytest.skip(f"needs {size} CUDA GPUs")
+    contract_holds(size, [transport], own_gpus=True)
+
+
+@needs_two
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("transport", ["nccl", "ipc", "staged"])
+def test_case_on_gpus_of_their_own(transport: str, case: str) -> None:
+    if transport == "nccl" and case == "a_late_device_can_be_left":
+        pytest.skip("the host does not wait for NCCL: it has no wait to be let out of")
+    case_holds(2, transport, case, own_gpus=True)

@@ -1,0 +1,146 @@
+"""Ordering devices by events, with events that are told when they are done."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from nbdist.collectives import _order as order
+from nbdist.collectives import _peers as peers
+from nbdist.errors import CollectiveAborted
+
+
+class Stream:
+    """A CUDA stream that does nothing, and counts who waits for it."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+class Event:
+    """Done when it is told so."""
+
+    def __init__(self, done: bool = False) -> None:
+        self.recorded: list[object] = []
+        self.device = torch.device("cuda", 0)
+        self.looks = 0
+        self._done = threading.Event()
+        if done:
+            self._done.set()
+
+    def record(self, stream: object) -> None:
+        self.recorded.append(stream)
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self._done.is_set()
+
+    def finish(self) -> None:
+        self._done.set()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    current = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
+    monkeypatch.setattr(peers, "_spare", {})
+    return current
+
+
+def nothing() -> None:
+    pass
+
+
+def test_even_and_odd_steps_have_an_event_each(stream: Stream) -> None:
+    mine: Any = (Event(), Event())
+    theirs: Any = [(Event(True), Event(True)), (Event(True), Event(True))]
+    both = order.EventOrder(mine, theirs, nothing)
+    for step in range(4):
+        both.before()
+        assert [len(each.recorded) for each in mine] == [step // 2 + 1, (step + 1) // 2]
+        both.after()
+        for events in theirs:
+            assert events[step & 1].looks == step // 2 + 1
+            assert events[1 - step & 1].looks == (step + 1) // 2
+    assert mine[0].recorded[0] is stream
+
+
+def test_a_step_waits_for_every_other_rank(stream: Stream) -> None:
+    mine: Any = (Event(), Event())
+    slow = Event()
+    theirs: Any = [(Event(True), Event()), (slow, Event())]
+    waiting = order.EventOrder(mine, theirs, nothing)
+    waiting.before()
+    timer = threading.Timer(0.05, slow.finish)
+    timer.start()
+    waiting.after()
+    assert slow.looks > 1
+    assert slow.query()
+    timer.join()
+
+
+def test_an_event_that_never_comes_can_be_left(stream: Stream) -> None:
+    looks = 0
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 3:
+            raise CollectiveAborted("rank 1 died")
+
+    mine: Any = (Event(), Event())
+    never: Any = [(Event(), Event())]
+    waiting = order.EventOrder(mine, never, check)
+    waiting.before()
+    with pytest.raises(CollectiveAborted, match="rank 1 died"):
+        waiting.after()
+
+
+def test_a_call_that_did_not_meet_is_announced_again(stream: Stream) -> None:
+    """After a mismatch all ranks are where they were."""
+    mine: Any = (Event(), Event())
+    theirs: Any = [(Event(True), Event(True))]
+    both = order.EventOrder(mine, theirs, nothing)
+    both.before()
+    both.before()
+    both.after()
+    assert [len(each.recorded) for each in mine] == [2, 0]
+
+
+def test_the_end_waits_for_what_is_queued_and_keeps_the_events(stream: Stream) -> None:
+    mine: Any = (Event(), Event())
+    ended = order.EventOrder(mine, [], nothing)
+    ended.close()
+    assert stream.waited == 0, "it has queued nothing"
+    assert peers._spare == {0: [mine]}
+    ended = order.EventOrder(mine, [], nothing)
+    ended.before()
+    ended.close()
+    ended.close()
+    assert stream.waited == 1
+    assert peers._spare == {0: [mine, mine]}
+
+
+def test_without_events_the_host_waits_before_it_comes(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Event] = []
+
+    def make() -> Event:
+        made.append(Event(True))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", make)
+    alone = order.HostOrder(nothing)
+    alone.before()
+    assert made[0].recorded == [stream]
+    assert made[0].looks == 1
+    alone.after()
+    alone.close()
+    assert stream.waited == 1

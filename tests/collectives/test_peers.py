@@ -1,0 +1,152 @@
+"""Whether one GPU may read another, and how its memory is mapped."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from nbdist.collectives import _peers as peers
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two that this process sees, of which the first is current."""
+    names = ["a", "b"]
+    access = {(0, 1): True}
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(
+        cuda, "get_device_properties", lambda at: SimpleNamespace(uuid=names[at])
+    )
+    monkeypatch.setattr(
+        cuda, "can_device_access_peer", lambda *pair: access.get(pair, False)
+    )
+    return names
+
+
+class NVMLError(Exception):
+    pass
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, status: int | None) -> list[str]:
+    """What the driver says of a pair of GPUs, or an error; whom it was asked about."""
+    asked: list[str] = []
+
+    def tell(*pair: Any) -> int:
+        if status is None:
+            raise NVMLError
+        return status
+
+    def find(uuid: str) -> str:
+        asked.append(uuid)
+        return uuid
+
+    stand_in = SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_P2P_CAPS_INDEX_READ=0,
+        NVML_P2P_STATUS_OK=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: asked.append("the end"),
+        nvmlDeviceGetHandleByUUID=find,
+        nvmlDeviceGetP2PStatus=tell,
+    )
+    monkeypatch.setattr(peers, "pynvml", stand_in)
+    return asked
+
+
+def test_a_shared_gpu_reads_itself(gpus: list[str]) -> None:
+    assert peers.can_reach("a")
+
+
+def test_of_a_gpu_that_is_seen_cuda_knows(gpus: list[str]) -> None:
+    assert peers.can_reach("b")
+    gpus[:] = ["b", "a"]  # now the second is current, and may not
+    assert peers.can_reach("a")
+    gpus[:] = ["a", "x", "b"]
+    assert not peers.can_reach("b")
+
+
+@pytest.mark.parametrize(("status", "reached"), [(0, True), (3, False), (None, True)])
+def test_of_a_hidden_gpu_the_driver_knows(
+    gpus: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int | None,
+    reached: bool,
+) -> None:
+    asked = driver(monkeypatch, status)
+    assert peers.can_reach("hidden") is reached
+    assert asked == ["GPU-a", "GPU-hidden", "the end"]
+
+
+def test_memory_is_mapped_for_this_rank_s_device(gpus: list[str]) -> None:
+    """Whatever number the device has where the memory lies."""
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    given = {name: f"the sender's {name}" for name in names}
+    taken: dict[str, Any] = {}
+
+    def rebuild(*arguments: Any) -> torch.Tensor:
+        taken.update(zip(names, arguments, strict=True))
+        return torch.empty(0)
+
+    rebuild.__signature__ = inspect.signature(rebuild_cuda_tensor)  # type: ignore[attr-defined]
+    assert peers._open((rebuild, tuple(given.values()))) is not None
+    assert taken == {**given, "storage_device": 0, "event_sync_required": False}
+
+
+def test_what_cannot_be_mapped_is_none(gpus: list[str]) -> None:
+    def fail(storage_device: int) -> torch.Tensor:
+        raise RuntimeError("peer access is not supported")
+
+    assert peers._open((fail, (1,))) is None
+    assert peers._open(None) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "answer"),
+    [
+        (None, None),
+        (0, False),  # it has no room
+        (1, None),  # it may not share
+        (3, False),  # it cannot open this rank's memory
+        (5, False),  # it reads something else there
+    ],
+)
+def test_one_rank_that_cannot_decides_for_all(
+    gpus: list[str], monkeypatch: pytest.MonkeyPatch, step: int | None, answer: Any
+) -> None:
+    others = torch.full((8,), 2, dtype=torch.uint8)
+    answers = [True, (lambda: others, ()), None, True, None, True]
+    if step is not None:
+        answers[step] = answer
+    found = mapped(monkeypatch, iter(answers))
+    if step is None:
+        assert found is not None
+        assert found[0].tolist() == [1] * 8
+        assert found[1] is others
+    else:
+        assert found is None
+
+
+def test_memory_that_reads_as_something_else_is_not_used(
+    gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = torch.zeros(8, dtype=torch.uint8)
+    answers = [True, (lambda: wrong, ()), None, True, None, True]
+    assert mapped(monkeypatch, iter(answers)) is None
+
+
+def mapped(monkeypatch: pytest.MonkeyPatch, answers: Any) -> list[torch.Tensor] | None:
+    """What rank 0 of two gets, where rank 1 answers so."""
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        peers, "_allocate", lambda size: torch.zeros(size, dtype=torch.uint8)
+    )
+    monkeypatch.setattr(peers, "_ticket", lambda memory: (lambda: memory, ()))
+    return peers.map_memories(8, 0, lambda item: [item, next(answers)])

@@ -1,0 +1,62 @@
+"""Training on GPUs over the backend: the ranks share one, or have one each."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import launch
+
+BODY = str(Path(__file__).with_name("training.py"))
+BATCHES = str(Path(__file__).with_name("batches.py"))
+CASES = [
+    "ddp_sgd", "ddp_adamw", "ddp_join", "ddp_unused", "ddp_no_sync", "ddp_fp16",
+    "ddp_power_sgd", "fsdp", "tensor_parallel", "pipeline_gpipe", "pipeline_1f1b",
+    "checkpoint",
+]  # fmt: skip
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+needs_four = pytest.mark.skipif(GPUS < 4, reason="needs four CUDA GPUs")
+needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
+
+
+@cache
+def outcomes(own_gpus: bool) -> list[dict[str, str | None]]:
+    """What each rank found: one launch for all cases."""
+    return launch(4, BODY, "run_all", "cuda", own_gpus, deadline_s=300)
+
+
+def case_holds(case: str, own_gpus: bool) -> None:
+    errors = [
+        f"rank {rank}: {found[case]}"
+        for rank, found in enumerate(outcomes(own_gpus))
+        if found[case] is not None
+    ]
+    assert not errors, "\n".join(errors)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_shared_gpu(case: str) -> None:
+    case_holds(case, own_gpus=False)
+
+
+@needs_four
+@pytest.mark.parametrize("case", CASES)
+def test_over_nccl(case: str) -> None:
+    case_holds(case, own_gpus=True)
+
+
+def test_a_batch_of_messages_on_a_shared_gpu() -> None:
+    launch(3, BATCHES, "exchange", False)
+
+
+@needs_two
+def test_a_batch_of_messages_over_nccl() -> None:
+    launch(2, BATCHES, "exchange", True)
