@@ -39,9 +39,9 @@ class Fetching:
 
     collate: Collate
     workers: int
-    ahead: int
+    ahead: int = 2
     """Batches that each worker fetches ahead."""
-    pin: bool
+    pin: bool = False
 
     def batches(self, dataset: Any, **arguments: Any) -> Iterator[Any]:
         """A DataLoader's batches. Its workers end when the consumer leaves.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ MOST_WORKERS = 4
 class Loader:
     """Iterates over this rank's batches of an epoch; `nbdist.loader` makes one.
 
-    All ranks take equally many steps. A loop goes on where the last one has been left,
-    and each epoch that was finished is followed by the next. Made for all ranks alike,
-    each must loop over its own.
+    So does a strategy's `distribute`. All ranks take equally many steps. A loop goes on
+    where the last one has been left, and each epoch that was finished is followed by
+    the next. Made for all ranks alike, each must loop over its own.
     """
 
     def __init__(
@@ -41,30 +42,37 @@ class Loader:
         how: Fetching,
         sampler: Sampler | StreamPosition,
         batch_size: int | None,
+        place: Callable[[], tuple[int, int]],
         *,
-        drop_last: bool,
-        device: torch.device,
-        join: bool,
-        group: Group | None,
+        drop_last: bool = False,
+        device: torch.device | None = None,
+        join: bool = False,
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
         """Knows the epoch and the position in it."""
         self.device = device
+        """Where batches go; None for no particular one."""
         self.num_workers = how.workers
         self.global_batch_size = batch_size
         """Samples of all ranks; None where the data set's items are batches."""
         self.waits = Waits()
         """How long the steps waited for data; `print(loader.waits)` says it."""
         self._how, self._drop_last, self._join = how, drop_last, join
-        self._group = group
-        self._local = self._total = 0
+        self._place = place
+        self.in_hand = 0
+        """Samples of all ranks together in the batch handed out last."""
+        self._local = 0
         self._size = 1
-        self._loop: Callable[[], Generator[Any, None, None] | None] = lambda: None
+        self._loop: weakref.ref[Generator[Any, None, None]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, as on a rank that joins, has begun no loop of its own.
+        return {**self.__dict__, "_loop": None}
 
     def __iter__(self) -> Iterator[Any]:
         # An error's traceback may keep the last loop, and its workers, alive.
-        left = self._loop()
+        left = None if self._loop is None else self._loop()
         if left is not None:
             left.close()
         loop = self._rest_of_epoch()
@@ -72,8 +80,10 @@ class Loader:
         return loop
 
     def _rest_of_epoch(self) -> Generator[Any, None, None]:
-        self._size = place_in(self._group)[1]
-        parts = on_device(self._parts(), self.device)
+        self._size = self._place()[1]
+        parts = self._parts()
+        if self.device is not None:
+            parts = on_device(parts, self.device)
         try:
             self.waits.begin()
             while (part := next(parts, None)) is not None:
@@ -93,12 +103,12 @@ class Loader:
         Raises:
             TypeError: the data are a stream that does not say its length.
         """
-        total = self.global_batch_size or place_in(self._group)[1]
+        total = self.global_batch_size or self._place()[1]
         full, rest = divmod(len(self.dataset), total)
         return full + (rest > 0 and not self._drop_last)
 
     def _parts(self) -> Iterator[Part]:
-        rank, size = place_in(self._group)
+        rank, size = self._place()
         batch_size = self.global_batch_size or size
         if isinstance(self.sampler, Sampler):
             self.sampler.batch_size = batch_size
@@ -108,7 +118,7 @@ class Loader:
 
     def _count(self, part: Part) -> None:
         """The part goes out: its global batch is used, on every rank."""
-        self._local, self._total = part.local, part.total
+        self._local, self.in_hand = part.local, part.total
         self.sampler.position += part.total
 
     # -- the last batch --------------------------------------------------------------
@@ -122,7 +132,7 @@ class Loader:
         0.0 where this rank's part is empty: there take `average`, for a mean of nothing
         is not a number.
         """
-        return self._local * self._size / self._total if self._total else 1.0
+        return self._local * self._size / self.in_hand if self.in_hand else 1.0
 
     def average(self, losses: Tensor) -> Tensor:
         """This rank's part of the mean loss over the global batch handed out last.
@@ -238,10 +248,10 @@ def loader(
         how,
         sampler,
         total,
+        partial(place_in, group),
         drop_last=drop_last,
         device=target,
         join=join,
-        group=group,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -140,6 +141,14 @@ def test_a_loop_goes_on_where_it_was_left():
     assert flat(hand_out(ranks, 2)) == [0, 1, 2, 3, 4, 5]
     assert flat(hand_out(ranks)) == [6, 7, 8, 9]
     assert ranks[0].sampler.epoch == 1
+
+
+def test_a_copy_for_a_rank_that_joins_goes_on_there_too():
+    batches = loader(torch.arange(12), 2, shuffle=False, num_workers=0)
+    loop = iter(batches)
+    assert next(loop).tolist() == [0, 1]
+    copy = pickle.loads(pickle.dumps(batches))
+    assert next(iter(copy)).tolist() == next(loop).tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("dataset", [Numbers(7), Stream(7)])

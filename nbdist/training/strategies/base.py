@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from nbdist.collectives import all_reduce, broadcast, default_group
 from nbdist.errors import UsageError
+from nbdist.training._fetch import Fetching
+from nbdist.training._whole import whole
+from nbdist.training.loader import Loader
 
-from .batches import Batches, Divide
+from .divide import Divide
 
 __all__ = ["Strategy", "begin_alike"]
 
@@ -35,7 +38,7 @@ class Strategy(ABC):
     """
 
     def __init__(self) -> None:
-        self._batches: Batches | None = None
+        self._batches: Loader | None = None
 
     @property
     def replica(self) -> int | None:
@@ -71,8 +74,8 @@ class Strategy(ABC):
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-    ) -> Batches:
-        """A loader of this replica's shares of global batches.
+    ) -> Loader:
+        """A loader of this replica's shares of global batches, as `nbdist.loader`'s.
 
         Every sample is in one replica's share; the last batch may be a smaller one. A
         replica for which nothing is left there gets a batch of no samples, so that all
@@ -86,20 +89,24 @@ class Strategy(ABC):
             drop_last: leave out a last batch that is not full.
             collate_fn, num_workers: as DataLoader's.
         """
-        self._batches = Batches(
+        order = Divide(
             dataset,
-            Divide(
-                dataset,
-                global_batch_size,
-                lambda: (self.replica or 0, self.num_replicas),
-                shuffle=shuffle,
-                seed=seed,
-                drop_last=drop_last,
-            ),
-            collate_fn=collate_fn,
-            num_workers=num_workers,
+            global_batch_size,
+            self._place,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
         )
+        how = Fetching(
+            collate=collate_fn or default_collate,
+            workers=whole("num_workers", num_workers, 0),
+        )
+        self._batches = Loader(dataset, how, order, global_batch_size, self._place)
         return self._batches
+
+    def _place(self) -> tuple[int, int]:
+        """(replica, number of replicas), as they are now."""
+        return self.replica or 0, self.num_replicas
 
     def run(
         self,
