@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbdist.errors import UsageError
+from nbdist.training.elastic.commit import Commit
 from nbdist.training.elastic.ranks import broadcast_tree, ranks
-from nbdist.training.elastic.state import Commit, State
+from nbdist.training.elastic.state import State
 
 __all__ = ["meet"]
 

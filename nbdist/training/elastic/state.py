@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.training import checkpoint
 from nbdist.training._whole import whole
 from nbdist.training.elastic import tree
+from nbdist.training.elastic.commit import Commit, read_values, write_commit
 from nbdist.training.elastic.coordinator import coordinator
 from nbdist.training.elastic.ranks import Ranks, broadcast_tree, ranks
+from nbdist.training.elastic.values import captured, put, unwrapped
 
-__all__ = ["Commit", "SizeChange", "State", "unwrapped"]
+__all__ = ["SizeChange", "State"]
 
 OnReset = Callable[[int, int], object]
 
@@ -32,17 +29,6 @@ class SizeChange(BaseException):
 
     No `except Exception` of the training may catch it.
     """
-
-
-@dataclass(frozen=True)
-class Commit:
-    """The values of one commit."""
-
-    number: int
-    """Counts from 1; 0 where the values are of no commit yet."""
-    size: int
-    """Of the world that made it."""
-    values: dict[str, Any]
 
 
 class State:
@@ -211,25 +197,10 @@ class State:
 
     def _capture(self) -> dict[str, Any]:
         """The values as a tree that shares their tensors."""
-        captured = {}
-        for name, value in self._objects.items():
-            value = unwrapped(value)
-            captured[name] = value.state_dict() if _is_stateful(value) else value
-        return captured
+        return {name: captured(value) for name, value in self._objects.items()}
 
     def _put(self, name: str, values: Any) -> None:
-        """Give one value, which takes nothing of the tree for its own."""
-        live = unwrapped(self._objects[name])
-        if isinstance(live, nn.Module):
-            live.load_state_dict(values)
-        elif _is_stateful(live):
-            # An optimizer would go on with these very tensors.
-            live.load_state_dict(tree.clone(values))
-        elif isinstance(live, Tensor) and _alike(live, values):
-            with torch.no_grad():
-                live.copy_(values)
-        else:
-            self._objects[name] = tree.clone(values)
+        self._objects[name] = put(self._objects[name], values)
 
     def _call_back(self, old_size: int, new_size: int) -> None:
         for callback in self._callbacks:
@@ -290,7 +261,7 @@ class State:
                 f"{opened.path} holds {', '.join(names)}, and this State has "
                 f"{', '.join(self._objects)}: give State the same names"
             )
-        values = _read_values(opened, trusted=trusted)
+        values = read_values(opened, trusted=trusted)
         for name in names:
             self._put(name, values[name])
         header = opened.header
@@ -311,54 +282,6 @@ class State:
         """Write the last commit to a file, from any thread of a paused rank."""
         if self._committed.number:
             write_commit(path, self._committed, keep_previous=False)
-
-
-def write_commit(path: Path, commit: Commit, *, keep_previous: bool = True) -> None:
-    """Write a commit to a file."""
-    payload = io.BytesIO()
-    torch.save(commit.values, payload)
-    header = {
-        "commit": commit.number,
-        "size": commit.size,
-        "names": list(commit.values),
-        "time": time.time(),
-    }
-    checkpoint.write(path, header, payload.getbuffer(), keep_previous=keep_previous)
-
-
-def _read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
-    on_gpu = torch.cuda.is_available()
-    with checkpoint.read(opened) as file:
-        payload = io.BytesIO(file.read())
-    try:
-        values: dict[str, Any] = torch.load(
-            payload, map_location=None if on_gpu else "cpu", weights_only=not trusted
-        )
-    except Exception as error:  # whatever unpickling raises; the digest was right
-        hint = (
-            "" if trusted else "; if you trust the file, state.load(path, trusted=True)"
-        )
-        raise CheckpointError(
-            f"{opened.path} cannot be loaded: {error}{hint}"
-        ) from error
-    return values
-
-
-def unwrapped(value: Any) -> Any:
-    """The module in a DDP; anything else as it is."""
-    return value.module if isinstance(value, DistributedDataParallel) else value
-
-
-def _is_stateful(value: object) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _alike(live: Tensor, values: object) -> bool:
-    return (
-        isinstance(values, Tensor)
-        and live.shape == values.shape
-        and live.dtype == values.dtype
-    )
 
 
 def _unknown(name: str, objects: dict[str, Any]) -> str:
