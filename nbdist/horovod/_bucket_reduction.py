@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ._allgather import allgather
-from ._allreduce import allreduce_, reduction
+from ._allreduce import allreduce_
 from ._compression import Compressor
 from ._coordinator import Coordinator
 from ._process_sets import ProcessSet, coordinator_of
 from ._reduce_ops import Average, ReduceOp, Sum
+from ._reduction import reduction
 from ._scaling import Scaling
 
 __all__ = ["BucketReduction"]

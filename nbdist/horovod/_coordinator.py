@@ -17,49 +17,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-import torch
+from nbdist.collectives import Group, all_gather_object, signature
+from nbdist.errors import CollectiveAborted, CollectiveMismatch, UsageError
 
-from nbdist.collectives import Group, Signature, all_gather_object, signature
-from nbdist.errors import (
-    CollectiveAborted,
-    CollectiveMismatch,
-    UnsupportedCollective,
-    UsageError,
-)
-
-from ._reduce_ops import neutral
-from ._request import Request, StandIn
+from ._offers import JOIN, Offer, Offers, in_common, needs_all, nothing_in_common
+from ._request import Request
 
 __all__ = ["Coordinator"]
-
-JOIN = "join"
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """A call that a rank has made and that is not done."""
-
-    kind: Signature
-    meets: bool
-    stand_in: StandIn | None
-
-
-@dataclass(frozen=True)
-class _Offers:
-    """What one rank tells the others."""
-
-    calls: dict[str, _Offer]
-    """By name, in the order in which they were made."""
-    waits: bool
-    """Whether it makes no further call before one of these is done."""
-    unnamed: Counter[str]
-    """How many calls without a name it has made so far."""
-
-    @property
-    def joined(self) -> bool:
-        return JOIN in self.calls
 
 
 class Coordinator:
@@ -266,7 +231,7 @@ class Coordinator:
         """
         while self._pending and self._generation == self.group.generation:
             try:
-                table: list[_Offers] = all_gather_object(
+                table: list[Offers] = all_gather_object(
                     self._offers(), group=self.group
                 )
             except CollectiveMismatch:
@@ -278,18 +243,16 @@ class Coordinator:
                 return
             self._await_news()
 
-    def _offers(self) -> _Offers:
+    def _offers(self) -> Offers:
         with self._changed:
             self._stirred = False
             calls = {
-                name: _Offer(request.kind, request.meets, request.stand_in)
+                name: Offer(request.kind, request.meets, request.stand_in)
                 for name, request in self._pending.items()
             }
-            return _Offers(calls, self._waiting > 0, self._unnamed)
+            return Offers(calls, self._waiting > 0, self._unnamed)
 
-    def _settle(
-        self, table: list[_Offers], mismatch: CollectiveMismatch | None
-    ) -> bool:
+    def _settle(self, table: list[Offers], mismatch: CollectiveMismatch | None) -> bool:
         """Act on what the ranks have told. Whether that was all there is to say."""
         joined = frozenset(rank for rank, each in enumerate(table) if each.joined)
         newly = joined - self._joined or joined
@@ -300,20 +263,19 @@ class Coordinator:
                 self._unnamed |= each.unnamed
             self._end_join(max(newly))
             return True
-        leader = active[0].calls
-        common = [name for name in leader if all(name in each.calls for each in active)]
-        for name in common:
-            self._make_agreed(name, leader[name], bool(joined))
+        common = in_common(active)
+        for name, offer in common.items():
+            self._make_agreed(name, offer, bool(joined))
         if not common and all(each.waits for each in table):
-            self._fail_all(_nothing_in_common(table, self.group.ranks, mismatch))
+            self._fail_all(nothing_in_common(table, self.group.ranks, mismatch))
             return True
         return bool(common)
 
-    def _make_agreed(self, name: str, offer: _Offer, some_joined: bool) -> None:
+    def _make_agreed(self, name: str, offer: Offer, some_joined: bool) -> None:
         request = self._pending.get(name)
         if some_joined and offer.stand_in is None:
             if request is not None:
-                self._finish(request, _needs_all(offer.kind))
+                self._finish(request, needs_all(offer.kind))
             return
         if request is None:
             request = self._stand_in(name, offer)
@@ -322,21 +284,10 @@ class Coordinator:
         except CollectiveMismatch as error:  # one name for two things
             self._finish(request, error)
 
-    def _stand_in(self, name: str, offer: _Offer) -> Request:
+    def _stand_in(self, name: str, offer: Offer) -> Request:
         """A call of others', with elements that change nothing."""
-        what = offer.stand_in
-        assert what is not None
-        device = torch.device(what.device)
-        tensors = [
-            torch.full((length,), neutral(what.op, dtype), dtype=dtype, device=device)
-            for dtype, length in what.parts
-        ]
-        transport = self.group.transport(what.device)
-
-        def body() -> None:
-            for tensor in tensors:
-                transport.all_reduce(tensor, what.op)
-
+        assert offer.stand_in is not None
+        body = offer.stand_in.body(self.group.transport(offer.stand_in.device))
         return Request(name, offer.kind, body, self.abort, meets=offer.meets)
 
     def _end_join(self, last: int) -> None:
@@ -354,23 +305,3 @@ class Coordinator:
             self._changed.wait_for(
                 lambda: self._stirred or self._waiting or self.group.spent
             )
-
-
-def _needs_all(kind: Signature) -> UnsupportedCollective:
-    return UnsupportedCollective(
-        f"{kind.operation}: a rank has joined, and only Sum, Average, Min, Max and "
-        "Product can go on without it; make this call before any rank joins"
-    )
-
-
-def _nothing_in_common(
-    table: list[_Offers],
-    ranks: tuple[int, ...],
-    mismatch: CollectiveMismatch | None,
-) -> CollectiveMismatch:
-    lines = ["every rank waits, and no call was made by all of them:"]
-    for rank, offers in zip(ranks, table, strict=True):
-        lines.append(f"rank {rank} waits for {', '.join(offers.calls)}")
-    if mismatch is not None:
-        lines.append(str(mismatch))
-    return CollectiveMismatch("\n".join(lines))

@@ -12,7 +12,10 @@ from torch import Tensor
 from nbdist.collectives import Handle, Signature, signature
 from nbdist.collectives._place import Place, find_place
 from nbdist.collectives._streams import on_side_stream
+from nbdist.collectives._transport import Transport
 from nbdist.errors import UsageError
+
+from ._reduce_ops import neutral
 
 __all__ = ["Request", "StandIn", "copied", "named"]
 
@@ -31,6 +34,20 @@ class StandIn:
         """For a reduction of these flat tensors."""
         parts = tuple((each.dtype, each.numel()) for each in tensors)
         return cls(op, parts, tensors[0].device.type)
+
+    def body(self, transport: Transport) -> Callable[[], None]:
+        """Takes part in the reduction with elements that change nothing."""
+        device = torch.device(self.device)
+        tensors = [
+            torch.full((length,), neutral(self.op, dtype), dtype=dtype, device=device)
+            for dtype, length in self.parts
+        ]
+
+        def stand_in() -> None:
+            for tensor in tensors:
+                transport.all_reduce(tensor, self.op)
+
+        return stand_in
 
 
 class Request:
