@@ -36,6 +36,8 @@ class CollectiveConfig:
     moved while its neighbours are copied (NBDIST_STAGING_BYTES)."""
     check: bool = True
     """Compare the ranks' calls; off only to measure the cost (NBDIST_CHECK=0)."""
+    compiled: bool = True
+    """Use the compiled part, where all ranks have it (NBDIST_COMPILED=0)."""
 
     @classmethod
     def from_environment(cls) -> CollectiveConfig:
@@ -47,6 +49,7 @@ class CollectiveConfig:
             gpu_slot_bytes=int(environment("GPU_SLOT_BYTES", str(cls.gpu_slot_bytes))),
             staging_bytes=int(environment("STAGING_BYTES", str(cls.staging_bytes))),
             check=environment("CHECK", "1") != "0",
+            compiled=environment("COMPILED", "1") != "0",
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nbdist.errors import UnsupportedCollective, UsageError
 
-from ._flat import Flat
+from ._flat import Flat, is_plain
 from .group import Group, default_group
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "check_list",
     "check_same",
     "flatten",
+    "is_plain",
     "resolve",
     "root_position",
     "split_evenly",

@@ -19,6 +19,8 @@ from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 
 from . import _semaphore
+from ._compiled_reduction import CompiledReductions
+from ._crossing import find_compiled
 from ._cuda_aware import takes_device_memory
 from ._devices import gpu_transports
 from ._gate import Gate, MessageGate
@@ -163,7 +165,11 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     elif shared is not None:
         gate, memory = shared
         slots = Slots(memory, comm.rank, comm.size)
-        cpu["shared"] = cpu["auto"] = SharedTransport(gate, slots, hooks)
+        reductions = None
+        if gate.compiled is not None:
+            reductions = CompiledReductions(gate.compiled, gate, slots, hooks)
+        cpu["shared"] = SharedTransport(gate, slots, hooks, reductions)
+        cpu["auto"] = cpu["shared"]
     elif config.transport == "shared":
         raise UsageError("transport 'shared': the ranks are not all on one host")
     if config.transport in _MESSAGES:
@@ -185,6 +191,7 @@ class _Card:
     host: str
     cores: frozenset[int]
     segment: str | None
+    compiled: bool
 
 
 def _share(
@@ -198,7 +205,9 @@ def _share(
     head = pages * mmap.PAGESIZE
     size = head + slots_bytes(comm.size, config.slot_bytes)
     segment = _create(size) if comm.rank == 0 and _semaphore.AVAILABLE else None
-    card = _Card(_host(), _cores(), segment.address if segment else None)
+    compiled = find_compiled() if config.compiled else None
+    address = segment.address if segment else None
+    card = _Card(_host(), _cores(), address, compiled is not None)
     cards = _swap_cards(comm, card, hooks.check)
     if len({each.host for each in cards}) == 1 and cards[0].segment and segment is None:
         segment = _open(cards[0].segment, size)
@@ -209,7 +218,9 @@ def _share(
     cores = {core for each in cards for core in each.cores}
     spins = _SPINS if len(cores) >= comm.size else 0
     view = memoryview(segment.memory)
-    gate = SharedGate(view[:head], comm.rank, comm.size, spins, hooks.on_late)
+    if not all(each.compiled for each in cards):
+        compiled = None  # all ranks reduce with the same code, to the same bits
+    gate = SharedGate(view[:head], comm.rank, comm.size, spins, hooks.on_late, compiled)
     gate.prepare()
     _swap_cards(comm, True, hooks.check)
     return gate, torch.frombuffer(view[head:], dtype=torch.uint8)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Flat"]
+__all__ = ["Flat", "is_plain"]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a strided tensor lies densely, its values as its dtype says."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 class Flat:
@@ -27,8 +32,7 @@ class Flat:
             tensor = tensor.detach()
         self._original: Tensor | None = None
         device = torch.device("cpu") if on_host else tensor.device
-        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if plain and tensor.device == device:
+        if is_plain(tensor) and tensor.device == device:
             self.tensor = tensor if tensor.dim() == 1 else tensor.view(-1)
         else:
             self._original = tensor

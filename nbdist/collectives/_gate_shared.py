@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
+from types import ModuleType
 
 from nbdist.errors import CollectiveAborted
 
 from . import _semaphore as semaphore
+from ._crossing import make_crossing
 from ._gate import RECORD_BYTES, Gate
 from ._wait import Check
 
 __all__ = ["SharedGate"]
 
 _LINE = 64
-_YIELDS = 100
-"""Some 50 microseconds: waking a sleeper takes as long as that."""
-_NAP_S = 0.05
-"""Longest sleep between two looks at `check`; a wake ends it sooner."""
 
 
 class SharedGate(Gate):
-    """Ranks of one host meet here in a few microseconds.
+    """Ranks of one host meet here in a microsecond or two.
 
     Each rank posts to every other and waits for every other. Nobody can be two steps
     ahead of anybody, so that words, and slots of data, need two places each: those of
@@ -42,6 +39,7 @@ class SharedGate(Gate):
         size: int,
         spins: int,
         on_late: Callable[[], None],
+        compiled: ModuleType | None,
     ) -> None:
         """Map the gate; the memory must be zeroed, and each rank calls `prepare` next.
 
@@ -51,35 +49,44 @@ class SharedGate(Gate):
             size: number of ranks.
             spins: how often to look before giving up the core; 0 where ranks share it.
             on_late: called once in each wait that takes longer than a nap.
+            compiled: the compiled part, where there is one.
         """
-        self.step = 0
-        """Times this gate was passed. Its lowest bit says which place is in use."""
-        self.rank = self._rank = rank
-        self.size = self._size = size
+        self.rank = rank
+        self.size = size
+        self.compiled = compiled
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._spins = spins
         self._on_late = on_late
-        self._woken = False
-        self._waiting_for = 0
-        self._map(memory, size)
+        self._waiting = False
+        self._map(memory, spins)
 
-    def _map(self, memory: memoryview, size: int) -> None:
-        self._closed = memory[:_LINE].cast("q")
+    def _map(self, memory: memoryview, spins: int) -> None:
+        size, rank = self.size, self.rank
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         words_end = _LINE * (2 * size + 1)
-        words = memory[_LINE:words_end].cast("q")
-        line = _LINE // 8
-        self._words = [words[: size * line : line], words[size * line :: line]]
-        base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + words_end
         pitch = semaphore.SEMAPHORE_BYTES
 
         def place(source: int, target: int) -> int:
-            return base + (target * size + source) * pitch
+            return start + words_end + (target * size + source) * pitch
 
-        self._inbound = [place(peer, self._rank) for peer in self._peers]
-        self._outbound = [place(self._rank, peer) for peer in self._peers]
-        start = words_end + size * size * pitch
+        self._inbound = [place(peer, rank) for peer in self._peers]
+        self._outbound = [place(rank, peer) for peer in self._peers]
+        self.crossing = make_crossing(
+            self._inbound,
+            self._outbound,
+            [
+                start + _LINE * (1 + parity * size + each)
+                for parity in range(2)
+                for each in (rank, *self._peers)
+            ],
+            start,
+            spins,
+            self.compiled,
+        )
+        """This rank's way through; `step` tells which of two places is in use."""
+        self._closed = memory[:_LINE].cast("q")
+        records = words_end + size * size * pitch
         self._records = [
-            memory[start + i * RECORD_BYTES :][:RECORD_BYTES] for i in range(2 * size)
+            memory[records + i * RECORD_BYTES :][:RECORD_BYTES] for i in range(2 * size)
         ]
 
     def prepare(self) -> None:
@@ -88,39 +95,21 @@ class SharedGate(Gate):
             semaphore.initialise(address)
 
     def arrive(self, word: int, check: Check) -> bool:
-        words = self._words[self.step & 1]
-        words[self._rank] = word
-        self.pass_through(check)
-        return all([words[peer] == word for peer in self._peers])  # noqa: C419 - faster
+        agreed = self.crossing.cross(word)
+        return self._wait(check) if agreed is None else agreed
 
     def pass_through(self, check: Check) -> None:
         """Wait for all ranks, without comparing anything."""
-        post, try_wait = semaphore.post, semaphore.try_wait
-        for address in self._outbound:
-            post(address)
-        for address in self._inbound:
-            if try_wait(address):
-                self._take(address, check)
-        self.step += 1
-        if self._woken or self._closed[0]:
-            self._explain(check)
+        self.arrive(0, check)
 
-    def _take(self, address: int, check: Check) -> None:
-        try_wait = semaphore.try_wait
-        for _ in range(self._spins):
-            if try_wait(address) == 0:
-                return
-        for _ in range(_YIELDS):
-            os.sched_yield()  # to the rank we wait for, where ranks share cores
-            if try_wait(address) == 0:
-                return
-        self._waiting_for = address
-        late = False
-        while not semaphore.wait(address, _NAP_S):
+    def _wait(self, check: Check) -> bool:
+        self._waiting = True
+        self._explain(check)
+        self._on_late()
+        while (agreed := self.crossing.resume()) is None:
             self._explain(check)
-            if not late:
-                late = True
-                self._on_late()
+        self._waiting = False
+        return agreed
 
     def _explain(self, check: Check) -> None:
         """Raise if this rank was aborted or another one has left."""
@@ -131,26 +120,21 @@ class SharedGate(Gate):
             raise CollectiveAborted(f"rank {left - 1} of the group left it: {reason}")
 
     def exchange(self, record: bytes, check: Check) -> list[bytes]:
-        self._records[self._rank][:] = record.ljust(RECORD_BYTES, b"\0")
+        self._records[self.rank][:] = record.ljust(RECORD_BYTES, b"\0")
         self.pass_through(check)
         found = [bytes(each) for each in self._records[: len(self._peers) + 1]]
         self.pass_through(check)  # all have read: the place is free again
         return found
 
     def missing(self) -> list[int]:
-        if self._waiting_for not in self._inbound:
+        if not self._waiting:
             return []
-        first = self._inbound.index(self._waiting_for)
-        return [
-            peer
-            for peer, address in zip(
-                self._peers[first:], self._inbound[first:], strict=True
-            )
-            if semaphore.try_wait(address) != 0
-        ]
+        first = self.crossing.waiting_for
+        late = zip(self._peers[first:], self._inbound[first:], strict=True)
+        return [peer for peer, address in late if semaphore.try_wait(address) != 0]
 
     def wake(self) -> None:
-        self._woken = True
+        self.crossing.stopped = True
         for address in self._inbound:
             semaphore.post(address)
 
@@ -158,17 +142,17 @@ class SharedGate(Gate):
         if self._closed[0]:
             return  # the first who left is the reason for the others
         text = reason.encode()[:RECORD_BYTES]
-        self._records[self._rank][:] = text.ljust(RECORD_BYTES, b"\0")
-        self._closed[0] = self._rank + 1
+        self._records[self.rank][:] = text.ljust(RECORD_BYTES, b"\0")
+        self._closed[0] = self.rank + 1
         for address in self._outbound:
             semaphore.post(address)
 
     def leave_note(self, note: str) -> None:
         text = note.encode()[:RECORD_BYTES]
-        self._records[self._size + self._rank][:] = text.ljust(RECORD_BYTES, b"\0")
+        self._records[self.size + self.rank][:] = text.ljust(RECORD_BYTES, b"\0")
 
     def notes(self) -> list[str]:
-        return [_text(record) for record in self._records[self._size :]]
+        return [_text(record) for record in self._records[self.size :]]
 
     def close(self) -> None:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ._wait import Check
 
@@ -16,6 +17,8 @@ class Hooks:
 
     meet: Callable[[], None]
     """Passes the gate with the running call's signature."""
+    differ: Callable[[], NoReturn]
+    """Raises, when the ranks have arrived with different signatures."""
     check: Check
     """Raises when the running call must end."""
     on_late: Callable[[], None]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ._wait import Check
 
-__all__ = ["Transport"]
+__all__ = ["Reduction", "Transport"]
+
+Reduction = Callable[[Tensor], None]
+"""All-reduces a contiguous tensor in place, of the kind that it was made for."""
 
 
 class Transport(ABC):
@@ -30,6 +34,16 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Reduce in place; the same bits on all ranks."""
+
+    def prepare_all_reduce(
+        self, op: str, dtype: torch.dtype, length: int, word: int
+    ) -> Reduction | None:
+        """An `all_reduce` for one kind of tensor, to be kept; None where there is none.
+
+        It takes tensors of any shape with that many elements, and passes the gate by
+        itself, with `word`. All ranks get one, or none does.
+        """
+        return None
 
     @abstractmethod
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:

@@ -13,11 +13,12 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ._compiled_reduction import CompiledReductions
 from ._gate_shared import SharedGate
 from ._hooks import Hooks
 from ._reduction import reduce_rows
 from ._slots import Grid, Place, Slots
-from ._transport import Transport
+from ._transport import Reduction, Transport
 
 __all__ = ["SharedTransport"]
 
@@ -33,11 +34,25 @@ class SharedTransport(Transport):
     one_shot_bytes: ClassVar[int] = 32 * 1024
     """Above this, with three ranks or more, each rank reduces only its own share."""
 
-    def __init__(self, gate: SharedGate, slots: Slots, hooks: Hooks) -> None:
-        """Use slots in memory that all ranks of the gate map."""
+    def __init__(
+        self,
+        gate: SharedGate,
+        slots: Slots,
+        hooks: Hooks,
+        compiled: CompiledReductions | None = None,
+    ) -> None:
+        """Use slots in memory that all ranks of the gate map.
+
+        Args:
+            gate: where they meet.
+            slots: the memory.
+            hooks: the group's.
+            compiled: does the all-reduces it can do; on all ranks, or on none.
+        """
         self._gate, self._hooks = gate, hooks
         self._rank, self._size = gate.rank, gate.size
         self._slots = slots
+        self._compiled = compiled
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         length = len(tensor)
@@ -49,6 +64,13 @@ class SharedTransport(Transport):
             self._reduce_at_once(tensor, op, wanted=True)
         else:
             self._reduce_everywhere(tensor, op)
+
+    def prepare_all_reduce(
+        self, op: str, dtype: torch.dtype, length: int, word: int
+    ) -> Reduction | None:
+        if self._compiled is None:
+            return None
+        return self._compiled.make(op, dtype, length, word)
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         wanted = self._rank == root
@@ -232,7 +254,7 @@ class SharedTransport(Transport):
     @property
     def _parity(self) -> int:
         """Which of the two places this step uses."""
-        return self._gate.step & 1
+        return self._gate.crossing.step & 1
 
     def _pass(self, first: bool) -> None:
         """Wait for all ranks; the first time in a call, compare signatures too."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from torch import Tensor
 
-from ._arguments import Flat, resolve
+from ._arguments import Flat, is_plain, resolve
 from ._handle import Handle
 from ._reduction import ReduceOp, parse_op
 from ._signature import signature
@@ -43,16 +45,28 @@ def all_reduce(
         CollectiveMismatch, CollectiveTimeout, CollectiveAborted: see `Group.run`.
     """
     group = resolve(tensor, group)
+    prepared = None
+    if algorithm == "auto" and tensor.is_cpu:
+        prepared = group.prepared_all_reduce(op, tensor.dtype, tensor.shape)
+    if prepared is not None:
+        kind, reduce = prepared
+        body = partial(reduce, tensor) if is_plain(tensor) else _flat(reduce, tensor)
+        return group.run(kind, body, meets=True, async_op=async_op, timeout=timeout)
     op = parse_op(op, tensor.dtype)
     device = tensor.device.type
     transport = group.transport(tensor.device, algorithm)
     kind = signature("all_reduce", op, None, tensor.dtype, tensor.shape, device)
-    flat = Flat(tensor)
-
-    def body() -> None:
-        transport.all_reduce(flat.tensor, op)
-        flat.write_back()
-
+    body = _flat(partial(transport.all_reduce, op=op), tensor)
     return group.run(
         kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
     )
+
+
+def _flat(reduce: Callable[[Tensor], None], tensor: Tensor) -> Callable[[], None]:
+    flat = Flat(tensor)
+
+    def body() -> None:
+        reduce(flat.tensor)
+        flat.write_back()
+
+    return body

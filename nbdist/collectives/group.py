@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import NoReturn
 
 import torch
 from mpi4py import MPI
@@ -34,9 +35,10 @@ from ._handle import Handle
 from ._hooks import Hooks
 from ._mailbox import Mailbox, MailHooks, Message
 from ._place import Place, find_place
+from ._reduction import ReduceOp, parse_op
 from ._signature import Signature, signature
 from ._streams import on_side_stream
-from ._transport import Transport
+from ._transport import Reduction, Transport
 from ._wait import seconds
 from ._waiters import Waiter, waiters
 from ._worker import Worker
@@ -56,6 +58,7 @@ __all__ = [
 
 _live: set[Group] = set()
 """Every group that is not closed. Held, for all members must renew the same ones."""
+_KEPT = 512
 _numbers = itertools.count()
 _FINISH_WITHIN_S = 10.0
 """A device that takes longer waits for a rank that does not come."""
@@ -113,8 +116,9 @@ class Group:
         _live.add(self)
 
     def _connect(self) -> None:
-        hooks = Hooks(self._meet, self._check, _leave_notes)
+        hooks = Hooks(self._meet, self._differ, self._check, _leave_notes)
         self._connection: Connection = connect(self.comm, self.config, hooks)
+        self._prepared: dict[object, tuple[Signature, Reduction] | None] = {}
         mail_hooks = MailHooks(self.raise_if_aborted, self._wait_for, self.abort)
         self.mailbox = Mailbox(self._connection.mail, mail_hooks)
         """Point-to-point messages among the members."""
@@ -148,6 +152,36 @@ class Group:
         kind = signature("first_on_gpu", None, None, None, (), device.type)
         with torch.cuda.device(device):
             self.run(kind, self._connection.add_gpu)
+
+    def prepared_all_reduce(
+        self, op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[Signature, Reduction] | None:
+        """What "auto" does for dense tensors of one kind in host memory, ready made.
+
+        None, on all ranks, where the transport must look at the tensor.
+
+        Raises:
+            UsageError, UnsupportedCollective: see `parse_op`.
+        """
+        key = (op, dtype, shape)
+        try:
+            return self._prepared[key]
+        except KeyError:
+            found = self._prepare(*key)
+        if len(self._prepared) >= _KEPT:  # shapes that never repeat
+            self._prepared.clear()
+        self._prepared[key] = found
+        return found
+
+    def _prepare(
+        self, op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[Signature, Reduction] | None:
+        name = parse_op(op, dtype)
+        kind = signature("all_reduce", name, None, dtype, shape, "cpu")
+        word = kind.word if self.config.check else 0
+        transport = self._connection.transport("cpu", "auto")
+        found = transport.prepare_all_reduce(name, dtype, math.prod(shape), word)
+        return None if found is None else (kind, found)
 
     def run(
         self,
@@ -258,18 +292,21 @@ class Group:
         assert call is not None
         word = call.kind.word if self.config.check else 0
         if not self._connection.gate.arrive(word, self._check):
-            raise CollectiveMismatch(self._explain_mismatch(call))
+            self._differ()
+
+    def _differ(self) -> NoReturn:
+        call = self._call
+        assert call is not None
+        record = pickle.dumps(call.record(self.ranks[self.rank]))
+        records = self._connection.gate.exchange(record, self._check)
+        table = describe_mismatch([pickle.loads(each) for each in records])
+        raise CollectiveMismatch(table)
 
     def _check(self) -> None:
         if self._error is not None:
             self.raise_if_aborted()
         if time.monotonic() > self._deadline:
             raise _OutOfTime
-
-    def _explain_mismatch(self, call: Call) -> str:
-        record = pickle.dumps(call.record(self.ranks[self.rank]))
-        records = self._connection.gate.exchange(record, self._check)
-        return describe_mismatch([pickle.loads(each) for each in records])
 
     def _explain_timeout(self, call: Call) -> str:
         gate = self._connection.gate

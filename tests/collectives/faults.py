@@ -49,7 +49,9 @@ def run_all(
 
 
 def make(transport: str, timeout_s: float | None = 30.0) -> nc.Group:
-    group = nc.Group(COMM, config=CollectiveConfig(transport, timeout_s))
+    name, _, how = transport.partition(", ")
+    config = CollectiveConfig(name, timeout_s, compiled=how != "in Python")
+    group = nc.Group(COMM, config=config)
     nc.set_default_group(group)
     if torch.get_default_device().type == "cuda":
         nc.all_reduce(torch.ones(1))  # the first finds the transports for GPUs

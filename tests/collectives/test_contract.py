@@ -27,11 +27,22 @@ def errors(request: pytest.FixtureRequest) -> Errors:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_contract(errors: Errors, transport: str) -> None:
+    assert_clean(errors[transport])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_contract_without_the_compiled_part(size: int) -> None:
+    name = "shared, in Python"
+    results: list[Errors] = launch(size, CONTRACT, "run_all", [name], deadline_s=200)
+    assert_clean(results[0][name])
+
+
+def assert_clean(errors: dict[str, list[str | None]]) -> None:
     failures = [
         f"{case}, rank {rank}:\n{error}"
-        for case, per_rank in errors[transport].items()
+        for case, per_rank in errors.items()
         for rank, error in enumerate(per_rank)
         if error is not None
     ]
-    assert errors[transport]
+    assert errors
     assert not failures, "\n".join(failures)

@@ -11,13 +11,18 @@ from ranks import RanksFailed, launch
 
 FAULTS = str(Path(__file__).with_name("faults.py"))
 SIZE = 4
+SHARED = ["shared", "shared, in Python"]
 BODIES: list[tuple[str, tuple[object, ...]]] = [
     ("abort", ("shared",)),
+    ("abort", ("shared, in Python",)),
     ("abort", ("mpi",)),
     ("interrupt", ("shared",)),
+    ("interrupt", ("shared, in Python",)),
     ("interrupt", ("mpi",)),
     ("leave", ("shared",)),
+    ("leave", ("shared, in Python",)),
     ("time_out", ("shared",)),
+    ("time_out", ("shared, in Python",)),
     ("time_out", ("mpi",)),
     ("one_message_is_missing", ()),
     ("a_message_of_another_shape", ()),
@@ -45,23 +50,29 @@ def outcome() -> Outcome:
     return ask
 
 
-@pytest.mark.parametrize("transport", ["shared", "mpi"])
+@pytest.mark.parametrize("transport", [*SHARED, "mpi"])
 def test_abort_releases_every_kind_of_wait(outcome: Outcome, transport: str) -> None:
     outcome("abort", transport)
 
 
-@pytest.mark.parametrize("transport", ["shared", "mpi"])
+@pytest.mark.parametrize("transport", [*SHARED, "mpi"])
 def test_interrupt_ends_every_kind_of_wait(outcome: Outcome, transport: str) -> None:
     outcome("interrupt", transport)
 
 
-def test_a_rank_that_leaves_releases_the_others(outcome: Outcome) -> None:
-    for message in outcome("leave", "shared")[1:3]:
+@pytest.mark.parametrize("transport", SHARED)
+def test_a_rank_that_leaves_releases_the_others(
+    outcome: Outcome, transport: str
+) -> None:
+    for message in outcome("leave", transport)[1:3]:
         assert "rank 0 of the group left it: CollectiveTimeout: barrier #1" in message
 
 
-def test_a_time_out_says_who_is_missing_and_where_it_is(outcome: Outcome) -> None:
-    message = outcome("time_out", "shared")[0]
+@pytest.mark.parametrize("transport", SHARED)
+def test_a_time_out_says_who_is_missing_and_where_it_is(
+    outcome: Outcome, transport: str
+) -> None:
+    message = outcome("time_out", transport)[0]
     assert "broadcast #2" in message
     assert "Arrived: ranks 0, 1. Missing: ranks 2, 3." in message
     assert "rank 3: #1 all_reduce((7,), float32, cpu, op=sum)" in message
