@@ -50,7 +50,7 @@ clean:
 	rm -rf $(VENV) out
 
 # An extra of pyproject.toml, installed: .venv/.notebook stands for nbdist[notebook].
-$(VENV)/.%: pyproject.toml | $(VENV)/.torch
+$(VENV)/.%: pyproject.toml nbdist/collectives/_native.c | $(VENV)/.torch
 	$(RUN) -m pip install --quiet --editable '.[$*]'
 	@touch $@
 

@@ -101,6 +101,8 @@ class Connection:
         ]
         if self.gpu is not None and takes_device_memory():
             parts.append("CUDA-aware MPI (messages)")
+        if isinstance(self.gate, SharedGate) and self.gate.compiled is None:
+            parts.append("nothing compiled")
         return ", ".join(parts)
 
     def finish(self, check: Check) -> None:

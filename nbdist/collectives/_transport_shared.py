@@ -32,7 +32,7 @@ class SharedTransport(Transport):
     description: ClassVar[str] = "shared memory"
     meets: ClassVar[bool] = True
     one_shot_bytes: ClassVar[int] = 32 * 1024
-    """Above this, with three ranks or more, each rank reduces only its own share."""
+    """Above this, each rank reduces only its own share."""
 
     def __init__(
         self,
@@ -55,15 +55,7 @@ class SharedTransport(Transport):
         self._compiled = compiled
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        length = len(tensor)
-        fits = length <= self._slots.capacity(tensor.dtype)
-        small = fits and length * tensor.element_size() <= self.one_shot_bytes
-        if self._size > 2 and not small:
-            self._reduce_by_shares(tensor, op, wanted=True)
-        elif fits:
-            self._reduce_at_once(tensor, op, wanted=True)
-        else:
-            self._reduce_everywhere(tensor, op)
+        self._reduce(tensor, op, wanted=True)
 
     def prepare_all_reduce(
         self, op: str, dtype: torch.dtype, length: int, word: int
@@ -73,13 +65,7 @@ class SharedTransport(Transport):
         return self._compiled.make(op, dtype, length, word)
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
-        wanted = self._rank == root
-        length = len(tensor)
-        fits = length <= self._slots.capacity(tensor.dtype)
-        if fits and length * tensor.element_size() <= self.one_shot_bytes:
-            self._reduce_at_once(tensor, op, wanted)
-        else:
-            self._reduce_by_shares(tensor, op, wanted)
+        self._reduce(tensor, op, wanted=self._rank == root)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
         cut = [self._cut_pieces(each) for each in inputs]
@@ -131,6 +117,13 @@ class SharedTransport(Transport):
 
     # -- reductions ----------------------------------------------------------------
 
+    def _reduce(self, tensor: Tensor, op: str, wanted: bool) -> None:
+        fits = len(tensor) <= self._slots.capacity(tensor.dtype)
+        if fits and len(tensor) * tensor.element_size() <= self.one_shot_bytes:
+            self._reduce_at_once(tensor, op, wanted)
+        else:
+            self._reduce_by_shares(tensor, op, wanted)
+
     def _reduce_at_once(self, tensor: Tensor, op: str, wanted: bool) -> None:
         """One step: everybody writes all of it, everybody reduces all of it."""
         places = self._slots.places(tensor.dtype, len(tensor))
@@ -139,20 +132,6 @@ class SharedTransport(Transport):
         self._pass(first=True)
         if wanted:
             reduce_rows(op, slots, tensor)
-
-    def _reduce_everywhere(self, tensor: Tensor, op: str) -> None:
-        """The same in blocks: for two ranks no scheme moves less."""
-        blocks = self._cut(tensor)
-
-        def write(step: int, place: Place) -> None:
-            place.slots[self._rank].copy_(blocks[step])
-
-        def read(step: int, place: Place) -> None:
-            rows = place.slots.copy()
-            rows[self._rank] = blocks[step]  # equal, and in this core's cache
-            reduce_rows(op, rows, blocks[step])
-
-        self._run_blocks(blocks, write, read)
 
     def _reduce_by_shares(self, tensor: Tensor, op: str, wanted: bool) -> None:
         """Each rank reduces its share of each block; then all copy the results.
