@@ -17,6 +17,8 @@ from . import _semaphore as semaphore
 
 __all__ = ["Crossing", "PythonCrossing", "find_compiled", "make_crossing"]
 
+_EDITION = 1
+"""Of the compiled part: a checkout that was changed may still have an older one."""
 _YIELDS = 100
 """Some 50 microseconds: waking a sleeper takes as long as that."""
 _NAP_S = 0.05
@@ -48,11 +50,12 @@ class Crossing(Protocol):
 
 
 def find_compiled() -> ModuleType | None:
-    """The compiled part, where the installation has one."""
+    """The compiled part, where the installation has one that fits this code."""
     try:
-        return importlib.import_module("nbdist.collectives._native")
+        found = importlib.import_module("nbdist.collectives._native")
     except ImportError:
         return None
+    return found if getattr(found, "EDITION", 0) == _EDITION else None
 
 
 def make_crossing(
