@@ -446,29 +446,16 @@ def _contiguous(tensors: Any) -> Tensor:
 def _reduction(
     opts: Any, plain: _Call, premultiplied: _Call, *arguments: object
 ) -> _Call:
-    """The one of two functions that the reduce-op asks for, given all it needs."""
-    factor = _factor(opts)
-    if factor is None:
-        return functools.partial(plain, *arguments, _op(opts))
-    return functools.partial(premultiplied, *arguments, factor)
+    """The one of two functions that the reduce-op asks for, given all it needs.
 
-
-def _factor(opts: Any) -> float | Tensor | None:
-    """What PREMUL_SUM multiplies by; None for every other reduce-op."""
-    op = getattr(opts, "reduceOp", opts)
-    if getattr(op, "op", op) != dist.ReduceOp.PREMUL_SUM:
-        return None
-    factor: float | Tensor = op.__getstate__()[1]  # there is no other way to ask for it
-    return factor
-
-
-def _op(opts: Any) -> str:
-    """The reduce-op's name; c10d's default is a sum."""
-    if opts is None:
-        return "sum"
+    c10d's default is a sum.
+    """
     op = getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op)  # the enum, or an object around it
-    name = _OPS.get(kind)
-    if name is None:
-        raise NotImplementedError(f"nbdist has no reduce-op {kind}")
-    return name
+    name = "sum" if kind is None else _OPS.get(kind)
+    if name is not None:
+        return functools.partial(plain, *arguments, name)
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]  # there is no other way to ask for it
+        return functools.partial(premultiplied, *arguments, factor)
+    raise NotImplementedError(f"nbdist has no reduce-op {kind}")
