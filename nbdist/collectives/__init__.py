@@ -20,8 +20,8 @@ from .all_to_all import all_to_all, all_to_all_single
 from .barrier import barrier
 from .broadcast import broadcast
 from .gather import gather
-from .group import (
-    Group,
+from .group import Group
+from .groups import (
     any_spent,
     calls_made,
     close_groups,

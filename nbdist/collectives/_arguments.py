@@ -10,7 +10,8 @@ from torch import Tensor
 from nbdist.errors import UnsupportedCollective, UsageError
 
 from ._flat import Flat, is_plain
-from .group import Group, default_group
+from .group import Group
+from .groups import default_group
 
 __all__ = [
     "Flat",

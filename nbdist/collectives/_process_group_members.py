@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from nbdist.errors import UsageError
 
 from ._meeting import meet
-from .group import Group, default_group
+from .group import Group
+from .groups import default_group
 
 __all__ = ["members_of"]
 

@@ -47,7 +47,7 @@ def all_reduce(
     group = resolve(tensor, group)
     prepared = None
     if algorithm == "auto" and tensor.is_cpu:
-        prepared = group.prepared_all_reduce(op, tensor.dtype, tensor.shape)
+        prepared = group.prepared.find(op, tensor.dtype, tensor.shape)
     if prepared is not None:
         kind, reduce = prepared
         body = partial(reduce, tensor) if is_plain(tensor) else _flat(reduce, tensor)

@@ -6,7 +6,8 @@ from datetime import timedelta
 
 from ._handle import Handle
 from ._signature import signature
-from .group import Group, default_group
+from .group import Group
+from .groups import default_group
 
 __all__ = ["barrier"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,7 +26,7 @@ from nbdist.errors import (
     UsageError,
     WrongProcess,
 )
-from nbdist.wire import CollectiveCall, format_ranks
+from nbdist.wire import CollectiveCall
 
 from ._call import Call, describe_mismatch, describe_timeout
 from ._connect import Connection, connect
@@ -35,34 +34,19 @@ from ._handle import Handle
 from ._hooks import Hooks
 from ._mailbox import Mailbox, MailHooks, Message
 from ._place import Place, find_place
-from ._reduction import ReduceOp, parse_op
+from ._prepared import Prepared
 from ._signature import Signature, signature
 from ._streams import on_side_stream
-from ._transport import Reduction, Transport
+from ._transport import Transport
 from ._wait import seconds
-from ._waiters import Waiter, waiters
 from ._worker import Worker
+from .groups import leave_notes, live
 
-__all__ = [
-    "Group",
-    "any_spent",
-    "calls_made",
-    "close_groups",
-    "current_call",
-    "default_group",
-    "release_calls",
-    "release_calls_with",
-    "renew_groups",
-    "set_default_group",
-]
+__all__ = ["Group"]
 
-_live: set[Group] = set()
-"""Every group that is not closed. Held, for all members must renew the same ones."""
-_KEPT = 512
 _numbers = itertools.count()
 _FINISH_WITHIN_S = 10.0
 """A device that takes longer waits for a rank that does not come."""
-_default: Group | None = None
 
 
 class _OutOfTime(Exception):
@@ -109,16 +93,17 @@ class Group:
         self._noted = False
         self._turn = threading.Lock()
         self._worker = Worker(f"nbdist collectives of {self.ranks}")
-        self._number = next(_numbers)
+        self.number = next(_numbers)
+        """Groups of this process are numbered in the order they were made."""
         self._connect()
-        self.identity = self.ranks, self._connection.largest(self._number)
+        self.identity = self.ranks, self._connection.largest(self.number)
         """Equal on all members, and on no other group that lives."""
-        _live.add(self)
+        live.add(self)
 
     def _connect(self) -> None:
-        hooks = Hooks(self._meet, self._differ, self._check, _leave_notes)
+        hooks = Hooks(self._meet, self._differ, self._check, leave_notes)
         self._connection: Connection = connect(self.comm, self.config, hooks)
-        self._prepared: dict[object, tuple[Signature, Reduction] | None] = {}
+        self.prepared = Prepared(self._connection)
         mail_hooks = MailHooks(self.raise_if_aborted, self._wait_for, self.abort)
         self.mailbox = Mailbox(self._connection.mail, mail_hooks)
         """Point-to-point messages among the members."""
@@ -152,36 +137,6 @@ class Group:
         kind = signature("first_on_gpu", None, None, None, (), device.type)
         with torch.cuda.device(device):
             self.run(kind, self._connection.add_gpu)
-
-    def prepared_all_reduce(
-        self, op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> tuple[Signature, Reduction] | None:
-        """What "auto" does for dense tensors of one kind in host memory, ready made.
-
-        None, on all ranks, where the transport must look at the tensor.
-
-        Raises:
-            UsageError, UnsupportedCollective: see `parse_op`.
-        """
-        key = (op, dtype, shape)
-        try:
-            return self._prepared[key]
-        except KeyError:
-            found = self._prepare(*key)
-        if len(self._prepared) >= _KEPT:  # shapes that never repeat
-            self._prepared.clear()
-        self._prepared[key] = found
-        return found
-
-    def _prepare(
-        self, op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> tuple[Signature, Reduction] | None:
-        name = parse_op(op, dtype)
-        kind = signature("all_reduce", name, None, dtype, shape, "cpu")
-        word = kind.word if self.config.check else 0
-        transport = self._connection.transport("cpu", "auto")
-        found = transport.prepare_all_reduce(name, dtype, math.prod(shape), word)
-        return None if found is None else (kind, found)
 
     def run(
         self,
@@ -422,7 +377,22 @@ class Group:
         self.abort(CollectiveAborted("this group of ranks was closed"))
         self._worker.stop()
         self._connection.close()
-        _live.discard(self)
+        live.discard(self)
+
+    def give_up(self, error: BaseException) -> None:
+        """Close it without the other members; calls after it raise `error`."""
+        self.finish()
+        self._error = error
+        self._connection.discard()  # to free in good order takes all members
+        self.close()
+
+    def disown(self) -> None:
+        """This process is a child that a member has forked: every call raises."""
+        self._error = WrongProcess(
+            f"this process is a child that rank {self.ranks[self.rank]} has forked, "
+            "and no rank itself: call collectives in the cell, or in the main process"
+        )
+        self._worker = Worker("none")  # threads stay with the parent
 
     @property
     def call(self) -> CollectiveCall | None:
@@ -443,119 +413,5 @@ class Group:
         self._awaited = None if message is None else Call(message.kind)
 
 
-def _leave_notes() -> None:
-    """Tell every group of this process where it waits: another may be missing it."""
-    call = current_call()
-    for group in list(_live):
-        if group.size > 1:
-            group.leave_note(str(call or ""))
-
-
 def _nothing() -> None:
     pass
-
-
-def _waited_in() -> list[Group | Waiter]:
-    return [*list(_live), *list(waiters)]
-
-
-def current_call() -> CollectiveCall | None:
-    """The collective this process is in right now, on any group; None when in none."""
-    return next((call for each in _waited_in() if (call := each.call)), None)
-
-
-def calls_made() -> int:
-    """Collectives and messages begun by this process, on all its groups."""
-    return sum(group.sequence + group.mailbox.sequence for group in list(_live))
-
-
-def renew_groups(generation: int) -> None:
-    """Renew every group of this process. All ranks of the world must call.
-
-    Groups are made by calls that all their members make in the same order, so the order
-    in which they were made is one that all members can renew them in. One that a member
-    has closed meanwhile, in a cell that others did not finish, is closed on all.
-    """
-    for waiter in list(waiters):
-        waiter.close()
-    groups = sorted(_live, key=lambda group: group._number)
-    held = default_group().comm.allgather({group.identity for group in groups})
-    for group in groups:
-        gone = [rank for rank in group.ranks if group.identity not in held[rank]]
-        if gone:
-            reason = f"rank {format_ranks(gone)} has ended this group of ranks"
-            group._error = CollectiveAborted(f"{reason}: make it anew, on all of them")
-            group._connection.discard()
-            group.close()
-        else:
-            group.renew(generation)
-
-
-def close_groups() -> None:
-    """Close every group of this process: its ranks are to meet in new ones."""
-    for waiter in list(waiters):
-        waiter.close()
-    for group in list(_live):
-        group.finish()
-        group._connection.discard()  # to free in good order takes all its ranks
-        group.close()
-    set_default_group(None)
-
-
-def any_spent() -> bool:
-    """Whether a group of this process waits to be renewed."""
-    return any(each.spent for each in _waited_in())
-
-
-def release_calls(error: BaseException) -> None:
-    """Abort every group in which this process is in a call. Any thread may call."""
-    for each in _waited_in():
-        if each.call is not None:
-            each.abort(error)
-
-
-def release_calls_with(ranks: Iterable[int], reason: str) -> None:
-    """Abort every group with one of these world ranks in it. Any thread may call.
-
-    They will not come, neither to the call that waits for them nor to a later one.
-    """
-    gone = set(ranks)
-    for waiter in list(waiters):
-        waiter.lose(gone, reason)
-    for group in list(_live):
-        if gone.intersection(group.ranks):
-            call = group.call
-            what = f"released from {call.operation}: " if call is not None else ""
-            group.abort(CollectiveAborted(what + reason))
-
-
-def set_default_group(group: Group | None) -> None:
-    """Set the group that collectives use when they are not given one."""
-    global _default
-    _default = group
-
-
-def default_group() -> Group:
-    """The group that collectives use when they are not given one.
-
-    Raises:
-        WrongProcess: there is none, as in the notebook kernel.
-    """
-    if _default is None:
-        raise WrongProcess(
-            "there are no ranks here: call this on a rank, in a %%distributed cell"
-        )
-    return _default
-
-
-def _refuse_in_child() -> None:
-    """A child that a rank forks has the memory of its groups, and is none of them."""
-    for group in list(_live):
-        group._error = WrongProcess(
-            f"this process is a child that rank {group.ranks[group.rank]} has forked, "
-            "and no rank itself: call collectives in the cell, or in the main process"
-        )
-        group._worker = Worker("none")  # threads stay with the parent
-
-
-os.register_at_fork(after_in_child=_refuse_in_child)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ._arguments import root_position
 from ._signature import signature
-from .group import Group, default_group
+from .group import Group
+from .groups import default_group
 
 __all__ = ["all_gather_object", "broadcast_object"]
 
