@@ -5,8 +5,8 @@
 
 For each size, each way of doing it takes turns with the others in the same processes:
 a noisy machine is noisy for all; the best round counts. algbw is S/t and busbw
-2(N-1)/N S/t, as in nccl-tests. Leaves collectives.json, .png and .md in the output
-folder.
+2(N-1)/N S/t, as in nccl-tests; for GPUs it stands beside the card's copy bandwidth.
+Leaves collectives.json, .png and .md in the output folder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ ROOT = Path(__file__).parents[1]
 MIB = 2**20
 ROUNDS = 7
 ROUND_S = 0.03
-WAYS = ["nbdist", "ring", "mpi", "gloo", "nccl", "copy"]
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#999999"]
+WAYS = ["nbdist", "ipc", "staged", "ring", "mpi", "gloo", "nccl", "copy"]
+COLOURS = [
+    "#0072B2", "#56B4E9", "#000000", "#E69F00", "#009E73", "#CC79A7", "#D55E00",
+    "#999999",
+]  # fmt: skip
 
 
 # -- on the ranks ----------------------------------------------------------------------
@@ -49,7 +52,7 @@ def measure(folder: Path, largest: int) -> None:
             tensor = torch.zeros(size // 4, device=device)
             best = time_ways(comm, ways(comm, folder, tensor))
             row = {"ranks": comm.size, "bytes": size, "seconds": best}
-            rows.append({**row, "device": device})
+            rows.append({**row, "device": device, "sharing": sharing(comm)})
             size *= 4
         rows[-1]["check"] = check_costs(comm, device)
     if comm.rank == 0:
@@ -66,6 +69,13 @@ def devices(comm: Any) -> list[str]:
     return ["cpu", "cuda"]
 
 
+def sharing(comm: Any) -> int:
+    """How many ranks use one GPU; 1 where there is none."""
+    import torch
+
+    return -(-comm.size // max(torch.cuda.device_count(), 1))
+
+
 def ways(comm: Any, folder: Path, tensor: Any) -> dict[str, Callable[[], object]]:
     """What there is to all-reduce a tensor in place, and the copy that is the floor."""
     import torch
@@ -80,6 +90,8 @@ def ways(comm: Any, folder: Path, tensor: Any) -> dict[str, Callable[[], object]
             "gloo", store=store, rank=comm.rank, world_size=comm.size
         )
         nc.set_default_group(nc.Group(comm))
+    if tensor.is_cuda:
+        nc.default_group().transport("cuda")
     target = torch.empty_like(tensor)
     found: dict[str, Callable[[], object]] = {
         "nbdist": lambda: nc.all_reduce(tensor),
@@ -89,9 +101,32 @@ def ways(comm: Any, folder: Path, tensor: Any) -> dict[str, Callable[[], object]
     if not tensor.is_cuda:
         found["ring"] = lambda: nc.all_reduce(tensor, algorithm="ring")
         found["mpi"] = lambda: comm.Allreduce(MPI.IN_PLACE, tensor.numpy())
-    elif nccl := nccl_group(comm):
+        return found
+    found["staged"] = lambda: nc.all_reduce(tensor, algorithm="staged")
+    if ipc := ipc_group(comm):
+        found["ipc"] = lambda: nc.all_reduce(tensor, group=ipc)
+    if nccl := nccl_group(comm):
         found["nccl"] = lambda: dist.all_reduce(tensor, group=nccl)
     return found
+
+
+@functools.cache
+def ipc_group(comm: Any) -> Any:
+    """Over CUDA IPC, where nbdist would take something else; None where it cannot."""
+    from dataclasses import replace
+
+    import nbdist.collectives as nc
+    from nbdist.errors import UsageError
+
+    chosen = nc.default_group()
+    if "CUDA IPC" in chosen.describe() or comm.size == 1:
+        return None
+    group = nc.Group(comm, config=replace(chosen.config, transport="ipc"))
+    try:
+        group.transport("cuda")
+    except UsageError:
+        return None
+    return group
 
 
 @functools.cache
@@ -190,10 +225,9 @@ def report(rows: list[Row]) -> str:
         names = [name for name in WAYS if name in mine[0]["seconds"]]
         lines += [f"### {ranks} ranks, {device.upper()} tensors", ""]
         lines += ["Time of one call in microseconds.", ""]
-        lines += [
-            f"| size | {' | '.join(names)} | busbw GB/s | gloo / nbdist | best rival |",
-            "|" + " ---: |" * (len(names) + 4),
-        ]
+        extra = ["card's copy GB/s"] if device == "cuda" else []
+        heads = ["size", *names, "busbw GB/s", *extra, "gloo / nbdist", "best rival"]
+        lines += [f"| {' | '.join(heads)} |", "|" + " ---: |" * len(heads)]
         lines += [line(row, names) for row in mine]
         lines += ["", *check_lines(mine[-1]["check"]), ""]
     return "\n".join(lines)
@@ -212,11 +246,19 @@ def line(row: Row, names: list[str]) -> str:
     ours = seconds["nbdist"]
     busbw = 2 * (row["ranks"] - 1) / row["ranks"] * row["bytes"] / ours / 1e9
     rival = min(seconds[name] for name in ("mpi", "gloo", "nccl") if name in seconds)
-    times = " | ".join(f"{seconds[name] * 1e6:.1f}" for name in names)
-    return (
-        f"| {readable(row['bytes'])} | {times} | {busbw:.2f} "
-        f"| {seconds['gloo'] / ours:.1f} | {rival / ours:.2f} |"
-    )
+    cells = [readable(row["bytes"])]
+    cells += [f"{seconds[name] * 1e6:.1f}" for name in names]
+    cells.append(f"{busbw:.2f}")
+    if row["device"] == "cuda":
+        cells.append(f"{card_bandwidth(row) / 1e9:.0f}")
+    cells += [f"{seconds['gloo'] / ours:.1f}", f"{rival / ours:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def card_bandwidth(row: Row) -> float:
+    """Bytes that a GPU reads and writes in a second, when all its ranks copy."""
+    moved = 2 * row["bytes"] * row["sharing"]
+    return float(moved / row["seconds"]["copy"])
 
 
 def check_lines(check: dict[str, float]) -> list[str]:
