@@ -45,7 +45,10 @@ class _DeviceOrder(Order):
         """Where this rank has queued its last step."""
 
     def before(self) -> None:
-        self._stream = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)  # it may still read what comes next here
+        self._stream = current
 
     def close(self) -> None:
         if self._stream is not None:
@@ -56,7 +59,7 @@ class _DeviceOrder(Order):
 
 
 class EventOrder(_DeviceOrder):
-    """Each rank records an interprocess event, and looks at the others'.
+    """Each rank records an interprocess event, and looks at everybody's.
 
     There is one for even and one for odd steps: a rank that is a step ahead records the
     other one, and can be no further ahead before all have looked at the first.
@@ -74,7 +77,10 @@ class EventOrder(_DeviceOrder):
         self._mine[self._step & 1].record(self._stream)
 
     def after(self) -> None:
-        for events in self._theirs:
+        assert self._mine is not None
+        # Also this rank's own: the next call may come on a stream that knows nothing of
+        # what this one still reads.
+        for events in (self._mine, *self._theirs):
             await_device(events[self._step & 1].query, self._check)
         self._step += 1
 

@@ -93,6 +93,23 @@ def a_stream_of_the_users(group: nc.Group) -> None:
         assert (doubled == 2 * TOTAL).all(), length
 
 
+def calls_on_many_streams(group: nc.Group) -> None:
+    """Nothing orders them but the group: each uses the slots of the one before."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results: list[tuple[int, Tensor]] = []
+    for step in range(12):
+        with torch.cuda.stream(streams[step % 3]):
+            torch.cuda._sleep(LONG // 50 * (1 + (step + RANK) % 3))
+            small = torch.full((1000,), RANK + 1.0 + step)
+            large = torch.full((LARGE,), RANK + 1.0 + step)
+            nc.all_reduce(small)
+            nc.all_reduce(large)
+        results += [(step, small), (step, large)]
+    torch.cuda.synchronize()
+    for step, result in results:
+        assert (result == TOTAL + SIZE * step).all(), (step, len(result))
+
+
 def asynchronous_calls(group: nc.Group) -> None:
     tensors = [late(length, 1.0) for length in (5, 1000, LARGE, 7)]
     handles = [nc.all_reduce(each, async_op=True) for each in tensors]
@@ -228,6 +245,7 @@ CASES: dict[str, Callable[[nc.Group], None]] = {
     for case in (
         work_queued_before_and_after,
         a_stream_of_the_users,
+        calls_on_many_streams,
         asynchronous_calls,
         memory_is_not_given_back_too_soon,
         calls_for_both_kinds_of_device,

@@ -16,6 +16,7 @@ FAULTS = str(Path(__file__).with_name("faults.py"))
 CASES = [
     "work_queued_before_and_after",
     "a_stream_of_the_users",
+    "calls_on_many_streams",
     "asynchronous_calls",
     "memory_is_not_given_back_too_soon",
     "calls_for_both_kinds_of_device",

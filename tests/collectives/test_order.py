@@ -18,9 +18,13 @@ class Stream:
 
     def __init__(self) -> None:
         self.waited = 0
+        self.after: list[object] = []
 
     def synchronize(self) -> None:
         self.waited += 1
+
+    def wait_stream(self, other: object) -> None:
+        self.after.append(other)
 
 
 class Event:
@@ -58,21 +62,21 @@ def nothing() -> None:
 
 
 def test_even_and_odd_steps_have_an_event_each(stream: Stream) -> None:
-    mine: Any = (Event(), Event())
+    mine: Any = (Event(True), Event(True))
     theirs: Any = [(Event(True), Event(True)), (Event(True), Event(True))]
     both = order.EventOrder(mine, theirs, nothing)
     for step in range(4):
         both.before()
         assert [len(each.recorded) for each in mine] == [step // 2 + 1, (step + 1) // 2]
         both.after()
-        for events in theirs:
+        for events in (mine, *theirs):
             assert events[step & 1].looks == step // 2 + 1
             assert events[1 - step & 1].looks == (step + 1) // 2
     assert mine[0].recorded[0] is stream
 
 
 def test_a_step_waits_for_every_other_rank(stream: Stream) -> None:
-    mine: Any = (Event(), Event())
+    mine: Any = (Event(True), Event())
     slow = Event()
     theirs: Any = [(Event(True), Event()), (slow, Event())]
     waiting = order.EventOrder(mine, theirs, nothing)
@@ -94,7 +98,7 @@ def test_an_event_that_never_comes_can_be_left(stream: Stream) -> None:
         if looks > 3:
             raise CollectiveAborted("rank 1 died")
 
-    mine: Any = (Event(), Event())
+    mine: Any = (Event(True), Event())
     never: Any = [(Event(), Event())]
     waiting = order.EventOrder(mine, never, check)
     waiting.before()
@@ -104,13 +108,34 @@ def test_an_event_that_never_comes_can_be_left(stream: Stream) -> None:
 
 def test_a_call_that_did_not_meet_is_announced_again(stream: Stream) -> None:
     """After a mismatch all ranks are where they were."""
-    mine: Any = (Event(), Event())
+    mine: Any = (Event(True), Event())
     theirs: Any = [(Event(True), Event(True))]
     both = order.EventOrder(mine, theirs, nothing)
     both.before()
     both.before()
     both.after()
     assert [len(each.recorded) for each in mine] == [2, 0]
+
+
+def test_a_call_on_another_stream_comes_after_the_last(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine: Any = (Event(True), Event(True))
+    both = order.EventOrder(mine, [], nothing)
+    both.before()
+    both.after()
+    both.before()
+    assert stream.after == []
+    other = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: other)
+    both.before()
+    both.after()
+    assert other.after == [stream]
+    own: Any = (Event(), Event())
+    late = order.EventOrder(own, [], lambda: own[0].finish())
+    late.before()
+    late.after()
+    assert own[0].looks > 1, "its own device was not waited for"
 
 
 def test_the_end_waits_for_what_is_queued_and_keeps_the_events(stream: Stream) -> None:
