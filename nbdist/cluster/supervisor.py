@@ -20,9 +20,15 @@ __all__ = ["Supervisor"]
 
 INTERRUPT_GRACE_S = 5.0
 RELEASE_AFTER_S = 0.5
-PROBE_S = 0.3
+PROBE_S = 0.1
 """How often waiting ranks are asked what they wait for, once a rank is missing."""
+STEADY_S = 0.3
+"""How long a rank must have been seen in one call: all its data would be there."""
 RENEW_TIMEOUT_S = 20.0
+
+
+Waiting = dict[int, tuple[CollectiveCall, float]]
+"""What each rank waits in, and since when it was seen there (monotonic clock)."""
 
 
 class Supervisor:
@@ -77,7 +83,7 @@ class Supervisor:
             raise UsageError(f"--timeout {timeout_s:g} is not above 0 seconds")
         self._unfinished.append(run)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        waiting: dict[int, CollectiveCall] = {}
+        waiting: Waiting = {}
         stopped: CellError | None = None
         standstill = Standstill(self._roster, run)
         try:
@@ -118,14 +124,11 @@ class Supervisor:
             reason = f"rank {format_ranks(ranks)} has died"
             self._roster.tell("nbdist.engine.agent:release_from", ranks, reason)
 
-    def _release_waiting(
-        self, run: Run, before: dict[int, CollectiveCall]
-    ) -> dict[int, CollectiveCall]:
+    def _release_waiting(self, run: Run, before: Waiting) -> Waiting:
         """Release ranks that wait in a collective for one that is at work no more.
 
-        Its cell has ended or is paused, or it was not asked. A call that was there at
-        the last look already, and at this one still, is not about to complete: all its
-        data would have been on their way.
+        Its cell has ended or is paused, or it was not asked. A call that has been there
+        for a while is not about to complete.
 
         Returns:
             What each rank waits in now.
@@ -135,10 +138,16 @@ class Supervisor:
             return {}
         ranks = busy & {info.rank for info in run.unfinished}
         calls = self._roster.ask("nbdist.engine.agent:waiting", ranks=ranks)
-        waiting = {rank: call for rank, call in calls.items() if call is not None}
-        for rank, call in waiting.items():
+        now = time.monotonic()
+        waiting: Waiting = {}
+        for rank, call in calls.items():
+            if call is None:
+                continue
+            seen = before.get(rank)
+            since = seen[1] if seen is not None and seen[0] == call else now
+            waiting[rank] = call, since
             missing = set(call.members) - busy
-            if missing and before.get(rank) == call:
+            if missing and now >= since + STEADY_S:
                 reason = self._reason(call, missing, set(run.processes))
                 self._roster.ask("nbdist.engine.agent:release", reason, ranks=[rank])
         return waiting
