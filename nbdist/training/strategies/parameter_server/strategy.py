@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nbdist.collectives import (
-    Post,
-    all_gather_object,
-    broadcast,
-    broadcast_object,
-    default_group,
-)
+from nbdist.collectives import Post, all_gather_object, default_group
 from nbdist.errors import UsageError
 
 from ..base import Strategy, begin_alike
@@ -27,7 +19,7 @@ from .optimizer import PushOptimizer
 from .peers import share
 from .roles import Roles, shards_by_bytes
 from .server import REDUCTIONS, Server, combine
-from .store import Store
+from .shards import Shards
 from .worker import Worker
 
 __all__ = ["ParameterServer"]
@@ -89,13 +81,7 @@ class ParameterServer(Strategy):
         self.snapshot_every = snapshot_every
         self.reports: list[Report] = []
         """What each server had counted when `run` last ended, also in earlier runs."""
-        self._optimizer: Optimizer | None = None
-        self._shards: list[list[Tensor]] = []
-        self._versions: list[int] = []
-        self._kept: dict[int, tuple[int, bytes]] = {}
-        """The newest snapshot of each shard that this rank was given: version, bytes"""
-        self._store: Store | None = None
-        self._report = Report()
+        self._shards: Shards | None = None
         self._post: Post | None = None
         self._worker: Worker | None = None
 
@@ -142,10 +128,9 @@ class ParameterServer(Strategy):
         sizes = [each.numel() * each.element_size() for each in parameters]
         shards = shards_by_bytes(sizes, self.n_ps)
         begin_alike(model)
-        self._optimizer = optimizer
-        self._shards = [[parameters[place] for place in shard] for shard in shards]
-        self._versions = [0] * self.n_ps
-        self._kept, self._store, self._report = {}, None, Report()
+        self._shards = Shards(
+            [[parameters[place] for place in shard] for shard in shards], optimizer
+        )
         delegate = PushOptimizer(optimizer, self._push)
         self._meet()
         return model, delegate
@@ -166,15 +151,15 @@ class ParameterServer(Strategy):
             What it has returned; on a server, what it has on the lowest worker that has
             finished. It must be picklable.
         """
-        if self._optimizer is None:
+        if self._shards is None:
             raise UsageError("run(): call setup(model, optimizer) first")
         if self._post is None or self._post.spent:
             self._meet()
         assert self._post is not None
         if self.replica is None:
-            result: Result = self._serve(self._post)
+            result: Result = self._serve(self._post, self._shards)
             return result
-        return self._work(self._post, fn, args, kwargs or {})
+        return self._work(self._post, self._shards, fn, args, kwargs or {})
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The results of replicas in this process: none on a server."""
@@ -196,12 +181,13 @@ class ParameterServer(Strategy):
     def _work(
         self,
         post: Post,
+        shards: Shards,
         fn: Callable[..., Result],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Result:
         worker = self._worker = Worker(
-            post, self.roles.servers, self._shards, self._versions, self._keep
+            post, self.roles.servers, shards.tensors, shards.versions, shards.keep
         )
         try:
             result = fn(*args, **kwargs)
@@ -211,7 +197,7 @@ class ParameterServer(Strategy):
             raise
         finally:
             self._worker = None
-            self._versions = worker.versions
+            shards.versions = worker.versions
         return result
 
     def _push(self, options: Sequence[dict[str, Any]]) -> None:
@@ -222,85 +208,31 @@ class ParameterServer(Strategy):
             )
         self._worker.push(options)
 
-    def _keep(self, shard: int, version: int, snapshot: bytes) -> None:
-        self._kept[shard] = version, snapshot
-
-    def _serve(self, post: Post) -> Any:
-        assert self._store is not None
+    def _serve(self, post: Post, shards: Shards) -> Any:
+        assert shards.store is not None
+        servers, ledger = self.roles.servers, self._ledger(shards.report)
         server = Server(
-            post, self.roles.workers, self._store, self._ledger(), self.snapshot_every
+            post, self.roles.workers, shards.store, ledger, self.snapshot_every
         )
         try:
             result = server.serve()
-            self.reports = share(post, self.roles.servers, self._shards, self._report)
+            self.reports = share(post, servers, shards.tensors, shards.report)
         except BaseException as error:
             post.abort(error)
             raise
         return result
 
-    def _ledger(self) -> Ledger:
+    def _ledger(self, report: Report) -> Ledger:
         if self.mode == "async":
-            return Async(self._report, self.max_staleness)
-        return Sync(self._report, self.replicas or self.num_replicas)
-
-    # -- meeting -------------------------------------------------------------------
+            return Async(report, self.max_staleness)
+        return Sync(report, self.replicas or self.num_replicas)
 
     def _meet(self) -> None:
-        """Bring all shards to their servers, and all ranks up to date. All must call.
-
-        The servers are those of the world as it is: after a change of it a shard comes
-        from the server that had it, or else from the newest snapshot.
-        """
-        assert self._optimizer is not None
+        """Bring all ranks, of the world as it is, up to date. Every rank must call."""
+        assert self._shards is not None
         self._post = Post(default_group())
-        every = all_gather_object(self._holds())
-        for shard in range(self.n_ps):
-            self._bring(shard, [held[shard] for held in every])
-        if self.replica is not None:
-            self._store = None
-            self._optimizer.state.clear()
-
-    def _holds(self) -> list[tuple[int, int]]:
-        """For each shard: (2 a server's own, 1 a snapshot, 0 a replica's; version)."""
-        own = default_group().rank - self.roles.servers.start
-        held = []
-        for shard in range(self.n_ps):
-            if self._store is not None and shard == own:
-                held.append((2, self._report.updates))
-            elif shard in self._kept:
-                held.append((1, self._kept[shard][0]))
-            else:
-                held.append((0, self._versions[shard]))
-        return held
-
-    def _bring(self, shard: int, held: Sequence[tuple[int, int]]) -> None:
-        assert self._optimizer is not None
-        server = self.roles.servers[shard]
-        best = max(held)
-        source = held.index(best)
-        how, version = best
-        data = None
-        if how == 1:
-            data = broadcast_object(self._kept.get(shard, (0, b""))[1], source)
-        elif how == 0 and version:
-            warnings.warn(
-                f"the server of shard {shard} is gone and has left no snapshot: its "
-                "optimizer state begins anew, its parameters are a worker's",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        if default_group().rank == server and how < 2:
-            self._store = Store(self._shards[shard], self._optimizer)
-            self._report.updates = version
-            if data:
-                self._store.restore(data)
-        origin = source if how == 0 else server
-        for parameter in self._shards[shard]:
-            with torch.no_grad():
-                broadcast(parameter, origin)
-        self._versions[shard] = version
+        self._shards.meet(self.roles)
 
     def __getstate__(self) -> dict[str, Any]:
         # A rank that joins gets a copy of another one's, and meets the others anew.
-        mine = {"_post": None, "_worker": None, "_store": None, "_report": Report()}
-        return {**self.__dict__, **mine}
+        return {**self.__dict__, "_post": None, "_worker": None}
