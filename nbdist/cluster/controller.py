@@ -5,35 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.cluster import transfer
-from nbdist.cluster.failures import render, summary
-from nbdist.cluster.lifecycle import Lifecycle
-from nbdist.cluster.observer import Event, Observer, Quiet
-from nbdist.cluster.result import CellResult, RankResult
+from nbdist.cluster.collected import Collected
+from nbdist.cluster.failures import cell_error, failures_of, render
+from nbdist.cluster.observer import Observer
+from nbdist.cluster.requests import QUIET, Requests
+from nbdist.cluster.result import CellResult
 from nbdist.cluster.scripts import checked_script
-from nbdist.cluster.shortage import explained
 from nbdist.cluster.start import Progress
-from nbdist.errors import CellError, RankDied, StartError
-from nbdist.wire import Failure
-
-if TYPE_CHECKING:
-    from nbdist.cluster.rescue import Rescue
-    from nbdist.cluster.run import Run
+from nbdist.errors import CellError
 
 __all__ = ["Cluster"]
 
 VARIABLES_TIMEOUT_S = 10.0
-LOSS_TIMEOUT_S = 5.0
-"""Until the end of the launcher is known, after that of its ranks."""
 FIRST_LINE = "# %%distributed\n"
 """Stands where the notebook has the magic, so that line numbers agree."""
 
-QUIET = Quiet()
 
-
-class Cluster(Lifecycle):
+class Cluster(Requests):
     """Ranks of one distributed PyTorch program, driven from here.
 
     Creating one checks the request and starts nothing; `start`, or entering a `with`,
@@ -95,7 +86,7 @@ class Cluster(Lifecycle):
         self._cells += 1
         number = self._cells if number is None else number
         selected = self._select(ranks)
-        collected = _Collected(observer)
+        collected = Collected(observer)
         if not code.lstrip().startswith("%%"):
             code = FIRST_LINE + code
         if setup:
@@ -134,7 +125,7 @@ class Cluster(Lifecycle):
             UsageError: There is no such file, or no worker is left.
         """
         selected = self._select(None)
-        collected = _Collected(observer)
+        collected = Collected(observer)
         script = checked_script(path, n_ps, self.size)
         arguments = str(script), [str(each) for each in args], n_ps, keep
         target = "nbdist.engine.run_script:run_script"
@@ -148,20 +139,20 @@ class Cluster(Lifecycle):
         ranks: Sequence[int],
         args: tuple[object, ...],
         what: str,
-        collected: _Collected,
+        collected: Collected,
         timeout_s: float | None,
         check: bool,
     ) -> CellResult:
         """Have ranks run code that answers with a `CellReply`; see it to its end."""
         run, stopped = self._attempt(target, ranks, args, what, collected, timeout_s)
         result = CellResult(collected.results(run), self.size)
-        for failure in self._failures(run):
+        for failure in failures_of(run, self._live().host_of):
             result[failure.rank].failure = failure
         for failure in self._explained(result.failures):
             result[failure.rank].failure = failure
         error = stopped
         if error is None and check and not result.ok:
-            error = _cell_error(result.failures, self.size)
+            error = cell_error(result.failures, self.size)
         note = self._recover()
         if error is not None:
             error.note = note
@@ -271,184 +262,6 @@ class Cluster(Lifecycle):
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in whatever cell each rank runs."""
         self._live().ask("nbdist.engine.agent:interrupt")
-
-    # -- inside ----------------------------------------------------------------
-
-    def _run(
-        self,
-        target: str,
-        args: dict[int, tuple[object, ...]],
-        what: str,
-        observer: Observer,
-    ) -> Run:
-        from nbdist.cluster.run import Run
-
-        roster = self._live()
-        self._supervisor_of().admit(args)
-        infos = [roster[rank] for rank in args]
-        return Run(roster.link, infos, target, args, what, observer)
-
-    def _call(
-        self,
-        target: str,
-        args: tuple[object, ...],
-        ranks: Iterable[int] | None,
-        what: str,
-        timeout_s: float | None = None,
-        observer: Observer = QUIET,
-    ) -> list[Any]:
-        selected = self._select(ranks)
-        run, stopped = self._attempt(target, selected, args, what, observer, timeout_s)
-        failures = self._explained(self._failures(run))
-        if stopped is not None or failures:
-            transfer.refuse(answer.value for answer in run.answers.values())
-        if stopped is not None:
-            raise stopped
-        if failures:
-            raise transfer.translate(failures) or _cell_error(failures, self.size)
-        return [answer.value for answer in run.answers.values()]
-
-    def _attempt(
-        self,
-        target: str,
-        ranks: Sequence[int],
-        args: tuple[object, ...],
-        what: str,
-        observer: Observer,
-        timeout_s: float | None,
-    ) -> tuple[Run, CellError | None]:
-        """Have ranks do something, and see it to its end.
-
-        Where the whole world is lost in an elastic run, another one takes its place.
-        """
-        restarts = 0
-        while True:
-            run = self._run(target, dict.fromkeys(ranks, args), what, observer)
-            stopped, rescue = self._see_through(run, timeout_s)
-            if rescue is None:
-                break
-            self._begin_anew(rescue, restarts)
-            restarts += 1
-            ranks = range(self.size)
-        if restarts:
-            self._begin_from(self._resume)
-        return run, stopped
-
-    def _see_through(
-        self, run: Run, timeout_s: float | None
-    ) -> tuple[CellError | None, Rescue | None]:
-        """Why it was stopped, if it was, and what is saved if the world was lost."""
-        from nbdist.cluster.rescue import Rescue
-
-        try:
-            stopped = self._supervisor_of().see_through(run, timeout_s)
-        except StartError as error:
-            rescue = Rescue.from_survivors(self._live(), run.paused)
-            if rescue is None:
-                raise self._give_up(error) from error
-            return None, rescue
-        call = run.lost_in
-        survives = self.fault_tolerant or self.config.on_failure == "stop"
-        if stopped is not None or call is None or survives:
-            return stopped, None
-        self._loss.wait(LOSS_TIMEOUT_S)
-        return None, Rescue(call, self._commit)
-
-    def _begin_anew(self, rescue: Rescue, restarts: int) -> None:
-        """Start another world, to go on from what was saved of this one."""
-        call = rescue.call
-        if restarts >= call.max_restarts:
-            self.stop()
-            raise RankDied(
-                f"max_restarts={restarts} are spent, and {self.mpi} ends all ranks "
-                f"when one dies; {rescue.keep()}"
-                if not self.fault_tolerant
-                else f"max_restarts={restarts} are spent; {rescue.keep()}"
-            )
-        self.restart()
-        self._commit = rescue.commit  # until there is a later one
-        run_dir = self._live().run_dir
-        shipment = rescue.shipment(run_dir)
-        if shipment is not None:
-            self._call("nbdist.engine.calls:store", (shipment,), None, "variables")
-        self._begin_from(rescue.resume(run_dir) or self._resume)
-        self.on_note(
-            f"all {self.size} ranks were lost, and started again; {call.name} "
-            + ("goes on from its last commit" if rescue.commit else "begins anew")
-        )
-
-    def _explained(self, failures: Sequence[Failure]) -> list[Failure]:
-        """The failures; those for want of a GPU's memory say who holds what."""
-        roster = self._live()
-        return explained(
-            failures, roster.infos, lambda: roster.ask("nbdist.engine.agent:memory")
-        )
-
-    def _failures(self, run: Run) -> list[Failure]:
-        """What went wrong in the requests themselves, rank by rank."""
-        failures = []
-        for rank, answer in run.answers.items():
-            if not answer.ok:
-                ename, evalue, lines = answer.value
-                host = self._live()[rank].host
-                failures.append(
-                    Failure(rank, host, ename, evalue, traceback=tuple(lines))
-                )
-        for rank, error in run.died.items():
-            host = self._live()[rank].host
-            failures.append(Failure(rank, host, "RankDied", str(error)))
-        failures += [
-            Failure(info.rank, info.host, "Unfinished", "still busy")
-            for info in run.unfinished
-        ]
-        return failures
-
-
-class _Collected:
-    """Keeps what the ranks print, and passes it on."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._text: dict[tuple[str, str], list[str]] = {}
-        self._outputs: dict[str, list[dict[str, Any]]] = {}
-        self._observer = observer
-
-    def take(self, event: Event) -> None:
-        message = event.output
-        if message is None:
-            pass
-        elif message["msg_type"] == "stream":
-            content = message["content"]
-            key = event.process, content["name"]
-            self._text.setdefault(key, []).append(content["text"])
-        elif message["msg_type"] in ("display_data", "execute_result"):
-            outputs = self._outputs.setdefault(event.process, [])
-            outputs.append(message["content"]["data"])
-        self._observer.take(event)
-
-    def due(self) -> float | None:
-        return self._observer.due()
-
-    def notice(self, text: str) -> None:
-        self._observer.notice(text)
-
-    def results(self, run: Run) -> dict[int, RankResult]:
-        """Each rank's part of a run of cells that has ended."""
-        results = {}
-        for rank, process in run.processes.items():
-            stdout, stderr = (
-                "".join(self._text.get((process, name), []))
-                for name in ("stdout", "stderr")
-            )
-            outputs = self._outputs.get(process, [])
-            results[rank] = RankResult(rank, stdout, stderr, outputs)
-            answer = run.answers.get(rank)
-            if answer is not None and answer.ok:
-                results[rank].failure, results[rank].seconds = answer.value
-        return results
-
-
-def _cell_error(failures: Sequence[Failure], world_size: int) -> CellError:
-    return CellError(summary(failures, world_size), render(failures, world_size))
 
 
 def _with_result(error: CellError, result: CellResult) -> CellError:

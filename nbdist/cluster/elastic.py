@@ -7,20 +7,19 @@ threads, sends newcomers the same cell, and lets the others go on.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from nbdist.cluster.link import Answer
 from nbdist.cluster.recovery import Recovery
 from nbdist.cluster.rescue import vault
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.run import Run
+from nbdist.cluster.shielded import shielded
+from nbdist.cluster.wish import Wishes
 from nbdist.config import ClusterConfig
 from nbdist.errors import RankDied, StartError, UsageError
 from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
@@ -31,20 +30,6 @@ GRACE_S = 0.5
 """How long the news of a death may come after its effect."""
 HOLD_TIMEOUT_S = 5.0
 PRESERVE_TIMEOUT_S = 60.0
-WISH_PERIOD_S = 0.2
-
-T = TypeVar("T")
-
-
-@dataclass
-class _Wish:
-    """A change of size that somebody waits for."""
-
-    run: Run
-    size: int
-    number: int
-    outcome: Future[str | None] = field(default_factory=Future)
-    """What was done, in words; None when the run ended before."""
 
 
 @dataclass
@@ -89,9 +74,7 @@ class Elastic:
         self._on_note = on_note
         self._survives = survives
         self._leads: dict[Run, _Lead] = {}
-        self._wish: _Wish | None = None
-        self._granted = 0
-        """The number of the last wish that is none any more."""
+        self._wishes = Wishes()
 
     # -- from another thread -------------------------------------------------------
 
@@ -112,15 +95,9 @@ class Elastic:
         if size == self._recovery.size and not self._roster.died:
             return f"the world is {size} ranks already"
         self._recovery.check(size, drop)
-        if self._wish is not None:
-            raise UsageError(f"a change to {self._wish.size} ranks is under way")
-        wish = self._wish = _Wish(run, size, self._granted + 1)
+        wish = self._wishes.make(run, size)
         self._roster.tell("nbdist.engine.elastic:want_resize", wish.number)
-        while True:
-            with contextlib.suppress(NotYet):
-                return wish.outcome.result(WISH_PERIOD_S)
-            if run not in self._leads and self._wish is wish:
-                self._grant(None)  # it had ended before it could hear of the wish
+        return self._wishes.await_outcome(wish, lambda: run in self._leads)
 
     # -- from the thread that waits for the run ------------------------------------
 
@@ -131,8 +108,9 @@ class Elastic:
     def end(self, run: Run) -> None:
         """The run has ended."""
         self._leads.pop(run, None)
-        if self._wish is not None and self._wish.run is run:
-            self._grant(None)
+        wish = self._wishes.open
+        if wish is not None and wish.run is run:
+            self._wishes.grant(None)
 
     def attend(self, run: Run) -> None:
         """Act, if every rank of the run that lives is paused.
@@ -152,7 +130,7 @@ class Elastic:
             run.decide(Verdict("interrupt"))  # they hold the signal back
             raise
         if verdict is not None:
-            verdict = replace(verdict, granted=self._granted)
+            verdict = replace(verdict, granted=self._wishes.granted)
             lead.still_since = lead.short_since = None
             run.decide(verdict)
 
@@ -257,13 +235,13 @@ class Elastic:
                 f"{living} ranks were left for {call.timeout_s:g} s, fewer than "
                 f"min_ranks={call.min_ranks}: {why}",
             )
-        if self._wish is None or not self._hold(lead.run):
+        if self._wishes.open is None or not self._hold(lead.run):
             return None
         lead.restarts += 1
         return self._resize(lead, held=True)
 
     def _resize(self, lead: _Lead, *, held: bool = False) -> Verdict | None:
-        wish = self._wish
+        wish = self._wishes.open
         if wish is None:
             return Verdict("go on")
         if not held and not self._hold(lead.run):
@@ -276,14 +254,8 @@ class Elastic:
             return self._recovery.scale(wish.size, ask)
 
         note = self._lead_over(lead, change)
-        self._grant(note)
+        self._wishes.grant(note)
         return Verdict("go on")
-
-    def _grant(self, outcome: str | None) -> None:
-        wish, self._wish = self._wish, None
-        if wish is not None:
-            self._granted = wish.number
-            wish.outcome.set_result(outcome)
 
     # -- carrying it out -----------------------------------------------------------
 
@@ -329,29 +301,6 @@ class Elastic:
             return note
 
         return shielded(whole)
-
-
-def shielded(work: Callable[[], T]) -> T:
-    """Do something to its end, whatever interrupts come; they are raised afterwards."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is awaited
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="nbdist-recovery", daemon=True)
-    thread.start()
-    interrupted: KeyboardInterrupt | None = None
-    while not outcome.done():
-        try:
-            outcome.exception()
-        except KeyboardInterrupt as interrupt:
-            interrupted = interrupt
-    if interrupted is not None:
-        raise interrupted
-    return outcome.result()
 
 
 def _check_limits(call: ElasticCall, size: int) -> None:

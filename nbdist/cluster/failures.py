@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from nbdist.errors import CellError
 from nbdist.wire import Failure, format_ranks
 
-__all__ = ["group", "render", "summary"]
+if TYPE_CHECKING:
+    from nbdist.cluster.run import Run
+
+__all__ = ["cell_error", "failures_of", "group", "render", "summary"]
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 RELEASED = "CollectiveAborted"
@@ -45,6 +50,33 @@ def render(failures: Sequence[Failure], world_size: int) -> list[str]:
         lines.append(f"\x1b[1;31m[{head}]\x1b[0m")
         lines += alike[0].traceback or (f"\x1b[31m{_error(alike[0])}\x1b[39m",)
     return lines
+
+
+def cell_error(failures: Sequence[Failure], world_size: int) -> CellError:
+    """The error that says what went wrong on these ranks."""
+    return CellError(summary(failures, world_size), render(failures, world_size))
+
+
+def failures_of(run: Run, host_of: Callable[[int], str]) -> list[Failure]:
+    """What went wrong in a run's requests themselves, rank by rank.
+
+    Args:
+        host_of: The host of a rank.
+    """
+    failures = []
+    for rank, answer in run.answers.items():
+        if not answer.ok:
+            ename, evalue, lines = answer.value
+            failures.append(
+                Failure(rank, host_of(rank), ename, evalue, traceback=tuple(lines))
+            )
+    for rank, error in run.died.items():
+        failures.append(Failure(rank, host_of(rank), "RankDied", str(error)))
+    failures += [
+        Failure(info.rank, info.host, "Unfinished", "still busy")
+        for info in run.unfinished
+    ]
+    return failures
 
 
 def _who(alike: Sequence[Failure], world_size: int) -> str:

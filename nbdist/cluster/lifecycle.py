@@ -6,16 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbdist.cluster.hosts import parse_hosts, slots_here
 from nbdist.cluster.inventory import this_host
 from nbdist.cluster.launchers.mpiexec import Mpiexec
+from nbdist.cluster.options import configured, resume_of
 from nbdist.cluster.placement import place
 from nbdist.cluster.start import Progress, Started, start
-from nbdist.config import ClusterConfig
 from nbdist.errors import (
     AlreadyRunning,
     NotRunning,
@@ -24,7 +21,6 @@ from nbdist.errors import (
     UsageError,
 )
 from nbdist.telemetry.collector import Collector
-from nbdist.training import checkpoint
 from nbdist.wire import RankInfo, Resume, format_ranks
 
 if TYPE_CHECKING:
@@ -42,29 +38,8 @@ class Lifecycle:
     """Ranks that are brought up and kept whole; `Cluster` says what to do with them."""
 
     def __init__(self, n: int | None = None, **options: Any) -> None:
-        unknown = options.keys() - ClusterConfig.__dataclass_fields__.keys()
-        if unknown:
-            known = ", ".join(sorted(ClusterConfig.__dataclass_fields__))
-            raise UsageError(f"unknown option {sorted(unknown)}: expected {known}")
-        given = {name: value for name, value in options.items() if value is not None}
-        self.config = replace(ClusterConfig.from_environment(), n=n, **given)
-        if not 0 < self.config.timeout_s < threading.TIMEOUT_MAX:
-            raise UsageError(
-                f"--timeout {self.config.timeout_s} is not a number of seconds above 0"
-            )
-        if self.config.on_failure not in ("stop", "shrink", "replace"):
-            raise UsageError(
-                f"--on-failure {self.config.on_failure!r} is not known: expected stop, "
-                "shrink or replace"
-            )
-        if self.config.hosts is not None:
-            slots = slots_here(parse_hosts(self.config.hosts))
-            if n is not None and n > slots:
-                raise UsageError(
-                    f"-n {n} ranks on the {slots} slots of -H {self.config.hosts}"
-                )
-            self.config = replace(self.config, n=slots if n is None else n)
-        self._resume = _resume_of(self.config.resume)
+        self.config = configured(n, options)
+        self._resume = resume_of(self.config)
         self._launcher = Mpiexec(self.config.mpiexec)
         self._places = place(self.config, this_host())
         self.collector = Collector()
@@ -306,15 +281,3 @@ class Lifecycle:
             f"a rank has died, and the others could not go on without it: {error}. "
             "The cluster was stopped; start a new one"
         )
-
-
-def _resume_of(path: str | None) -> Resume | None:
-    """The file to resume from, once it was found whole.
-
-    Raises:
-        CheckpointError: Neither it nor the previous one is.
-    """
-    if path is None:
-        return None
-    checkpoint.check(Path(path))
-    return Resume(str(Path(path).resolve()))

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
 from nbdist.cluster.deathwatch import Deathwatch
@@ -61,6 +62,9 @@ class Roster:
 
     def __getitem__(self, rank: int) -> RankInfo:
         return self._infos[rank]
+
+    def host_of(self, rank: int) -> str:
+        return self._infos[rank].host
 
     def begin(self, infos: Iterable[RankInfo]) -> None:
         """Take the ranks of a new generation in place of the old ones."""
@@ -126,7 +130,7 @@ class Roster:
         for rank, exchange in exchanges.items():
             try:
                 answer = exchange.reply.result(max(0.0, deadline - time.monotonic()))
-            except (TimeoutError, RankDied):
+            except (NoAnswer, RankDied):
                 continue
             answers[rank] = answer.value if answer.ok else None
         return answers

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.cluster.link import Answer, Exchange, Link
+from nbdist.cluster.link import Answer, Link
 from nbdist.cluster.observer import Event, Observer
+from nbdist.cluster.part import Part
 from nbdist.engine import codec
 from nbdist.errors import RankDied
 from nbdist.wire import ELASTIC, ElasticCall, Failure, Notice, RankInfo, Verdict
@@ -24,26 +22,6 @@ ORDER = "nbdist.engine.elastic:order"
 DECIDE = "nbdist.engine.elastic:decide"
 
 Message = dict[str, Any]
-
-
-@dataclass
-class _Part:
-    """One process's part of a run. Its rank may change while it runs."""
-
-    info: RankInfo
-    exchange: Exchange | None = None
-    answer: Answer | None = None
-    died: RankDied | None = None
-    elastic: Notice | None = None
-    """The last it said of the elastic run it is in; None outside one."""
-    lost_in: ElasticCall | None = None
-    """The elastic run in which it died."""
-    orders: dict[int, Future[Answer]] = field(default_factory=dict)
-    """What it was told to do in a pause, and has not done yet."""
-
-    @property
-    def done(self) -> bool:
-        return self.answer is not None or self.died is not None
 
 
 class Run:
@@ -65,20 +43,18 @@ class Run:
         observer: Observer,
     ) -> None:
         self._link = link
-        self._parts = {info.engine_uuid: _Part(info) for info in targets}
+        self._parts = {info.engine_uuid: Part(info) for info in targets}
         self._target, self._args, self._what = target, args, what
         self._observer = observer
         self._begun = self.last_event = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
-        self._tokens = itertools.count(1)
-        self._orders_lock = threading.Lock()
 
     def begin(self) -> None:
         """Send the requests."""
         for part in self._parts.values():
             self._send(part, self._args[part.info.rank])
 
-    def _send(self, part: _Part, args: tuple[object, ...]) -> None:
+    def _send(self, part: Part, args: tuple[object, ...]) -> None:
         events, uuid = self._queue, part.info.engine_uuid
         part.exchange = self._link.send(
             uuid,
@@ -89,17 +65,17 @@ class Run:
         )
 
         def ended(_reply: object) -> None:
-            self._drop_orders(part)
+            part.drop_orders()
             events.put((uuid, None))
 
         part.exchange.reply.add_done_callback(ended)
 
-    def _hear(self, part: _Part, message: Message) -> None:
+    def _hear(self, part: Part, message: Message) -> None:
         """Take a message of a rank's, on the link's thread."""
         if message["msg_type"] == ELASTIC:
             notice: Notice = codec.loads(message["buffers"])
             if notice.kind == "answered":
-                self._settle(part, notice)
+                part.settle(notice)
                 return
             message = {"msg_type": ELASTIC, "notice": notice}
         self._queue.put((part.info.engine_uuid, message))
@@ -149,11 +125,11 @@ class Run:
         """Whether the ranks may no longer agree on what was sent in collectives."""
         return bool(self.died) or any(answer.spent for answer in self.answers.values())
 
-    def _in_order(self) -> list[_Part]:
+    def _in_order(self) -> list[Part]:
         parts = list(self._parts.values())  # another thread may ask meanwhile
         return sorted(parts, key=lambda part: part.info.rank)
 
-    def _open(self) -> list[_Part]:
+    def _open(self) -> list[Part]:
         return [p for p in self._in_order() if p.exchange is not None and not p.done]
 
     # -- elastic runs --------------------------------------------------------------
@@ -177,29 +153,12 @@ class Run:
     def order(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
         """Have a paused rank's main thread call a function; its answer."""
         part = self._parts[info.engine_uuid]
-        token, future = next(self._tokens), Future[Answer]()
         notice = part.elastic
-        with self._orders_lock:
-            if notice is None or part.done:
-                future.set_exception(RankDied(f"rank {info.rank} waits no more"))
-                return future
-            part.orders[token] = future
-        uuid = info.engine_uuid
-        self._link.send(uuid, ORDER, notice.pause, token, target, *args, control=True)
+        token, future = part.order()
+        if notice is not None and not future.done():
+            uuid, pause = info.engine_uuid, notice.pause
+            self._link.send(uuid, ORDER, pause, token, target, *args, control=True)
         return future
-
-    def _settle(self, part: _Part, notice: Notice) -> None:
-        with self._orders_lock:
-            future = part.orders.pop(notice.token, None)
-        if future is not None:
-            future.set_result(Answer(notice.ok, notice.value, False))
-
-    def _drop_orders(self, part: _Part) -> None:
-        """A rank that has ended carries nothing out any more."""
-        with self._orders_lock:
-            lost, part.orders = part.orders, {}
-        for future in lost.values():
-            future.set_exception(RankDied(f"rank {part.info.rank} has ended"))
 
     def decide(self, verdict: Verdict) -> None:
         """End the pauses of all ranks that are in one."""
@@ -227,7 +186,7 @@ class Run:
 
     def join(self, info: RankInfo) -> None:
         """Ask a rank that was not there when the others were asked."""
-        part = self._parts[info.engine_uuid] = _Part(info)
+        part = self._parts[info.engine_uuid] = Part(info)
         self._send(part, next(iter(self._args.values())))
 
     # -- waiting -------------------------------------------------------------------
@@ -291,7 +250,7 @@ class Run:
             pauses.append(due)
         return min(pauses) if pauses else None
 
-    def _collect(self, part: _Part) -> None:
+    def _collect(self, part: Part) -> None:
         assert part.exchange is not None
         last, part.elastic = part.elastic, None
         try:

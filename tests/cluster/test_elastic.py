@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from elastic_training import STEPS, assert_trained, prepare, weights
 
 from nbdist.cluster.controller import Cluster
 from nbdist.errors import CellError, UsageError
+from tests.processes import wait_until
 
 TRAIN = "state = make_state(); result = train(state)"
 
@@ -92,8 +92,7 @@ if rank == 0:
 
     def resize() -> None:
         for size in (2, 6):
-            while not asked.exists():
-                time.sleep(0.005)
+            wait_until(asked.exists, 60)
             asked.unlink()
             done.append(cluster.scale(size, drop=True))
 

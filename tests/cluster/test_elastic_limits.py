@@ -14,6 +14,7 @@ from elastic_training import STEPS, prepare
 
 from nbdist.cluster.controller import Cluster
 from nbdist.errors import CellError, CellInterrupted, UsageError
+from tests.processes import wait_until
 
 TRAIN = "state = make_state(); result = train(state)"
 SUM = "x = torch.ones(2); nbdist.all_reduce(x); assert x.eq(world_size).all()"
@@ -117,8 +118,7 @@ def test_a_wish_beyond_the_limits_is_refused_at_once(cluster: Cluster) -> None:
     refused: list[str] = []
 
     def ask() -> None:
-        while not (folder / "there").exists():
-            time.sleep(0.005)
+        wait_until((folder / "there").exists, 60)
         for size in (4, 1):
             try:
                 cluster.scale(size, drop=True)
@@ -139,9 +139,8 @@ def test_an_interrupt_during_a_recovery_comes_after_it(cluster: Cluster) -> None
     begun = threading.Event()
 
     def interrupt() -> None:
-        while not cluster.died():
-            time.sleep(0.001)
-        time.sleep(0.3)
+        wait_until(lambda: bool(cluster.died()), 60)
+        time.sleep(0.3)  # so that it comes in the middle
         os.kill(os.getpid(), signal.SIGINT)
         begun.set()
 
@@ -176,8 +175,7 @@ def test_too_few_ranks_wait_for_more() -> None:
         cluster.execute(f"train = nbdist.elastic.run({limits.format(60)})(steps)")
 
         def grow() -> None:
-            while not notes:
-                time.sleep(0.005)
+            wait_until(lambda: bool(notes), 60)
             cluster.scale(2)
 
         other = threading.Thread(target=grow)
