@@ -8,22 +8,13 @@ from pathlib import Path
 import pytest
 
 from nbdist import Cluster
+from tests.forget import forget
 from tests.lab import _lab_page as _lab_page
 from tests.lab import lab as lab
 from tests.lab import lab_browser as lab_browser
 from tests.lab import lab_server as lab_server
 
 ROOT = Path(__file__).parent.parent
-
-
-def forget() -> None:
-    """On a rank: remove the variables that cells have made."""
-    from IPython import get_ipython
-
-    shell = get_ipython()
-    for name in set(shell.user_ns) - set(shell.user_ns_hidden):
-        if not name.startswith("_"):
-            del shell.user_ns[name]
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # the first DDP imports it, which can take a case's whole time
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
