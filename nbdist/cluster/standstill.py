@@ -88,6 +88,27 @@ def _verdict(seen: Mapping[int, Seen]) -> str:
         return "no rank waits for another, and none gets on"
     if awaited:
         return f"the others wait for rank {format_ranks(awaited)}"
+    if _have_met(seen):
+        return "all ranks have come to the same call, and wait for their GPUs"
     return (
         "deadlock: each rank waits for another, and none will come. Interrupt the cell"
+    )
+
+
+def _have_met(seen: Mapping[int, Seen]) -> bool:
+    """Whether all are in one collective of GPU tensors: then nobody is missing."""
+    calls = [
+        each.standing.call
+        for each in seen.values()
+        if each.standing is not None and each.standing.call is not None
+    ]
+    what = {
+        (call.sequence, call.operation, call.device, call.members) for call in calls
+    }
+    first = calls[0]
+    return (
+        len(what) == 1
+        and first.device == "cuda"
+        and first.sequence > 0
+        and set(first.members) == {call.rank for call in calls}
     )

@@ -107,6 +107,13 @@ def call(rank: int) -> CollectiveCall:
     return CollectiveCall(rank, 1, "barrier", None, None, "-", (), "none")
 
 
+def on_gpu(rank: int, sequence: int = 5) -> CollectiveCall:
+    return CollectiveCall(
+        rank, sequence, "all_reduce", "sum", None, "float32", (3,), "cuda",
+        members=(0, 1),
+    )  # fmt: skip
+
+
 def test_what_is_said():
     there = Seen(Standing("#1 barrier()", call(0), 1), 1.0)
     silent, busy = Seen(None, 3.0), Seen(Standing("In[3] line 2", None, 1), 4.0)
@@ -118,6 +125,11 @@ def test_what_is_said():
     ]
     assert describe({3: busy}, 15.0).startswith("no rank waits for another")
     assert describe({0: there}, 15.0).startswith("deadlock")
+    met = {rank: Seen(Standing("", on_gpu(rank), 1), 1.0) for rank in range(2)}
+    assert "wait for their GPUs" in describe(met, 15.0)
+    late = {**met, 1: Seen(Standing("", on_gpu(1, sequence=4), 1), 1.0)}
+    assert describe(late, 15.0).startswith("deadlock")
+    assert describe({0: met[0]}, 15.0).startswith("deadlock")
 
 
 @pytest.mark.usefixtures("impatient")
