@@ -64,18 +64,20 @@ def gpu_transports(
     if direct:
         own = DirectTransport(comm, hooks.check, partial(settle, hooks.check))
         found["mpi"] = found["ring"] = own
-    cards = swap(identity())
-    if len(set(cards)) == size and config.transport != "ipc":
+    cards, wanted = swap(identity()), config.transport
+    if wanted in ("auto", "nccl") and len(set(cards)) == size:
         nccl = NcclTransport.connect(rank, size, swap, found["staged"])
         if nccl is not None:
             found["nccl"] = nccl
-    if isinstance(gate, SharedGate) and "nccl" not in found:
+    # Beside NCCL, its slots would take memory for nothing.
+    needs_ipc = wanted == "ipc" or (wanted == "auto" and "nccl" not in found)
+    if needs_ipc and isinstance(gate, SharedGate):
         ipc = DeviceTransport.connect(gate, hooks, config.gpu_slot_bytes, swap)
         if ipc is not None:
             found["ipc"] = ipc
     between_hosts = ["mpi"] if direct and not one_host else []
     best_first = ["nccl", "ipc", *between_hosts, "staged"]
-    found["auto"] = found[_chosen(config.transport, best_first, found)]
+    found["auto"] = found[_chosen(wanted, best_first, found)]
     return found
 
 

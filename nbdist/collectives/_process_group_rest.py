@@ -33,6 +33,10 @@ class Rest:
     members: Group
     _timeout: timedelta
 
+    def _native(self, tensors: Any) -> dist.ProcessGroup | None:
+        """The group to use in place of this one for these tensors."""
+        raise NotImplementedError
+
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -100,11 +104,15 @@ def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     first = p2p_op_list[0] if p2p_op_list else None
     group: Any = getattr(first, "group", None) or distributed_c10d._get_default_group()
     works: list[dist.Work]
-    if not isinstance(group, Rest):
-        works = _one_by_one(p2p_op_list)
+    if (
+        first is None
+        or not isinstance(group, Rest)
+        or (group._native(first.tensor) is None)
+    ):
+        works = _one_by_one(p2p_op_list)  # in our own messages nothing waits
         return works
     distributed_c10d._check_p2p_op_list(p2p_op_list)
-    device = p2p_op_list[0].tensor.device
+    device = first.tensor.device
     coalescing: Any = distributed_c10d._coalescing_manager
     with coalescing(group, device, async_ops=True) as batch:
         for each in p2p_op_list:

@@ -1,0 +1,92 @@
+"""Which transport CUDA tensors get, by what there is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist.collectives import _devices as devices
+from nbdist.collectives._gate_shared import SharedGate
+from nbdist.collectives._transport_direct import DirectTransport
+from nbdist.collectives._transport_local import LocalTransport
+from nbdist.collectives._transport_staged import StagedTransport
+from nbdist.config import CollectiveConfig
+from nbdist.errors import UsageError
+
+HOOKS: Any = SimpleNamespace(check=lambda: None)
+ONE_HOST: Any = object.__new__(SharedGate)
+SEVERAL_HOSTS: Any = None
+
+
+class Machine:
+    """What two ranks find; both find the same."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cards = ["a", "b"]
+        self.nccl = self.ipc = self.aware = False
+        monkeypatch.setattr(devices, "takes_device_memory", lambda: self.aware)
+        monkeypatch.setattr(devices, "identity", lambda: self.cards[0])
+        nccl = SimpleNamespace(connect=lambda *_: "nccl" if self.nccl else None)
+        ipc = SimpleNamespace(connect=lambda *_: "ipc" if self.ipc else None)
+        monkeypatch.setattr(devices, "NcclTransport", nccl)
+        monkeypatch.setattr(devices, "DeviceTransport", ipc)
+
+    def swap(self, item: Any) -> list[Any]:
+        return self.cards if item == self.cards[0] else [item] * len(self.cards)
+
+    def transports(self, gate: Any, wanted: str = "auto") -> dict[str, Any]:
+        comm: Any = SimpleNamespace(rank=0, size=len(self.cards))
+        host: Any = dict.fromkeys(("auto", "mpi", "ring"), LocalTransport())
+        config = CollectiveConfig(transport=wanted)
+        return devices.gpu_transports(host, gate, config, HOOKS, comm, self.swap)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_alone_there_is_nothing_to_send(machine: Machine) -> None:
+    machine.cards = ["a"]
+    assert isinstance(machine.transports(ONE_HOST)["auto"], LocalTransport)
+
+
+def test_a_gpu_each_takes_nccl(machine: Machine) -> None:
+    machine.nccl = machine.ipc = machine.aware = True
+    for gate in (ONE_HOST, SEVERAL_HOSTS):
+        found = machine.transports(gate)
+        assert found["auto"] == "nccl"
+        assert "ipc" not in found, "memory for nothing"
+    assert machine.transports(ONE_HOST, "ipc")["auto"] == "ipc"
+
+
+def test_a_shared_gpu_or_no_nccl_takes_ipc(machine: Machine) -> None:
+    machine.ipc = machine.aware = True
+    assert machine.transports(ONE_HOST)["auto"] == "ipc"
+    machine.cards, machine.nccl = ["a", "a"], True
+    assert machine.transports(ONE_HOST)["auto"] == "ipc"
+
+
+def test_between_hosts_without_nccl_a_cuda_aware_mpi_is_best(machine: Machine) -> None:
+    machine.aware = True
+    found = machine.transports(SEVERAL_HOSTS)
+    assert isinstance(found["auto"], DirectTransport)
+    assert found["auto"] is found["mpi"] is found["ring"]
+    found = machine.transports(ONE_HOST)
+    assert isinstance(found["auto"], StagedTransport), "shared memory is faster"
+    assert isinstance(found["mpi"], DirectTransport)
+
+
+def test_else_all_is_staged(machine: Machine) -> None:
+    for gate in (ONE_HOST, SEVERAL_HOSTS):
+        found = machine.transports(gate)
+        assert {type(each) for each in found.values()} == {StagedTransport}
+        assert found["auto"] is found["staged"]
+
+
+def test_what_is_forced_and_not_there_is_an_error(machine: Machine) -> None:
+    with pytest.raises(UsageError, match="'nccl' for CUDA tensors: expected auto, mpi"):
+        machine.transports(ONE_HOST, "nccl")
+    assert machine.transports(ONE_HOST, "staged")["auto"].description.startswith("sta")
