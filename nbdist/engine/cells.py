@@ -63,13 +63,26 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
         else:
             show(*args, **options)
 
+    def as_shown(error: BaseException, *_: Any, **options: Any) -> dict[str, Any]:
+        lines = list(getattr(shell, "_last_traceback", None) or ())
+        return {"ename": type(error).__name__, "evalue": str(error), "traceback": lines}
+
     shell.showtraceback = show_what_explains
+    # IPython 9 lays out each traceback a second time, for `%notebook`.
+    shell._format_exception_for_storage = as_shown
 
 
 def _explains_itself(error: BaseException | None) -> bool:
-    if isinstance(error, CollectiveAborted):  # left by this rank or another
-        return this_rank().interrupts.delivered
-    return isinstance(error, (KeyboardInterrupt, SystemExit))
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return True
+    if not this_rank().interrupts.delivered:
+        return False
+    # What follows from it: a library that cleans up, or DDP's backward that was left.
+    while error is not None:
+        if isinstance(original_error(error), (KeyboardInterrupt, CollectiveAborted)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 async def _run_guarded(code: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, default_collate
@@ -192,7 +193,16 @@ class Strategy(ABC):
 
 
 def begin_alike(model: nn.Module) -> None:
-    """Give all ranks rank 0's parameters and buffers, in place. All must call."""
+    """Give all ranks rank 0's parameters and buffers, in place. All must call.
+
+    Raises:
+        UsageError: the model's backward meets all ranks; this strategy's does not.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            "the model is in DistributedDataParallel, which averages gradients over "
+            "all ranks itself: give setup the module, model.module, and its optimizer"
+        )
     root = default_group().ranks[0]
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:

@@ -1,0 +1,87 @@
+"""The Python blocks of README.md and docs/, run in order as a reader would type them.
+
+A page leaves out what every reader has: a model, data, a step of training. `GIVEN` adds
+that, page by page, and nothing else. Blocks with `%%distributed` run on four ranks, the
+others in a notebook's namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from nbdist import Cluster
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60
+MAGIC = "%%distributed\n"
+
+DIGITS = """
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.functional import cross_entropy
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+
+torch.manual_seed(0)
+images, labels = torch.rand(256, 64), torch.arange(256) % 10
+train_set = dataset = torch.utils.data.TensorDataset(images, labels)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+GIVEN = {
+    "data.md": DIGITS,
+    "elastic.md": DIGITS + """
+data = torch.arange(256)
+
+def step(ddp, optimizer, indices):
+    optimizer.zero_grad()
+    F.cross_entropy(ddp(images[indices]), labels[indices]).backward()
+    optimizer.step()
+""",
+    "horovod.md": DIGITS,
+    "monitor.md": DIGITS + """
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+def train_step():
+    return torch.tensor(0.5)
+""",
+    "strategies.md": DIGITS,
+    "torch-backend.md": DIGITS,
+}  # fmt: skip
+ON_RANKS = {"data.md", "horovod.md"}
+"""Pages whose blocks without a magic are part of a cell, too."""
+
+
+def blocks_of(page: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    # Keras takes longer to load than all pages to run; tests/keras has what it shows.
+    return [block for block in blocks if "nbdist.keras" not in block]
+
+
+@pytest.mark.parametrize("page", sorted(GIVEN))
+def test_a_page_runs_as_written(
+    cluster: Cluster, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(page)
+    assert blocks
+    here = cluster.run(os.getcwd)[0]
+    cluster.run(os.chdir, str(tmp_path))
+    notebook = {"cluster": cluster}
+    try:
+        cluster.execute(GIVEN[page], timeout_s=DEADLINE_S)
+        for block in blocks:
+            if block.startswith(MAGIC) or page in ON_RANKS:
+                cluster.execute(block.removeprefix(MAGIC), timeout_s=DEADLINE_S)
+            else:
+                exec(compile(block, page, "exec"), notebook)
+    finally:
+        cluster.run(os.chdir, here)
