@@ -113,7 +113,7 @@ class Group:
     def transport(
         self, device: torch.device | str, algorithm: str = "auto"
     ) -> Transport:
-        """The transport for tensors on a device.
+        """The transport for tensors on a device, or on a kind of device.
 
         The first time for a GPU, every member must call; that GPU stays this rank's.
 
@@ -123,13 +123,17 @@ class Group:
         kind = device if isinstance(device, str) else device.type
         if kind not in self._connection.transports:
             self._add_gpu(torch.device(device))
+        if kind == "cuda":
+            self._check_gpu(torch.device(device))
+        return self._connection.transport(kind, algorithm)
+
+    def _check_gpu(self, device: torch.device) -> None:
         gpu = self._connection.gpu
-        if kind == "cuda" and device not in (kind, gpu):
+        if gpu is not None and device.index not in (None, gpu.index):
             raise UsageError(
                 f"a tensor on {device}: expected one on {gpu}, where this rank's "
                 "others of this group were"
             )
-        return self._connection.transport(kind, algorithm)
 
     def _add_gpu(self, device: torch.device) -> None:
         if device.type != "cuda":

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nbdist.collectives import _devices as devices
 from nbdist.collectives._gate_shared import SharedGate
 from nbdist.collectives._transport_direct import DirectTransport
 from nbdist.collectives._transport_local import LocalTransport
 from nbdist.collectives._transport_staged import StagedTransport
+from nbdist.collectives.group import Group
 from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 
@@ -90,3 +92,16 @@ def test_what_is_forced_and_not_there_is_an_error(machine: Machine) -> None:
     with pytest.raises(UsageError, match="'nccl' for CUDA tensors: expected auto, mpi"):
         machine.transports(ONE_HOST, "nccl")
     assert machine.transports(ONE_HOST, "staged")["auto"].description.startswith("sta")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_rank_stays_with_its_gpu(device: str) -> None:
+    gpu = torch.device("cuda", 1)
+    group: Any = object.__new__(Group)
+    group._connection = SimpleNamespace(
+        gpu=gpu, transports={"cuda": {}}, transport=lambda *names: names
+    )
+    assert group.transport(torch.device(device)) == ("cuda", "auto")
+    assert group.transport("cuda", "ring") == ("cuda", "ring")
+    with pytest.raises(UsageError, match="tensor on cuda:0: expected one on cuda:1"):
+        group.transport(torch.device("cuda", 0))
