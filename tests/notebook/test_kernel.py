@@ -157,8 +157,9 @@ def test_a_figure_and_html_stand_under_their_rank(notebook: Notebook):
         "plt.plot([rank, 1]); plt.show()\ndisplay(HTML(f'<i>{rank}</i>'))"
     )
     assert sum("image/png" in data for data in reply.displays) == 2
-    html = [data["text/html"] for data in reply.displays if "text/html" in data]
-    assert sorted(html) == ["<i>0</i>", "<i>1</i>"]
+    html = [data.get("text/html", "") for data in reply.displays]
+    ours = [text for text in html if "role=" not in text]  # not how long it runs
+    assert sorted(filter(None, ours)) == ["<i>0</i>", "<i>1</i>"]
     assert "[0]" in reply.text
     assert "[1]" in reply.text
 
