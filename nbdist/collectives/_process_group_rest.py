@@ -101,14 +101,11 @@ _one_by_one = distributed_c10d.batch_isend_irecv
 
 @functools.wraps(_one_by_one)
 def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-    first = p2p_op_list[0] if p2p_op_list else None
+    first: Any = p2p_op_list[0] if p2p_op_list else None
     group: Any = getattr(first, "group", None) or distributed_c10d._get_default_group()
+    ours = isinstance(first, dist.P2POp) and isinstance(group, Rest)
     works: list[dist.Work]
-    if (
-        first is None
-        or not isinstance(group, Rest)
-        or (group._native(first.tensor) is None)
-    ):
+    if not ours or group._native(first.tensor) is None:
         works = _one_by_one(p2p_op_list)  # in our own messages nothing waits
         return works
     distributed_c10d._check_p2p_op_list(p2p_op_list)
