@@ -14,9 +14,9 @@ from ._hooks import Hooks
 from ._slots import Place, Slots
 from ._transport import Reduction
 
-__all__ = ["CompiledReductions"]
+__all__ = ["AT_ONCE_BYTES", "CompiledReductions"]
 
-_AT_ONCE_BYTES = 32 * 1024
+AT_ONCE_BYTES = 32 * 1024
 """Above this, each rank reduces only its own share."""
 
 
@@ -70,7 +70,7 @@ class CompiledReductions:
         if kernel is None or self._gate.size > self._native.MOST_ROWS:
             return None
         size = length * dtype.itemsize
-        if size <= _AT_ONCE_BYTES and length <= self._slots.capacity(dtype):
+        if size <= AT_ONCE_BYTES and length <= self._slots.capacity(dtype):
             return self._at_once(kernel, self._slots.places(dtype, length), size, word)
         return self._by_shares(kernel, self._cut(dtype, length), dtype.itemsize, word)
 
@@ -104,10 +104,12 @@ class CompiledReductions:
         arrive, check = self._gate.arrive, self._hooks.check
         copy, reduce = self._native.copy, self._native.reduce
 
-        def show(block: _Block, base: int, parity: int) -> None:
-            source, target = base + block.start, block.places[parity].slot
+        def copy_others(block: _Block, target: int, source: int) -> None:
             copy(target, source, block.low)
             copy(target + block.high, source + block.high, block.size - block.high)
+
+        def show(block: _Block, base: int, parity: int) -> None:
+            copy_others(block, block.places[parity].slot, base + block.start)
 
         def combine(block: _Block, base: int, parity: int) -> None:
             place, own = block.places[parity], base + block.start + block.low
@@ -116,9 +118,7 @@ class CompiledReductions:
             reduce(kernel, outs, (*place.before, own, *place.after), length)
 
         def take(block: _Block, base: int, parity: int) -> None:
-            target, source = base + block.start, block.places[parity].result
-            copy(target, source, block.low)
-            copy(target + block.high, source + block.high, block.size - block.high)
+            copy_others(block, base + block.start, block.places[parity].result)
 
         def reduction(tensor: Tensor) -> None:
             base, parity = tensor.data_ptr(), crossing.step & 1

@@ -99,7 +99,7 @@ crossing_dealloc(Crossing *self)
     Py_DECREF(type);
 }
 
-/* Whether the semaphore could be taken; `patience` ends with one sleep. */
+/* Whether the semaphore could be taken: looks, yields, and one sleep in the end. */
 static bool
 take(const Crossing *self, sem_t *semaphore)
 {

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ._compiled_reduction import CompiledReductions
+from ._compiled_reduction import AT_ONCE_BYTES, CompiledReductions
 from ._gate_shared import SharedGate
 from ._hooks import Hooks
 from ._reduction import reduce_rows
@@ -31,7 +31,7 @@ class SharedTransport(Transport):
 
     description: ClassVar[str] = "shared memory"
     meets: ClassVar[bool] = True
-    one_shot_bytes: ClassVar[int] = 32 * 1024
+    one_shot_bytes: ClassVar[int] = AT_ONCE_BYTES
     """Above this, each rank reduces only its own share."""
 
     def __init__(
