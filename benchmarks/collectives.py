@@ -82,6 +82,7 @@ def ways(comm: Any, folder: Path, tensor: Any) -> dict[str, Callable[[], object]
     import torch.distributed as dist
     from mpi4py import MPI
 
+    import nbdist
     import nbdist.collectives as nc
 
     if not dist.is_initialized():
@@ -94,7 +95,7 @@ def ways(comm: Any, folder: Path, tensor: Any) -> dict[str, Callable[[], object]
         nc.default_group().transport("cuda")
     target = torch.empty_like(tensor)
     found: dict[str, Callable[[], object]] = {
-        "nbdist": lambda: nc.all_reduce(tensor),
+        "nbdist": lambda: nbdist.all_reduce(tensor),
         "gloo": lambda: dist.all_reduce(tensor),
         "copy": lambda: target.copy_(tensor),
     }

@@ -7,103 +7,114 @@ of a rank. Names load on first use, so that importing this costs next to nothing
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nbdist import lazy
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__version__ = "0.1.0"
-
-_HOMES = {
-    "nbdist.cluster.controller": ("Cluster",),
-    "nbdist.cluster.workers": (
-        "await_workers", "launch_workers", "list_workers", "run_cluster",
-        "stop_workers",
-    ),
-    "nbdist.errors": (
-        "CellError", "CellInterrupted", "CellTimeout", "CollectiveMismatch",
-        "CollectiveTimeout", "NbdistError", "RankDied", "StartError", "TransferError",
-        "UsageError",
-    ),
-    "nbdist.engine.self": (
-        "comm", "device", "local_rank", "log", "rank", "size",
-    ),
-    "nbdist.engine.script": ("init",),
-    "nbdist.collectives": (
-        "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier",
-        "broadcast", "broadcast_object", "gather", "recv", "reduce", "reduce_scatter",
-        "ring_steps", "scatter", "send",
-    ),
-    "nbdist.training.files": ("load", "save"),
-    "nbdist.training.learning_rate": ("scale_lr", "warmup"),
-    "nbdist.training.loader": ("loader",),
-    "nbdist.training.memory": ("memory",),
-    "nbdist.training.sampler": ("Sampler",),
-    "nbdist.training.seeds": ("seed_all",),
-}  # fmt: skip
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_RANK_HOMES = {
-    "nbdist.engine.self", "nbdist.engine.script", "nbdist.collectives",
-    *(home for home in _HOMES if home.startswith("nbdist.training.")),
-}  # fmt: skip
-_RANK_MODULES = ("elastic", "strategies")
-_in_notebook = False
-
-__all__ = [
-    "__version__", "load_ipython_extension", *sorted({*_HOME_OF, *_RANK_MODULES}),
-]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _RANK_MODULES:
-        return _OnARank(name) if _in_notebook else _load(f"nbdist.{name}")
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
-    if _in_notebook and home in _RANK_HOMES:
-        return _only_on_a_rank(name)
-    return getattr(_load(home), name)
-
-
-def _load(module: str) -> Any:
-    return importlib.import_module(module)
-
-
-def _only_on_a_rank(name: str) -> Callable[..., Any]:
-    """Stands for a rank's function in the notebook, which has neither MPI nor torch."""
-
-    def refuse(*_args: object, **_kwargs: object) -> Any:
-        from nbdist.errors import WrongProcess
-
-        raise WrongProcess(
-            f"nbdist.{name} runs on a rank: put it in a %%distributed cell"
-        )
-
-    return refuse
-
-
-class _OnARank:
-    """Stands for a rank's module in the notebook."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _only_on_a_rank(f"{self._name}.{name}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF, *_RANK_MODULES})
+    from nbdist import (
+        elastic as elastic,
+        strategies as strategies,
+    )
+    from nbdist.cluster.controller import Cluster as Cluster
+    from nbdist.cluster.workers import (
+        await_workers as await_workers,
+        launch_workers as launch_workers,
+        list_workers as list_workers,
+        run_cluster as run_cluster,
+        stop_workers as stop_workers,
+    )
+    from nbdist.collectives import (
+        all_gather as all_gather,
+        all_gather_object as all_gather_object,
+        all_reduce as all_reduce,
+        all_to_all as all_to_all,
+        barrier as barrier,
+        broadcast as broadcast,
+        broadcast_object as broadcast_object,
+        gather as gather,
+        recv as recv,
+        reduce as reduce,
+        reduce_scatter as reduce_scatter,
+        ring_steps as ring_steps,
+        scatter as scatter,
+        send as send,
+    )
+    from nbdist.engine.script import init as init
+    from nbdist.engine.self import (
+        comm as comm,
+        device as device,
+        local_rank as local_rank,
+        log as log,
+        rank as rank,
+        size as size,
+    )
+    from nbdist.errors import (
+        CellError as CellError,
+        CellInterrupted as CellInterrupted,
+        CellTimeout as CellTimeout,
+        CollectiveMismatch as CollectiveMismatch,
+        CollectiveTimeout as CollectiveTimeout,
+        NbdistError as NbdistError,
+        RankDied as RankDied,
+        StartError as StartError,
+        TransferError as TransferError,
+        UsageError as UsageError,
+    )
+    from nbdist.training.files import (
+        load as load,
+        save as save,
+    )
+    from nbdist.training.learning_rate import (
+        scale_lr as scale_lr,
+        warmup as warmup,
+    )
+    from nbdist.training.loader import loader as loader
+    from nbdist.training.memory import memory as memory
+    from nbdist.training.sampler import Sampler as Sampler
+    from nbdist.training.seeds import seed_all as seed_all
+else:
+    _homes = {
+        "nbdist.cluster.controller": ("Cluster",),
+        "nbdist.cluster.workers": (
+            "await_workers", "launch_workers", "list_workers", "run_cluster",
+            "stop_workers",
+        ),
+        "nbdist.errors": (
+            "CellError", "CellInterrupted", "CellTimeout", "CollectiveMismatch",
+            "CollectiveTimeout", "NbdistError", "RankDied", "StartError",
+            "TransferError", "UsageError",
+        ),
+    }  # fmt: skip
+    _on_ranks = {
+        "nbdist.engine.self": ("comm", "device", "local_rank", "log", "rank", "size"),
+        "nbdist.engine.script": ("init",),
+        "nbdist.collectives": (
+            "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier",
+            "broadcast", "broadcast_object", "gather", "recv", "reduce",
+            "reduce_scatter", "ring_steps", "scatter", "send",
+        ),
+        "nbdist.training.files": ("load", "save"),
+        "nbdist.training.learning_rate": ("scale_lr", "warmup"),
+        "nbdist.training.loader": ("loader",),
+        "nbdist.training.memory": ("memory",),
+        "nbdist.training.sampler": ("Sampler",),
+        "nbdist.training.seeds": ("seed_all",),
+        "nbdist": ("elastic", "strategies"),
+    }  # fmt: skip
+    __getattr__, __dir__, _names = lazy.attach(__name__, _homes, _on_ranks)
+    __all__ = ["__version__", "load_ipython_extension", *_names]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbdist`: register the magics."""
-    global _in_notebook
     from nbdist import magics
 
-    _in_notebook = True
+    lazy.refuse_rank_names()
     magics.register(shell)
 
 

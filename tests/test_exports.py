@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import nbdist
+import nbdist.horovod
+import nbdist.keras
 
 PACKAGE = Path(nbdist.__file__).parent
 MODULES = [
@@ -20,15 +25,123 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", nbdist.__all__)
-def test_every_public_name_can_be_had(name: str):
-    assert getattr(nbdist, name) is not None
-    assert name in dir(nbdist)
+FACES = [nbdist, nbdist.horovod, nbdist.keras]
+FACE_NAMES = [(face, name) for face in FACES for name in face.__all__]
 
 
-def test_an_unknown_name_is_an_attribute_error():
+@pytest.mark.parametrize(
+    ("face", "name"), FACE_NAMES, ids=[f"{f.__name__}.{n}" for f, n in FACE_NAMES]
+)
+def test_every_public_name_can_be_had_and_is_stored(face: ModuleType, name: str):
+    found = getattr(face, name)
+    assert found is not None
+    assert name in dir(face)
+    assert vars(face)[name] is found
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
+def test_an_unknown_name_is_an_attribute_error(face: ModuleType):
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = nbdist.nothing
+        _ = face.nothing
+
+
+def imports_for_type_checkers(face: ModuleType) -> dict[str, str]:
+    """The module that each name comes from in a face's TYPE_CHECKING block."""
+    tree = ast.parse(Path(str(face.__file__)).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and node.orelse]
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    return {
+        alias.name: str(node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
+def test_type_checkers_see_what_a_program_gets(face: ModuleType):
+    homes = imports_for_type_checkers(face)
+    own = {name for name in face.__all__ if name in OWN_NAMES}
+    assert homes.keys() == set(face.__all__) - own
+    for name, home in homes.items():
+        module = importlib.import_module(home)
+        assert getattr(face, name) is getattr(module, name), name
+
+
+OWN_NAMES = {"__version__", "load_ipython_extension"}
+"""Written in nbdist/__init__.py itself."""
+
+
+@pytest.fixture(scope="session")
+def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What mypy says in a user's file of each expression: its type, or an error."""
+    expressions = [
+        *(f"{face.__name__}.{name}" for face, name in FACE_NAMES),
+        "nbdist.all_redcue",
+        "nbdist.horovod.allredcue",
+        "nbdist.keras.siez",
+        'nbdist.Cluster(n=2, device="cpu")',
+        'nbdist.Cluster(devcie="cpu")',
+        'nbdist.Cluster(2, threads="many")',
+    ]
+    folder = tmp_path_factory.mktemp("user")
+    imports = "import nbdist\nimport nbdist.horovod\nimport nbdist.keras\n"
+    lines = [f"reveal_type({expression})\n" for expression in expressions]
+    (folder / "user.py").write_text(imports + "".join(lines), encoding="utf-8")
+    # The repository's cache of mypy, where there is one, saves reading torch again.
+    cache = PACKAGE.parent / ".mypy_cache"
+    settings = ["--strict", "--cache-dir", str(cache), "--no-error-summary"]
+    answer = subprocess.run(
+        [sys.executable, "-m", "mypy", *settings, str(folder / "user.py")],
+        capture_output=True, text=True, timeout=170, cwd=PACKAGE.parent,
+    )  # fmt: skip
+    assert answer.stderr == ""
+    said: dict[str, str] = {}
+    for line in answer.stdout.splitlines():
+        _, number, text = line.split(":", 2)
+        expression = expressions[int(number) - 4]
+        said[expression] = said.get(expression, "") + text.strip()
+    assert said.keys() == set(expressions), answer.stdout
+    return said
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
+def test_mypy_reveals_the_parameters_that_functions_have(
+    face: ModuleType, revealed: dict[str, str]
+):
+    for name in face.__all__:
+        value, text = getattr(face, name), revealed[f"{face.__name__}.{name}"]
+        assert text.startswith("note: Revealed type is "), text
+        assert text != 'note: Revealed type is "Any"', name
+        if inspect.isfunction(value):
+            inner = re.sub(r"\[[^\]]*\]", "", text)  # of the types' own commas
+            names = re.findall(
+                r"[(,] \*{0,2}(\w+)(?=:| =)", inner.replace("(", "( ", 1)
+            )
+            expected = list(inspect.signature(value).parameters)
+            assert [each for each in names if each in expected] == expected, text
+
+
+@pytest.mark.parametrize(
+    ("expression", "parts"),
+    [
+        ("nbdist.all_reduce", ["tensor: torch._tensor.Tensor", "algorithm: str ="]),
+        ("nbdist.loader", ["batch_size: int | None =", "loader.Loader"]),
+        ("nbdist.Cluster", ["device: str | None =", "controller.Cluster"]),
+        ('nbdist.Cluster(n=2, device="cpu")', ['"nbdist.cluster.controller.Cluster"']),
+        ("nbdist.horovod.allreduce", ["prescale_factor: float =", "-> torch._tensor"]),
+        ("nbdist.horovod.DistributedOptimizer", ["[Optimizer <:", "-> Optimizer"]),
+        ("nbdist.keras.size", ["def () -> int"]),
+        ("nbdist.all_redcue", ["error: ", "no attribute", '"all_reduce"']),
+        ("nbdist.horovod.allredcue", ["error: ", "no attribute", '"allreduce"']),
+        ("nbdist.keras.siez", ["error: ", "no attribute"]),
+        ('nbdist.Cluster(devcie="cpu")', ["error: ", '"devcie"', '"device"']),
+        ('nbdist.Cluster(2, threads="many")', ["error: ", '"threads"', "int | None"]),
+    ],
+)  # fmt: skip
+def test_mypy_tells_a_user(expression: str, parts: list[str], revealed: dict[str, str]):
+    assert [part for part in parts if part not in revealed[expression]] == []
 
 
 @pytest.mark.parametrize("module", MODULES)

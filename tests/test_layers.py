@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "nbdist"
-SHARED = {"config", "errors", "wire"}
+SHARED = {"config", "errors", "lazy", "wire"}
 LAYERS = [
     "magics", "session", "cluster", "engine", "keras", "horovod", "elastic",
     "strategies", "training", "collectives", "telemetry", "widgets",

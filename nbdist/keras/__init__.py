@@ -7,44 +7,64 @@ the others of Horovod's are those of `nbdist.horovod`.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
-import nbdist.horovod
-
-_HOMES = {
-    "_optimizer": ("DistributedOptimizer",),
-    "callbacks": (
-        "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-        "LearningRateWarmupCallback", "MetricAverageCallback", "ModelCheckpoint",
-    ),
-    "_variables": ("broadcast_global_variables",),
-}  # fmt: skip
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_HOROVODS = (
-    "Adasum", "Average", "Compression", "Sum", "allgather", "allgather_object",
-    "allreduce", "barrier", "broadcast", "broadcast_object", "init", "is_initialized",
-    "local_rank", "local_size", "rank", "run", "shutdown", "size",
-)  # fmt: skip
-
-__all__ = sorted({*_HOME_OF, *_HOROVODS})
+from nbdist import lazy
 
 if "keras" not in sys.modules:
     os.environ.setdefault("KERAS_BACKEND", "torch")
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOROVODS:
-        return getattr(nbdist.horovod, name)
-    home = _HOME_OF.get(name)
-    if home is None:
-        if name == "callbacks":
-            return importlib.import_module(f"{__name__}.callbacks")
-        raise AttributeError(f"module 'nbdist.keras' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "callbacks"})
+if TYPE_CHECKING:
+    from nbdist.horovod import (
+        Adasum as Adasum,
+        Average as Average,
+        Compression as Compression,
+        Sum as Sum,
+        allgather as allgather,
+        allgather_object as allgather_object,
+        allreduce as allreduce,
+        barrier as barrier,
+        broadcast as broadcast,
+        broadcast_object as broadcast_object,
+        init as init,
+        is_initialized as is_initialized,
+        local_rank as local_rank,
+        local_size as local_size,
+        rank as rank,
+        run as run,
+        shutdown as shutdown,
+        size as size,
+    )
+    from nbdist.keras import callbacks as callbacks
+    from nbdist.keras._optimizer import DistributedOptimizer as DistributedOptimizer
+    from nbdist.keras._variables import (
+        broadcast_global_variables as broadcast_global_variables,
+    )
+    from nbdist.keras.callbacks import (
+        BroadcastGlobalVariablesCallback as BroadcastGlobalVariablesCallback,
+        LearningRateScheduleCallback as LearningRateScheduleCallback,
+        LearningRateWarmupCallback as LearningRateWarmupCallback,
+        MetricAverageCallback as MetricAverageCallback,
+        ModelCheckpoint as ModelCheckpoint,
+    )
+else:
+    _homes = {
+        "nbdist.keras._optimizer": ("DistributedOptimizer",),
+        "nbdist.keras.callbacks": (
+            "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+            "LearningRateWarmupCallback", "MetricAverageCallback", "ModelCheckpoint",
+        ),
+        "nbdist.keras._variables": ("broadcast_global_variables",),
+        "nbdist.keras": ("callbacks",),
+        "nbdist.horovod": ("run",),
+    }  # fmt: skip
+    _on_ranks = {
+        "nbdist.horovod": (
+            "Adasum", "Average", "Compression", "Sum", "allgather", "allgather_object",
+            "allreduce", "barrier", "broadcast", "broadcast_object", "init",
+            "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size",
+        ),
+    }  # fmt: skip
+    __getattr__, __dir__, __all__ = lazy.attach(__name__, _homes, _on_ranks)

@@ -1,0 +1,102 @@
+"""Public names that load on first use, as PEP 562 has it, and are attributes then.
+
+A package's `__init__.py` says in which module each name is, and imports the same names
+under `TYPE_CHECKING`, where type checkers and editors read them::
+
+    if TYPE_CHECKING:
+        from nbdist.errors import UsageError as UsageError
+    else:
+        homes = {"nbdist.errors": ("UsageError",)}
+        __getattr__, __dir__, __all__ = lazy.attach(__name__, homes)
+
+`tests/test_exports.py` compares the two.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn
+
+__all__ = ["attach", "refuse_rank_names"]
+
+Homes = Mapping[str, Collection[str]]
+"""Names by the module that has them; under the package's own name, its submodules."""
+
+_refusing = False
+_stored: list[tuple[dict[str, Any], str]] = []
+"""Each name of a rank that was stored, with the namespace that it was stored in."""
+
+
+def attach(
+    package: str, homes: Homes, on_ranks: Homes | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The `__getattr__`, `__dir__` and `__all__` of a package whose names load lazily.
+
+    A name that was loaded is stored in the package: a second use does not come here.
+
+    Args:
+        package: The package's `__name__`.
+        homes: Where each name is.
+        on_ranks: Names that are of use on a rank only. After `refuse_rank_names`, each
+            of them is a function that raises WrongProcess.
+    """
+    on_ranks = on_ranks or {}
+    home_of = {
+        name: home
+        for table in (homes, on_ranks)
+        for home, names in table.items()
+        for name in names
+    }
+    rank_names = {name for names in on_ranks.values() for name in names}
+    namespace = vars(sys.modules[package])
+
+    def get(name: str) -> Any:
+        home = home_of.get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name in rank_names and _refusing:
+            return _Refusal(f"{package}.{name}")
+        if home == package:
+            found: Any = importlib.import_module(f"{package}.{name}")
+        else:
+            found = getattr(importlib.import_module(home), name)
+        namespace[name] = found
+        if name in rank_names:
+            _stored.append((namespace, name))
+        return found
+
+    def names() -> list[str]:
+        return sorted({*namespace, *home_of})
+
+    return get, names, sorted(home_of)
+
+
+def refuse_rank_names() -> None:
+    """Have names of a rank raise WrongProcess: this is the notebook's process."""
+    global _refusing
+    _refusing = True
+    while _stored:
+        namespace, name = _stored.pop()
+        namespace.pop(name, None)
+
+
+class _Refusal:
+    """Stands for a rank's function or module in the notebook."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.__doc__ = f"{name} runs on a rank: put it in a %%distributed cell."
+
+    def __getattr__(self, name: str) -> _Refusal:
+        if name.startswith("_"):
+            raise AttributeError(f"{self._name} has no attribute {name!r} here")
+        return _Refusal(f"{self._name}.{name}")
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        from nbdist.errors import WrongProcess
+
+        raise WrongProcess(
+            f"{self._name} runs on a rank: put it in a %%distributed cell"
+        )
