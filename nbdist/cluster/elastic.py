@@ -211,6 +211,8 @@ class Elastic:
             )
         except (RankDied, NotYet):
             return False
+        if answer.ok and answer.value:
+            self._on_note(f"the last commit was not written to memory: {answer.value}")
         return answer.ok
 
     def _too_few(self, call: ElasticCall) -> bool:

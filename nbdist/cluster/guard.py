@@ -8,10 +8,10 @@ It answers on its standard output with `{"started": name, "pid": pid}` and later
 
 When its input closes or its parent ends, for whatever reason (the notebook stopped the
 cluster, restarted, or was killed), it ends every process below it, however deep and
-however unwilling, and removes RUN_DIR. So cleaning up depends on nothing that the
-notebook must still be alive to do. When a program ends, all others end with it: none is
-of use alone, unless the guard was started with `--apart`. And should the guard itself
-be killed, Linux tells its programs to end.
+however unwilling, and removes RUN_DIR and the cluster's folder in shared memory. So
+cleaning up depends on nothing that the notebook must still be alive to do. When a
+program ends, all others end with it: none is of use alone, unless the guard was started
+with `--apart`. And should the guard itself be killed, Linux tells its programs to end.
 
 Imports the standard library and psutil alone: it must start fast and stay small.
 """
@@ -23,7 +23,6 @@ import json
 import os
 import resource
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,8 +33,8 @@ from typing import Any
 import psutil
 
 from nbdist.engine.lifeline import adopt_orphans, die_with_parent
+from nbdist.engine.private_files import remove_folders
 
-MEMORY_FOLDER = Path("/dev/shm")
 TERMINATE_GRACE_S = 2.0
 """How long processes have to end by themselves after SIGTERM."""
 
@@ -71,7 +70,7 @@ class Guard:
             for terminating in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(terminating, signal.SIG_IGN)
             self._end_processes()
-            remove_traces(self._run_dir)
+            remove_folders(self._run_dir)
 
     def _loop(self, selector: selectors.BaseSelector, wakeup: int) -> None:
         pending = b""
@@ -173,14 +172,6 @@ def _prepare(memory: int | None) -> None:
     die_with_parent(signal.SIGTERM)
     if memory is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-
-
-def remove_traces(run_dir: Path) -> None:
-    """Remove a cluster's files: its folder, and what lies in shared memory."""
-    for pattern in (f"{run_dir.name}-*", f".{run_dir.name}-*"):  # and half-written ones
-        for path in MEMORY_FOLDER.glob(pattern):
-            path.unlink(missing_ok=True)
-    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _signal_all(processes: set[psutil.Process], signum: int) -> set[psutil.Process]:

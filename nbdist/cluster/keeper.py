@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbdist.cluster.guard import remove_traces
+from nbdist.engine.private_files import remove_folders
 from nbdist.errors import ClusterError
 
 __all__ = ["Keeper", "how"]
@@ -160,7 +160,7 @@ class Keeper:
             self._changed.notify_all()
         if not self._closed:
             self._report_loss("the guard process", self._guard.wait())
-            remove_traces(self.run_dir)
+            remove_folders(self.run_dir)
 
     def _report_loss(self, name: str, code: int) -> None:
         with self._changed:

@@ -149,12 +149,12 @@ class Lifecycle:
 
     def _on_loss(self, reason: str) -> None:
         """What the ranks cannot live without has ended: leave nothing behind."""
-        from nbdist.cluster.rescue import vault
+        from nbdist.cluster.rescue import last_commit
 
         started, roster = self._started, self._roster
         if started is not None and roster is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._commit = vault(roster.run_dir).read_bytes()
+            with contextlib.suppress(OSError):
+                self._commit = last_commit(roster.run_dir)
             roster.lose(reason)
             self._loss.set()
             started.keeper.close()

@@ -4,26 +4,45 @@ Where MPI has no fault tolerance (MPICH, Open MPI before 5), one dead rank ends 
 them: there rank 0 keeps each commit of an elastic run in a file in memory. And where
 survivors could not meet anew, their agents, which answer even while the main thread is
 stuck in MPI, write the last commit and the variables.
+
+A commit and a shipment hold pickles, so they lie in the cluster's private folders only
+(`nbdist.engine.private_files`), and are read only if nobody else can have written them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nbdist.cluster.roster import Roster
-from nbdist.engine.shipping import Shipment, memory_folder
+from nbdist.engine.private_files import memory_folder, read_file
+from nbdist.engine.shipping import Shipment
 from nbdist.wire import ElasticCall, Notice, Resume
 
-__all__ = ["Rescue", "vault"]
+__all__ = ["Rescue", "last_commit", "vault"]
 
 SAVE_TIMEOUT_S = 30.0
 
 
 def vault(run_dir: Path) -> Path:
-    """Where rank 0 keeps each commit; removed with the cluster's other files."""
-    return memory_folder(run_dir) / f"{run_dir.name}-commit"
+    """Where a commit is written first; see `last_commit`."""
+    return memory_folder(run_dir) / "commit"
+
+
+def last_commit(run_dir: Path) -> bytes | None:
+    """The commit that a rank has written: to memory, or without room to the run folder.
+
+    None where there is none.
+    """
+    for path in (vault(run_dir), run_dir / "commit"):
+        with contextlib.suppress(FileNotFoundError):
+            return read_file(path)
+    return None
 
 
 @dataclass(frozen=True)
@@ -46,42 +65,72 @@ class Rescue:
         if not living:
             return None
         source = max(living, key=lambda rank: (notices[rank].commit, -rank))
-        path = vault(roster.run_dir)
         saved = roster.ask(
             "nbdist.engine.elastic:bequeath",
-            str(path),
+            str(vault(roster.run_dir)),
             ranks=[source],
             timeout_s=SAVE_TIMEOUT_S,
         )[source]
         call = notices[source].call
-        commit = path.read_bytes() if path.exists() else None
+        commit = last_commit(roster.run_dir)
         if saved is None:
             return cls(call, commit)
-        contents = None if saved.path is None else Path(saved.path).read_bytes()
+        contents = None if saved.path is None else read_file(Path(saved.path))
         return cls(call, commit, saved, contents)
 
     def resume(self, run_dir: Path) -> Resume | None:
         """The commit as a file of a new cluster's."""
         if self.commit is None:
             return None
-        path = memory_folder(run_dir) / f"{run_dir.name}-resume"
-        path.write_bytes(self.commit)
+        path = _write(self.commit, memory_folder(run_dir), run_dir)
         return Resume(str(path), trusted=True)
 
     def shipment(self, run_dir: Path) -> Shipment | None:
         """The variables as a shipment of a new cluster's."""
         if self.variables is None or self.contents is None:
             return self.variables
-        path = memory_folder(run_dir) / f"{run_dir.name}-variables"
-        path.write_bytes(self.contents)
+        path = _write(self.contents, memory_folder(run_dir), run_dir)
         return Shipment(path=str(path), sizes=self.variables.sizes)
 
     def keep(self) -> str:
         """Write the commit where it outlives the cluster; the way back, in words."""
         if self.commit is None:
             return "there was no commit yet"
-        with tempfile.NamedTemporaryFile(
-            prefix="nbdist-commit-", suffix=".state", delete=False
-        ) as file:
-            file.write(self.commit)
-        return f"the last commit is kept: %dist_start --resume {file.name}"
+        try:
+            path = _write(
+                self.commit, *_lasting(), prefix="nbdist-commit-", suffix=".state"
+            )
+        except OSError as error:
+            return f"the last commit is lost, for it could not be written: {error}"
+        return f"the last commit is kept: %dist_start --resume {path}"
+
+
+def _lasting() -> Iterator[Path]:
+    """Folders whose files stay when the cluster ends."""
+    with contextlib.suppress(FileNotFoundError):  # no temporary folder takes a file
+        yield Path(tempfile.gettempdir())
+    yield Path.cwd()
+
+
+def _write(contents: bytes, *folders: Path, prefix: str = "", suffix: str = "") -> Path:
+    """Write a new file of a random name, in the first of the folders that has room.
+
+    Raises:
+        OSError: None has.
+    """
+    problem = OSError(errno.ENOSPC, "no folder to write to")
+    for folder in folders:
+        try:
+            descriptor, path = tempfile.mkstemp(suffix, prefix, folder)
+        except OSError as error:
+            problem = error
+            continue
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(contents)
+        except OSError as error:
+            os.unlink(path)
+            problem = error
+        else:
+            return Path(path)
+    raise problem

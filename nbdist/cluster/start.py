@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from nbdist.cluster.arrival import Arrival, End, tail_of
 from nbdist.cluster.keeper import Keeper
 from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.placement import Place
-from nbdist.engine import witness
+from nbdist.engine import private_files, witness
 from nbdist.errors import StartError
 from nbdist.wire import RankInfo
 
@@ -75,9 +74,13 @@ def start(
     Raises:
         StartError: A rank failed, or was not up in time; nothing is left running.
     """
-    run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
+    try:
+        run_dir = private_files.make_run_folder()
+    except OSError as error:
+        raise StartError(str(error)) from error
     keeper = Keeper(run_dir)
     try:
+        private_files.make_memory_folder(run_dir)
         startup = _Start(keeper, places, time.monotonic() + timeout_s, on_progress)
         startup.begin(launcher)
         return startup.finish(on_telemetry, timeout_s)

@@ -51,7 +51,16 @@ class Segment:
         Raises:
             OSError: it cannot be reached, as from another container.
         """
-        return cls(os.open(address, os.O_RDWR), size)
+        descriptor = os.open(address, os.O_RDWR)
+        try:
+            found = os.fstat(descriptor)
+            # The creator may have ended, and its process id be another user's now.
+            if found.st_uid != os.geteuid() or found.st_size != size:
+                raise PermissionError(f"{address} is not the memory that was shared")
+            return cls(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def close_file(self) -> None:
         """Nobody else can open it from now on; the mappings stay. Safe twice."""

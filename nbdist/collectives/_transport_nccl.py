@@ -16,6 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from nbdist.config import environment
+
 from ._peers import Swap
 from ._transport import Transport
 from ._wait import Check, wait_until
@@ -74,7 +76,10 @@ class NcclTransport(Transport):
         """
         if not all(swap(dist.is_nccl_available())):
             return None
-        folder = Path(swap(tempfile.mkdtemp(prefix="nbdist") if rank == 0 else "")[0])
+        # In a cluster's run folder, which is removed however its ranks end.
+        parent = environment("RUN_DIR", "") or None
+        made = tempfile.mkdtemp(prefix="nbdist-nccl-", dir=parent) if rank == 0 else ""
+        folder = Path(swap(made)[0])
         if all(swap(folder.is_dir())):
             store: Store = FileStore(str(folder / "nccl"), size)
             return cls(store, rank, size, fallback, folder if rank == 0 else None)

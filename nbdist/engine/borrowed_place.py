@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from nbdist.engine.lifeline import die_with_parent
+from nbdist.engine.private_files import check_folder
 from nbdist.errors import StartError, WrongProcess
 
 __all__ = ["is_borrowed", "join_mpi"]
@@ -44,6 +45,7 @@ def join_mpi() -> Path:
     Raises:
         WrongProcess: The ranks are on several hosts, or MPI has started already.
         StartError: The placeholders did not come up.
+        PermissionError: Another user has named a folder of his.
     """
     from mpi4py import MPI
 
@@ -78,7 +80,8 @@ def _agree_on_folder(rank: int) -> Path:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if rank == 0:
         shared.set(f"folder-{attempt}", tempfile.mkdtemp(prefix="nbdist-"))
-    return Path(shared.get(f"folder-{attempt}").decode())
+    # What it holds becomes this process's environment, and the store is open to all.
+    return check_folder(Path(shared.get(f"folder-{attempt}").decode()))
 
 
 class _Launcher:

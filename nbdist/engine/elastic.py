@@ -8,12 +8,13 @@ notices, for the control thread must stay free to answer.
 from __future__ import annotations
 
 import queue
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbdist.engine import namespace
+from nbdist.engine import namespace, private_files
 from nbdist.engine.rank import this_rank
 from nbdist.engine.requests import describe, function_of
 from nbdist.engine.shipping import Shipment
@@ -88,6 +89,11 @@ class NotebookCoordinator:
         assert call is not None
         this_rank().notify(Notice("left", call))
 
+    def keep_commit(self, write: Callable[[Path], None]) -> None:
+        """See `Coordinator`."""
+        if self.vault is not None and (problem := _write_commit(write, self.vault)):
+            warnings.warn(f"a commit was not written: {problem}", stacklevel=2)
+
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """See `Coordinator`. An interrupt gets through until the first order."""
         call = self._call
@@ -153,7 +159,13 @@ def want_resize(wish: int) -> None:
 
 
 def begin_from(resume: Resume | None) -> None:
-    """Let every new `State` begin from a file."""
+    """Let every new `State` begin from a file.
+
+    Raises:
+        OSError: It is trusted, and another user may have written it.
+    """
+    if resume is not None and resume.trusted:
+        private_files.check_file(Path(resume.path))
     _coordinator.resume = resume
 
 
@@ -162,14 +174,35 @@ def keep_commits(path: str | None) -> None:
     _coordinator.vault = None if path is None else Path(path)
 
 
-def preserve(path: str) -> None:
-    """Write the last commit of a paused run to a file."""
-    if _coordinator.preserve is not None:
-        _coordinator.preserve(Path(path))
+def preserve(path: str) -> str:
+    """Write the last commit of a paused run to a file; why that failed, or ""."""
+    write = _coordinator.preserve
+    return "" if write is None else _write_commit(write, Path(path))
+
+
+def _write_commit(write: Callable[[Path], None], path: Path) -> str:
+    """Have a commit written, to the run folder if there is no room at `path`.
+
+    Returns:
+        Why it was written to neither; "" where it was.
+    """
+    problem = ""
+    places = path, this_rank().run_dir / path.name
+    for place in places:
+        try:
+            write(place)
+        # No room, or a value that refuses to be pickled in a way of its own.
+        except Exception as error:  # noqa: BLE001
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            for other in {*places} - {place}:  # an older one
+                other.unlink(missing_ok=True)
+            return ""
+    return problem
 
 
 def bequeath(path: str) -> Shipment:
-    """The same, and this rank's variables.
+    """Write the last commit as `preserve` does; this rank's variables.
 
     The agent does it: the main thread, which may be stuck in MPI, changes nothing.
     """

@@ -1,30 +1,33 @@
 """Large values between processes of one host: one file in memory, mapped by all.
 
 A shipment is either the pickled frames themselves or the path of a file that holds
-them. The file lies in /dev/shm where there is room, else beside the cluster's other
-files. Receivers map it copy-on-write, so nobody copies and nobody sees another's
-changes; its name is removed as soon as everybody has it. Should that never come to be,
-because a process was killed, the cluster's end removes what bears the cluster's name.
+them. The file lies in the cluster's folder in shared memory where there is room, else
+in its run folder; where neither has room, the frames travel in the message. Receivers
+map the file copy-on-write, so nobody copies and nobody sees another's changes. The file
+is removed as soon as everybody has mapped it, and at the latest with its folder.
+
+Frames are unpickled, so a file is opened only if this user alone can have written it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbdist.engine import codec
+from nbdist.engine import codec, private_files
 
-__all__ = ["Shipment", "discard", "load", "memory_folder", "unload"]
+__all__ = ["Shipment", "discard", "load", "unload"]
 
 FILE_FROM_BYTES = 1 << 20
 ALIGNMENT = 64
-MEMORY_FOLDER = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -40,30 +43,26 @@ class Shipment:
 def load(frames: list[Any], run_dir: Path) -> Shipment:
     """Pack frames: in the message when small, else in a file of the cluster's."""
     sizes = tuple(memoryview(frame).nbytes for frame in frames)
-    if sum(sizes) < FILE_FROM_BYTES:
-        return Shipment(frames=tuple(bytes(frame) for frame in frames))
-    total = sum(_padded(size) for size in sizes)
-    folder = _folder(total, run_dir)
-    descriptor, path = tempfile.mkstemp(prefix=f"{run_dir.name}-", dir=folder)
-    try:
-        # Written, not mapped: a full disk is an error here, not a crash at a page.
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
-            for frame, size in zip(frames, sizes, strict=True):
-                _write_all(file, memoryview(frame).cast("B"))
-                file.seek(_padded(size) - size, os.SEEK_CUR)
-            file.truncate(total)
-    except BaseException:
-        os.unlink(path)
-        raise
-    return Shipment(path=path, sizes=sizes)
+    if sum(sizes) >= FILE_FROM_BYTES:
+        for folder in _folders(sum(map(_padded, sizes)), run_dir):
+            with contextlib.suppress(OSError):  # no room after all
+                return Shipment(path=_write(frames, folder), sizes=sizes)
+    return Shipment(frames=tuple(bytes(frame) for frame in frames))
 
 
 def unload(shipment: Shipment) -> Any:
-    """The value. Its arrays are writable and this process's own."""
+    """The value. Its arrays are writable and this process's own.
+
+    Raises:
+        OSError: The file is gone, or another user may have written it.
+    """
     if shipment.path is None:
         return codec.loads([bytearray(frame) for frame in shipment.frames])
-    with open(shipment.path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    descriptor = private_files.open_file(Path(shipment.path))
+    try:
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
     view, frames, begin = memoryview(mapped), [], 0
     for size in shipment.sizes:
         frames.append(view[begin : begin + size])
@@ -77,9 +76,21 @@ def discard(shipment: Shipment) -> None:
         Path(shipment.path).unlink(missing_ok=True)
 
 
-def memory_folder(run_dir: Path) -> Path:
-    """Where files lie in memory; the cluster's own folder where there is no such."""
-    return MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else run_dir
+def _write(frames: list[Any], folder: Path) -> str:
+    """Write frames to a new file, each at a multiple of 64 bytes; its path."""
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    try:
+        # Written, not mapped: a full disk is an error here, not a crash at a page.
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            for frame in frames:
+                octets = memoryview(frame).cast("B")
+                _write_all(file, octets)
+                file.seek(_padded(octets.nbytes) - octets.nbytes, os.SEEK_CUR)
+            file.truncate()
+    except BaseException:
+        os.unlink(path)
+        raise
+    return path
 
 
 def _write_all(file: io.FileIO, octets: memoryview) -> None:
@@ -91,8 +102,9 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _folder(total: int, run_dir: Path) -> Path:
-    """Where a file of so many bytes goes: memory, unless that would fill it."""
-    if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > 2 * total:
-        return MEMORY_FOLDER
-    return run_dir
+def _folders(total: int, run_dir: Path) -> Iterator[Path]:
+    """Where a file of so many bytes may go: memory, unless that would fill it."""
+    memory = private_files.memory_folder(run_dir)
+    if memory != run_dir and shutil.disk_usage(memory).free > 2 * total:
+        yield memory
+    yield run_dir

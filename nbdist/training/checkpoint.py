@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -55,14 +56,14 @@ def write(
     header: dict[str, Any],
     payload: memoryview | bytes,
     *,
-    keep_previous: bool = True,
+    private: bool = False,
 ) -> None:
     """Put a file in place of the one that is there, or leave that one as it is.
 
     Args:
         header: what JSON can hold.
         payload: any bytes.
-        keep_previous: whether the file that was there stays as PATH.previous.
+        private: let only this user read it, and keep no PATH.previous.
 
     Raises:
         OSError: it could not be written; what was there before is untouched.
@@ -78,15 +79,15 @@ def write(
         for part in (prefix, text, payload):
             file.write(part)
         file.flush()
-        if keep_previous:
+        if not private:
             _keep_previous(path)
 
-    write_atomically(path, fill)
+    write_atomically(path, fill, mode=0o600 if private else None)
 
 
 def _keep_previous(path: Path) -> None:
     """Give the file that is to be replaced its second name; it keeps its first."""
-    link = path.with_name(f".{path.name}.{os.getpid()}.link")
+    link = path.with_name(f".{path.name}.{secrets.token_hex(8)}.link")
     with contextlib.suppress(FileNotFoundError):
         try:
             os.link(path, link)

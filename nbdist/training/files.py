@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +20,10 @@ MapLocation = torch.device | str | dict[str, str] | Callable[[Any, str], Any] | 
 
 
 def write_atomically(
-    path: str | os.PathLike[str], write: Callable[[BinaryIO], object]
+    path: str | os.PathLike[str],
+    write: Callable[[BinaryIO], object],
+    *,
+    mode: int | None = None,
 ) -> None:
     """Replace a file by what `write` writes; a reader sees the old one or the new one.
 
@@ -30,14 +34,20 @@ def write_atomically(
     Args:
         path: in a folder that exists.
         write: gets the open file. When it raises, the old file is left as it was.
+        mode: of the file; None for what the umask leaves of 0o666. Until the file has
+            its name, only this user can read it.
     """
     target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    # A random name, opened with O_EXCL and O_NOFOLLOW: in a folder that others can
+    # write to, nobody can put a file or a link in its place.
+    descriptor, part = tempfile.mkstemp(".part", f".{target.name}.", target.parent)
+    beside = Path(part)
     try:
-        with beside.open("wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fchmod(descriptor, 0o666 & ~_umask() if mode is None else mode)
+            os.fsync(descriptor)
         beside.replace(target)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -109,6 +119,17 @@ def _group() -> Group | None:
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _umask() -> int:
+    """This process's umask. To ask with `os.umask` would change it for a moment."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _sync_folder(folder: Path) -> None:

@@ -167,7 +167,7 @@ def test_plain_values(value: object):
 @pytest.mark.parametrize("size", [10, 5_000_000])
 def test_a_shipment_is_each_receivers_own(size: int, tmp_path: Path):
     run_dir = tmp_path / f"nbdist-{tmp_path.name}"
-    run_dir.mkdir()
+    run_dir.mkdir(mode=0o700)
     shipment = shipping.load(codec.dumps(torch.zeros(size)), run_dir)
     try:
         assert (shipment.path is not None) == (size > 1000)

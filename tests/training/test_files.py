@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import stat
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,36 @@ def test_loading_runs_no_code_unless_it_is_allowed(tmp_path):
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         load(tmp_path / "object.pt")
     assert load(tmp_path / "object.pt", weights_only=False) == Path("a")
+
+
+def modes_while_writing(path: Path) -> list[int]:
+    """The modes of the files beside `path`, as they are while it is written."""
+    seen: list[int] = []
+
+    def look(file):
+        file.write(b"x")
+        seen.extend(stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir())
+
+    write_atomically(path, look)
+    return seen
+
+
+def test_a_file_is_private_until_it_has_its_name(tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert modes_while_writing(tmp_path / "x") == [0o600]
+        assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
+        write_atomically(tmp_path / "y", lambda file: None, mode=0o600)
+        assert stat.S_IMODE((tmp_path / "y").stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_a_link_in_the_way_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    for name in (f".x.{os.getpid()}.part", ".x.part"):
+        (tmp_path / name).symlink_to(victim)
+    write_atomically(tmp_path / "x", lambda file: file.write(b"new"))
+    assert victim.read_bytes() == b"mine"
+    assert (tmp_path / "x").read_bytes() == b"new"

@@ -71,6 +71,8 @@ class Mpiexec(Launcher):
             # A stale session directory of the same pid stops PRRTE: have our own.
             "PRTE_MCA_prte_tmpdir_base": str(run_dir),
             "OMPI_MCA_btl_sm_backing_directory": str(run_dir),
+            # The other kinds take names in /dev/shm that anybody can predict.
+            "OMPI_MCA_shmem": "mmap",
             "OMPI_MCA_osc": "^ucx",
             # libevent's epoll warns on stderr of each connection to a dead rank.
             "EVENT_NOEPOLL": "1",

@@ -24,8 +24,6 @@ class Coordinator(Protocol):
 
     resume: Resume | None
     """The file that a new `State` begins from."""
-    vault: Path | None
-    """Where rank 0 keeps each commit, in a world that does not survive a death."""
 
     def enter(self, call: ElasticCall, preserve: Callable[[Path], None]) -> str:
         """A run begins: "begin" it, "join" the others in it, or "skip" what is over.
@@ -37,6 +35,12 @@ class Coordinator(Protocol):
 
     def leave(self) -> None:
         """The run has ended on this rank, well or not."""
+
+    def keep_commit(self, write: Callable[[Path], None]) -> None:
+        """Rank 0 has a new commit in a run: write it to a file, where one is wanted.
+
+        One is in a world that does not survive a death.
+        """
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """This rank can do no more by itself; wait until it is known what follows.
@@ -53,7 +57,6 @@ class NoCoordinator:
 
     resize_wanted = False
     resume: Resume | None = None
-    vault: Path | None = None
 
     def enter(self, call: ElasticCall, preserve: Callable[[Path], None]) -> str:
         """Begin."""
@@ -61,6 +64,9 @@ class NoCoordinator:
 
     def leave(self) -> None:
         """Nobody listens."""
+
+    def keep_commit(self, write: Callable[[Path], None]) -> None:
+        """Nobody would read it."""
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """Give up: what released this rank is raised again."""

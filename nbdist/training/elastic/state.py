@@ -274,14 +274,13 @@ class State:
             return
         if self._path is not None and self.commits % self._save_every == 0:
             write_commit(self._path, self._committed)
-        vault = coordinator().vault
-        if self._runs and vault is not None:
-            write_commit(vault, self._committed, keep_previous=False)
+        if self._runs:
+            coordinator().keep_commit(self._preserve)
 
     def _preserve(self, path: Path) -> None:
         """Write the last commit to a file, from any thread of a paused rank."""
         if self._committed.number:
-            write_commit(path, self._committed, keep_previous=False)
+            write_commit(path, self._committed, private=True)
 
 
 def _unknown(name: str, objects: dict[str, Any]) -> str:

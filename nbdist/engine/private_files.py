@@ -1,0 +1,162 @@
+"""Folders and files that only this user's own processes can write.
+
+A cluster keeps its files in two folders of mode 0700: its run folder, and a folder in
+shared memory, to which the symbolic link `memory` in the run folder points. Both have
+random names, and both are made with `mkdir`, which refuses a name that exists. Another
+user can see the names, but can neither read what lies there nor put anything there.
+
+What is read back is checked, because some of it is unpickled: a cleaner of temporary
+folders may have removed a folder whose name another user has taken since.
+
+Imports the standard library alone: the guard process needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = [
+    "check_file",
+    "check_folder",
+    "make_memory_folder",
+    "make_run_folder",
+    "memory_folder",
+    "open_file",
+    "read_file",
+    "remove_folders",
+]
+
+MEMORY_FOLDER = Path("/dev/shm")
+LINK = "memory"
+RUN_FOLDER_BYTES = 32 << 20
+"""Free space that a run folder must have: what Open MPI's launcher and each rank write
+there, the reserve of a recovery, and room for the first output."""
+
+
+def make_run_folder() -> Path:
+    """Make a run folder: in the temporary folder, or in memory if that one is full.
+
+    Raises:
+        OSError: No place has room; the message says how much each has.
+    """
+    refused = []
+    for parent in _parents():
+        try:
+            free = shutil.disk_usage(parent).free
+            if free >= RUN_FOLDER_BYTES:
+                return Path(tempfile.mkdtemp(prefix="nbdist-", dir=parent))
+            refused.append(f"{parent} has {free / 1e6:.1f} MB free")
+        except OSError as error:
+            refused.append(f"{parent}: {error.strerror or error}")
+    raise OSError(
+        f"no room for the cluster's files: {', '.join(refused)}; a cluster needs "
+        f"{RUN_FOLDER_BYTES / 1e6:.0f} MB. Free some, or set TMPDIR to another folder"
+    )
+
+
+def make_memory_folder(run_dir: Path) -> None:
+    """Make the cluster's folder in shared memory, if there is shared memory.
+
+    The link is written before the folder is made. Whoever removes the run folder thus
+    finds the other folder, even if this process is killed in between.
+    """
+    folder = MEMORY_FOLDER / f"nbdist-{secrets.token_hex(16)}"
+    link = run_dir / LINK
+    with contextlib.suppress(OSError):  # a full disk: the run folder serves
+        link.symlink_to(folder)
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError:
+            link.unlink()
+
+
+def memory_folder(run_dir: Path) -> Path:
+    """The cluster's folder in shared memory; the run folder where it has none.
+
+    Raises:
+        PermissionError: The folder is not ours.
+    """
+    try:
+        folder = Path(os.readlink(run_dir / LINK))
+    except FileNotFoundError:
+        folder = run_dir
+    return check_folder(folder)
+
+
+def check_folder(folder: Path) -> Path:
+    """The folder, if only this user can write to it.
+
+    Raises:
+        PermissionError: It is another user's, or open to others, or a symbolic link.
+        OSError: It does not exist.
+    """
+    _check(os.lstat(folder), stat.S_ISDIR, folder)
+    return folder
+
+
+def check_file(path: Path) -> None:
+    """Check that only this user can have written a file.
+
+    Raises:
+        PermissionError: The file or its folder is not ours alone.
+        OSError: It cannot be opened.
+    """
+    os.close(open_file(path))
+
+
+def open_file(path: Path) -> int:
+    """Open a file for reading, if only this user can have written it; a descriptor.
+
+    Raises:
+        PermissionError: The file or its folder is not ours alone.
+        OSError: It cannot be opened.
+    """
+    check_folder(path.parent)
+    # Opening a FIFO would wait for a writer without O_NONBLOCK.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        _check(os.fstat(descriptor), stat.S_ISREG, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file, if only this user can have written it.
+
+    Raises:
+        OSError: As for `open_file`.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        return file.read()
+
+
+def remove_folders(run_dir: Path) -> None:
+    """Remove a cluster's two folders."""
+    with contextlib.suppress(OSError):  # not ours: another user has taken the name
+        shutil.rmtree(memory_folder(run_dir), ignore_errors=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _parents() -> Iterator[Path]:
+    """Where a run folder may lie."""
+    with contextlib.suppress(FileNotFoundError):  # no folder that takes a file
+        yield Path(tempfile.gettempdir())
+    yield MEMORY_FOLDER
+
+
+def _check(found: os.stat_result, is_kind: object, path: Path) -> None:
+    own = found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    if not own or not is_kind(found.st_mode):  # type: ignore[operator]
+        raise PermissionError(
+            f"{path} is not this cluster's: it has mode {stat.filemode(found.st_mode)} "
+            f"and belongs to user {found.st_uid}. It was not used"
+        )
