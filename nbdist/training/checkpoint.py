@@ -16,11 +16,14 @@ file before it starts anything.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import secrets
+import stat
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,6 +35,7 @@ MAGIC = b"NBDSTATE"
 VERSION = 1
 _PREFIX = struct.Struct("<8sII32s")
 _CHUNK_BYTES = 1 << 20
+LATEST_TIME_S = 1e11  # in the year 5138; beyond it, `time.localtime` overflows
 
 
 class Opened(NamedTuple):
@@ -114,20 +118,39 @@ def check(path: Path) -> Opened:
 
 
 def read(opened: Opened) -> BinaryIO:
-    """The file, open at its payload. The caller closes it."""
-    file = open(opened.path, "rb")  # noqa: SIM115 - the caller's to close
+    """The file, open at its payload. The caller closes it.
+
+    Raises:
+        OSError: it is there no more, or is no regular file now.
+    """
+    file = _open_regular(opened.path)
     file.seek(opened.payload)
     return file
 
 
 def _open(path: Path) -> Opened:
     try:
-        with open(path, "rb") as file:
+        with _open_regular(path) as file:
             header, payload = _verify(path, file)
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{path} cannot be read: {reason}") from error
     return Opened(path, header, payload, "")
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; whatever is no regular file is an OSError.
+
+    Opening a FIFO or a device without O_NONBLOCK may wait for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _verify(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
@@ -139,13 +162,61 @@ def _verify(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
         raise CheckpointError(
             f"{path} has version {version}, and this nbdist reads version {VERSION}"
         )
+    size = os.fstat(file.fileno()).st_size
+    if _PREFIX.size + length > size:
+        raise CheckpointError(
+            f"{path} is damaged: its header has {length} bytes, the file {size}"
+        )
     text = file.read(length)
     digest = _digest(text)
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)
     if digest.digest() != expected:
         raise CheckpointError(f"{path} is damaged: its checksum does not agree")
-    return json.loads(text), _PREFIX.size + length
+    return _header(path, text), _PREFIX.size + length
+
+
+def _header(path: Path, text: bytes) -> dict[str, Any]:
+    """The header, if it is one of `state.save`.
+
+    Raises:
+        CheckpointError: it is not; the message says why.
+    """
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a bad header: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} has a bad header: it is no JSON object")
+    for name, (is_good, expected) in _FIELDS.items():
+        value = header.get(name)
+        if not is_good(value):
+            raise CheckpointError(
+                f"{path} has a bad header: {name!r} is {value!r:.80}, expected "
+                f"{expected}"
+            )
+    return header
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < LATEST_TIME_S
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "commit": (lambda value: _is_count(value, 0), "a number from 0"),
+    "size": (lambda value: _is_count(value, 1), "a number from 1"),
+    "names": (_are_names, "a list of names"),
+    "time": (_is_time, "seconds since 1970"),
+}
+"""What `nbdist.training.elastic.commit` writes into a header."""
 
 
 def _digest(header: bytes) -> hashlib.blake2b:

@@ -63,4 +63,6 @@ def read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
         raise CheckpointError(
             f"{opened.path} cannot be loaded: {error}{hint}"
         ) from error
+    if not isinstance(values, dict) or values.keys() != set(opened.header["names"]):
+        raise CheckpointError(f"{opened.path} does not hold what its header names")
     return values
