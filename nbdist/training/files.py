@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from nbdist.collectives import Group, broadcast_object, default_group
 from nbdist.errors import SaveError, WrongProcess
 
-__all__ = ["load", "save", "write_atomically"]
+if TYPE_CHECKING:
+    from nbdist.collectives import Group
+
+__all__ = ["load", "save", "write_atomically", "write_on_rank_0"]
 
 MapLocation = torch.device | str | dict[str, str] | Callable[[Any, str], Any] | None
 
@@ -70,16 +73,49 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         SaveError: rank 0 could not write; raised on every rank, with the reason.
     """
     group = _group()
+
+    def write() -> None:
+        write_atomically(path, lambda file: torch.save(obj, file))
+
+    def send(problem: str | None) -> str | None:
+        if group is None:
+            return problem
+        from nbdist.collectives import broadcast_object
+
+        told: str | None = broadcast_object(problem, 0, group=group)
+        return told
+
+    write_on_rank_0(path, write, 0 if group is None else group.rank, send)
+
+
+def write_on_rank_0(
+    path: str | os.PathLike[str],
+    write: Callable[[], None],
+    rank: int,
+    send: Callable[[str | None], str | None],
+) -> None:
+    """Have rank 0 write a file; on each rank, return once it is there.
+
+    Every rank must call.
+
+    Args:
+        path: for the error.
+        write: called on rank 0 alone.
+        rank: this process's.
+        send: gives every rank what rank 0 gives it.
+
+    Raises:
+        SaveError: rank 0 could not write; raised on every rank, with the reason.
+    """
     problem, cause = None, None
-    if group is None or group.rank == 0:
+    if rank == 0:
         try:
-            write_atomically(path, lambda file: torch.save(obj, file))
+            write()
         # The others must learn of it, whatever pickling or the disk has raised.
         except Exception as error:  # noqa: BLE001
             cause = error
             problem = f"{os.fspath(path)} was not saved: {_reason(error)}"
-    if group is not None:
-        problem = broadcast_object(problem, 0, group=group)
+    problem = send(problem)
     if problem is not None:
         raise SaveError(problem) from cause
 
@@ -111,6 +147,14 @@ def _own_device(storage: Any, location: str) -> Any:
 
 
 def _group() -> Group | None:
+    """The ranks; None in a process that is none.
+
+    Importing the collectives starts MPI, so a process that has not done it is no rank.
+    """
+    if "nbdist.collectives" not in sys.modules:
+        return None
+    from nbdist.collectives import default_group
+
     try:
         return default_group()
     except WrongProcess:

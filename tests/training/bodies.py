@@ -12,9 +12,10 @@ from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from nbdist.collectives import Group, barrier, set_default_group
+from nbdist.collectives import Group, barrier, default_group, set_default_group
 from nbdist.errors import SaveError
 from nbdist.training import files
+from nbdist.training.elastic.state import State
 from nbdist.training.loader import loader
 from nbdist.training.seeds import seed_all
 from tests.process_group.worlds import process_group
@@ -28,6 +29,7 @@ def everything(folder: str) -> dict[str, Any]:
         "uneven": train_uneven(f"{folder}/uneven"),
         "joined": train_joined(f"{folder}/joined"),
         "saved": save_and_load(str(saved)),
+        "states": save_and_load_states(saved.parent),
         "seeded": seeded(),
     }
 
@@ -58,6 +60,22 @@ def save_and_load(folder: str) -> dict[str, Any]:
         "reasons": reasons,
         "left": sorted(os.listdir(folder)),
     }
+
+
+def save_and_load_states(folder: Path) -> dict[str, Any]:
+    """Load what was saved, at once; what each round gave, and how a save has failed."""
+    rank = default_group().rank
+    loaded = []
+    for number in range(5):
+        state = State(weight=torch.full((1 << 20,), float(rank + number)))
+        state.save(folder / f"state-{number}")
+        state.load(folder / f"state-{number}")
+        loaded.append(float(state.weight[0]))
+    try:
+        state.save(folder / "missing" / "state")
+    except SaveError as error:
+        return {"loaded": loaded, "reason": str(error)}
+    raise AssertionError("a save in a missing folder went well")
 
 
 def train_uneven(store: str) -> dict[str, Any]:

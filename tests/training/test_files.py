@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,13 @@ def test_a_link_in_the_way_is_not_followed(tmp_path):
     write_atomically(tmp_path / "x", lambda file: file.write(b"new"))
     assert victim.read_bytes() == b"mine"
     assert (tmp_path / "x").read_bytes() == b"new"
+
+
+def test_a_process_that_is_no_rank_saves_without_mpi(tmp_path):
+    program = (
+        "import sys, nbdist\n"
+        "nbdist.save([1], 'x.pt')\n"
+        "assert nbdist.load('x.pt') == [1]\n"
+        "assert not [name for name in sys.modules if name.startswith('mpi4py')]\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)

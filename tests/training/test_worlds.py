@@ -57,6 +57,12 @@ def test_ranks_make_the_same_model_and_then_draw_their_own(world):
     assert len({tuple(drawn) for _weights, drawn in ranks}) == 3
 
 
+def test_a_state_that_was_saved_can_be_loaded_at_once_on_every_rank(world):
+    for seen in (rank["states"] for rank in world):
+        assert seen["loaded"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert "missing/state was not saved: FileNotFoundError" in seen["reason"]
+
+
 def test_rank_0_writes_and_all_learn_of_a_failure(world):
     for seen in (rank["saved"] for rank in world):
         assert seen["there"]

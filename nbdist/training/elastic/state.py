@@ -18,6 +18,7 @@ from nbdist.training.elastic.commit import Commit, read_values, write_commit
 from nbdist.training.elastic.coordinator import coordinator
 from nbdist.training.elastic.ranks import Ranks, broadcast_tree, ranks
 from nbdist.training.elastic.values import captured, put, unwrapped
+from nbdist.training.files import write_on_rank_0
 
 __all__ = ["SizeChange", "State"]
 
@@ -214,14 +215,22 @@ class State:
     # -- in files ------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the values as they are now to a file. Rank 0 does, the others nothing.
+        """Write the values as they are now to a file. Every rank must call.
 
-        The file that is there stays as PATH.previous. A file is whole or not there.
+        Rank 0 writes its own values, and the others wait: when this returns, any rank
+        can load the file. The file that was there before stays as PATH.previous. A file
+        is whole or not there.
+
+        Raises:
+            SaveError: rank 0 could not write; raised on every rank, with the reason.
         """
         world = ranks()
-        if world.rank == 0:
+
+        def write() -> None:
             commit = Commit(self._committed.number, world.size, self._capture())
             write_commit(Path(path), commit)
+
+        write_on_rank_0(path, write, world.rank, lambda told: world.send(told, 0))
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
         """Take the values from a file, written in a world of any size.
