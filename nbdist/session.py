@@ -168,7 +168,11 @@ class Session:
             if cluster.fault_tolerant
             else "one dead rank ends all: elastic runs begin again from a commit"
         )
-        return Table(header, rows, f"{cluster.mpi}; {mode}")
+        caption = f"{cluster.mpi}; {mode}"
+        refused = cluster.refused(states)
+        if refused:
+            caption += f"; {_refusals_text(refused)}"
+        return Table(header, rows, caption)
 
     def variables_table(self, pattern: str) -> Table:
         """The ranks' variables, by name; what is equal on all stands once."""
@@ -211,6 +215,11 @@ class Session:
         seen = self.cluster.last_seen(rank)
         text = "does not answer: stopped, or the interpreter is held"
         return f"{text}; last seen {seen}" if seen else text
+
+
+def _refusals_text(count: int) -> str:
+    messages = "1 message was" if count == 1 else f"{count:,} messages were"
+    return f"{messages} refused: wrongly signed, damaged or sent again"
 
 
 def _status_row(info: Any, state: dict[str, Any] | None, died: object) -> list[object]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "ELASTIC",
+    "REFUSED",
     "REPLY",
     "REQUEST",
     "TELEMETRY",
@@ -36,6 +37,7 @@ REQUEST = "nbdist_request"
 REPLY = "nbdist_reply"
 TELEMETRY = "nbdist_telemetry"
 ELASTIC = "nbdist_elastic"
+REFUSED = "nbdist_refused"
 """The types of our messages, in Jupyter's sense."""
 
 

@@ -238,6 +238,15 @@ class Cluster(Requests):
         """Each rank's state, as `nbdist.engine.agent.status` says it, busy or not."""
         return self._live().ask("nbdist.engine.agent:status")
 
+    def refused(self, states: dict[int, dict[str, Any] | None]) -> int:
+        """How many messages were refused, here, by the controller and by the ranks.
+
+        Args:
+            states: Of the ranks, as `status` says them.
+        """
+        by_ranks: int = sum(state["refused"] for state in states.values() if state)
+        return self._live().link.refused + by_ranks
+
     def stacks(self) -> dict[int, str | None]:
         """Each rank's Python stack, also while its main thread is blocked.
 

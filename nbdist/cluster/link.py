@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ipyparallel import Client
-from ipyparallel.client.client import unpack_message
+from jupyter_client.session import Session
 
 from nbdist.engine import codec
+from nbdist.engine.signed import Gate, SignedSession, addressed, refusals
 from nbdist.errors import RankDied
-from nbdist.wire import REQUEST, TELEMETRY
+from nbdist.wire import REFUSED, REPLY, REQUEST, TELEMETRY
 
 __all__ = ["Answer", "Exchange", "Link"]
 
@@ -130,6 +131,11 @@ class Link:
         self._client.exchange(exchange, content, codec.dumps((args, kwargs)), control)
         return exchange
 
+    @property
+    def refused(self) -> int:
+        """Messages that the notebook's or the controller's sockets have refused."""
+        return refusals(self._client.gates) + self._client.refused_by_controller
+
     def fail(self, engine_uuid: str, error: RankDied) -> None:
         """Give up every exchange with an engine that is gone."""
         self._client.fail(engine_uuid, error)
@@ -152,7 +158,41 @@ class _Client(Client):  # type: ignore[misc]
         self._exchanges: dict[str, Exchange] = {}
         self._gone: dict[str, RankDied] = {}
         self._exchanges_lock = threading.Lock()
+        self.gates: list[Gate] = []
+        self.refused_by_controller = 0
         super().__init__(*args, **kwargs)
+
+    @property
+    def session(self) -> SignedSession:
+        return self._session
+
+    @session.setter
+    def session(self, session: Session) -> None:
+        self._session = SignedSession.like(session)
+
+    def _setup_streams(self) -> None:
+        super()._setup_streams()
+        news = {REFUSED, *self._notification_handlers}
+        for stream, types, handle in (
+            (self._control_stream, {REPLY}, self._on_reply),
+            (self._mux_stream, {REPLY}, self._on_reply),
+            (self._iopub_stream, None, self._on_iopub),
+            (self._notification_stream, news, self._on_notification),
+        ):
+            gate = Gate(self.session, types=types)
+            self.gates.append(gate)
+            stream.on_recv(gate.before(self._unpacked(handle)), copy=False)
+        for stream in (self._query_stream, self._task_stream, self._broadcast_stream):
+            stream.stop_on_recv()  # nothing is asked there any more
+
+    def _unpacked(
+        self, handle: Callable[[Message], None]
+    ) -> Callable[[list[Any]], None]:
+        def on_message(frames: list[Any]) -> None:
+            _, frames = self.session.feed_identities(frames, copy=False)
+            handle(self.session.deserialize(frames, copy=False))
+
+        return on_message
 
     def activate(self, targets: object = "all", suffix: str = "") -> None:
         """ipyparallel would claim the %px magics here; they are not ours to take."""
@@ -161,7 +201,8 @@ class _Client(Client):  # type: ignore[misc]
         self, exchange: Exchange, content: Message, frames: list[Any], control: bool
     ) -> None:
         stream = self._control_stream if control else self._mux_stream
-        message = self.session.msg(REQUEST, content=content)
+        address = f"{exchange.engine_uuid}/{'control' if control else 'shell'}"
+        message = self.session.msg(REQUEST, content, metadata=addressed(address))
         exchange.name = message["header"]["msg_id"]
         with self._exchanges_lock:
             self._exchanges[exchange.name] = exchange
@@ -205,16 +246,13 @@ class _Client(Client):  # type: ignore[misc]
             exchange.answer(message)
             self._forget_finished(message, exchange)
 
-    @unpack_message  # type: ignore[untyped-decorator]
-    def _dispatch_reply(self, message: Message) -> None:
-        self._on_reply(message)
+    def _on_notification(self, message: Message) -> None:
+        if message["msg_type"] == REFUSED:
+            self.refused_by_controller = message["content"]["count"]
+        else:
+            self._notification_handlers[message["msg_type"]](message)
 
-    @unpack_message  # type: ignore[untyped-decorator]
-    def _dispatch_single_reply(self, message: Message) -> None:
-        self._on_reply(message)
-
-    @unpack_message  # type: ignore[untyped-decorator]
-    def _dispatch_iopub(self, message: Message) -> None:
+    def _on_iopub(self, message: Message) -> None:
         if message["msg_type"] == TELEMETRY:
             self.on_telemetry(codec.loads(message["buffers"]))
             return

@@ -27,19 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "Started", "start", "write_places"]
 
 POLL_S = 0.02
-CONTROLLER_OPTIONS = {
-    "ip": "127.0.0.1",
-    "IPController.location": "127.0.0.1",
-    # One process instead of nine: the queues run in threads without Python.
-    "IPController.use_threads": "True",
-    "IPController.broadcast_scheduler_depth": "0",
-    "IPController.db_class": "NoDB",
-    # The hub counts an engine as there only at its next beat.
-    "HeartMonitor.period": "100",
-    # A paused rank is not a lost one; who is lost is the supervisor's to say.
-    "HeartMonitor.max_heartmonitor_misses": "36000",
-    "IPController.log_level": "WARN",
-}
 
 
 @dataclass(frozen=True)
@@ -109,13 +96,10 @@ class _Start:
     def begin(self, launcher: Launcher) -> None:
         """Start the controller and the ranks side by side."""
         write_places(self._run_dir, self._places)
-        options = {"profile-dir": str(self._run_dir), **CONTROLLER_OPTIONS}
+        controller = "nbdist.cluster.ipcontroller"
         self._keeper.start(
             "controller",
-            [
-                *(sys.executable, "-m", "ipyparallel.controller"),
-                *(f"--{name}={value}" for name, value in options.items()),
-            ],
+            [sys.executable, "-m", controller, str(self._run_dir)],
             dict(os.environ),
         )
         n = len(self._places)

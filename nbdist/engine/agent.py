@@ -19,7 +19,7 @@ from nbdist.collectives import (
     release_calls,
     release_calls_with,
 )
-from nbdist.engine import world
+from nbdist.engine import requests, world
 from nbdist.engine.cell_names import place_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted
@@ -41,7 +41,10 @@ __all__ = [
 
 
 def status() -> dict[str, Any]:
-    """Whether this rank is busy, in what, for how many seconds, and its memory."""
+    """Whether this rank is busy, in what, for how many seconds, and its memory.
+
+    `refused` counts messages that were not authentic.
+    """
     rank = this_rank()
     activity = rank.activity
     return {
@@ -50,6 +53,7 @@ def status() -> dict[str, Any]:
         "seconds": time.time() - activity.since if activity else None,
         "where": where() if activity else None,
         "memory": memory(),
+        "refused": requests.refused(),
     }
 
 

@@ -29,6 +29,7 @@ from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.place import Assignment
 from nbdist.engine.process import Process
+from nbdist.engine.signed import SignedSession
 from nbdist.engine.world import World
 from nbdist.telemetry.note import set_recorder
 from nbdist.telemetry.recorder import Recorder
@@ -38,9 +39,6 @@ from nbdist.wire import ELASTIC, TELEMETRY, Batch, Notice, RankInfo
 __all__ = ["run_engine"]
 
 REGISTRATION_TIMEOUT_S = 60
-# Beats of the hub, one each 0.1 s, that may be missed before an engine gives up: a
-# paused laptop is no reason to end, and a dead notebook is the guard's business.
-HEARTBEAT_MISSES = 36_000
 
 
 class _Engine(IPEngine):  # type: ignore[misc]
@@ -53,6 +51,10 @@ class _Engine(IPEngine):  # type: ignore[misc]
         self.device: torch.device = kwargs.pop("device")
         self.assignment: Assignment = kwargs.pop("assignment")
         super().__init__(**kwargs)
+
+    def load_connection_file(self) -> None:
+        super().load_connection_file()
+        self.session = SignedSession(parent=self)
 
     def redirect_output(self, iopub_socket: Any) -> None:
         """Called by IPEngine once its kernel is there and before it runs."""
@@ -119,7 +121,9 @@ def run_engine(
         config.IPEngine.id = world.rank
     config.IPEngine.enable_nanny = False
     config.IPEngine.timeout = REGISTRATION_TIMEOUT_S
-    config.IPEngine.max_heartbeat_misses = HEARTBEAT_MISSES
+    # 0: no watch of the controller's beats, for which an engine would open a port. A
+    # paused laptop is no reason to end, and a dead notebook is the guard's business.
+    config.IPEngine.max_heartbeat_misses = 0
     config.IPEngine.wait_for_url_file = REGISTRATION_TIMEOUT_S
     config.IPEngine.url_file = str(security / "ipcontroller-engine.json")
     config.IPEngine.log_level = "ERROR"

@@ -17,15 +17,23 @@ from typing import Any
 
 from nbdist.engine import codec, torch_group, world
 from nbdist.engine.rank import Activity, this_rank
+from nbdist.engine.signed import Gate, refusals
 from nbdist.wire import REPLY, REQUEST
 
-__all__ = ["answer_on", "describe", "function_of"]
+__all__ = ["answer_on", "describe", "function_of", "refused"]
 
 PACKAGE = str(Path(__file__).parents[1])
 
+_gates: list[Gate] = []
+
 
 def answer_on(kernel: Any) -> None:
-    """Teach an ipykernel kernel our message type, on both of its channels."""
+    """Teach an ipykernel kernel our message type, on both of its channels.
+
+    Must be called before the kernel starts to receive.
+    """
+    _guard(kernel, kernel.shell_stream, "shell")
+    _guard(kernel, kernel.control_stream, "control")
     kernel.shell_handlers[REQUEST] = lambda stream, ident, message: _answer_main(
         kernel, stream, ident, message
     )
@@ -36,6 +44,23 @@ def answer_on(kernel: Any) -> None:
     # our handler; engine.interrupts decides instead.
     kernel.pre_handler_hook = lambda: None
     kernel.post_handler_hook = lambda: None
+
+
+def refused() -> int:
+    """How many messages this rank has refused."""
+    return refusals(_gates)
+
+
+def _guard(kernel: Any, stream: Any, channel: str) -> None:
+    """Have a channel receive only what is meant for it, and each message once."""
+    gate = Gate(kernel.session, f"{kernel.ident}/{channel}", {REQUEST})
+    _gates.append(gate)
+    receive = stream.on_recv
+
+    def on_recv(callback: Callable[[Any], Any] | None, copy: bool = True) -> None:
+        receive(None if callback is None else gate.before(callback), copy=copy)
+
+    stream.on_recv = on_recv
 
 
 async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> None:

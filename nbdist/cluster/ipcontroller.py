@@ -1,0 +1,186 @@
+"""The controller: ipyparallel's, with what nbdist needs of it and no more.
+
+    python -m nbdist.cluster.ipcontroller FOLDER
+
+It carries messages between the notebook and the ranks. Its sockets lie in the cluster's
+folder, which only the user can enter. Where that folder's path is too long for a socket
+they are TCP ports of the loopback interface, with CurveZMQ: who has not read the
+server's key in that folder can neither send nor read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import zmq
+from ipyparallel import util
+from ipyparallel.controller.app import IPController
+from ipyparallel.controller.heartmonitor import start_heartmonitor
+from jupyter_client.session import Session
+from tornado.ioloop import PeriodicCallback
+from traitlets import default
+from traitlets.config import Config
+
+from nbdist.engine.signed import Gate, SignedSession, refusals
+from nbdist.wire import REFUSED
+
+__all__ = ["Controller", "main", "transport_for"]
+
+MOST_OF_A_SOCKET_PATH = 107
+SOCKETS = "zmq"
+"""The sockets in the cluster's folder are called "zmq:1", "zmq:2" and so on."""
+MOST_SOCKETS = 99
+MOST_BYTES = 256 * 2**20
+"""The largest frame that is received; a peer that sends more is disconnected."""
+TELL_REFUSALS_MS = 500
+QUERIES = {"connection_request", "registration_request", "unregistration_request"}
+BEATS = {"new_heart", "stopped_heart"}
+
+
+class Controller(IPController):  # type: ignore[misc]
+    """ipyparallel's controller in one process, its queues in threads without Python."""
+
+    _sockets = 0
+
+    @default("session")
+    def _signed_session(self) -> Session:
+        return SignedSession(parent=self)
+
+    # -- addresses -----------------------------------------------------------------
+
+    def next_port(self, pool_name: str = "common") -> int:
+        """A free port, or the number of the next socket in the folder."""
+        if self.transport != "ipc":
+            return int(super().next_port(pool_name))
+        self._sockets += 1
+        return self._sockets
+
+    def construct_url(self, kind: str, channel: str, index: Any = None) -> str:
+        """As ipyparallel's engines and clients write it, whatever the transport."""
+        info = {
+            "engine": self.engine_info,
+            "client": self.client_info,
+            "internal": self.internal_info,
+        }[kind]
+        port = info[channel] if index is None else info[channel][index]
+        return f"{info['interface']}:{port}"
+
+    def bind(self, socket: Any, url: str) -> Any:
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+        return super().bind(socket, url)
+
+    # -- what runs -----------------------------------------------------------------
+
+    def init_hub(self) -> None:
+        super().init_hub()
+        hub = self.hub
+        # Only the heart's news; the hub would also keep the number of each message.
+        hub.monitor.setsockopt(zmq.UNSUBSCRIBE, b"")
+        hub.monitor.setsockopt(zmq.SUBSCRIBE, b"heartmonitor")
+        queries = Gate(self.session, types=QUERIES)
+        hub.query.on_recv(queries.before(hub.dispatch_query))
+        beats = Gate(self.session, types=BEATS)
+        hub.monitor.on_recv(beats.before(hub.dispatch_monitor_traffic))
+        self._tell_refusals([queries, beats])
+        # A thread, for a process of its own could be lost alone.
+        self.heartmonitor_process = threading.Thread(
+            target=start_heartmonitor,
+            kwargs={
+                "ping_url": self.engine_url("hb_ping"),
+                "pong_url": self.engine_url("hb_pong"),
+                "monitor_url": self.monitor_url,
+                "config": self.config,
+                "log_level": self.log_level,
+                "session": SignedSession(parent=self),
+                "curve_publickey": self.curve_publickey,
+                "curve_secretkey": self.curve_secretkey,
+            },
+            name="heart",
+            daemon=True,
+        )
+
+    def init_schedulers(self) -> None:
+        super().init_schedulers()
+        for queue in self.children:
+            queue.setsockopt_in(zmq.MAXMSGSIZE, MOST_BYTES)
+            queue.setsockopt_out(zmq.MAXMSGSIZE, MOST_BYTES)
+
+    def launch_python_scheduler(
+        self, name: str, scheduler_args: dict[str, Any], children: list[Any]
+    ) -> None:
+        """Nobody sends tasks; engines and clients need something to connect to."""
+        self._occupy(scheduler_args["in_addr"], scheduler_args["out_addr"])
+
+    def launch_broadcast_schedulers(
+        self, monitor_url: str, children: list[Any]
+    ) -> None:
+        """Nobody broadcasts, as above."""
+        self._occupy(self.client_url("broadcast"), self.engine_url("broadcast", 0))
+
+    def _occupy(self, *urls: str) -> None:
+        """Bind sockets that nobody reads."""
+        for url in urls:
+            socket = self.context.socket(zmq.ROUTER)
+            util.set_hwm(socket, 1)
+            self.bind(socket, url)
+            self._unread = [*getattr(self, "_unread", ()), socket]
+
+    def _tell_refusals(self, gates: list[Gate]) -> None:
+        """Let the notebook know how many messages were refused, whenever it changes."""
+        told = 0
+
+        def tell() -> None:
+            nonlocal told
+            count = refusals(gates)
+            if count != told:
+                told = count
+                content = {"count": count}
+                self.session.send(self.hub.notifier, REFUSED, content)
+
+        self._teller = PeriodicCallback(tell, TELL_REFUSALS_MS)
+        self._teller.start()
+
+
+def transport_for(run_dir: Path) -> str:
+    """ "ipc" where sockets fit into the cluster's folder, else "tcp"."""
+    longest = os.fsencode(run_dir / f"{SOCKETS}:{MOST_SOCKETS}")
+    return "ipc" if len(longest) <= MOST_OF_A_SOCKET_PATH else "tcp"
+
+
+def configuration(run_dir: Path) -> Config:
+    """How the controller of the cluster in a folder is set up."""
+    config = Config()
+    config.ProfileDir.location = str(run_dir)
+    config.Session.key = secrets.token_hex(32).encode()
+    controller = config.IPController
+    controller.transport = transport_for(run_dir)
+    if controller.transport == "ipc":
+        controller.ip = str(run_dir / SOCKETS)
+    else:
+        controller.ip = "127.0.0.1"
+        controller.enable_curve = True
+    controller.location = "127.0.0.1"
+    # One process instead of nine: the queues run in threads without Python.
+    controller.use_threads = True
+    controller.broadcast_scheduler_depth = 0
+    controller.db_class = "NoDB"
+    controller.log_level = "ERROR"
+    # The hub counts an engine as there only at its next beat.
+    config.HeartMonitor.period = 100
+    # A paused rank is not a lost one; who is lost is the supervisor's to say.
+    config.HeartMonitor.max_heartmonitor_misses = 36_000
+    return config
+
+
+def main() -> None:
+    """Run until the guard ends it."""
+    Controller.launch_instance(argv=[], config=configuration(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Signed messages: what the notebook, the controller and the ranks take from a socket.
+
+Jupyter's signature covers the first four frames of a message. `SignedSession` puts into
+the signed metadata what else must hold: a digest of the other frames, the sender, and
+the message's number. Each receiving socket has a `Gate`, which lets a message through
+only if it is signed, whole, for this socket, and new here. Nothing is unpickled before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hmac import compare_digest
+from pickle import PickleBuffer
+from typing import Any
+
+import zmq
+from jupyter_client.session import DELIM, Session
+
+__all__ = ["Gate", "SignedSession", "addressed", "refusals"]
+
+SEAL = "nbdist"
+"""The entry of a message's metadata that `SignedSession` writes and a `Gate` reads."""
+ADDRESS = "nbdist_to"
+SIGNED_FRAMES = 4
+WINDOW = 4096
+"""How far a message may be behind the newest one of its sender.
+
+Threads of one process number their messages, and then hand them to the socket one by
+one; the two orders differ by a few.
+"""
+
+
+class SignedSession(Session):
+    """Jupyter's session, with a signature over all frames."""
+
+    def __init__(self, **settings: Any) -> None:
+        # The gates know what they have seen. Jupyter's own history remembers before it
+        # checks, and forgets at random.
+        super().__init__(digest_history_size=0, **settings)
+        self._numbers = itertools.count(1)
+
+    @classmethod
+    def like(cls, other: Session) -> SignedSession:
+        """A session with the key and the format of another one."""
+        return cls(
+            key=other.key,
+            signature_scheme=other.signature_scheme,
+            packer=other.packer,
+            unpacker=other.unpacker,
+        )
+
+    def send(
+        self,
+        stream: Any,
+        msg_or_type: Mapping[str, Any] | str,
+        content: dict[str, Any] | None = None,
+        parent: Any = None,
+        ident: Any = None,
+        buffers: Sequence[Any] | None = None,
+        track: bool = False,
+        header: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """Build, sign and send a message; arguments as for jupyter_client's Session."""
+        if isinstance(msg_or_type, str):
+            message = self.msg(msg_or_type, content, parent, header, metadata)
+        else:
+            message = dict(msg_or_type)
+            buffers = buffers or message.get("buffers")
+        buffers = list(buffers or ())
+        seal = {
+            "from": self.session,
+            "number": next(self._numbers),
+            "buffers": _digest(PickleBuffer(buffer).raw() for buffer in buffers),
+        }
+        message["metadata"] = {**message["metadata"], SEAL: seal}
+        return super().send(stream, message, ident=ident, buffers=buffers, track=track)
+
+
+def addressed(address: str) -> dict[str, Any]:
+    """Metadata of a message that only the gate with this address takes."""
+    return {ADDRESS: address}
+
+
+class Gate:
+    """What one receiving socket lets through; one for each, used by one thread.
+
+    Args:
+        session: Has the key.
+        address: Messages must be `addressed` to it; "" takes those without address.
+        types: The types of messages that it takes; None takes all.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        address: str = "",
+        types: Collection[str] | None = None,
+    ) -> None:
+        self.refused = 0
+        """Messages that were not let through so far; any thread may read it."""
+        self._session = session
+        self._address = address
+        self._types = types
+        self._senders: dict[str, _Numbers] = {}
+
+    def admits(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
+        """Whether a message, as it came, is authentic and new. Counts it if not."""
+        try:
+            admitted = self._is_authentic([_view(frame) for frame in frames])
+        except Exception:  # noqa: BLE001 - whoever has the key can sign any nonsense
+            admitted = False
+        self.refused += not admitted
+        return admitted
+
+    def before(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A ZMQStream's callback that passes on what the gate admits, and never raises.
+
+        An exception in such a callback would stop the stream: it asks for the next
+        event only after the callback has returned.
+        """
+
+        def on_message(frames: Any) -> Any:
+            if not self.admits(frames):
+                return None
+            try:
+                return callback(frames)
+            except Exception:
+                logging.getLogger("nbdist").exception("a message was not understood")
+                return None
+
+        return on_message
+
+    def _is_authentic(self, views: list[memoryview]) -> bool:
+        starts = (number for number, view in enumerate(views) if view == DELIM)
+        start = next(starts, len(views)) + 1
+        signature, *signed = views[start : start + 1 + SIGNED_FRAMES]
+        if len(signed) < SIGNED_FRAMES:
+            return False
+        if not compare_digest(bytes(signature), self._session.sign(signed)):
+            return False
+        header, metadata = (self._session.unpack(bytes(signed[i])) for i in (0, 2))
+        seal = metadata[SEAL]
+        return (
+            metadata.get(ADDRESS, "") == self._address
+            and (self._types is None or header["msg_type"] in self._types)
+            and compare_digest(
+                seal["buffers"], _digest(views[start + 1 + SIGNED_FRAMES :])
+            )
+            and self._senders.setdefault(seal["from"], _Numbers()).take(seal["number"])
+        )
+
+
+def refusals(gates: Sequence[Gate]) -> int:
+    """How many messages some gates have refused."""
+    return sum(gate.refused for gate in gates)
+
+
+class _Numbers:
+    """Which numbers of one sender were taken: the last `WINDOW`, as bits."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+        self._taken = 0
+
+    def take(self, number: int) -> bool:
+        """Whether a number comes for the first time, and not too late."""
+        ahead = number - self._newest
+        if ahead > 0:
+            self._newest = number
+            kept = self._taken << ahead if ahead < WINDOW else 0
+            self._taken = (kept | 1) & ((1 << WINDOW) - 1)
+            return True
+        bit = 1 << -ahead
+        if -ahead >= WINDOW or self._taken & bit:
+            return False
+        self._taken |= bit
+        return True
+
+
+def _view(frame: bytes | zmq.Frame) -> memoryview:
+    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
+
+
+def _digest(views: Iterable[memoryview]) -> str:
+    """Of bytes, and of where one frame ends and the next begins."""
+    digest = hashlib.sha256()
+    for view in views:
+        digest.update(view.nbytes.to_bytes(8, "big"))
+        digest.update(view)
+    return digest.hexdigest()

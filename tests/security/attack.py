@@ -1,0 +1,158 @@
+"""Messages that no part of a cluster has sent, for every socket of its controller."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from jupyter_client.session import DELIM, Session
+
+SEND_TIMEOUT_MS = 20_000
+LARGE = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Target:
+    """A socket of the controller, and the way to one that reads behind it."""
+
+    name: str
+    url: str
+    kind: int
+    """The type of socket that can speak to it."""
+    route: tuple[bytes, ...] = ()
+    counted: bool = False
+    """Whether some part of the cluster reads what is sent on this route."""
+
+
+def targets(run_dir: Path, engine_uuids: Sequence[str]) -> list[Target]:
+    """Every socket of a cluster's controller."""
+    client, engine = (connection(run_dir, end) for end in ("client", "engine"))
+
+    def url(info: dict[str, Any], channel: str) -> str:
+        port = info[channel]
+        number = port[0] if isinstance(port, list) else port
+        return f"{info['interface']}:{number}"
+
+    found = [
+        Target(f"{channel} to {uuid}", url(client, channel), zmq.DEALER, (uuid,), True)
+        for channel in ("mux", "control")
+        for uuid in map(str.encode, engine_uuids)
+    ]
+    found += [
+        Target("registration", url(client, "registration"), zmq.DEALER, (), True),
+        Target("iopub of the ranks", url(engine, "iopub"), zmq.XPUB, (), True),
+        Target("mux of the ranks", url(engine, "mux"), zmq.DEALER, (b"?",)),
+        Target("control of the ranks", url(engine, "control"), zmq.DEALER, (b"?",)),
+        Target("hb_pong", url(engine, "hb_pong"), zmq.DEALER),
+        Target("hb_ping", url(engine, "hb_ping"), zmq.XSUB),
+        Target("iopub", url(client, "iopub"), zmq.XSUB),
+        Target("notification", url(client, "notification"), zmq.XSUB),
+    ]
+    for end in (client, engine):
+        for channel in ("task", "broadcast"):
+            found.append(Target(channel, url(end, channel), zmq.DEALER))
+    known = {target.url for target in found}
+    beside = {f"ipc://{path}" for path in run_dir.glob("zmq:*")} - known
+    route = (b"heartmonitor", b"")
+    found += [Target("monitor", each, zmq.XPUB, route, True) for each in beside]
+    return found
+
+
+def connection(run_dir: Path, end: str) -> dict[str, Any]:
+    """What the "client" or an "engine" of a cluster reads to connect."""
+    path = run_dir / "security" / f"ipcontroller-{end}.json"
+    info: dict[str, Any] = json.loads(path.read_text())
+    return info
+
+
+class Sender:
+    """A socket for each target."""
+
+    def __init__(self, run_dir: Path, found: Sequence[Target]) -> None:
+        self._context = zmq.Context()
+        key = connection(run_dir, "client")["curve_serverkey"]
+        self._sockets: dict[Target, zmq.Socket[bytes]] = {}
+        for target in found:
+            socket = self._context.socket(target.kind)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+            socket.setsockopt(zmq.RCVTIMEO, SEND_TIMEOUT_MS)
+            if key:
+                public, secret = zmq.curve_keypair()
+                socket.curve_serverkey = key.encode()
+                socket.curve_publickey, socket.curve_secretkey = public, secret
+            socket.connect(target.url)
+            if target.kind == zmq.XPUB:
+                socket.recv()  # the subscription; what is sent before it is lost
+            self._sockets[target] = socket
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._context.destroy(linger=SEND_TIMEOUT_MS)
+
+    def send(self, target: Target, body: Sequence[bytes]) -> None:
+        self._sockets[target].send_multipart([*target.route, *body])
+
+
+class Recorder:
+    """Genuine messages: those that pass through some ZMQStreams, and copies of them."""
+
+    def __init__(self, *streams: Any) -> None:
+        self.sent: list[list[bytes]] = []
+        """Each from the routing identity on."""
+        self._streams = streams
+        for stream in streams:
+            send = stream.send_multipart
+            stream.send_multipart = lambda frames, send=send, **options: (
+                self.sent.append([bytes(frame) for frame in frames]),
+                send(frames, **options),
+            )
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for stream in self._streams:
+            del stream.send_multipart
+
+
+def bad_body(rng: random.Random, genuine: Sequence[Sequence[bytes]]) -> list[bytes]:
+    """Frames, from the delimiter on, that nobody may take for a message.
+
+    Args:
+        genuine: Messages that were taken before, by other sockets too.
+    """
+    body = list(rng.choice(genuine))
+    kind = rng.choice(
+        ["forged", "unsigned", "truncated", "noise", "flipped", "longer", "replayed"]
+        + (["large"] if rng.random() < 0.01 else [])
+    )
+    if kind == "forged":
+        stranger = Session(key=b"not the key of this cluster")
+        kinds = ["stream", "nbdist_request", "nbdist_telemetry", "shutdown_request"]
+        return list(stranger.serialize(stranger.msg(rng.choice(kinds))))
+    if kind == "unsigned":
+        body[1] = b""
+    elif kind == "truncated":
+        body = body[: rng.randrange(1, 6)]
+    elif kind == "noise":
+        body = [rng.randbytes(rng.randrange(300)) for _ in range(rng.randrange(1, 12))]
+        if rng.random() < 0.5:
+            body[0] = DELIM
+    elif kind == "flipped":
+        number = rng.choice([n for n in range(1, len(body)) if body[n]])
+        frame = bytearray(body[number])
+        frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+        body[number] = bytes(frame)
+    elif kind == "longer":
+        body.append(rng.randbytes(5))
+    elif kind == "large":
+        body[rng.randrange(1, len(body))] = bytes(LARGE)
+    return body

@@ -1,0 +1,159 @@
+"""What is no message of this cluster changes nothing, and is counted."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist import Cluster
+from nbdist.session import Session
+from tests.processes import wait_until
+from tests.security.attack import Recorder, Sender, bad_body, targets
+
+DEADLINE_S = 60.0
+SEED = int(os.environ.get("NBDIST_SEED") or random.SystemRandom().randrange(10**6))
+
+TRAINING = """
+import pathlib
+folder = pathlib.Path({folder!r})
+steps, weight = 0, torch.zeros(1000, dtype=torch.float64)
+while True:
+    gradient = torch.full((1000,), float(rank + steps), dtype=torch.float64)
+    nbdist.all_reduce(gradient)
+    weight += gradient
+    steps += 1
+    nbdist.log(loss=float(steps), step=steps)
+    print(f"step {{steps}}")
+    if rank == 0 and steps == 5:
+        (folder / "trains").touch()
+    over = torch.tensor([float((folder / "over").exists())])
+    nbdist.broadcast(over, 0)
+    if over.item():
+        break
+"""
+
+
+@pytest.fixture
+def genuine(cluster: Cluster) -> list[list[bytes]]:
+    """Requests that were sent and carried out, each from the delimiter on."""
+    client = cluster._live().link._client
+    with Recorder(client._mux_stream, client._control_stream) as recorder:
+        cluster.execute("kept = 1")
+        cluster.status()
+    return [frames[1:] for frames in recorder.sent]
+
+
+def refused(cluster: Cluster) -> int:
+    return cluster.refused(cluster.status())
+
+
+def attack(cluster: Cluster, count: int, genuine: list[list[bytes]]) -> int:
+    """Send bad messages to every socket in turn; how many must be counted."""
+    roster = cluster._live()
+    found = targets(roster.run_dir, [info.engine_uuid for info in roster.infos])
+    rng = random.Random(SEED)
+    counted = 0
+    with Sender(roster.run_dir, found) as sender:
+        for number in range(count):
+            target = found[number % len(found)]
+            sender.send(target, bad_body(rng, genuine))
+            counted += target.counted
+    return counted
+
+
+@pytest.mark.parametrize(
+    "count",
+    [3000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+def test_bad_messages_to_every_socket_cost_no_step(
+    cluster: Cluster, genuine: list[list[bytes]], count: int, tmp_path: Path
+):
+    print(f"NBDIST_SEED={SEED}")
+    before = refused(cluster)
+    counted: list[int] = []
+
+    def disturb() -> None:
+        try:
+            wait_until((tmp_path / "trains").exists, DEADLINE_S)
+            counted.append(attack(cluster, count, genuine))
+        finally:
+            (tmp_path / "over").touch()
+
+    attacker = threading.Thread(target=disturb)
+    attacker.start()
+    code = TRAINING.format(folder=str(tmp_path))
+    result = cluster.execute(code, timeout_s=DEADLINE_S * (1 + count // 1000))
+    attacker.join(DEADLINE_S)
+    (steps,) = set(cluster["steps"])
+    lines = "".join(f"step {step + 1}\n" for step in range(steps))
+    assert [result.ranks[rank].stdout for rank in range(4)] == [lines] * 4
+    expected = float(sum(4 * step + 6 for step in range(steps)))
+    assert cluster["weight.max().item()"] == [expected] * 4
+    for word in ("next", "one more"):
+        answer = cluster.execute(f"print({word!r})", timeout_s=DEADLINE_S)
+        assert [answer.ranks[rank].stdout for rank in range(4)] == [f"{word}\n"] * 4
+    wait_until(
+        lambda: refused(cluster) - before == counted[0],
+        DEADLINE_S,
+        lambda: f"{refused(cluster) - before} of {counted[0]} were counted",
+    )
+    assert cluster.died() == {}
+
+
+def test_the_status_says_how_many_messages_were_refused(
+    cluster: Cluster, genuine: list[list[bytes]]
+):
+    before = refused(cluster)
+    expected = before + attack(cluster, 60, genuine)
+    wait_until(lambda: refused(cluster) == expected, DEADLINE_S)
+    session = Session()
+    session._cluster = cluster
+    text = repr(session.status_table())
+    session._cluster = None
+    assert f"; {expected:,} messages were refused: wrongly signed, damaged" in text
+
+
+def test_a_request_that_is_sent_again_runs_once(cluster: Cluster):
+    cluster.execute("runs = 0")
+    roster = cluster._live()
+    client = roster.link._client
+    with Recorder(client._mux_stream, client._control_stream) as recorder:
+        cluster.execute("runs += 1")
+    before = refused(cluster)
+    uuids = [info.engine_uuid for info in roster.infos]
+    ways = [target for target in targets(roster.run_dir, uuids) if target.counted]
+    cells = [frames[1:] for frames in recorder.sent if b"cells" in b"".join(frames)]
+    assert len(cells) == 4
+    with Sender(roster.run_dir, ways) as sender:
+        for way in ways:
+            for body in cells:
+                sender.send(way, body)
+    wait_until(lambda: refused(cluster) == before + 4 * len(ways), DEADLINE_S)
+    assert cluster["runs"] == [1] * 4
+
+
+def test_arguments_that_were_changed_on_the_way_are_not_unpickled(cluster: Cluster):
+    stream = cluster._live().link._client._mux_stream
+    send = stream.send_multipart
+
+    def send_changed_and_genuine(frames: list[Any], **options: Any) -> None:
+        changed = [bytes(frame) for frame in frames]
+        assert b"x.append(1)" in changed[-1]
+        changed[-1] = changed[-1].replace(b"x.append(1)", b"x.append(2)")
+        send(changed, **options)
+        send(frames, **options)
+
+    cluster.execute("x = []")
+    before = refused(cluster)
+    stream.send_multipart = send_changed_and_genuine
+    try:
+        cluster.execute("x.append(1)", timeout_s=DEADLINE_S)
+    finally:
+        del stream.send_multipart
+    assert cluster["x"] == [[1]] * 4
+    assert refused(cluster) == before + 4
