@@ -18,6 +18,7 @@ from nbdist.cluster.keeper import Keeper
 from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.placement import Place
 from nbdist.engine import private_files, witness
+from nbdist.engine.loopback import confine
 from nbdist.errors import StartError
 from nbdist.wire import RankInfo
 
@@ -135,7 +136,11 @@ class _Start:
                 return self._ready >= len(self._places)
 
             self._wait(all_here, timeout_s)
-            return Started(self._keeper, link, self._greet(link, timeout_s))
+            infos = self._greet(link, timeout_s)
+            launcher = self._keeper.pid("mpiexec")
+            if launcher is not None:
+                confine(launcher)
+            return Started(self._keeper, link, infos)
         except BaseException:
             link.close()
             raise

@@ -64,12 +64,13 @@ def _become_engine(process: Process, assignment: Assignment) -> None:
 
     torch.set_num_threads(assignment.threads)
     process.progress("joining MPI")
-    from nbdist.engine import torch_group, world
+    from nbdist.engine import loopback, torch_group, world
 
     if process.generation:
         here = world.join_running(process.rank, process.generation)
     else:
         here = world.join()
+    loopback.confine(os.getpid())
     here.publish_environment()
     device = _take_device(assignment)
     process.progress("starting torch.distributed")

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 from jupyter_client.session import DELIM, Session
+
+from nbdist import Cluster
 
 SEND_TIMEOUT_MS = 20_000
 LARGE = 4 * 2**20
@@ -68,6 +71,12 @@ def connection(run_dir: Path, end: str) -> dict[str, Any]:
     path = run_dir / "security" / f"ipcontroller-{end}.json"
     info: dict[str, Any] = json.loads(path.read_text())
     return info
+
+
+def processes(cluster: Cluster) -> list[psutil.Process]:
+    """The guard and everything below it."""
+    guard = psutil.Process(cluster._started.keeper._guard.pid)
+    return [guard, *guard.children(recursive=True)]
 
 
 class Sender:

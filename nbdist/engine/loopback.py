@@ -1,0 +1,63 @@
+"""Keeping other hosts away from the ports that Open MPI opens on every address."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+
+import psutil
+
+__all__ = ["confine"]
+
+PIDFD_GETFD = 438
+"""The number of that system call, the same on every architecture."""
+
+
+def confine(pid: int) -> None:
+    """Have the ports that a process listens on take connections from this host alone.
+
+    Open MPI binds its ports to every address, and has no option against it. Their
+    sockets are bound to the loopback interface afterwards, which Linux lets any user do
+    from 5.7 on. Other hosts are then refused; other users of this host are not. Where
+    the system forbids it, the ports stay as they are.
+
+    Args:
+        pid: This process, or one that the system lets this one look into: for an
+            ordinary user, one of its own descendants.
+    """
+    with contextlib.suppress(psutil.Error):
+        for sock in psutil.Process(pid).net_connections("inet"):
+            address = sock.status == psutil.CONN_LISTEN and sock.laddr.ip
+            if address and not ipaddress.ip_address(address).is_loopback:
+                _confine_one(pid, sock.fd)
+
+
+def _confine_one(pid: int, fd: int) -> None:
+    # A system other than Linux lacks the functions; a container may forbid them.
+    with contextlib.suppress(AttributeError, OSError), _socket_of(pid, fd) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+    if pid == os.getpid():
+        os.set_inheritable(fd, False)  # a program that a cell starts has no use for it
+
+
+@contextlib.contextmanager
+def _socket_of(pid: int, fd: int) -> Iterator[socket.socket]:
+    """A socket of a process; it shares the connection, not the descriptor."""
+    if pid == os.getpid():
+        copy = os.dup(fd)
+    else:
+        process = os.pidfd_open(pid)
+        try:
+            copy = ctypes.CDLL(None, use_errno=True).syscall(
+                PIDFD_GETFD, process, fd, 0
+            )
+        finally:
+            os.close(process)
+        if copy < 0:
+            raise OSError(ctypes.get_errno(), f"descriptor {fd} of process {pid}")
+    with socket.socket(fileno=copy) as shared:
+        yield shared
