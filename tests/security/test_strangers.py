@@ -1,0 +1,104 @@
+"""Another user of the machine can neither read what a cluster says nor take part."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist import Cluster
+from tests.processes import wait_until
+from tests.security.attack import connection, processes
+
+STRANGER = Path(__file__).with_name("stranger.py")
+UID = 54_321
+"""Of a user who need not exist: the kernel knows numbers alone."""
+LISTEN_S = 3.0
+DEADLINE_S = 60.0
+MOST_OF_A_SOCKET_PATH = 107
+
+
+@pytest.fixture(scope="module")
+def over_tcp() -> Iterator[Cluster]:
+    """A cluster whose folder has too long a name for Unix sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="x" * MOST_OF_A_SOCKET_PATH))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setenv("TMPDIR", str(folder))
+        with Cluster(2, device="cpu") as cluster:
+            yield cluster
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def any_cluster(request: pytest.FixtureRequest) -> Cluster:
+    """A cluster with either transport."""
+    name = "cluster" if request.param == "ipc" else "over_tcp"
+    cluster: Cluster = request.getfixturevalue(name)
+    info = connection(cluster._live().run_dir, "client")
+    assert info["interface"].startswith(f"{request.param}://")
+    return cluster
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_hears_nothing_and_changes_nothing(any_cluster: Cluster):
+    run_dir = any_cluster._live().run_dir
+    ports = {
+        f"{end} {channel}": (info["interface"], port)
+        for end in ("client", "engine")
+        for info in [connection(run_dir, end)]
+        for channel, port in info.items()
+        if isinstance(port, int)
+    }
+    order = {
+        "run_dir": str(run_dir),
+        "urls": {name: f"{at}:{port}" for name, (at, port) in ports.items()},
+        "pids": [process.pid for process in processes(any_cluster)],
+        "uid": UID,
+        "listen_s": LISTEN_S,
+    }
+    before = any_cluster.status()
+    with subprocess.Popen(
+        [sys.executable, STRANGER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as stranger:
+        assert stranger.stdin is not None
+        assert stranger.stdout is not None
+        stranger.stdin.write(json.dumps(order) + "\n")
+        stranger.stdin.flush()
+        assert stranger.stdout.readline() == "listens\n"
+        result = any_cluster.execute(
+            "print('a secret'); nbdist.log(loss=1.0)", timeout_s=DEADLINE_S
+        )
+        got = json.loads(stranger.stdout.readline())
+    assert got == []
+    assert {r.stdout for r in result.ranks.values()} == {"a secret\n"}
+    after = any_cluster.status()
+    assert any_cluster.died() == {}
+    assert any_cluster.refused(after) == any_cluster.refused(before)
+
+
+def test_no_key_stands_on_a_command_line_or_in_an_environment(any_cluster: Cluster):
+    info = connection(any_cluster._live().run_dir, "client")
+    keys = [info["key"], info["curve_serverkey"]]
+    assert len(info["key"]) == 64
+    for process in processes(any_cluster):
+        public = " ".join(process.cmdline()) + repr(process.environ())
+        assert [key for key in keys if key and key in public] == []
+
+
+def test_over_tcp_a_rank_that_dies_is_replaced(over_tcp: Cluster):
+    os.kill(over_tcp.infos[1].pid, signal.SIGKILL)
+    wait_until(lambda: bool(over_tcp.died()), DEADLINE_S)
+    over_tcp.execute("x = torch.ones(1); nbdist.all_reduce(x)", timeout_s=DEADLINE_S)
+    assert over_tcp["x.item()"] == [2.0, 2.0]
