@@ -51,7 +51,24 @@ __all__ = [
     "UnsupportedCollective",
     "UsageError",
     "WrongProcess",
+    "message_of",
+    "text_of",
 ]
+
+
+def text_of(error: BaseException) -> str:
+    """The class and the message of an error, whatever its `__str__` does."""
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def message_of(error: BaseException) -> str:
+    """What `str` makes of an error, or why it makes nothing of it."""
+    try:
+        return str(error)
+    except BaseException as second:  # noqa: BLE001
+        # A user's `__str__` may raise anything. An answer must go out all the same.
+        return f"<its __str__ raised {type(second).__name__}>"
 
 
 class NbdistError(Exception):

@@ -155,6 +155,7 @@ class DistMagics(Magics):  # type: ignore[misc]
     @magic_arguments()
     @argument("names", nargs="+", help="variables of the notebook")
     @argument("-r", "--ranks", help="to these ranks only, such as 0,2-3")
+    @argument("--timeout", help="give up after so many seconds")
     @line_magic
     def dist_push(self, line: str) -> None:
         """Copy variables of the notebook to the ranks."""
@@ -165,11 +166,13 @@ class DistMagics(Magics):  # type: ignore[misc]
                 f"no variable {', '.join(missing)} in the notebook to push"
             )
         values = {name: self._shell.user_ns[name] for name in args.names}
-        self.session.cluster.push(parse_ranks(args.ranks), **values)
+        timeout_s = _number("--timeout", args.timeout, float)
+        self.session.cluster.push(parse_ranks(args.ranks), timeout_s, **values)
 
     @magic_arguments()
     @argument("name", help="a variable of the ranks")
     @argument("-r", "--ranks", help="from these ranks; one rank gives its value alone")
+    @argument("--timeout", help="give up after so many seconds")
     @line_magic
     def dist_pull(self, line: str) -> None:
         """Copy a variable of the ranks here: a list in rank order, or one rank's."""
@@ -180,7 +183,8 @@ class DistMagics(Magics):  # type: ignore[misc]
                 f"x = cluster[{args.name!r}] with an nbdist.Cluster"
             )
         ranks = parse_ranks(args.ranks)
-        values = self.session.cluster.pull(args.name, ranks)
+        timeout_s = _number("--timeout", args.timeout, float)
+        values = self.session.cluster.pull(args.name, ranks, timeout_s=timeout_s)
         one = ranks is not None and len(ranks) == 1
         self._shell.push({args.name: values[0] if one else values})
 

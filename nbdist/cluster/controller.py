@@ -15,7 +15,7 @@ from nbdist.cluster.requests import QUIET, Requests
 from nbdist.cluster.result import CellResult
 from nbdist.cluster.scripts import checked_script
 from nbdist.cluster.start import Progress
-from nbdist.errors import CellError
+from nbdist.errors import CellError, CellInterrupted
 
 __all__ = ["Cluster"]
 
@@ -167,7 +167,12 @@ class Cluster(Requests):
         error = stopped
         if error is None and check and not result.ok:
             error = cell_error(result.failures, self.size)
-        note = self._recover()
+        try:
+            note = self._recover()
+        except CellInterrupted as interrupted:
+            if error is None:
+                raise
+            note = str(interrupted)
         if error is not None:
             error.note = note
             raise _with_result(error, result)
@@ -190,41 +195,87 @@ class Cluster(Requests):
             CellError: It raised on a rank.
             TransferError: An argument or a result cannot travel.
         """
-        payload = transfer.encode((fn, args, kwargs), "the function or an argument")
-        return self._call(
+        name = getattr(fn, "__name__", "a function")
+        allowance = transfer.Allowance(name, timeout_s)
+        payload = transfer.encode(
+            (fn, args, kwargs), "the function or an argument", allowance
+        )
+        shipments = self._call(
             "nbdist.engine.calls:call",
             (payload,),
             ranks,
-            getattr(fn, "__name__", "a function"),
-            timeout_s,
+            name,
+            allowance.left_s,
             observer,
         )
+        return transfer.incoming(shipments, "the results", allowance)
 
-    def push(self, ranks: Iterable[int] | None = None, /, **values: Any) -> None:
+    def push(
+        self,
+        ranks: Iterable[int] | None = None,
+        timeout_s: float | None = None,
+        /,
+        **values: Any,
+    ) -> None:
         """Give every rank a copy of these values, under these names.
+
+        A rank takes all of them or, where it is interrupted, none.
 
         Arrays and tensors of any dtype travel as raw bytes: on this host all ranks map
         one copy (copy-on-write), so that 100 MB cost one `memcpy`.
 
+        Args:
+            ranks: The ranks to give them to; None stands for all.
+            timeout_s: Seconds until pickling here and unpickling there are interrupted.
+
         Raises:
             TransferError: A value cannot travel; the message says which.
+            CellTimeout, CellInterrupted: The message says in which value, and where.
+            RankDied: A rank has died meanwhile.
         """
-        with transfer.outgoing(values, self._live().run_dir) as shipment:
-            self._call("nbdist.engine.calls:store", (shipment,), ranks, "push")
+        allowance = transfer.Allowance("push", timeout_s)
+        with transfer.outgoing(values, self._live().run_dir, allowance) as shipment:
+            self._call(
+                "nbdist.engine.calls:store",
+                (shipment,),
+                ranks,
+                "push",
+                allowance.left_s,
+                needs_all=True,
+            )
 
-    def pull(self, expression: str, ranks: Iterable[int] | None = None) -> list[Any]:
+    def pull(
+        self,
+        expression: str,
+        ranks: Iterable[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
         """The value of an expression on each rank, in rank order.
 
         Tensors arrive on the CPU. This needs torch in this process only for tensors.
 
+        Args:
+            ranks: The ranks to ask; None stands for all.
+            timeout_s: Seconds until pickling there and unpickling here are interrupted.
+
         Raises:
             TransferError: It does not exist on a rank, or cannot travel; the message
                 says which name, which rank, and its type.
+            CellTimeout, CellInterrupted: The message says where.
+            RankDied: A rank has died meanwhile.
         """
+        what = f"pull {expression}"
+        allowance = transfer.Allowance(what, timeout_s)
         shipments = self._call(
-            "nbdist.engine.calls:fetch", (expression,), ranks, f"pull {expression}"
+            "nbdist.engine.calls:fetch",
+            (expression,),
+            ranks,
+            what,
+            allowance.left_s,
+            needs_all=True,
         )
-        return transfer.incoming(shipments)
+        return transfer.incoming(shipments, repr(expression), allowance)
 
     def __getitem__(self, expression: str) -> list[Any]:
         return self.pull(expression)
@@ -267,11 +318,24 @@ class Cluster(Requests):
         target = "nbdist.engine.inspection:variables"
         return self._live().ask(target, pattern, timeout_s=VARIABLES_TIMEOUT_S)
 
-    def inspect(self, expression: str) -> dict[int, str]:
-        """One expression's value on every living rank, as text."""
+    def inspect(
+        self, expression: str, *, timeout_s: float | None = None
+    ) -> dict[int, str]:
+        """One expression's value on every living rank, as text.
+
+        Raises:
+            CellError: It raised on a rank.
+            CellTimeout, CellInterrupted: All ranks have been interrupted.
+            RankDied: A rank has died meanwhile.
+        """
         ranks = [info.rank for info in self.ranks]
         texts = self._call(
-            "nbdist.engine.calls:show", (expression,), ranks, f"inspect {expression}"
+            "nbdist.engine.calls:show",
+            (expression,),
+            ranks,
+            f"inspect {expression}",
+            timeout_s,
+            needs_all=True,
         )
         return dict(zip(ranks, texts, strict=True))
 

@@ -15,6 +15,7 @@ from nbdist.cluster.placement import place
 from nbdist.cluster.start import Progress, Started, start
 from nbdist.errors import (
     AlreadyRunning,
+    CellInterrupted,
     NotRunning,
     RankDied,
     StartError,
@@ -296,6 +297,9 @@ class Lifecycle:
             note = self._recovery.recover()
         except StartError as error:
             raise self._give_up(error) from error
+        except CellInterrupted:
+            supervisor.mended()
+            raise
         supervisor.mended()
         return note
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 
 from nbdist.cluster.inventory import this_host
 from nbdist.cluster.link import Answer
 from nbdist.cluster.membership import Ask, Membership
+from nbdist.cluster.newcomers import Newcomers
 from nbdist.cluster.placement import Place, place
 from nbdist.cluster.roster import Roster
 from nbdist.config import ClusterConfig
-from nbdist.engine.shipping import discard
-from nbdist.errors import UsageError
+from nbdist.errors import CellInterrupted, UsageError
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["Recovery"]
 
 DESCRIBE_TIMEOUT_S = 10.0
-PREPARE_TIMEOUT_S = 600.0
-RUN_CELL = "nbdist.engine.cells:run_cell"
-LOOK_S = 0.5
-"""How often ranks that prepare are asked whether they wait for another."""
 
 
 class Recovery:
@@ -47,6 +42,7 @@ class Recovery:
         self._places = places
         self._config = config
         self._on_change = on_change
+        self._newcomers = Newcomers(roster)
         self._membership = Membership(roster, places, config.timeout_s)
         self.setup: list[tuple[str, int]] = []
         """The cells that each new rank runs first, with their In[] numbers."""
@@ -64,6 +60,7 @@ class Recovery:
 
         Raises:
             StartError: The ranks could not meet anew.
+            CellInterrupted: They have, but the user has interrupted what newcomers get.
         """
         ask = ask or self._send
         dead = format_ranks(self._roster.died)
@@ -74,8 +71,7 @@ class Recovery:
         newcomers = self._membership.replace_dead(ask)
         self._on_change()
         pids = ", ".join(str(info.pid) for info in newcomers)
-        told = self._prepare(newcomers, ask)
-        return f"rank {dead} was replaced (pid {pids}); {told}"
+        return self._prepare(f"rank {dead} was replaced (pid {pids})", newcomers, ask)
 
     def drop(self, ask: Ask | None = None) -> None:
         """Go on with the living ranks alone."""
@@ -105,7 +101,7 @@ class Recovery:
             return f"the world is {size} ranks now"
         newcomers = self._membership.grow(self._wider(size), ask)
         self._on_change()
-        return f"the world is {size} ranks now; {self._prepare(newcomers, ask)}"
+        return self._prepare(f"the world is {size} ranks now", newcomers, ask)
 
     def _wider(self, size: int) -> list[Place]:
         """The places of the ranks that a wider world has more."""
@@ -131,62 +127,16 @@ class Recovery:
                 f"({', '.join(sorted(lost - kept))}): add --yes to let them go"
             )
 
-    def _prepare(self, newcomers: Sequence[RankInfo], ask: Ask) -> str:
-        """Run the setup cells, then copy the lowest old rank's variables."""
-        failed = []
-        spent = False
-        for code, number in self.setup:
-            for answer in self._request(newcomers, RUN_CELL, code, number):
-                failure, _seconds = answer.value
-                spent |= answer.spent
-                if failure is not None:
-                    error = f"{failure.ename}: {failure.evalue}"
-                    failed.append(f"setup cell In[{number}] failed on it: {error}")
-        if spent:  # such a cell has left a collective
-            self._renew(ask)
-        new = {info.rank for info in newcomers}
-        oldest = next(info for info in self._roster.living if info.rank not in new)
-        reply = ask(oldest, "nbdist.engine.namespace:export")
-        shipment, lost = reply.result(PREPARE_TIMEOUT_S).value
+    def _prepare(self, done: str, newcomers: Sequence[RankInfo], ask: Ask) -> str:
+        """Bring newcomers up to date; what was `done`, and this, in words.
+
+        Raises:
+            CellInterrupted: The user has interrupted it; the message says the same.
+        """
         try:
-            self._request(newcomers, "nbdist.engine.calls:store", shipment)
-        finally:
-            discard(shipment)
-        told = [f"it has the variables of rank {oldest.rank}"]
-        if lost:
-            told.append(f"but these cannot be copied: {'; '.join(lost)}")
-        return ", ".join([*told, *failed])
+            return f"{done}; {self._newcomers.prepare(newcomers, self.setup, ask)}"
+        except CellInterrupted as stopped:
+            raise CellInterrupted(f"{done}; {stopped}") from stopped
 
     def _send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
         return self._roster.link.send(info.engine_uuid, target, *args).reply
-
-    def _request(
-        self, ranks: Sequence[RankInfo], target: str, *args: object
-    ) -> list[Answer]:
-        """Ask idle ranks that are alone: what waits for another rank is released."""
-        replies = [self._send(info, target, *args) for info in ranks]
-        deadline = time.monotonic() + PREPARE_TIMEOUT_S
-        while not all(reply.done() for reply in replies):
-            if wait(replies, LOOK_S).not_done:
-                self._release(ranks)
-            if time.monotonic() > deadline:
-                break
-        return [reply.result(0) for reply in replies]
-
-    def _renew(self, ask: Ask) -> None:
-        replies = [
-            ask(info, "nbdist.engine.world:renew") for info in self._roster.living
-        ]
-        self._roster.update(r.result(PREPARE_TIMEOUT_S).value for r in replies)
-
-    def _release(self, ranks: Sequence[RankInfo]) -> None:
-        calls = self._roster.ask(
-            "nbdist.engine.agent:waiting", ranks=[info.rank for info in ranks]
-        )
-        for rank, call in calls.items():
-            if call is not None and len(call.members) > len(ranks):
-                reason = (
-                    f"released from {call.operation}: a setup cell runs on a rank that "
-                    "joins alone, and no other rank comes"
-                )
-                self._roster.tell("nbdist.engine.agent:release", reason, ranks=[rank])

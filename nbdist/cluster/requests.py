@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import transfer
-from nbdist.cluster.failures import cell_error, failures_of
+from nbdist.cluster.failures import cell_error, failures_of, summary
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.observer import Observer, Quiet
 from nbdist.cluster.shortage import explained
@@ -39,13 +39,17 @@ class Requests(Lifecycle, ABC):
         args: dict[int, tuple[object, ...]],
         what: str,
         observer: Observer,
+        *,
+        needs_all: bool = False,
     ) -> Run:
         from nbdist.cluster.run import Run
 
         roster = self._live()
         self._supervisor_of().admit(args)
         infos = [roster[rank] for rank in args]
-        return Run(roster.link, infos, target, args, what, observer)
+        return Run(
+            roster.link, infos, target, args, what, observer, needs_all=needs_all
+        )
 
     def _call(
         self,
@@ -55,14 +59,28 @@ class Requests(Lifecycle, ABC):
         what: str,
         timeout_s: float | None = None,
         observer: Observer = QUIET,
+        *,
+        needs_all: bool = False,
     ) -> list[Any]:
+        """What a function of the engine's answers on each rank.
+
+        Args:
+            needs_all: Interrupt the other ranks, and raise RankDied, once one has died.
+        """
         selected = self._select(ranks)
-        run, stopped = self._attempt(target, selected, args, what, observer, timeout_s)
+        run, stopped = self._attempt(
+            target, selected, args, what, observer, timeout_s, needs_all=needs_all
+        )
         failures = self._explained(failures_of(run, self._live().host_of))
         if stopped is not None or failures:
             transfer.refuse(answer.value for answer in run.answers.values())
         if stopped is not None:
+            stopped.note = summary(_that_say_more(failures), self.size)
             raise stopped
+        if run.lost:
+            raise RankDied(
+                f"{what} was not done: " + "; ".join(map(str, run.died.values()))
+            )
         if failures:
             raise transfer.translate(failures) or cell_error(failures, self.size)
         return [answer.value for answer in run.answers.values()]
@@ -75,6 +93,8 @@ class Requests(Lifecycle, ABC):
         what: str,
         observer: Observer,
         timeout_s: float | None,
+        *,
+        needs_all: bool = False,
     ) -> tuple[Run, CellError | None]:
         """Have ranks do something, and see it to its end.
 
@@ -82,7 +102,13 @@ class Requests(Lifecycle, ABC):
         """
         restarts = 0
         while True:
-            run = self._run(target, dict.fromkeys(ranks, args), what, observer)
+            run = self._run(
+                target,
+                dict.fromkeys(ranks, args),
+                what,
+                observer,
+                needs_all=needs_all,
+            )
             stopped, rescue = self._see_through(run, timeout_s)
             if rescue is None:
                 break
@@ -142,3 +168,8 @@ class Requests(Lifecycle, ABC):
         return explained(
             failures, roster.infos, lambda: roster.ask("nbdist.engine.agent:memory")
         )
+
+
+def _that_say_more(failures: Sequence[Failure]) -> list[Failure]:
+    """Those that say more than that a rank was interrupted, or has not come back."""
+    return [failure for failure in failures if failure.evalue not in ("", "still busy")]

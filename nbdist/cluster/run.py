@@ -31,6 +31,7 @@ class Run:
         targets: The ranks to ask.
         args: Arguments for each rank.
         observer: Sees each event, in each rank's own order.
+        needs_all: Whether it is of no use once a rank has died.
     """
 
     def __init__(
@@ -41,8 +42,11 @@ class Run:
         args: Mapping[int, tuple[object, ...]],
         what: str,
         observer: Observer,
+        *,
+        needs_all: bool = False,
     ) -> None:
         self._link = link
+        self._needs_all = needs_all
         self._parts = {info.engine_uuid: Part(info) for info in targets}
         self._target, self._args, self._what = target, args, what
         self._observer = observer
@@ -119,6 +123,11 @@ class Run:
     def failed(self) -> bool:
         """Whether some rank's cell, or function, has ended with an error."""
         return any(_is_failure(answer) for answer in self.answers.values())
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has died that the request cannot do without."""
+        return self._needs_all and bool(self.died)
 
     @property
     def spent(self) -> bool:
@@ -204,6 +213,7 @@ class Run:
             Whether all ranks have answered.
         """
         end = None if tick_s is None else time.monotonic() + tick_s
+        self._find_lost_ends()
         while self._open():
             try:
                 uuid, message = self._queue.get(timeout=self._pause(deadline, end))
@@ -222,10 +232,18 @@ class Run:
         """Tell the observer that no rank gets on, or, with "", that one does again."""
         self._observer.notice(text)
 
+    def _find_lost_ends(self) -> None:
+        """Queue again what an interrupt, right after it was taken, has kept from us."""
+        for part in self._open():
+            if part.exchange is not None and part.exchange.reply.done():
+                self._queue.put((part.info.engine_uuid, None))
+
     def _handle(self, uuid: str, message: Message | None) -> bool:
         """Take one event; whether somebody must act on it."""
         part = self._parts.get(uuid)
         if part is None:  # it was let go
+            return False
+        if message is None and part.done:  # its end was queued twice
             return False
         urgent = False
         if message is None:

@@ -91,6 +91,9 @@ class Supervisor:
                 self.elastic.begin(run)
             run.begin()
             while not run.wait(deadline, tick_s=PROBE_S):
+                if run.lost:
+                    self._end(run)
+                    break
                 if deadline is not None and time.monotonic() >= deadline:
                     stopped = self._time_out(run, timeout_s)
                     break

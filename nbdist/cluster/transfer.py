@@ -2,41 +2,160 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nbdist.engine import codec, shipping
-from nbdist.errors import TransferError
-from nbdist.wire import Failure
+from nbdist.errors import (
+    CellInterrupted,
+    CellTimeout,
+    TransferError,
+    UsageError,
+    message_of,
+    text_of,
+)
+from nbdist.wire import Failure, format_ranks
 
-__all__ = ["encode", "incoming", "outgoing", "refuse", "translate"]
+__all__ = ["Allowance", "encode", "incoming", "outgoing", "refuse", "translate"]
+
+INSIST_S = 0.1
 
 
-def encode(value: object, what: str) -> list[bytes]:
+class Allowance:
+    """The time that one transfer may take, here and on the ranks.
+
+    Args:
+        what: Names the transfer in errors, such as "push".
+        timeout_s: Seconds from now; None sets no limit.
+
+    Raises:
+        UsageError: The time is not above 0.
+    """
+
+    def __init__(self, what: str, timeout_s: float | None) -> None:
+        if timeout_s is not None and not timeout_s > 0:
+            raise UsageError(f"--timeout {timeout_s:g} is not above 0 seconds")
+        self.what = what
+        self._timeout_s = timeout_s
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left, at least a moment; None where there is no limit."""
+        return None if self._end is None else max(0.001, self._end - time.monotonic())
+
+    @contextmanager
+    def step(self, doing: str) -> Iterator[None]:
+        """Run code of the user's in this process, such as a value's `__reduce__`.
+
+        In the main thread the time-out interrupts it; elsewhere it is noticed at the
+        step's end.
+
+        Args:
+            doing: Such as "pickling 'x'".
+
+        Raises:
+            CellInterrupted: The user has interrupted it.
+            CellTimeout: The time was up.
+        """
+        timer = _Timer(self.left_s)
+        try:
+            timer.start()
+            try:
+                yield
+            finally:
+                timer.stop()
+        except KeyboardInterrupt as interrupt:
+            timer.stop()  # the timer's signal may have come just before the first stop
+            if not timer.rang:
+                raise CellInterrupted(
+                    f"{self.what} was interrupted while {doing} in this process"
+                ) from interrupt
+        if timer.rang:
+            raise CellTimeout(
+                f"{self.what} was not finished after {self._timeout_s:g} s: {doing} in "
+                "this process"
+            )
+
+
+class _Timer:
+    """Raises KeyboardInterrupt in the main thread once the time is up."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._over = threading.Event()
+        self._clock: threading.Thread | None = None
+        self.rang = False
+        """Whether the time was up before the end."""
+
+    def start(self) -> None:
+        if self._end is not None and _can_interrupt():
+            self._clock = threading.Thread(
+                target=self._tick, args=(self._end,), name="nbdist-timer", daemon=True
+            )
+            self._clock.start()
+
+    def stop(self) -> None:
+        """Send no signal from here on. A second stop is harmless."""
+        self._over.set()
+        if self._clock is not None:
+            self._clock.join()  # its last signal arrives in here
+        self.rang = self._end is not None and time.monotonic() >= self._end
+
+    def _tick(self, end: float) -> None:
+        pause_s = end - time.monotonic()
+        while not self._over.wait(pause_s):
+            # To that thread, so that a system call it is blocked in returns too.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            pause_s = INSIST_S
+
+
+def _can_interrupt() -> bool:
+    """Whether SIGINT raises KeyboardInterrupt in this thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handler = signal.getsignal(signal.SIGINT)
+    return handler is signal.default_int_handler and hasattr(signal, "pthread_kill")
+
+
+def encode(value: object, what: str, allowance: Allowance) -> list[bytes]:
     """Pickled frames.
 
     Raises:
         TransferError: It cannot be pickled.
+        CellInterrupted, CellTimeout: As `Allowance.step` does.
     """
-    try:
+    with allowance.step(f"pickling {what}"), _named(f"{what} cannot be pickled"):
         return [bytes(frame) for frame in codec.dumps(value)]
-    except Exception as error:
-        raise TransferError(f"{what} cannot be pickled: {error}") from error
 
 
 @contextmanager
-def outgoing(values: Mapping[str, Any], run_dir: Path) -> Iterator[shipping.Shipment]:
+def outgoing(
+    values: Mapping[str, Any], run_dir: Path, allowance: Allowance
+) -> Iterator[shipping.Shipment]:
     """A shipment of named values; its file is removed at the end.
 
     Raises:
         TransferError: A value cannot be pickled; the message says which.
+        CellInterrupted, CellTimeout: As `Allowance.step` does.
     """
-    try:
-        frames = codec.dumps(dict(values))
-    except Exception as error:
-        raise TransferError(_which_fails(values)) from error
+
+    @contextmanager
+    def each(name: str) -> Iterator[None]:
+        kind = type(values[name])
+        refusal = (
+            f"{name!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be "
+            "pickled"
+        )
+        with allowance.step(f"pickling {name!r}"), _named(refusal):
+            yield
+
+    frames = codec.dumps_named(values, each=each)
     shipment = shipping.load(frames, run_dir)
     try:
         yield shipment
@@ -44,21 +163,33 @@ def outgoing(values: Mapping[str, Any], run_dir: Path) -> Iterator[shipping.Ship
         shipping.discard(shipment)
 
 
-def incoming(shipments: Sequence[shipping.Shipment]) -> list[Any]:
+def incoming(
+    shipments: Sequence[shipping.Shipment], what: str, allowance: Allowance
+) -> list[Any]:
     """The values that ranks packed for us.
 
     Raises:
         TransferError: A value cannot be unpickled here.
+        CellInterrupted, CellTimeout: As `Allowance.step` does.
     """
     try:
-        return [shipping.unload(shipment) for shipment in shipments]
-    except Exception as error:
-        raise TransferError(
-            f"the value cannot be unpickled in this process ({type(error).__name__}: "
-            f"{error}): fetch plain values, arrays or tensors"
-        ) from error
+        with allowance.step(f"unpickling {what}"):
+            return [_unpacked(shipment) for shipment in shipments]
     finally:
         refuse(shipments)
+
+
+def _unpacked(shipment: shipping.Shipment) -> Any:
+    try:
+        return shipping.unload(shipment)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Code of the user's may raise anything, SystemExit too.
+        raise TransferError(
+            f"the value cannot be unpickled in this process ({text_of(error)}): fetch "
+            "plain values, arrays or tensors"
+        ) from error
 
 
 def refuse(values: Iterable[Any]) -> None:
@@ -70,20 +201,25 @@ def refuse(values: Iterable[Any]) -> None:
 
 def translate(failures: Sequence[Failure]) -> TransferError | None:
     """The error of a transfer that failed on ranks; None when it was something else."""
-    lost = [failure for failure in failures if failure.ename == "TransferError"]
-    if len(lost) < len(failures):
+    if any(failure.ename != "TransferError" for failure in failures):
         return None
-    return TransferError("\n".join(failure.evalue for failure in lost))
+    alike: dict[str, list[int]] = {}
+    for failure in failures:
+        alike.setdefault(failure.evalue, []).append(failure.rank)
+    return TransferError(
+        "\n".join(
+            f"on rank {format_ranks(ranks)}: {text}" for text, ranks in alike.items()
+        )
+    )
 
 
-def _which_fails(values: Mapping[str, Any]) -> str:
-    for name, value in values.items():
-        try:
-            codec.dumps(value)
-        except Exception as error:  # noqa: BLE001 - any pickling error is the answer
-            kind = type(value)
-            return (
-                f"{name!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be "
-                f"pickled: {error}"
-            )
-    return "the values cannot be pickled together"
+@contextmanager
+def _named(refusal: str) -> Iterator[None]:
+    """Say of any error that a value's own code raises what could not be done."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Code of the user's may raise anything, SystemExit too.
+        raise TransferError(f"{refusal}: {message_of(error)}") from error

@@ -85,7 +85,15 @@ def memory() -> dict[str, int | None]:
 
 
 def where() -> str:
-    """Where the main thread is: the collective it is in, or the line of its cell."""
+    """Where the main thread is: the collective it is in, or the line of its cell.
+
+    Where it pickles or unpickles a value, that stands before the line.
+    """
+    step = this_rank().step
+    return f"{step}, {_place()}" if step else _place()
+
+
+def _place() -> str:
     call = current_call()
     if call is not None:
         return call.description

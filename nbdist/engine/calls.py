@@ -1,41 +1,46 @@
-"""Functions and values from the notebook, on the main thread of a rank."""
+"""Functions and values from the notebook, on the main thread of a rank.
+
+Whatever of the user's runs here, such as the `__reduce__` of a value, is interruptible.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-from collections.abc import Awaitable
-from pathlib import Path
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from nbdist.engine import codec, shipping
 from nbdist.engine.rank import this_rank
-from nbdist.errors import TransferError
+from nbdist.engine.user_code import step, transfer_step
+from nbdist.errors import TransferError, text_of
 
 __all__ = ["call", "fetch", "show", "store"]
 
 
-async def call(payload: list[Any]) -> Any:
-    """Call a function that travelled as (function, args, kwargs)."""
+async def call(payload: Sequence[bytes]) -> shipping.Shipment:
+    """Call a function that travelled as (function, args, kwargs); its packed result."""
     rank = this_rank()
-    function, args, kwargs = codec.loads(payload)
-    with rank.output.during(getattr(function, "__name__", "call")):
+    with transfer_step("unpickling the function and its arguments"):
+        function, args, kwargs = codec.loads([bytearray(frame) for frame in payload])
+    name = getattr(function, "__name__", "call")
+    with rank.output.during(name):
         with rank.interrupts.armed():
             value = function(*args, **kwargs)
         if inspect.isawaitable(value):
             value = await _interruptible(value)
-    try:
-        codec.dumps(value)
-    except Exception as error:
-        raise _cannot_travel("the result", value, error) from error
-    return value
+    return _packed("the result", value)
 
 
 def store(shipment: shipping.Shipment) -> None:
-    """Put values from the notebook into this rank's namespace."""
+    """Put values from the notebook into this rank's namespace: all, or none."""
     rank = this_rank()
-    rank.shell.push(shipping.unload(shipment))
+    values = codec.loads_named(
+        shipping.frames_of(shipment),
+        lambda name: transfer_step(f"unpickling {name!r}"),
+    )
+    with step("replacing the variables of these names"):  # their `__del__` runs
+        rank.shell.push(values)
     # A function from another rank brings the globals that it uses, `rank` among them.
     rank.tell_namespace()
 
@@ -45,19 +50,16 @@ def fetch(expression: str) -> shipping.Shipment:
     try:
         value = _evaluate(expression)
     except NameError as error:
-        raise TransferError(f"on rank {this_rank().info.rank}: {error}") from error
-    try:
-        frames = codec.dumps(value)
-    except Exception as error:
-        raise _cannot_travel(repr(expression), value, error) from error
-    return shipping.load(frames, Path(os.environ["NBDIST_RUN_DIR"]))
+        raise TransferError(str(error)) from error
+    return _packed(repr(expression), value)
 
 
 def show(expression: str) -> str:
     """An expression's value as IPython would print it."""
-    shell = this_rank().shell
-    bundle, _metadata = shell.display_formatter.format(_evaluate(expression))
-    return str(bundle.get("text/plain", ""))
+    value = _evaluate(expression)
+    with step(f"printing {expression!r}"):
+        bundle, _metadata = this_rank().shell.display_formatter.format(value)
+        return str(bundle.get("text/plain", ""))
 
 
 async def _interruptible(value: Awaitable[Any]) -> Any:
@@ -82,15 +84,21 @@ async def _caught(value: Awaitable[Any]) -> tuple[Any, KeyboardInterrupt | None]
 
 
 def _evaluate(expression: str) -> Any:
+    shell = this_rank().shell
+    with step(f"evaluating {expression!r}"):
+        return eval(expression, shell.user_global_ns, shell.user_ns)
+
+
+def _packed(what: str, value: object) -> shipping.Shipment:
     rank = this_rank()
-    with rank.interrupts.armed():
-        return eval(expression, rank.shell.user_global_ns, rank.shell.user_ns)
-
-
-def _cannot_travel(what: str, value: object, error: Exception) -> TransferError:
-    kind = type(value)
-    return TransferError(
-        f"{what} on rank {this_rank().info.rank} is a "
-        f"{kind.__module__}.{kind.__qualname__}, which cannot be pickled ({error}): "
-        "fetch what you need of it, such as a state_dict() or a plain attribute"
-    )
+    try:
+        with transfer_step(f"pickling {what}"):
+            return shipping.load(codec.dumps(value), rank.run_dir)
+    except TransferError as error:
+        why = text_of(error.__cause__ or error)
+        kind = type(value)
+        raise TransferError(
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, which cannot be "
+            f"pickled ({why}): fetch what you need of it, such as a state_dict() or a "
+            "plain attribute"
+        ) from error

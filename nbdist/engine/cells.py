@@ -11,7 +11,7 @@ from nbdist.collectives.process_group import original_error
 from nbdist.engine import cell_names
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
-from nbdist.errors import CollectiveAborted
+from nbdist.errors import CollectiveAborted, message_of
 from nbdist.wire import Failure
 
 __all__ = ["CellReply", "arm", "run_cell"]
@@ -65,7 +65,8 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
 
     def as_shown(error: BaseException, *_: Any, **options: Any) -> dict[str, Any]:
         lines = list(getattr(shell, "_last_traceback", None) or ())
-        return {"ename": type(error).__name__, "evalue": str(error), "traceback": lines}
+        message = message_of(error)
+        return {"ename": type(error).__name__, "evalue": message, "traceback": lines}
 
     shell.showtraceback = show_what_explains
     # IPython 9 lays out each traceback a second time, for `%notebook`.
@@ -160,7 +161,7 @@ def _failure(result: Any) -> Failure | None:
         info.rank,
         info.host,
         name,
-        str(error),
+        message_of(error),
         place,
         tuple(getattr(shell, "_last_traceback", None) or ()),
     )

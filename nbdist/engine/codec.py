@@ -10,11 +10,20 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import cloudpickle
 
-__all__ = ["dumps", "loads"]
+__all__ = ["Each", "dumps", "dumps_named", "loads", "loads_named"]
+
+Each = Callable[[str], AbstractContextManager[None]]
+"""Gives the context in which the value of this name is pickled, or unpickled."""
+
+
+def _unchanged(_name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class _Namespace(dict[str, Any]):
@@ -31,18 +40,56 @@ def dumps(value: object, namespace: object = None) -> list[Any]:
     Raises:
         Whatever the value's own pickling raises; usually TypeError or PicklingError.
     """
-    buffers: list[pickle.PickleBuffer] = []
+    buffers: list[memoryview] = []
     stream = io.BytesIO()
-    pickler = _Pickler(stream, protocol=5, buffer_callback=buffers.append)
-    if namespace is not None:
-        pickler.globals_ref[id(namespace)] = _Namespace()
-    pickler.dump(value)
-    return [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    _pickler(stream, buffers, namespace).dump(value)
+    return [stream.getbuffer(), *buffers]
 
 
 def loads(frames: list[Any]) -> Any:
     """The value that `dumps` took apart. Writable where its buffers are writable."""
     return pickle.loads(frames[0], buffers=frames[1:])
+
+
+def dumps_named(
+    values: Mapping[str, Any], namespace: object = None, each: Each = _unchanged
+) -> list[Any]:
+    """Named values as frames for `loads_named`, one pickle stream after another.
+
+    What several of them refer to is pickled once, so that an optimizer still refers to
+    its model's parameters. `namespace` is that of `dumps`.
+    """
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    pickler = _pickler(stream, buffers, namespace)
+    for name, value in values.items():
+        with each(name):
+            pickler.dump(value)
+    names = pickle.dumps(list(values))
+    return [names, stream.getbuffer(), *buffers]
+
+
+def loads_named(frames: list[Any], each: Each = _unchanged) -> dict[str, Any]:
+    """The values that `dumps_named` took apart, by name."""
+    names, stream, *buffers = frames
+    unpickler = pickle.Unpickler(io.BytesIO(stream), buffers=buffers)
+    values = {}
+    for name in pickle.loads(names):
+        with each(name):
+            values[name] = unpickler.load()
+    return values
+
+
+def _pickler(
+    stream: io.BytesIO, buffers: list[memoryview], namespace: object
+) -> _Pickler:
+    def keep(buffer: pickle.PickleBuffer) -> None:
+        buffers.append(buffer.raw())
+
+    pickler = _Pickler(stream, protocol=5, buffer_callback=keep)
+    if namespace is not None:
+        pickler.globals_ref[id(namespace)] = _Namespace()
+    return pickler
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

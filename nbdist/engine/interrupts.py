@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,10 +15,14 @@ from typing import Any
 
 from nbdist.engine.cell_names import cell_of
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "Overdue"]
 
 INSIST_S = 0.05
 INSIST_TIMES = 100
+
+
+class Overdue(KeyboardInterrupt):
+    """Code of the user's took longer than it may."""
 
 
 class Interrupts:
@@ -37,6 +42,8 @@ class Interrupts:
         self._armed = False
         self._waiting: asyncio.Task[object] | None = None
         self._lock = threading.Lock()
+        self._deadline: float | None = None
+        self._ticked = False
         self.delivered = False
         """Whether the request that runs has been interrupted."""
 
@@ -89,6 +96,7 @@ class Interrupts:
     @contextmanager
     def armed(self, task: asyncio.Task[object] | None = None) -> Iterator[None]:
         """Let SIGINT through; give the task when user code runs as a coroutine."""
+        before = self._armed, self._waiting
         self._waiting = task
         try:
             self._armed = True
@@ -97,8 +105,40 @@ class Interrupts:
                 self._deliver(task)
             yield
         finally:
-            self._armed = False
-            self._waiting = None
+            self._armed, self._waiting = before
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Like `armed`, and Overdue is raised in it once the time is up.
+
+        It is raised again and again where the code goes on. Call from the main thread.
+        """
+        over = threading.Event()
+        clock = threading.Thread(
+            target=self._tick, args=(over, seconds), name="nbdist-limit", daemon=True
+        )
+        try:
+            clock.start()
+            with self.armed():
+                try:
+                    self._deadline = time.monotonic() + seconds
+                    yield
+                finally:
+                    self._deadline = None
+        finally:
+            self._deadline = None
+            over.set()
+            clock.join()  # the last signal that it has sent is taken in here
+            self._ticked = False
+
+    def _tick(self, over: threading.Event, seconds: float) -> None:
+        """Signal the main thread from the deadline on, until it is over."""
+        pause_s = seconds
+        while not over.wait(pause_s):
+            pause_s = INSIST_S
+            with self._lock:
+                self._ticked = True
+                self._signal()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -137,10 +177,17 @@ class Interrupts:
         """Python drops what a destructor raises. An interrupt comes again then."""
         if dropped.exc_type is KeyboardInterrupt:
             self._signal()
+        elif dropped.exc_type is Overdue:
+            pass  # it comes again by itself
         else:
             self._unraisable(dropped)
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        if self._ticked and self._heard:
+            self._ticked = False
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                raise Overdue
+            return
         self._heard = True
         if self._armed:
             self._deliver(self._waiting, frame)

@@ -43,6 +43,8 @@ class Rank:
     """Tells the notebook something out of turn, as part of the request that runs."""
     main_thread: int = field(default_factory=threading.get_ident)
     activity: Activity | None = None
+    step: str = ""
+    """What it does of the user's beside cells and functions: "pickling 'x'"."""
     request: str = ""
     """The name of the notebook's request that the main thread works on."""
 

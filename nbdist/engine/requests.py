@@ -18,6 +18,7 @@ from typing import Any
 from nbdist.engine import codec, torch_group, world
 from nbdist.engine.rank import Activity, this_rank
 from nbdist.engine.signed import Gate, refusals
+from nbdist.errors import message_of
 from nbdist.wire import REPLY, REQUEST
 
 __all__ = ["answer_on", "describe", "function_of", "refused"]
@@ -114,7 +115,7 @@ def describe(error: BaseException) -> tuple[str, str, list[str]]:
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next
     lines = traceback.format_exception(type(error), error, frames, chain=False)
-    return type(error).__name__, str(error), lines
+    return type(error).__name__, message_of(error), lines
 
 
 def _is_ours(frames: TracebackType) -> bool:

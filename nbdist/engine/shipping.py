@@ -24,7 +24,7 @@ from typing import Any
 
 from nbdist.engine import codec, private_files
 
-__all__ = ["Shipment", "discard", "load", "unload"]
+__all__ = ["Shipment", "discard", "frames_of", "load", "unload"]
 
 FILE_FROM_BYTES = 1 << 20
 ALIGNMENT = 64
@@ -51,13 +51,22 @@ def load(frames: list[Any], run_dir: Path) -> Shipment:
 
 
 def unload(shipment: Shipment) -> Any:
-    """The value. Its arrays are writable and this process's own.
+    """The value of `codec.dumps`. Its arrays are writable and this process's own.
+
+    Raises:
+        OSError: The file is gone, or another user may have written it.
+    """
+    return codec.loads(frames_of(shipment))
+
+
+def frames_of(shipment: Shipment) -> list[Any]:
+    """The frames, writable, and this process's own.
 
     Raises:
         OSError: The file is gone, or another user may have written it.
     """
     if shipment.path is None:
-        return codec.loads([bytearray(frame) for frame in shipment.frames])
+        return [bytearray(frame) for frame in shipment.frames]
     descriptor = private_files.open_file(Path(shipment.path))
     try:
         mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
@@ -67,7 +76,7 @@ def unload(shipment: Shipment) -> Any:
     for size in shipment.sizes:
         frames.append(view[begin : begin + size])
         begin += _padded(size)
-    return codec.loads(frames)
+    return frames
 
 
 def discard(shipment: Shipment) -> None:

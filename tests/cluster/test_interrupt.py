@@ -14,6 +14,7 @@ import pytest
 
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
 from nbdist.cluster.observer import Event, Quiet
+from nbdist.cluster.run import Run
 
 WITHIN_S = 4.0
 
@@ -162,6 +163,24 @@ def test_a_rank_that_does_not_listen_is_named_and_the_others_go_on(
     assert cluster.execute("rank", ranks=[0, 2, 3]).ok
     release.touch()
     assert after_the_rest(cluster, lambda: cluster["rank"]) == [0, 1, 2, 3]
+
+
+def test_an_answer_that_an_interrupt_hits_is_not_lost(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    handle, taken = Run._handle, []
+
+    def interrupted_once(run: Run, uuid: str, message: Any) -> bool:
+        if message is None and not taken:
+            taken.append(uuid)
+            raise KeyboardInterrupt
+        return handle(run, uuid, message)
+
+    monkeypatch.setattr(Run, "_handle", interrupted_once)
+    with pytest.raises(CellInterrupted) as stopped:
+        cluster.execute("rank")
+    assert "has not come back" not in str(stopped.value)
+    assert cluster["rank"] == [0, 1, 2, 3]
 
 
 def test_a_function_is_interrupted_too(cluster: Cluster):

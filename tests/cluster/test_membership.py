@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import nbdist
 from nbdist.cluster.controller import Cluster
-from nbdist.errors import CellError, RankDied, UsageError
+from nbdist.errors import CellError, CellInterrupted, RankDied, UsageError
+from tests.cluster.test_slow_values import SLOW, pressed_when
 from tests.processes import wait_until
 
 SUM = """
@@ -106,6 +109,80 @@ def test_two_deaths_between_cells_are_mended_before_the_next_one(
     assert len(notes) == 1
     assert "rank 1,3 was replaced" in notes[0]
     assert [r for r in range(4) if pids(cluster)[r] == before[r]] == [0, 2]
+
+
+def test_a_slow_variable_is_left_out_of_the_copy_and_named(
+    cluster: Cluster, notes: list[str], tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    cluster.execute(
+        f"{SLOW}\n"
+        f"stuck = Slow('pickling', (0,), {folder!r})\n"
+        f"awaited = Slow('unpickling', (2,), {folder!r})\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters())"
+    )
+    os.kill(cluster.ranks[2].pid, signal.SIGKILL)
+    wait_until(lambda: bool(cluster.died()), 10)
+    begun = time.monotonic()
+    cluster.mend()
+    assert time.monotonic() - begun < 30
+    (note,) = notes
+    assert "it has the variables of rank 0, but these cannot be copied: " in note
+    assert "stuck (did not pickle within 5 s)" in note
+    assert "awaited (did not unpickle within 5 s)" in note
+    assert "handle (TypeError: cannot pickle" in note
+    assert cluster["mine"] == [100, 101, 100, 103]
+    same = "optimizer.param_groups[0]['params'][0] is model.weight"
+    assert cluster[same] == [True] * 4
+    assert cluster["'stuck' in globals()"] == [True, True, False, True]
+    cluster.execute(SUM, timeout_s=30)
+
+
+def test_an_interrupt_ends_the_copy_and_the_world_is_whole(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.execute(f"{SLOW}\nstuck = Slow('pickling', (0,), {str(tmp_path)!r})")
+    os.kill(cluster.ranks[3].pid, signal.SIGKILL)
+    wait_until(lambda: bool(cluster.died()), 10)
+    with pytest.raises(CellInterrupted) as stopped:  # noqa: SIM117
+        with pressed_when((tmp_path / "pickling-0").exists):
+            cluster.execute("ran = True")
+    assert "rank 3 was replaced" in str(stopped.value)
+    assert "interrupted while pickling 'stuck', at In[" in str(stopped.value)
+    assert cluster["'ran' in globals()"] == [False] * 4
+    cluster.execute(SUM, timeout_s=30)
+
+
+@pytest.mark.parametrize(("how", "rank"), [("push", 0), ("pull", 1), ("push", 3)])
+def test_a_death_ends_a_transfer_at_once(
+    cluster: Cluster, tmp_path: Path, how: str, rank: int
+) -> None:
+    where = "unpickling" if how == "push" else "pickling"
+    code = f"{SLOW}\nthing = Slow({where!r}, range(4), {str(tmp_path)!r})"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, names)
+    cluster.execute(code)
+    pid = cluster.ranks[rank].pid
+    died: list[float] = []
+
+    def kill_it() -> None:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 20)
+        died.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_it)
+    killer.start()
+    actions: dict[str, Callable[[], Any]] = {
+        "push": lambda: cluster.push(thing=names["thing"]),
+        "pull": lambda: cluster["thing"],
+    }
+    with pytest.raises(RankDied, match=rf"rank {rank} \(pid {pid}.*SIGKILL"):
+        actions[how]()
+    assert time.monotonic() - died[0] < 5
+    killer.join()
+    cluster.execute("del thing", ranks=[r for r in range(4) if r != rank])
+    cluster.execute(SUM, timeout_s=30)
 
 
 FOREIGN = """

@@ -174,7 +174,7 @@ def test_a_function_that_raises(cluster: Cluster):
 
 
 def test_a_result_or_an_argument_that_cannot_travel(cluster: Cluster):
-    with pytest.raises(TransferError, match=r"result on rank 0 is a _thread\.lock"):
+    with pytest.raises(TransferError, match=r"0-3: the result is a _thread\.lock"):
         cluster.run(threading.Lock)
     with pytest.raises(TransferError, match="an argument cannot be pickled"):
         cluster.run(print, threading.Lock())

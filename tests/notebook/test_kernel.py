@@ -225,6 +225,35 @@ def test_push_pull_inspect_and_vars(notebook: Notebook):
     assert "rank 0-1" in notebook.run("%dist_stacks").text
 
 
+def test_an_interrupt_and_a_time_out_end_push_and_pull(
+    notebook: Notebook, tmp_path: Path
+):
+    slow = (
+        "class Slow:\n"
+        "    def __reduce__(self):\n"
+        "        import time\n"
+        "        print('here', flush=True)\n"
+        "        time.sleep(60)\n"
+        "thing = Slow()"
+    )
+    notebook.run(slow)
+    notebook.run(f"%%distributed\n{slow}")
+    reply = notebook.interrupt_when_it_prints("%dist_push thing")
+    assert reply.error == "CellInterrupted"
+    assert "push was interrupted while pickling 'thing' in this process" in reply.text
+    reply = notebook.run("%dist_push thing --timeout 0.3")
+    assert reply.error == "CellTimeout"
+    assert "0.3 s: pickling 'thing' in this process" in reply.text
+    reply = notebook.interrupt_when_it_prints("print('go')\n%dist_pull thing")
+    assert reply.error == "CellInterrupted"
+    reply = notebook.run("%dist_pull thing --timeout 0.3")
+    assert reply.error == "CellTimeout"
+    assert re.search(r"rank 1 at pickling 'thing', In\[\d+\] line 6", reply.text)
+    assert "Traceback" not in reply.traceback
+    assert notebook.run("%%distributed\nnbdist.barrier()").status == "ok"
+    assert notebook.run("x = 1\n%dist_push x --timeout 20").status == "ok"
+
+
 def test_a_time_out(notebook: Notebook):
     reply = notebook.run("%%distributed --timeout 0.5\nimport time; time.sleep(60)")
     assert reply.error == "CellTimeout"

@@ -1,0 +1,65 @@
+"""Code of the user's that pickles, unpickles or prints a value, on a rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nbdist.engine import cell_names
+from nbdist.engine.interrupts import Overdue
+from nbdist.engine.rank import this_rank
+from nbdist.errors import TransferError, text_of
+
+__all__ = ["step", "transfer_step"]
+
+
+@contextmanager
+def step(what: str, limit_s: float | None = None) -> Iterator[None]:
+    """Let SIGINT through, and have it raise an error that says what was done.
+
+    Other threads than the main one hear no signal, and for them this does nothing.
+
+    Args:
+        what: Such as "pickling 'x'". `%dist_status` shows it meanwhile.
+        limit_s: Seconds that it may take; None sets no limit.
+
+    Raises:
+        TransferError: It took longer.
+        KeyboardInterrupt: It was interrupted. The message names the step and the line.
+    """
+    rank = this_rank()
+    if threading.get_ident() != rank.main_thread:
+        yield
+        return
+    interrupts = rank.interrupts
+    try:
+        rank.step = what
+        with interrupts.armed() if limit_s is None else interrupts.limited(limit_s):
+            yield
+    except Overdue:
+        raise TransferError(f"{what} took longer than {limit_s:g} s") from None
+    except KeyboardInterrupt as interrupt:
+        place = cell_names.last_place(interrupt)
+        at = f", at {place}" if place else ""
+        raise KeyboardInterrupt(f"while {what}{at}") from None
+    finally:
+        rank.step = ""
+
+
+@contextmanager
+def transfer_step(what: str, limit_s: float | None = None) -> Iterator[None]:
+    """A `step` in which any error of the user's code becomes a TransferError.
+
+    Raises:
+        TransferError: The message names the step. The user's own error is its cause.
+        KeyboardInterrupt: As `step` does.
+    """
+    try:
+        with step(what, limit_s):
+            yield
+    except (KeyboardInterrupt, TransferError):
+        raise
+    except BaseException as error:
+        # Code of the user's may raise anything, SystemExit too.
+        raise TransferError(f"{what}: {text_of(error)}") from error
