@@ -21,6 +21,9 @@ class Event:
     """Since the run began."""
     process: str = ""
     """The engine it happened in; a rank's number may pass to another."""
+    outcome: str = "finished"
+    """How the rank's part has ended: "finished", "failed", "interrupted", "timed out",
+    "died", or "left" where the world became smaller. Without an output only."""
 
 
 class Observer(Protocol):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.wire import Failure
+from nbdist.wire import Failure, format_ranks
 
 __all__ = ["CellResult", "RankResult"]
 
@@ -29,10 +30,15 @@ class RankResult:
 
 
 @dataclass
-class CellResult:
-    """A cell on its ranks, in rank order; `result[2]` is rank 2's part."""
+class CellResult(Collection[RankResult]):
+    """What a cell did on each rank that ran it, in rank order.
+
+    `result[2]` is rank 2's part, `2 in result` says whether rank 2 ran the cell, and
+    iterating gives the parts.
+    """
 
     ranks: dict[int, RankResult]
+    """The same by rank, in rank order."""
     world_size: int
 
     @property
@@ -45,7 +51,20 @@ class CellResult:
         return [r.failure for r in self.ranks.values() if r.failure is not None]
 
     def __getitem__(self, rank: int) -> RankResult:
-        return self.ranks[rank]
+        try:
+            return self.ranks[rank]
+        except KeyError:
+            asked = format_ranks(self.ranks)
+            raise KeyError(f"rank {rank!r}: the cell ran on rank {asked}") from None
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+    def __iter__(self) -> Iterator[RankResult]:
+        return iter(self.ranks.values())
+
+    def __contains__(self, item: object) -> bool:
+        """Whether a rank, by its number, ran the cell; or whether a part is its."""
+        if isinstance(item, RankResult):
+            return item in self.ranks.values()
+        return isinstance(item, int) and item in self.ranks

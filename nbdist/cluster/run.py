@@ -47,6 +47,7 @@ class Run:
     ) -> None:
         self._link = link
         self._needs_all = needs_all
+        self._stopped = ""
         self._parts = {info.engine_uuid: Part(info) for info in targets}
         self._target, self._args, self._what = target, args, what
         self._observer = observer
@@ -84,8 +85,13 @@ class Run:
             message = {"msg_type": ELASTIC, "notice": notice}
         self._queue.put((part.info.engine_uuid, message))
 
-    def interrupt(self) -> None:
-        """Interrupt this run, and no other, on the ranks that have not answered."""
+    def interrupt(self, outcome: str = "interrupted") -> None:
+        """Interrupt this run, and no other, on the ranks that have not answered.
+
+        Args:
+            outcome: What observers hear of ranks that end by it.
+        """
+        self._stopped = outcome
         for part in self._open():
             assert part.exchange is not None
             uuid, name = part.info.engine_uuid, part.exchange.name
@@ -191,7 +197,7 @@ class Run:
             else:
                 del self._parts[uuid]
         for rank in sorted(before - {info.rank for info in now.values()}):
-            self._observer.take(Event(rank, None, self._elapsed()))
+            self._observer.take(Event(rank, None, self._elapsed(), outcome="left"))
 
     def join(self, info: RankInfo) -> None:
         """Ask a rank that was not there when the others were asked."""
@@ -253,8 +259,24 @@ class Run:
             notice = message["notice"]
             part.elastic = None if notice.kind == "left" else notice
             return bool(notice.pause)
-        self._observer.take(Event(part.info.rank, message, self._elapsed(), uuid))
+        outcome = self._outcome(part) if part.done else "finished"
+        event = Event(part.info.rank, message, self._elapsed(), uuid, outcome)
+        self._observer.take(event)
         return urgent
+
+    def _outcome(self, part: Part) -> str:
+        """How a part has ended, in an `Event`'s words."""
+        if part.answer is None:
+            return "died"
+        if not _is_failure(part.answer):
+            return "finished"
+        value = part.answer.value
+        name = value[0].ename if isinstance(value[0], Failure) else value[0]
+        if name == "KeyboardInterrupt":
+            return self._stopped or "interrupted"
+        # A rank that waited in a collective is released from it by the interrupt.
+        released = self._stopped and name in ("CollectiveAborted", "CollectiveError")
+        return self._stopped if released else "failed"
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._begun

@@ -183,7 +183,7 @@ class Supervisor:
 
     def _time_out(self, run: Run, timeout_s: float | None) -> CellError:
         where = self._places(info.rank for info in run.unfinished)
-        self._end(run)
+        self._end(run, "timed out")
         return CellTimeout(
             f"not finished after {timeout_s:g} s: {where}. All ranks were interrupted "
             f"and keep their variables{self._left_behind(run)}"
@@ -195,11 +195,11 @@ class Supervisor:
             f"interrupted; all ranks keep their variables{self._left_behind(run)}"
         )
 
-    def _end(self, run: Run) -> None:
+    def _end(self, run: Run, outcome: str = "interrupted") -> None:
         """Interrupt the ranks of a run, and wait for those that listen."""
         begun = time.monotonic()
         try:
-            run.interrupt()
+            run.interrupt(outcome)
             if not run.wait(begun + RELEASE_AFTER_S):
                 # A rank that waits in C++, as in DDP's backward, hears no signal.
                 ranks = [info.rank for info in run.unfinished]

@@ -22,6 +22,16 @@ FLUSH_PERIOD_S = 0.05
 """How often text is shown at most; browsers redraw no faster to any use."""
 STATUS_AFTER_S = 2.0
 STATUS_PERIOD_S = 0.25
+STATUS_LINE = 200
+"""Characters of an unfinished line that the status shows."""
+SIGNS = {
+    "finished": "✓",
+    "failed": "✗",
+    "died": "✗",
+    "interrupted": "■",
+    "timed out": "■",
+    "left": "○",
+}
 NOT_FROM_HERE = "application/vnd.jupyter.widget-view+json"
 """A rank's widgets have no model in this kernel: their text stands for them."""
 
@@ -47,7 +57,8 @@ class CellView:
         self._begun = time.monotonic()
         self._queues: dict[int, deque[Item]] = {}
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
-        self._finished: dict[int, float] = {}
+        self._finished: dict[int, tuple[str, float]] = {}
+        """Each rank's outcome, as an `Event` has it, and its seconds."""
         self._waiting_since: float | None = None
         self._flushed_at = 0.0
         self._status_shown: str | None = None
@@ -70,7 +81,7 @@ class CellView:
         if event.rank not in self._queues:  # it has joined meanwhile
             self._add_rank(event.rank)
         if event.output is None:
-            self._finish_rank(event.rank, event.seconds)
+            self._finish_rank(event.rank, event.outcome, event.seconds)
             return
         handler = {
             "stream": self._take_stream,
@@ -116,11 +127,10 @@ class CellView:
         self._flush()
         if self._status_shown is not None:
             self._update_status("")  # it stands amid the text: its last word comes last
-            if self._finished:
-                _write([("stdout", [f"\x1b[2m{self._final_status()}\x1b[0m\n"])])
+            _write([("stdout", [f"\x1b[2m{self._final_status()}\x1b[0m\n"])])
 
-    def _finish_rank(self, rank: int, seconds: float) -> None:
-        self._finished[rank] = seconds
+    def _finish_rank(self, rank: int, outcome: str, seconds: float) -> None:
+        self._finished[rank] = outcome, seconds
         if len(self._finished) == len(self._queues):
             self._flush()
 
@@ -234,25 +244,51 @@ class CellView:
         self._status_shown = text
 
     def _status(self, elapsed: float) -> str:
-        running = [rank for rank in self._queues if rank not in self._finished]
-        parts = []
-        if self._finished:
-            parts.append(f"✓ rank {format_ranks(self._finished)} finished")
-        if running:
-            parts.append(f"● rank {format_ranks(running)} running {elapsed:.0f} s")
+        parts = [
+            f"{SIGNS[outcome]} rank {format_ranks(ranks)} {outcome}"
+            for outcome, ranks in self._by_outcome().items()
+        ]
+        if self._running:
+            ranks = format_ranks(self._running)
+            parts.append(f"● rank {ranks} running {elapsed:.0f} s")
         lines = ["   ".join(parts)]
         for (rank, _name), splitter in self._splitters.items():
-            if splitter.unfinished.strip():
-                lines.append(f"[{rank}] {splitter.unfinished.strip()}")
+            if line := splitter.unfinished.strip():
+                cut = (
+                    "" if len(line) <= STATUS_LINE else f"… ({len(line):,} characters)"
+                )
+                lines.append(f"[{rank}] {line[:STATUS_LINE]}{cut}")
         if self._notice:
             lines.append(f"⚠ {self._notice}")
         return "\n".join(lines)
 
     def _final_status(self) -> str:
-        seconds = self._finished.values()
-        low, high = min(seconds), max(seconds)
-        spread = f"{low:.1f}" if high - low < 0.1 else f"{low:.1f} to {high:.1f}"
-        return f"✓ rank {format_ranks(self._finished)} finished in {spread} s"
+        parts = []
+        for outcome, ranks in self._by_outcome().items():
+            seconds = [self._finished[rank][1] for rank in ranks]
+            low, high = min(seconds), max(seconds)
+            spread = f"{low:.1f}" if high - low < 0.1 else f"{low:.1f} to {high:.1f}"
+            word = "in" if outcome == "finished" else "after"
+            sign = SIGNS[outcome]
+            parts.append(
+                f"{sign} rank {format_ranks(ranks)} {outcome} {word} {spread} s"
+            )
+        if self._running:
+            parts.append(f"● rank {format_ranks(self._running)} has not come back")
+        return "   ".join(parts)
+
+    @property
+    def _running(self) -> list[int]:
+        return [rank for rank in self._queues if rank not in self._finished]
+
+    def _by_outcome(self) -> dict[str, list[int]]:
+        """The ranks that have ended, by how they have."""
+        alike: dict[str, list[int]] = {}
+        for outcome in SIGNS:
+            for rank, (its_outcome, _seconds) in self._finished.items():
+                if its_outcome == outcome:
+                    alike.setdefault(outcome, []).append(rank)
+        return alike
 
 
 def _named(rank: int, own_id: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 
 import pytest
 
 from nbdist import CellError, CellTimeout, Cluster, UsageError
+from nbdist.cluster.observer import Event, Quiet
 from nbdist.cluster.result import CellResult
 
 
@@ -72,6 +74,13 @@ def test_variables_stay_between_cells(cluster: Cluster):
 def test_some_ranks_only(cluster: Cluster):
     result = cluster.execute("here = rank; rank", ranks=[3, 1, 1])
     assert list(result.ranks) == [1, 3]
+    assert [part.rank for part in result] == [1, 3]
+    assert len(result) == 2
+    assert [rank in result for rank in range(4)] == [False, True, False, True]
+    assert all(part in result for part in result)
+    assert result[3].rank == 3
+    with pytest.raises(KeyError, match="rank 2: the cell ran on rank 1,3"):
+        result[2]
     assert last(result) == ["1", "3"]
     assert cluster["'here' in globals()"] == [False, True, False, True]
 
@@ -436,3 +445,36 @@ def test_a_time_out_must_be_above_zero(cluster: Cluster, seconds: float):
     with pytest.raises(UsageError, match="above 0"):
         cluster.execute("touched = 1", timeout_s=seconds)
     assert cluster["'touched' in globals()"] == [False] * 4
+
+
+class Outcomes(Quiet):
+    """Remembers how each rank's part has ended."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, str] = {}
+
+    def take(self, event: Event) -> None:
+        if event.output is None:
+            self.by_rank[event.rank] = event.outcome
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout_s", "outcomes"),
+    [
+        ("rank", None, ["finished"] * 4),
+        ("assert rank != 2", None, ["finished", "finished", "failed", "finished"]),
+        ("if rank: import time; time.sleep(60)", 0.5, ["finished", *["timed out"] * 3]),
+        (
+            "if rank: nbdist.barrier()\nelse: import time; time.sleep(60)",
+            0.5,
+            ["timed out"] * 4,
+        ),
+    ],
+)
+def test_an_observer_hears_how_each_rank_has_ended(
+    cluster: Cluster, code: str, timeout_s: float | None, outcomes: list[str]
+):
+    heard = Outcomes()
+    with contextlib.suppress(CellError):
+        cluster.execute(code, timeout_s=timeout_s, observer=heard)
+    assert [heard.by_rank[rank] for rank in range(4)] == outcomes

@@ -15,6 +15,7 @@ import pytest
 import nbdist
 from nbdist.cluster.controller import Cluster
 from nbdist.errors import CellError, CellInterrupted, RankDied, UsageError
+from tests.cluster.test_cells import Outcomes
 from tests.cluster.test_slow_values import SLOW, pressed_when
 from tests.processes import wait_until
 
@@ -93,8 +94,12 @@ def test_a_dead_rank_is_replaced_and_the_others_stay(
     [("os._exit(3)", "exit code 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")],
 )
 def test_how_a_rank_died_is_said(cluster: Cluster, death: str, ending: str) -> None:
+    heard = Outcomes()
     with pytest.raises(CellError, match=f"died with {ending}"):
-        cluster.execute(f"if rank == 1: {death}", timeout_s=60)
+        cluster.execute(f"if rank == 1: {death}", timeout_s=60, observer=heard)
+    assert [heard.by_rank[rank] == "died" for rank in range(4)] == [
+        rank == 1 for rank in range(4)
+    ]
     cluster.execute(SUM, timeout_s=30)
 
 

@@ -209,6 +209,51 @@ def test_a_long_cell_says_who_has_finished(
     assert "rank 0-2 finished" in capsys.readouterr().out
 
 
+def test_the_last_line_says_how_each_rank_has_ended(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(cell_view, "STATUS_AFTER_S", 0.0)
+    cell = Cell(8)
+    cell.view.due()
+    ends = [
+        "finished",
+        "failed",
+        "died",
+        "interrupted",
+        "timed out",
+        "left",
+        "finished",
+    ]
+    for rank, outcome in enumerate(ends):
+        cell.view.take(Event(rank, None, float(rank), outcome=outcome))
+    cell.view.due()
+    cell.view.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.removeprefix("\x1b[2m").removesuffix("\x1b[0m").split("   ") == [
+        "✓ rank 0,6 finished in 0.0 to 6.0 s",
+        "✗ rank 1 failed after 1.0 s",
+        "✗ rank 2 died after 2.0 s",
+        "■ rank 3 interrupted after 3.0 s",
+        "■ rank 4 timed out after 4.0 s",
+        "○ rank 5 left after 5.0 s",
+        "● rank 7 has not come back",
+    ]
+
+
+def test_an_unfinished_line_is_cut_in_the_status_and_whole_in_the_text(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(cell_view, "STATUS_AFTER_S", 0.0)
+    cell = Cell(1)
+    cell.say(0, "x" * 1_000_000)
+    cell.view.due()
+    (status,) = screen.texts
+    assert len(status) < 1000
+    assert "(1,000,000 characters)" in status
+    cell.view.close()
+    assert "x" * 1_000_000 + "\n" in capsys.readouterr().out
+
+
 def test_merging_ten_thousand_lines_takes_no_quadratic_time(
     capsys: pytest.CaptureFixture[str],
 ):
