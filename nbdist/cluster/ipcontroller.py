@@ -106,9 +106,24 @@ class Controller(IPController):  # type: ignore[misc]
 
     def init_schedulers(self) -> None:
         super().init_schedulers()
-        for queue in self.children:
-            queue.setsockopt_in(zmq.MAXMSGSIZE, MOST_BYTES)
-            queue.setsockopt_out(zmq.MAXMSGSIZE, MOST_BYTES)
+        (output,) = (q for q in self.children if q.name == "IOPubScheduler")
+        output.setsockopt_in(zmq.MAXMSGSIZE, MOST_BYTES)
+        output.setsockopt_out(zmq.MAXMSGSIZE, MOST_BYTES)
+        self.children[:] = [output, self._relay("mux"), self._relay("control")]
+
+    def _relay(self, channel: str) -> Relay:
+        """What carries requests and replies, in place of pyzmq's monitored queue."""
+        ends = []
+        for url, side in (
+            (self.client_url(channel), "in"),
+            (self.engine_url(channel), "out"),
+        ):
+            socket = self.context.socket(zmq.ROUTER)
+            util.set_hwm(socket, 0)
+            socket.setsockopt(zmq.IDENTITY, f"{channel}_{side}".encode())
+            self.bind(socket, url)
+            ends.append(socket)
+        return Relay(channel, *ends)
 
     def launch_python_scheduler(
         self, name: str, scheduler_args: dict[str, Any], children: list[Any]
@@ -146,6 +161,32 @@ class Controller(IPController):  # type: ignore[misc]
         self._teller.start()
 
 
+class Relay(threading.Thread):
+    """Carries messages between two ROUTER sockets, each to the peer that it names.
+
+    pyzmq's queue does so without Python, and takes a message of one frame together with
+    the beginning of the next one, which is lost.
+    """
+
+    def __init__(self, name: str, clients: Any, engines: Any) -> None:
+        super().__init__(name=name, daemon=True)
+        self._other = {clients: engines, engines: clients}
+
+    def run(self) -> None:
+        """Carry messages until the process ends."""
+        poller = zmq.Poller()
+        for socket in self._other:
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            for socket, _ in poller.poll():
+                sender, *frames = socket.recv_multipart(copy=False)
+                if len(frames) > 1:
+                    recipient, *body = frames
+                    self._other[socket].send_multipart(
+                        [recipient, sender, *body], copy=False
+                    )
+
+
 def transport_for(run_dir: Path) -> str:
     """ "ipc" where sockets fit into the cluster's folder, else "tcp"."""
     longest = os.fsencode(run_dir / f"{SOCKETS}:{MOST_SOCKETS}")
@@ -165,7 +206,7 @@ def configuration(run_dir: Path) -> Config:
         controller.ip = "127.0.0.1"
         controller.enable_curve = True
     controller.location = "127.0.0.1"
-    # One process instead of nine: the queues run in threads without Python.
+    # One process instead of nine.
     controller.use_threads = True
     controller.broadcast_scheduler_depth = 0
     controller.db_class = "NoDB"

@@ -51,6 +51,8 @@ def targets(run_dir: Path, engine_uuids: Sequence[str]) -> list[Target]:
         Target("iopub of the ranks", url(engine, "iopub"), zmq.XPUB, (), True),
         Target("mux of the ranks", url(engine, "mux"), zmq.DEALER, (b"?",)),
         Target("control of the ranks", url(engine, "control"), zmq.DEALER, (b"?",)),
+        Target("mux to nobody", url(client, "mux"), zmq.DEALER),
+        Target("control to nobody", url(client, "control"), zmq.DEALER),
         Target("hb_pong", url(engine, "hb_pong"), zmq.DEALER),
         Target("hb_ping", url(engine, "hb_ping"), zmq.XSUB),
         Target("iopub", url(client, "iopub"), zmq.XSUB),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -157,3 +159,23 @@ def test_arguments_that_were_changed_on_the_way_are_not_unpickled(cluster: Clust
         del stream.send_multipart
     assert cluster["x"] == [[1]] * 4
     assert refused(cluster) == before + 4
+
+
+def test_bytes_of_no_protocol_lose_no_message(cluster: Cluster):
+    """As from a program that has taken a socket for something else."""
+    print(f"NBDIST_SEED={SEED}")
+    rng = random.Random(SEED)
+    # The oldest of ZeroMQ's protocols needs no handshake: no name, then one frame.
+    alone = b"\x01\x00" + b"\x02\x00x"
+    paths = sorted(map(str, cluster._live().run_dir.glob("zmq:*")))
+    assert len(paths) > 10
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            for noise in (b"", alone, *(rng.randbytes(5000) for _ in range(5))):
+                client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                client.connect(path)
+                with contextlib.suppress(BrokenPipeError):  # refused already
+                    client.sendall(noise)
+        for _ in range(3):
+            result = cluster.execute("print('here')", timeout_s=DEADLINE_S)
+            assert [result.ranks[rank].stdout for rank in range(4)] == ["here\n"] * 4
