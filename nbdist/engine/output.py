@@ -6,14 +6,21 @@ costs a list append. The descriptors are files, not pipes: a writer never blocks
 even C code that holds the interpreter lock, and at the end of a cell the files are read
 to their end, so nothing is lost and nothing is late. What threads print after their
 cell has ended waits for the next one: only then does the notebook listen.
+
+The notebook shows the first part of a cell's text, up to a cap, and a file takes all
+of it. Where the disk has no room for the file, the rest of the text is cut, and a note
+says how much. A print never fails for want of room.
 """
 
 from __future__ import annotations
 
 import codecs
 import ctypes
+import errno
 import io
+import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +33,12 @@ __all__ = ["Output"]
 COALESCE_S = 0.02
 ACTIVE_POLL_S = 0.1
 SPILL_LIMIT_BYTES = 1 << 30
+SPILL_BUFFER_BYTES = 1 << 16
+KEPT_FREE_BYTES = 16 << 20
+"""What the spilled text leaves free on its disk, for what a recovery writes there."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_COUNT = struct.Struct("Q")
 
 Publish = Callable[[str, str], None]
 """Called with "stdout" or "stderr", and text."""
@@ -81,15 +94,15 @@ class Output:
         try:
             yield
         finally:
-            self.drain()
+            _flush_c()
+            self._report_lost()
+            self.flush()
             with self._lock:
                 self._busy = False
-                if self._spill is not None:
-                    self._spill.flush()
 
     def drain(self) -> None:
         """Send all that was printed so far, by Python or by C."""
-        ctypes.CDLL(None).fflush(None)
+        _flush_c()
         self.flush()
 
     def flush(self) -> None:
@@ -123,33 +136,63 @@ class Output:
                 self._add(tail.name, text)
 
     def _add(self, name: str, text: str) -> None:
+        room = max(0, self._cap - self._size)
         self._size += len(text)
-        if self._spill is None and self._size > self._cap:
-            self._begin_spill()
-        if self._spill is not None:
-            self._spill.write(text)
-            return
-        self._shown.append(text)
-        self._chunks.append((name, text))
+        shown, rest = text[:room], text[room:]
+        if shown:
+            self._shown.append(shown)
+            self._chunks.append((name, shown))
+        if rest:
+            if self._spill is None:
+                self._spill = self._begin_spill()
+            self._spill.write(rest)
 
-    def _begin_spill(self) -> None:
+    def _begin_spill(self) -> Spill:
         name = f"rank{os.environ.get('RANK', '')}-{self._what}.txt"
-        self._spill = Spill(self._spill_dir / name)
-        for text in self._shown:
-            self._spill.write(text)
-        self._chunks.append(
-            (
-                "stderr",
-                f"\n[nbdist] this cell printed more than {self._cap / 1e6:g} MB here: "
-                f"the notebook shows no more of it, the full text is in "
-                f"{self._spill.path} until the cluster stops\n",
-            )
+        spill = Spill(self._spill_dir / name)
+        for text in self._shown if not spill.problem else ():
+            spill.write(text)
+        where = (
+            f"the rest is lost: {spill.problem}"
+            if spill.problem
+            else f"the full text is in {spill.path} until the cluster stops"
         )
+        self._note(
+            f"this cell printed more than {self._cap / 1e6:g} MB here: the notebook "
+            f"shows no more of it, and {where}"
+        )
+        return spill
+
+    def _report_lost(self) -> None:
+        """At the end of a cell, say how much of its text could not be kept."""
+        with self._lock:
+            self._read_tails()
+            if self._spill is not None:
+                self._spill.flush()
+                if self._spill.problem:
+                    self._note(
+                        f"the last {self._spill.lost_bytes / 1e6:.1f} MB that this "
+                        f"cell printed here are lost: {self._spill.problem}"
+                    )
+            lost = self.stdout.take_lost() + self.stderr.take_lost()
+            if lost:
+                self._note(
+                    f"{lost} bytes that processes of this cell printed here are lost: "
+                    "no space is left for them on the disk"
+                )
+
+    def _note(self, text: str) -> None:
+        self._chunks.append(("stderr", f"\n[nbdist] {text}\n"))
 
     def _end_spill(self) -> None:
         if self._spill is not None:
             self._spill.close()
             self._spill = None
+
+
+def _flush_c() -> None:
+    """Have C's standard streams write what they hold back."""
+    ctypes.CDLL(None).fflush(None)
 
 
 def _joined(chunks: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -175,6 +218,7 @@ class RankStream(io.TextIOBase):
         self._descriptor = descriptor
         self._output = output
         self._pid = os.getpid()
+        self._lost = mmap.mmap(-1, _COUNT.size)  # shared with forked children
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
@@ -183,8 +227,28 @@ class RankStream(io.TextIOBase):
             self._output.write(self.name, text)
         else:
             # A forked child, such as a DataLoader worker, has no publisher thread.
-            os.write(self._descriptor, text.encode("utf-8", "replace"))
+            self._write_in_child(memoryview(text.encode("utf-8", "replace")))
         return len(text)
+
+    def _write_in_child(self, octets: memoryview) -> None:
+        """Write to the descriptor what the disk has room for; count the rest as lost.
+
+        Children that lose text at the same moment may count less than they lose.
+        """
+        try:
+            while octets:
+                octets = octets[os.write(self._descriptor, octets) :]
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            (lost,) = _COUNT.unpack_from(self._lost)
+            _COUNT.pack_into(self._lost, 0, lost + len(octets))
+
+    def take_lost(self) -> int:
+        """Bytes that forked children have lost since the last time this was asked."""
+        (lost,) = _COUNT.unpack_from(self._lost)
+        _COUNT.pack_into(self._lost, 0, 0)
+        return int(lost)
 
     def flush(self) -> None:
         if os.getpid() == self._pid:
@@ -221,24 +285,69 @@ class Tail:
 
 
 class Spill:
-    """The file that takes what a notebook cannot; itself bounded."""
+    """The file that takes what a notebook cannot; itself bounded.
+
+    It raises nothing: once the file cannot be written, what follows is counted.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
         self.path = path
-        self._file = path.open("w", encoding="utf-8", errors="replace")
+        self.problem = ""
+        """Why the file takes no more; "" while it does."""
+        self.lost_bytes = 0
+        """What was not written, once there is a problem."""
         self._size = 0
+        self._pending = bytearray()
+        self._file: io.FileIO | None = None
+        try:
+            path.parent.mkdir(exist_ok=True)
+            self._file = io.FileIO(path, "w")
+            self._check_room(self._file)
+        except OSError as error:
+            self._fail(error)
 
     def write(self, text: str) -> None:
+        """Add text; it is in the file after the next `flush`."""
         if self._size > SPILL_LIMIT_BYTES:
             return
-        self._size += len(text)
+        octets = text.encode("utf-8", "replace")
+        self._size += len(octets)
         if self._size > SPILL_LIMIT_BYTES:
-            text = "\n[nbdist] 1 GiB is kept of a cell's output; the rest is dropped\n"
-        self._file.write(text)
+            octets = (
+                b"\n[nbdist] 1 GiB is kept of a cell's output; the rest is dropped\n"
+            )
+        self._pending += octets
+        if len(self._pending) >= SPILL_BUFFER_BYTES:
+            self.flush()
 
     def flush(self) -> None:
-        self._file.flush()
+        """Write what was added so far."""
+        pending, self._pending = memoryview(self._pending), bytearray()
+        try:
+            while pending and self._file is not None:
+                self._check_room(self._file)
+                pending = pending[self._file.write(pending[:SPILL_BUFFER_BYTES]) :]
+        except OSError as error:
+            self._fail(error)
+        self.lost_bytes += len(pending)
 
     def close(self) -> None:
-        self._file.close()
+        """Write what was added, and close the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+    def _check_room(self, file: io.FileIO) -> None:
+        disk = os.fstatvfs(file.fileno())
+        if disk.f_bavail * disk.f_frsize < KEPT_FREE_BYTES:
+            raise OSError(
+                errno.ENOSPC,
+                f"less than {KEPT_FREE_BYTES / 1e6:.0f} MB are free on the disk of "
+                f"{self.path.parent}",
+            )
+
+    def _fail(self, error: OSError) -> None:
+        self.problem = error.strerror or str(error)
+        if self._file is not None:
+            self._file.close()
+            self._file = None

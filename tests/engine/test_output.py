@@ -1,0 +1,109 @@
+"""What a rank prints is shown up to a cap and kept in a file, on a full disk too."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nbdist.engine.output import Output
+
+CAP_BYTES = 1_000_000
+
+
+class Shown:
+    """What the notebook gets of an `Output`."""
+
+    def __init__(self, folder: Path) -> None:
+        captured = {name: folder / name for name in ("stdout", "stderr")}
+        for path in captured.values():
+            path.touch()
+        self.stdout = self.stderr = ""
+        self.output = Output(self._add, captured, folder / "spilled")
+
+    def _add(self, name: str, text: str) -> None:
+        setattr(self, name, getattr(self, name) + text)
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Iterator[Shown]:
+    one = Shown(tmp_path)
+    yield one
+    one.output.close()
+    one.output._end_spill()
+    for tail in one.output._tails:  # a rank has them open to its end
+        tail._file.close()
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing beyond so many bytes of a file fails, as it does on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_one_long_print_shows_its_first_part_and_is_kept_whole(shown: Shown) -> None:
+    text = "0123456789" * 1_000_000
+    with shown.output.during("In[1]"):
+        shown.output.stdout.write(text)
+    assert shown.stdout == text[:CAP_BYTES]
+    kept = re.search(r"the full text is in (\S+) until", shown.stderr)
+    assert kept is not None
+    assert Path(kept[1]).read_text() == text
+    assert "lost" not in shown.stderr
+
+
+def test_on_a_full_disk_the_text_is_cut_with_a_note(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = os.statvfs("/")
+    full = os.statvfs_result((*roomy[:3], 0, 0, *roomy[5:]))
+    monkeypatch.setattr(os, "fstatvfs", lambda _descriptor: full)
+    with shown.output.during("In[1]"):
+        shown.output.stdout.write("é" * 10_000_000)
+        shown.output.stdout.write("more")
+    assert shown.stdout == "é" * CAP_BYTES
+    assert "the rest is lost: less than 17 MB are free" in shown.stderr
+    assert "the last 18.0 MB that this cell printed here are lost" in shown.stderr
+    with shown.output.during("In[2]"):
+        shown.output.stdout.write("next")
+    assert shown.stdout.endswith("énext")
+
+
+def test_a_disk_that_becomes_full_cuts_the_text_there(shown: Shown) -> None:
+    with files_of_at_most(3_000_000), shown.output.during("In[1]"):
+        for _ in range(100):
+            shown.output.stdout.write("x" * 100_000)
+    kept = re.search(r"the full text is in (\S+) until", shown.stderr)
+    assert kept is not None
+    assert Path(kept[1]).stat().st_size == 3_000_000
+    assert "the last 7.0 MB that this cell printed here are lost: File too large" in (
+        shown.stderr
+    )
+
+
+def test_what_a_forked_child_cannot_write_is_counted(
+    shown: Shown, tmp_path: Path
+) -> None:
+    with open(tmp_path / "full", "wb") as full, files_of_at_most(1000):
+        shown.output.stdout._descriptor = full.fileno()
+        with shown.output.during("In[1]"):
+            child = os.fork()
+            if child == 0:
+                failed = 1
+                try:
+                    failed = shown.output.stdout.write("x" * 1500) != 1500
+                finally:
+                    os._exit(failed)
+            assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "full").stat().st_size == 1000
+    assert "500 bytes that processes of this cell printed here are lost" in shown.stderr
