@@ -11,6 +11,7 @@ from typing import Any
 from nbdist.cluster.arrival import Arrival
 from nbdist.cluster.link import Answer
 from nbdist.cluster.placement import Place
+from nbdist.cluster.reserve import Reserve
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.start import write_places
 from nbdist.errors import RankDied, StartError
@@ -40,6 +41,7 @@ class Membership:
         self._places = places
         self._timeout_s = timeout_s
         self._generation = 0
+        self._reserve = Reserve(roster.run_dir)
 
     def replace_dead(self, ask: Ask) -> list[RankInfo]:
         """Put a new process in the place of each dead rank; the newcomers."""
@@ -75,6 +77,12 @@ class Membership:
         del self._places[size:]
 
     def _change(
+        self, numbers: dict[int, int], joins: Sequence[int], ask: Ask
+    ) -> list[RankInfo]:
+        with self._reserve.released():  # newcomers write files, to a full disk too
+            return self._carry_out(numbers, joins, ask)
+
+    def _carry_out(
         self, numbers: dict[int, int], joins: Sequence[int], ask: Ask
     ) -> list[RankInfo]:
         write_places(self._roster.run_dir, self._places)

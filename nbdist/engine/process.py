@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -13,6 +14,7 @@ from nbdist.engine.place import launched_rank
 
 __all__ = ["CAPTURED", "Process", "process_name"]
 
+ENDING_BYTES = 16
 CAPTURED = ("stdout", "stderr")
 """What goes to files of this suffix: the descriptors 1 and 2."""
 
@@ -47,12 +49,32 @@ class Process:
     def progress(self, stage: str) -> None:
         """Tell the notebook how far this is, by a file that is never half written."""
         record = {"pid": os.getpid(), "stage": stage, "time": time.time()}
-        _write(self.run_dir / f"{self.name}.stage", json.dumps(record))
+        with contextlib.suppress(OSError):  # a full disk is no reason to end
+            _write(self.run_dir / f"{self.name}.stage", json.dumps(record))
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the notebook why this has ended."""
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        _write(self.run_dir / f"{self.name}.failed", "".join(lines))
+        with contextlib.suppress(OSError):  # `error` is what must be seen
+            _write(self.run_dir / f"{self.name}.failed", "".join(lines))
+
+    def reserve_ending(self) -> None:
+        """Take the room for `report_ending`: the disk may be full by then."""
+        self._write_ending("")
+
+    def report_ending(self, code: int) -> None:
+        """Tell the notebook the exit code, negative for a signal."""
+        self._write_ending(str(code))
+
+    def _write_ending(self, text: str) -> None:
+        path = self.run_dir / f"{self.name}.ending"
+        with contextlib.suppress(OSError):  # no room, or the cluster is gone already
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                # In place: the blocks that are taken already suffice.
+                os.pwrite(descriptor, text.ljust(ENDING_BYTES).encode(), 0)
+            finally:
+                os.close(descriptor)
 
 
 def process_name(rank: int, generation: int) -> str:

@@ -39,7 +39,7 @@ def command(*arguments: str) -> list[str]:
 
 def ending_of(ending: Path) -> str | None:
     """How a rank has ended, in words; None when nothing was written (yet)."""
-    if not ending.exists() or not (text := ending.read_text()):
+    if not ending.exists() or not (text := ending.read_text().strip()):
         return None
     code = int(text)
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -50,6 +50,7 @@ def main(arguments: list[str]) -> None:
     die_with_parent()
     process = Process.of_arguments(arguments)
     process.progress("starting Python")
+    process.reserve_ending()
     child = os.fork()
     if child == 0:
         _become_rank(process, arguments)
@@ -57,8 +58,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(signum, lambda number, _frame: _pass_on(child, number))
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    with contextlib.suppress(FileNotFoundError):  # the cluster is gone already
-        (process.run_dir / f"{process.name}.ending").write_text(str(code))
+    process.report_ending(code)
     if code != 0:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)
