@@ -19,6 +19,15 @@
 
 #define EDITION 1 /* of what Python calls here: raise it with _crossing.py's */
 
+/* A wall clock that is set back makes waits longer; the other one cannot be set. */
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
+#define WAIT_CLOCK CLOCK_MONOTONIC
+#define WAIT(semaphore, until) sem_clockwait(semaphore, CLOCK_MONOTONIC, until)
+#else
+#define WAIT_CLOCK CLOCK_REALTIME
+#define WAIT(semaphore, until) sem_timedwait(semaphore, until)
+#endif
+
 /* -- crossing: every rank posts to every other one, and waits for every other one ----- */
 
 typedef struct {
@@ -114,11 +123,11 @@ take(const Crossing *self, sem_t *semaphore)
     }
     if (!taken) {
         struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
+        clock_gettime(WAIT_CLOCK, &until);
         until.tv_nsec += self->nap_ns;
         until.tv_sec += until.tv_nsec / 1000000000L;
         until.tv_nsec %= 1000000000L;
-        taken = sem_timedwait(semaphore, &until) == 0; /* a signal ends it too */
+        taken = WAIT(semaphore, &until) == 0; /* a signal ends it too */
     }
     Py_END_ALLOW_THREADS
     return taken;

@@ -42,6 +42,11 @@ if AVAILABLE:
     """try_wait(address): 0 when there was something to take, else -1."""
     _init = _bind(_quick, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
     _timed_wait = _bind(_slow, "sem_timedwait", ctypes.c_void_p, ctypes.c_void_p)
+    _clock_wait = (
+        _bind(_slow, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        if hasattr(_slow, "sem_clockwait")
+        else None  # glibc before 2.30, and musl
+    )
 
 
 def initialise(address: int) -> None:
@@ -56,6 +61,13 @@ def wait(address: int, seconds: float) -> bool:
     Returns:
         Whether it was taken.
     """
-    until = time.time() + seconds  # sem_timedwait counts on the wall clock
-    when = _Timespec(int(until), int(until % 1 * 1e9))
-    return bool(_timed_wait(address, ctypes.addressof(when)) == 0)
+    if _clock_wait is None:
+        when = _timespec(time.time() + seconds)  # the wall clock, which may be set back
+        return bool(_timed_wait(address, ctypes.addressof(when)) == 0)
+    when = _timespec(time.monotonic() + seconds)
+    ended = _clock_wait(address, time.CLOCK_MONOTONIC, ctypes.addressof(when))
+    return bool(ended == 0)
+
+
+def _timespec(when: float) -> _Timespec:
+    return _Timespec(int(when), int(when % 1 * 1e9))

@@ -50,7 +50,7 @@ def status() -> dict[str, Any]:
     return {
         "info": rank.info,
         "what": activity.what if activity else None,
-        "seconds": time.time() - activity.since if activity else None,
+        "seconds": time.monotonic() - activity.since if activity else None,
         "where": where() if activity else None,
         "memory": memory(),
         "refused": requests.refused(),

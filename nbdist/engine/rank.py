@@ -25,7 +25,7 @@ class Activity:
 
     what: str
     """"In[7]" for a cell, else the name of a request."""
-    since: float = field(default_factory=time.time)
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
