@@ -19,7 +19,6 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
@@ -47,14 +46,15 @@ def make_run_folder() -> Path:
         OSError: No place has room; the message says how much each has.
     """
     refused = []
-    for parent in _parents():
+    for find in (tempfile.gettempdir, lambda: str(MEMORY_FOLDER)):
         try:
+            parent = Path(find())
             free = shutil.disk_usage(parent).free
             if free >= RUN_FOLDER_BYTES:
                 return Path(tempfile.mkdtemp(prefix="nbdist-", dir=parent))
             refused.append(f"{parent} has {free / 1e6:.1f} MB free")
         except OSError as error:
-            refused.append(f"{parent}: {error.strerror or error}")
+            refused.append(error.strerror or str(error))
     raise OSError(
         f"no room for the cluster's files: {', '.join(refused)}; a cluster needs "
         f"{RUN_FOLDER_BYTES / 1e6:.0f} MB. Free some, or set TMPDIR to another folder"
@@ -144,13 +144,6 @@ def remove_folders(run_dir: Path) -> None:
     with contextlib.suppress(OSError):  # not ours: another user has taken the name
         shutil.rmtree(memory_folder(run_dir), ignore_errors=True)
     shutil.rmtree(run_dir, ignore_errors=True)
-
-
-def _parents() -> Iterator[Path]:
-    """Where a run folder may lie."""
-    with contextlib.suppress(FileNotFoundError):  # no folder that takes a file
-        yield Path(tempfile.gettempdir())
-    yield MEMORY_FOLDER
 
 
 def _check(found: os.stat_result, is_kind: object, path: Path) -> None:

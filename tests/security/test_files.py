@@ -1,0 +1,50 @@
+"""A second Unix user gets at no file of a cluster's, and none of his is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.security.other_user import OWNER, STRANGER, home_of, start, why_not
+
+
+@pytest.fixture
+def homes() -> Iterator[tuple[Path, Path]]:
+    if why := why_not():
+        pytest.skip(why)
+    with home_of(OWNER) as owner, home_of(STRANGER) as stranger:
+        yield owner, stranger
+
+
+def test_a_stranger_who_takes_every_name_gets_and_leaves_nothing(
+    homes: tuple[Path, Path],
+) -> None:
+    home, strange = homes
+    marker = home / "stranger-was-here"
+    with start(
+        STRANGER, strange, ["-m", "tests.security.file_stranger", str(marker)]
+    ) as stranger:
+        assert stranger.stdin is not None
+        assert stranger.stdout is not None
+        try:
+            assert stranger.stdout.readline() == "looks\n"
+            with start(OWNER, home, ["-m", "tests.security.file_owner"]) as owner:
+                told, _ = owner.communicate(timeout=150)
+            assert owner.returncode == 0
+        finally:
+            stranger.stdin.close()
+        taken = json.loads(stranger.stdout.readline())
+    assert not marker.exists()
+    assert taken["got"] == []
+    assert taken["tried"] > 150  # it was there, and saw names
+    report = json.loads(told.splitlines()[-1])
+    assert report == {
+        "steps": [40, 40],
+        "resumed": [40, 40],
+        "pulled": [3_000_000] * 2,
+        "open": [],
+        "left": [],
+    }
