@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from jupyter_client.session import DELIM, Session
 
 from nbdist import Cluster
 
+SEED = int(os.environ.get("NBDIST_SEED") or random.SystemRandom().randrange(10**6))
 SEND_TIMEOUT_MS = 20_000
 LARGE = 4 * 2**20
 
@@ -167,3 +169,33 @@ def bad_body(rng: random.Random, genuine: Sequence[Sequence[bytes]]) -> list[byt
     elif kind == "large":
         body[rng.randrange(1, len(body))] = bytes(LARGE)
     return body
+
+
+def genuine_requests(cluster: Cluster) -> list[list[bytes]]:
+    """Requests that were sent and carried out, each from the delimiter on."""
+    client = cluster._live().link._client
+    with Recorder(client._mux_stream, client._control_stream) as recorder:
+        cluster.execute("kept = 1")
+        cluster.status()
+    return [frames[1:] for frames in recorder.sent]
+
+
+def attack(
+    cluster: Cluster, count: int, genuine: Sequence[Sequence[bytes]], seed: int
+) -> int:
+    """Send bad messages to every socket in turn; how many must be counted."""
+    roster = cluster._live()
+    found = targets(roster.run_dir, [info.engine_uuid for info in roster.infos])
+    rng = random.Random(seed)
+    counted = 0
+    with Sender(roster.run_dir, found) as sender:
+        for number in range(count):
+            target = found[number % len(found)]
+            sender.send(target, bad_body(rng, genuine))
+            counted += target.counted
+    return counted
+
+
+def refused(cluster: Cluster) -> int:
+    """How many messages the cluster has refused so far."""
+    return cluster.refused(cluster.status())

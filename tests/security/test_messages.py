@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import threading
@@ -15,10 +14,17 @@ import pytest
 from nbdist import Cluster
 from nbdist.session import Session
 from tests.processes import wait_until
-from tests.security.attack import Recorder, Sender, bad_body, targets
+from tests.security.attack import (
+    SEED,
+    Recorder,
+    Sender,
+    attack,
+    genuine_requests,
+    refused,
+    targets,
+)
 
 DEADLINE_S = 60.0
-SEED = int(os.environ.get("NBDIST_SEED") or random.SystemRandom().randrange(10**6))
 
 TRAINING = """
 import pathlib
@@ -42,30 +48,7 @@ while True:
 
 @pytest.fixture
 def genuine(cluster: Cluster) -> list[list[bytes]]:
-    """Requests that were sent and carried out, each from the delimiter on."""
-    client = cluster._live().link._client
-    with Recorder(client._mux_stream, client._control_stream) as recorder:
-        cluster.execute("kept = 1")
-        cluster.status()
-    return [frames[1:] for frames in recorder.sent]
-
-
-def refused(cluster: Cluster) -> int:
-    return cluster.refused(cluster.status())
-
-
-def attack(cluster: Cluster, count: int, genuine: list[list[bytes]]) -> int:
-    """Send bad messages to every socket in turn; how many must be counted."""
-    roster = cluster._live()
-    found = targets(roster.run_dir, [info.engine_uuid for info in roster.infos])
-    rng = random.Random(SEED)
-    counted = 0
-    with Sender(roster.run_dir, found) as sender:
-        for number in range(count):
-            target = found[number % len(found)]
-            sender.send(target, bad_body(rng, genuine))
-            counted += target.counted
-    return counted
+    return genuine_requests(cluster)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +65,7 @@ def test_bad_messages_to_every_socket_cost_no_step(
     def disturb() -> None:
         try:
             wait_until((tmp_path / "trains").exists, DEADLINE_S)
-            counted.append(attack(cluster, count, genuine))
+            counted.append(attack(cluster, count, genuine, SEED))
         finally:
             (tmp_path / "over").touch()
 
@@ -111,7 +94,7 @@ def test_the_status_says_how_many_messages_were_refused(
     cluster: Cluster, genuine: list[list[bytes]]
 ):
     before = refused(cluster)
-    expected = before + attack(cluster, 60, genuine)
+    expected = before + attack(cluster, 60, genuine, SEED)
     wait_until(lambda: refused(cluster) == expected, DEADLINE_S)
     session = Session()
     session._cluster = cluster

@@ -16,7 +16,14 @@ import pytest
 
 from nbdist import Cluster
 from tests.processes import wait_until
-from tests.security.attack import connection, processes
+from tests.security.attack import (
+    SEED,
+    attack,
+    connection,
+    genuine_requests,
+    processes,
+    refused,
+)
 
 STRANGER = Path(__file__).with_name("stranger.py")
 UID = 54_321
@@ -95,6 +102,14 @@ def test_no_key_stands_on_a_command_line_or_in_an_environment(any_cluster: Clust
     for process in processes(any_cluster):
         public = " ".join(process.cmdline()) + repr(process.environ())
         assert [key for key in keys if key and key in public] == []
+
+
+def test_over_tcp_too_bad_messages_of_who_has_the_key_are_refused(over_tcp: Cluster):
+    print(f"NBDIST_SEED={SEED}")
+    before = refused(over_tcp)
+    counted = attack(over_tcp, 1000, genuine_requests(over_tcp), SEED)
+    over_tcp.execute("pass", timeout_s=DEADLINE_S)
+    wait_until(lambda: refused(over_tcp) == before + counted, DEADLINE_S)
 
 
 def test_over_tcp_a_rank_that_dies_is_replaced(over_tcp: Cluster):
