@@ -71,6 +71,8 @@ class ClusterConfig:
     """Seconds until every rank must be up (NBDIST_START_TIMEOUT)."""
     on_failure: str = "replace"
     """What follows a rank's death: "replace" it, "shrink" the world, or "stop"."""
+    oversubscribe: bool = False
+    """Start more ranks than the host's cores or memory carry by estimate."""
     hosts: str | None = None
     """Where, and how many ranks there at most, such as "localhost:4"."""
     resume: str | None = None

@@ -82,6 +82,11 @@ class DistMagics(Magics):  # type: ignore[misc]
     @argument("--timeout", help="seconds until every rank must be up")
     @argument("--mpiexec", help="MPI launcher to use instead of the wheel's")
     @argument("--on-failure", help="when a rank dies: replace, shrink or stop")
+    @argument(
+        "--oversubscribe",
+        action="store_true",
+        help="start more ranks than cores or memory carry by estimate",
+    )
     @argument("--resume", help="a file that state.save() has written, to go on from")
     @line_magic
     def dist_start(self, line: str) -> None:
@@ -98,6 +103,7 @@ class DistMagics(Magics):  # type: ignore[misc]
             mpiexec=args.mpiexec,
             on_failure=args.on_failure,
             resume=args.resume,
+            oversubscribe=args.oversubscribe,
         )
 
     @magic_arguments()

@@ -42,6 +42,8 @@ class Cluster(Requests):
             else 120.
         on_failure: What follows a rank's death: "replace" it (default), "shrink" the
             world, or "stop".
+        oversubscribe: Start more ranks than the host's cores (8 each) or memory carry
+            by estimate. Default: a UsageError says by how much it is too many.
         hosts: Hosts and the most ranks on each, such as "localhost:4".
         resume: A file of `State.save`, from which every new `State` on the ranks
             begins.

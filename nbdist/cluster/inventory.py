@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from nbdist.telemetry.limits import cores
+import psutil
+
+from nbdist.telemetry.limits import cores, memory_available
 
 __all__ = ["Gpu", "Host", "this_host"]
 
@@ -28,12 +30,16 @@ class Host:
     cores: int
     gpus: tuple[Gpu, ...] = ()
     why_no_gpu: str = "no NVIDIA driver was found"
+    memory_available: int | None = None
+    """Bytes of memory that may still be taken; None where that is not known."""
 
 
 def this_host() -> Host:
     """Look at this machine: no CUDA is initialised, nothing is reserved."""
     gpus, why = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Host(os.uname().nodename, cores(), gpus, why)
+    memory = psutil.virtual_memory()
+    available = memory_available(memory.total, memory.available)
+    return Host(os.uname().nodename, cores(), gpus, why, available)
 
 
 def _visible_gpus(visible: str | None) -> tuple[tuple[Gpu, ...], str]:

@@ -52,6 +52,7 @@ class Lifecycle:
         hosts: str | None = None,
         resume: str | None = None,
         mpiexec: str | None = None,
+        oversubscribe: bool = False,
     ) -> None:
         options: dict[str, object] = {
             "device": device,
@@ -63,6 +64,7 @@ class Lifecycle:
             "hosts": hosts,
             "resume": resume,
             "mpiexec": mpiexec,
+            "oversubscribe": oversubscribe,
         }
         self.config = configured(n, options)
         self._resume = resume_of(self.config)

@@ -105,7 +105,8 @@ class Recovery:
 
     def _wider(self, size: int) -> list[Place]:
         """The places of the ranks that a wider world has more."""
-        return place(replace(self._config, n=size), this_host())[self.size :]
+        config = replace(self._config, n=size)
+        return place(config, this_host(), running=self.size)[self.size :]
 
     def _refuse_loss(self, size: int) -> None:
         described = self._roster.ask(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nbdist.errors import UsageError
 
-__all__ = ["cores", "memory_fraction", "memory_limit"]
+__all__ = ["cores", "memory_available", "memory_fraction", "memory_limit"]
 
 UNITS = {
     "": 1, "B": 1,
@@ -41,6 +41,29 @@ def memory_limit(
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def memory_available(
+    total: int, available: int, folder: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Bytes of memory that this process may still take.
+
+    Args:
+        total: The machine's memory, and
+        available: what of it nobody uses, as psutil has them.
+        folder: The control group's, with its limit and what its processes use. The
+            cached files among that are given up when memory runs short.
+    """
+    limit = memory_limit(total, folder / "memory.max")
+    if limit == total:
+        return available
+    try:
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        stat = (folder / "memory.stat").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return min(limit, available)
+    cached = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.M)))
+    return max(0, min(limit - used + cached, available))
 
 
 def memory_fraction(

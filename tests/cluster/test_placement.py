@@ -80,6 +80,33 @@ def test_a_cap_by_hand_replaces_the_share():
             gpu_host(1),
             ["0.6", "2 ranks", "1.20 times", "at most 0.5 each"],
         ),
+        (
+            ClusterConfig(n=100),
+            Host("box", 2, memory_available=22 * GIB),
+            [
+                "-n 100",
+                "more than 8 would share each of the 2 cores",
+                "25.0 GB before",
+                "23.6 GB are available",
+                "Lower n to 16",
+                "--oversubscribe",
+            ],
+        ),
+        (
+            ClusterConfig(n=9),
+            Host("box", 1),
+            ["more than 8", "the 1 core.", "Lower n to 8"],
+        ),
+        (
+            ClusterConfig(n=4),
+            Host("box", 8, memory_available=600_000_000),
+            ["1.0 GB before", "0.6 GB are available", "Lower n to 2"],
+        ),
+        (
+            ClusterConfig(n=2),
+            Host("box", 8, memory_available=1),
+            ["Lower n to 1"],
+        ),
     ],
 )
 def test_what_cannot_be_met_is_refused_with_the_value_and_the_next_step(
@@ -88,6 +115,20 @@ def test_what_cannot_be_met_is_refused_with_the_value_and_the_next_step(
     with pytest.raises(UsageError) as refused:
         place(config, host)
     assert [part for part in parts if part not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("n", "running", "memory"),
+    [(16, 0, None), (4, 0, 1_000_000_000), (6, 4, 500_000_000)],
+)
+def test_what_a_host_carries_is_started(n: int, running: int, memory: int | None):
+    host = Host("box", 2, memory_available=memory)
+    assert len(place(ClusterConfig(n=n), host, running)) == n
+
+
+def test_more_than_a_host_carries_is_started_where_the_user_says_so():
+    host = Host("box", 2, memory_available=1)
+    assert len(place(ClusterConfig(n=32, oversubscribe=True), host)) == 32
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.telemetry.limits import cores, memory_limit
+from nbdist.telemetry.limits import cores, memory_available, memory_limit
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,20 @@ def test_a_containers_memory_limit_counts(
     file.write_text(written)
     assert memory_limit(1000, file) == limit
     assert memory_limit(1000, tmp_path / "absent") == 1000
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "available"),
+    [("max", "300", 500), ("400", "300", 130), ("400", "500", 0), ("9000", "1", 500)],
+)
+def test_what_a_container_has_left_is_available(
+    tmp_path: Path, limit: str, current: str, available: int
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    assert memory_available(1000, 500, tmp_path) == (400 if limit == "400" else 500)
+    (tmp_path / "memory.current").write_text(f"{current}\n")
+    (tmp_path / "memory.stat").write_text("anon 9\ninactive_file 20\nactive_file 10\n")
+    assert memory_available(1000, 500, tmp_path) == available
 
 
 @pytest.mark.parametrize(
