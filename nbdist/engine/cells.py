@@ -11,6 +11,7 @@ from nbdist.collectives.process_group import original_error
 from nbdist.engine import cell_names
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
+from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import CollectiveAborted, message_of
 from nbdist.wire import Failure
 
@@ -92,10 +93,13 @@ async def _run_guarded(code: str) -> Any:
     IPython turns what user code raises into a result. What is left is a
     KeyboardInterrupt within its bookkeeping, or the cancellation of a coroutine.
     """
+    result: Any
     try:
-        return await _run(code)
+        result = await _run(code)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        return KeyboardInterrupt("interrupted")
+        result = KeyboardInterrupt("interrupted")
+    end_forked_child(0 if getattr(result, "success", False) else 1)
+    return result
 
 
 async def _run(code: str) -> Any:

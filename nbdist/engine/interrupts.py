@@ -53,6 +53,24 @@ class Interrupts:
         self._unraisable = sys.unraisablehook
         self._take()
         sys.unraisablehook = self._on_unraisable
+        self._ours = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        os.register_at_fork(after_in_child=self._forget_in_child)
+
+    def _forget_in_child(self) -> None:
+        """Give a forked child, such as a pool's worker, Python's own signal handling.
+
+        The engine's would print, and the wake-up descriptor is the rank's event loop's.
+        What the user has set stays.
+        """
+        defaults: dict[signal.Signals, Any] = {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+        }
+        for signum, handler in defaults.items():
+            if signal.getsignal(signum) == self._ours[signum]:
+                signal.signal(signum, handler)
+        signal.set_wakeup_fd(-1)
+        sys.unraisablehook = self._unraisable
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:

@@ -218,6 +218,8 @@ class RankStream(io.TextIOBase):
         self._descriptor = descriptor
         self._output = output
         self._pid = os.getpid()
+        self._partial = ""
+        """The line that a forked child has begun."""
         self._lost = mmap.mmap(-1, _COUNT.size)  # shared with forked children
 
     def write(self, text: str) -> int:
@@ -226,15 +228,18 @@ class RankStream(io.TextIOBase):
         if os.getpid() == self._pid:
             self._output.write(self.name, text)
         else:
-            # A forked child, such as a DataLoader worker, has no publisher thread.
-            self._write_in_child(memoryview(text.encode("utf-8", "replace")))
+            # A forked child, such as a DataLoader worker, has no publisher thread. It
+            # writes whole lines, so that they do not mix with those of its siblings.
+            whole, end, self._partial = (self._partial + text).rpartition("\n")
+            self._write_in_child(whole + end)
         return len(text)
 
-    def _write_in_child(self, octets: memoryview) -> None:
+    def _write_in_child(self, text: str) -> None:
         """Write to the descriptor what the disk has room for; count the rest as lost.
 
         Children that lose text at the same moment may count less than they lose.
         """
+        octets = memoryview(text.encode("utf-8", "replace"))
         try:
             while octets:
                 octets = octets[os.write(self._descriptor, octets) :]
@@ -253,6 +258,9 @@ class RankStream(io.TextIOBase):
     def flush(self) -> None:
         if os.getpid() == self._pid:
             self._output.flush()
+        else:
+            text, self._partial = self._partial, ""
+            self._write_in_child(text)
 
     def writable(self) -> bool:
         return True

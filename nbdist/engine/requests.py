@@ -18,6 +18,7 @@ from typing import Any
 from nbdist.engine import codec, torch_group, world
 from nbdist.engine.rank import Activity, this_rank
 from nbdist.engine.signed import Gate, refusals
+from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import message_of
 from nbdist.wire import REPLY, REQUEST
 
@@ -78,6 +79,7 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
         # The boundary: whatever went wrong becomes the answer, so that one comes.
         status, frames = "error", codec.dumps(describe(error))
     finally:
+        end_forked_child()
         rank.activity = None
     _reply(kernel, stream, ident, message, status, frames)
 

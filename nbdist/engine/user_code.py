@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,18 @@ from nbdist.engine.interrupts import Overdue
 from nbdist.engine.rank import this_rank
 from nbdist.errors import TransferError, text_of
 
-__all__ = ["step", "transfer_step"]
+__all__ = ["end_forked_child", "step", "transfer_step"]
+
+
+def end_forked_child(code: int = 0) -> None:
+    """End this process if it is a child that the user's code has forked.
+
+    A child that comes back from that code must not go on as the rank, on its sockets.
+    """
+    if os.getpid() != this_rank().info.pid:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @contextmanager

@@ -478,3 +478,49 @@ def test_an_observer_hears_how_each_rank_has_ended(
     with contextlib.suppress(CellError):
         cluster.execute(code, timeout_s=timeout_s, observer=heard)
     assert [heard.by_rank[rank] for rank in range(4)] == outcomes
+
+
+POOL = """
+import multiprocessing, os, signal, sys
+def work(number):
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    print("worker", number)
+    return handlers == [signal.default_int_handler, signal.SIG_DFL], os.getpid()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    told = pool.map(work, range(4))
+"""
+
+
+def test_a_forked_pool_is_quiet_and_has_pythons_own_signals(cluster: Cluster):
+    for _ in range(3):
+        result = cluster.execute(POOL)
+        for part in result:
+            printed = (part.stdout + part.stderr).split("\n")
+            assert sorted(filter(None, printed)) == [f"worker {n}" for n in range(4)]
+    assert cluster["all(default for default, _pid in told)"] == [True] * 4
+    cluster.execute("nbdist.barrier()")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("pass", 0), ("raise ValueError", 1), ("sys.exit(0)", 1)]
+)
+def test_a_forked_child_that_leaves_its_cell_ends(
+    cluster: Cluster, ending: str, code: int
+):
+    cluster.execute(
+        "import os, sys\n"
+        "child = os.fork()\n"
+        f"if child == 0:\n    {ending}\n"
+        "else:\n    _, status = os.waitpid(child, 0)",
+        timeout_s=30,
+    )
+    assert cluster["os.waitstatus_to_exitcode(status)"] == [code] * 4
+
+    def fork() -> int:
+        import os
+
+        child = os.fork()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
+
+    assert cluster.run(fork, timeout_s=30) == [0] * 4
+    cluster.execute("nbdist.barrier()")
