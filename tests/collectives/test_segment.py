@@ -52,3 +52,19 @@ def test_a_wait_for_nothing_ends() -> None:
     start = time.monotonic()
     assert not semaphore.wait(address_of(segment), 0.05)
     assert 0.03 < time.monotonic() - start < 5
+
+
+def test_a_process_alone_leaves_nothing_of_mpi_in_shared_memory() -> None:
+    program = (
+        "import os\n"
+        "from nbdist.collectives import Group\n"
+        "from mpi4py import MPI\n"
+        "assert Group(MPI.COMM_WORLD).size == 1\n"
+        "assert 'OMPI_MCA_btl' not in os.environ\n"
+        "found = {line.split()[-1] for line in open('/proc/self/maps')}\n"
+        "print(*[path for path in found if path.startswith('/dev/shm/')])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "\n"
