@@ -12,14 +12,14 @@ import torch
 
 from nbdist import CellError, Cluster, TransferError, UsageError
 from nbdist.cluster.observer import Event, Quiet
+from nbdist.engine.private_files import memory_folder
 
-MEMORY_FOLDER = Path("/dev/shm")
 HUNDRED_MB = 100_000_000
 
 
 def files(cluster: Cluster) -> list[Path]:
     """What this cluster has in shared memory right now."""
-    return list(MEMORY_FOLDER.glob(f"{cluster._live().run_dir.name}-*"))
+    return list(memory_folder(cluster._live().run_dir).iterdir())
 
 
 def test_what_is_pushed_is_there(cluster: Cluster):
