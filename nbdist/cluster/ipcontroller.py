@@ -3,15 +3,16 @@
     python -m nbdist.cluster.ipcontroller FOLDER
 
 It carries messages between the notebook and the ranks. Its sockets lie in the cluster's
-folder, which only the user can enter. Where that folder's path is too long for a socket
-they are TCP ports of the loopback interface, with CurveZMQ: who has not read the
-server's key in that folder can neither send nor read.
+folder, which only the user can enter. Where that folder cannot hold sockets, they are
+TCP ports of the loopback interface, with CurveZMQ: who has not read the server's key in
+that folder can neither send nor read.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -31,7 +32,6 @@ from nbdist.wire import REFUSED
 
 __all__ = ["Controller", "main", "transport_for"]
 
-MOST_OF_A_SOCKET_PATH = 107
 SOCKETS = "zmq"
 """The sockets in the cluster's folder are called "zmq:1", "zmq:2" and so on."""
 MOST_SOCKETS = 99
@@ -46,6 +46,7 @@ class Controller(IPController):  # type: ignore[misc]
     """ipyparallel's controller in one process, its queues in threads without Python."""
 
     _sockets = 0
+    _unread: tuple[Any, ...] = ()
 
     @default("session")
     def _signed_session(self) -> Session:
@@ -70,9 +71,10 @@ class Controller(IPController):  # type: ignore[misc]
         port = info[channel] if index is None else info[channel][index]
         return f"{info['interface']}:{port}"
 
-    def bind(self, socket: Any, url: str) -> Any:
-        socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
-        return super().bind(socket, url)
+    def bind(self, end: Any, url: str) -> Any:
+        """Bind a zmq socket."""
+        end.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+        return super().bind(end, url)
 
     # -- what runs -----------------------------------------------------------------
 
@@ -118,11 +120,11 @@ class Controller(IPController):  # type: ignore[misc]
             (self.client_url(channel), "in"),
             (self.engine_url(channel), "out"),
         ):
-            socket = self.context.socket(zmq.ROUTER)
-            util.set_hwm(socket, 0)
-            socket.setsockopt(zmq.IDENTITY, f"{channel}_{side}".encode())
-            self.bind(socket, url)
-            ends.append(socket)
+            end = self.context.socket(zmq.ROUTER)
+            util.set_hwm(end, 0)
+            end.setsockopt(zmq.IDENTITY, f"{channel}_{side}".encode())
+            self.bind(end, url)
+            ends.append(end)
         return Relay(channel, *ends)
 
     def launch_python_scheduler(
@@ -140,10 +142,10 @@ class Controller(IPController):  # type: ignore[misc]
     def _occupy(self, *urls: str) -> None:
         """Bind sockets that nobody reads."""
         for url in urls:
-            socket = self.context.socket(zmq.ROUTER)
-            util.set_hwm(socket, 1)
-            self.bind(socket, url)
-            self._unread = [*getattr(self, "_unread", ()), socket]
+            end = self.context.socket(zmq.ROUTER)
+            util.set_hwm(end, 1)
+            self.bind(end, url)
+            self._unread = (*self._unread, end)
 
     def _tell_refusals(self, gates: list[Gate]) -> None:
         """Let the notebook know how many messages were refused, whenever it changes."""
@@ -175,22 +177,31 @@ class Relay(threading.Thread):
     def run(self) -> None:
         """Carry messages until the process ends."""
         poller = zmq.Poller()
-        for socket in self._other:
-            poller.register(socket, zmq.POLLIN)
+        for end in self._other:
+            poller.register(end, zmq.POLLIN)
         while True:
-            for socket, _ in poller.poll():
-                sender, *frames = socket.recv_multipart(copy=False)
+            for end, _ in poller.poll():
+                sender, *frames = end.recv_multipart(copy=False)
                 if len(frames) > 1:
                     recipient, *body = frames
-                    self._other[socket].send_multipart(
+                    self._other[end].send_multipart(
                         [recipient, sender, *body], copy=False
                     )
 
 
 def transport_for(run_dir: Path) -> str:
-    """ "ipc" where sockets fit into the cluster's folder, else "tcp"."""
-    longest = os.fsencode(run_dir / f"{SOCKETS}:{MOST_SOCKETS}")
-    return "ipc" if len(longest) <= MOST_OF_A_SOCKET_PATH else "tcp"
+    """ "ipc" where the cluster's folder can hold sockets, else "tcp".
+
+    Its path may be too long for them, or its file system may have none.
+    """
+    last = run_dir / f"{SOCKETS}:{MOST_SOCKETS}"
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(last))
+        last.unlink()
+    except OSError:
+        return "tcp"
+    return "ipc"
 
 
 def configuration(run_dir: Path) -> Config:
@@ -219,8 +230,15 @@ def configuration(run_dir: Path) -> Config:
 
 
 def main() -> None:
-    """Run until the guard ends it."""
+    """Run until the guard ends it, or one of its threads has failed."""
+    threading.excepthook = _end
     Controller.launch_instance(argv=[], config=configuration(Path(sys.argv[1])))
+
+
+def _end(failure: threading.ExceptHookArgs) -> None:
+    """End the process: without that thread it would only seem to be there."""
+    threading.__excepthook__(failure)
+    os._exit(1)
 
 
 if __name__ == "__main__":
