@@ -33,9 +33,13 @@ def main(during: str) -> None:
         between(cluster, 1)
         compute(cluster)
         cluster.execute("kept = rank")
+        if during == "full":
+            take_all_space()
         os.kill(cluster.ranks[1].pid, signal.SIGKILL)
         wait_until(lambda: 1 in cluster.died(), 10)
         assert "SIGKILL" in str(cluster.died()[1]), cluster.died()
+        if during == "full":
+            take_all_space()  # what the dead rank has left free, too
         compute(cluster)
         assert cluster["kept"] == [0, 0]  # the survivor's, on the newcomer too
         between(cluster, -2)
@@ -59,9 +63,7 @@ def fill_the_disk(cluster: Cluster, times: int) -> None:
     """Fill /tmp to the last byte, and print what no disk has room for."""
     run_dir = Path(cluster.infos and cluster._live().run_dir)
     assert run_dir.parent == Path("/tmp"), run_dir
-    with contextlib.suppress(OSError), open("/tmp/filler", "ab", 0) as filler:
-        while True:
-            filler.write(b"x" * 4096)
+    take_all_space()
     result = cluster.execute("print('y' * 10_000_000)", timeout_s=60)
     for rank in range(2):
         assert result[rank].stdout.startswith("y" * 999_999), result[rank]
@@ -74,6 +76,15 @@ def fill_the_disk(cluster: Cluster, times: int) -> None:
         "        nbdist.comm().Allreduce(ones, ones.copy())",
         timeout_s=60,
     )
+
+
+def take_all_space() -> None:
+    """Fill /tmp to the last byte."""
+    with contextlib.suppress(OSError), open("/tmp/filler", "ab", 0) as filler:
+        while True:
+            filler.write(b"x" * 4096)
+    free = os.statvfs("/tmp").f_bavail
+    assert free == 0, free
 
 
 def move_the_clock(cluster: Cluster, times: int) -> None:
