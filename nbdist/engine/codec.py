@@ -113,13 +113,17 @@ def _cells_namespace() -> Any:
 def _reduce_tensor(tensor: Any, torch: Any) -> Any:
     """(rebuild, arguments) with the storage as a buffer; None where torch knows better.
 
-    Sparse, quantised and meta tensors have no plain bytes to send.
+    Sparse, nested, quantised and meta tensors have no plain bytes to send.
     """
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return None
+    if tensor.is_nested:
+        return None
     on_device = tensor.device.type != "cpu"
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    octets = plain.reshape(-1).view(torch.uint8).numpy()
+    # A tensor of one element counts as contiguous whatever its stride is.
+    flat = plain.as_strided((plain.numel(),), (1,))
+    octets = flat.view(torch.uint8).numpy()
     dtype = str(plain.dtype).removeprefix("torch.")
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     return _rebuild_tensor, (

@@ -178,3 +178,21 @@ def test_a_shipment_is_each_receivers_own(size: int, tmp_path: Path):
     assert second.sum() == 0
     assert first.sum() == size
     assert shipment.path is None or not Path(shipment.path).exists()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(4.0)[::4], torch.arange(6)[3::3], torch.tensor([1 + 2j]).conj().imag],
+    ids=["strided", "offset", "negated"],
+)
+def test_one_element_with_a_stride_travels(tensor: torch.Tensor):
+    received = sent(tensor)
+    assert isinstance(received, torch.Tensor)
+    assert (received.dtype, received.tolist()) == (tensor.dtype, tensor.tolist())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_travels():
+    received = sent(torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]))
+    assert isinstance(received, torch.Tensor)
+    assert [part.tolist() for part in received.unbind()] == [[1.0] * 2, [0.0] * 3]
