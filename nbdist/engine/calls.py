@@ -59,7 +59,9 @@ def show(expression: str) -> str:
     value = _evaluate(expression)
     with step(f"printing {expression!r}"):
         bundle, _metadata = this_rank().shell.display_formatter.format(value)
-        return str(bundle.get("text/plain", ""))
+        if "text/plain" in bundle:
+            return str(bundle["text/plain"])
+        return repr(value)  # IPython has kept to itself what this raises
 
 
 async def _interruptible(value: Awaitable[Any]) -> Any:

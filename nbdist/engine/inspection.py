@@ -83,10 +83,9 @@ def _describe(name: str, value: Any) -> Variable:
             else text
         )
         return Variable(name, kind, value.shape, str(value.dtype), "", text, digest)
-    text = _shorten(_text(value))
-    return Variable(
-        name, kind, None, "", "", text, hashlib.sha1(_text(value).encode()).hexdigest()
-    )
+    text = _text(value)
+    digest = hashlib.sha1(text.encode("utf-8", "replace")).hexdigest()
+    return Variable(name, kind, None, "", "", _shorten(text), digest)
 
 
 def _text(value: Any) -> str:
@@ -131,7 +130,9 @@ def _digest_of_tensor(tensor: torch.Tensor) -> str:
         sample = sample[
             :: sample.numel() * sample.element_size() // DIGEST_ALL_BYTES + 1
         ]
-    octets = sample.resolve_conj().resolve_neg().cpu().contiguous().view(torch.uint8)
+    plain = sample.resolve_conj().resolve_neg().cpu().contiguous()
+    # A tensor of one element counts as contiguous whatever its stride is.
+    octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     return _digest_of_bytes(octets.numpy())
 
 

@@ -7,8 +7,11 @@ A reply always comes: with the function's value, or with the failure.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
+import queue
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +27,13 @@ from nbdist.wire import REPLY, REQUEST
 
 __all__ = ["answer_on", "describe", "function_of", "refused"]
 
+RUNS_USER_CODE = {
+    "nbdist.engine.agent:complete",
+    "nbdist.engine.inspection:variables",
+}
+"""Requests that call methods of the user's objects, such as `__repr__`. These may take
+long, and the agent must hear an interrupt meanwhile. A thread answers them in turn."""
+_looks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 PACKAGE = str(Path(__file__).parents[1])
 
 _gates: list[Gate] = []
@@ -36,6 +46,7 @@ def answer_on(kernel: Any) -> None:
     """
     _guard(kernel, kernel.shell_stream, "shell")
     _guard(kernel, kernel.control_stream, "control")
+    threading.Thread(target=_look_on, name="nbdist-look", daemon=True).start()
     kernel.shell_handlers[REQUEST] = lambda stream, ident, message: _answer_main(
         kernel, stream, ident, message
     )
@@ -86,12 +97,35 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
 
 async def _answer_agent(kernel: Any, stream: Any, ident: Any, message: Any) -> None:
     content = message["content"]
+    if content["target"] in RUNS_USER_CODE:
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            outcome = _outcome(content["target"], message["buffers"])
+            loop.call_soon_threadsafe(_reply, kernel, stream, ident, message, *outcome)
+
+        _looks.put(look)
+        return
     frames: list[Any]
     try:
         status, frames = "ok", await _call(content["target"], message["buffers"])
     except Exception as error:  # noqa: BLE001 - the boundary, as above
         status, frames = "error", codec.dumps(describe(error))
     _reply(kernel, stream, ident, message, status, frames)
+
+
+def _outcome(target: str, buffers: list[Any]) -> tuple[str, list[Any]]:
+    """Status and frames of a reply, for a function that is no coroutine."""
+    try:
+        args, kwargs = codec.loads([bytearray(frame) for frame in buffers])
+        return "ok", codec.dumps(function_of(target)(*args, **kwargs))
+    except BaseException as error:  # noqa: BLE001 - the boundary, as above
+        return "error", codec.dumps(describe(error))
+
+
+def _look_on() -> None:
+    while True:
+        _looks.get()()
 
 
 async def _call(target: str, buffers: list[Any]) -> list[Any]:

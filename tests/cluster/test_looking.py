@@ -163,6 +163,21 @@ def test_variables_of_every_kind_can_be_described(cluster: Cluster, session: Ses
     assert "6 parameters" in str(session.variables_table("model"))
 
 
+def test_what_cannot_be_printed_is_an_error(cluster: Cluster):
+    cluster.execute(
+        "class Odd:\n    def __repr__(self): raise LookupError('no text')\n"
+        "odd, deep = Odd(), []\n"
+        "for _ in range(100_000): deep = [deep]"
+    )
+    with pytest.raises(CellError, match="LookupError: no text"):
+        cluster.inspect("odd")
+    with pytest.raises(CellError, match="RecursionError"):
+        cluster.inspect("deep")
+    cluster.execute("strided = torch.arange(4.0)[::4]")
+    assert cluster.variables("strided")[0][0].value == "0"
+    cluster.execute("del deep")
+
+
 def test_inspect(cluster: Cluster, session: Session):
     shown = str(session.inspect_table("'even' if rank % 2 == 0 else 'odd'"))
     lines = [line.split() for line in shown.splitlines()[2:4]]

@@ -224,3 +224,28 @@ def test_an_error_without_a_message_of_its_own_arrives(cluster: Cluster):
             "raise Silent"
         )
     the_next_cell_works(cluster)
+
+
+def test_a_slow_repr_holds_up_no_status_and_no_interrupt(
+    cluster: Cluster, tmp_path: Path
+):
+    cluster.execute(
+        "import pathlib, time\n"
+        "class Slow:\n"
+        "    def __repr__(self):\n"
+        f"        pathlib.Path({str(tmp_path)!r}, str(nbdist.rank())).touch()\n"
+        "        time.sleep(4)\n"
+        "        return 'slow'\n"
+        "thing = Slow()"
+    )
+    told: list[Any] = []
+    looking = threading.Thread(target=lambda: told.append(cluster.variables("thing")))
+    looking.start()
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 20)
+    begun = time.monotonic()
+    assert all(state is not None for state in cluster.status().values())
+    with pytest.raises(CellTimeout):
+        cluster.execute("time.sleep(60)", timeout_s=0.3)
+    assert time.monotonic() - begun < 3, "not after the variables were described"
+    looking.join()
+    assert [told[0][rank][0].value for rank in range(4)] == ["slow"] * 4
