@@ -9,6 +9,8 @@ NbdistError
 │   ├── NotRunning               there is no cluster to talk to
 │   ├── AlreadyRunning           a cluster is running and was left untouched
 │   ├── StartError               the cluster did not come up; all is cleaned up
+│   ├── ChangeFailed             the ranks could not meet in a new world
+│   ├── ScaleFailed              the world did not take another size; its ranks go on
 │   └── RankDied                 a rank's process ended while it was needed
 ├── CellError                    a cell failed on one or more ranks
 │   ├── CellTimeout              the cell's --timeout ran out
@@ -34,6 +36,7 @@ __all__ = [
     "CellError",
     "CellInterrupted",
     "CellTimeout",
+    "ChangeFailed",
     "CheckpointError",
     "ClusterError",
     "CollectiveAborted",
@@ -46,6 +49,7 @@ __all__ = [
     "ReductionPending",
     "RestartsSpent",
     "SaveError",
+    "ScaleFailed",
     "StartError",
     "TransferError",
     "UnsupportedCollective",
@@ -109,6 +113,25 @@ class AlreadyRunning(ClusterError):
 
 class StartError(ClusterError):
     """The cluster did not come up. Everything that was started is cleaned up."""
+
+
+class ChangeFailed(ClusterError):
+    """A change of the world's membership failed. Every rank that lives keeps its state.
+
+    `newcomer` says whether only a rank that was to join has failed, `stuck` whether a
+    rank that lives does not answer any more.
+    """
+
+    def __init__(
+        self, message: str, *, newcomer: bool = False, stuck: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.newcomer = newcomer
+        self.stuck = stuck
+
+
+class ScaleFailed(ClusterError):
+    """The world did not take another size. Its ranks go on with their variables."""
 
 
 class RankDied(ClusterError):

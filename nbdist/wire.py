@@ -65,6 +65,8 @@ class RankInfo:
     """Counts the changes of membership since the start."""
     name: str = ""
     """Of its process's files in the cluster's folder; no later process has it."""
+    parent_pid: int = 0
+    """Of the process that started the rank and reports how it ends."""
     mpi: str = ""
     """The MPI library in use, with its version."""
     notes: tuple[str, ...] = ()
@@ -178,11 +180,12 @@ class Change:
     """How one generation of the world becomes the next."""
 
     generation: int
-    numbers: dict[int, int]
-    """The new rank of each old one that stays."""
+    base: int
+    """Generation of the last change that every rank completed. The ranks start from
+    its communicator, so that an attempt which failed leaves nothing behind."""
+    numbers: dict[str, int]
+    """The new rank of each process that stays, by its engine's uuid."""
     joins: tuple[Join, ...] = ()
-    broken: bool = False
-    """Whether a rank has died, so that the old communicator is of no more use."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +66,14 @@ class Arrival:
         if how is None and self._is_gone():
             how = "an unknown exit code (its parent process has ended too)"
         return self.failure or (how and End(how, self.last_lines())) or None
+
+    def refuse(self) -> None:
+        """End the process, or have it end as soon as it begins. It is not awaited."""
+        self._path.with_suffix(".refused").touch()
+        record = self._record()
+        if record is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(record["pid"], signal.SIGKILL)
 
     def last_lines(self) -> str:
         """Of its standard error."""

@@ -21,7 +21,7 @@ from nbdist.cluster.run import Run
 from nbdist.cluster.shielded import shielded
 from nbdist.cluster.wish import Wishes
 from nbdist.config import ClusterConfig
-from nbdist.errors import RankDied, StartError, UsageError
+from nbdist.errors import ChangeFailed, RankDied, ScaleFailed, UsageError
 from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
 
 __all__ = ["Elastic"]
@@ -39,7 +39,6 @@ class _Lead:
     run: Run
     index: int = -1
     """Of the elastic call in its cell."""
-    restarts: int = 0
     still_since: float | None = None
     """When all its ranks were first seen paused."""
     short_since: float | None = None
@@ -116,14 +115,16 @@ class Elastic:
         """Act, if every rank of the run that lives is paused.
 
         Raises:
-            StartError: The ranks could not meet anew.
+            ChangeFailed: The ranks could not meet again.
         """
         lead, paused = self._leads[run], run.paused
         if not paused or len(paused) < len(run.unfinished):
             return
         call = next(iter(paused.values())).call
         if lead.index != call.index:
-            lead.index, lead.restarts = call.index, 0
+            if lead.index >= 0:
+                run.restarts = 0
+            lead.index = call.index
         try:
             verdict = self._judge(lead, call)
         except KeyboardInterrupt:
@@ -170,14 +171,16 @@ class Elastic:
         )
         if self._config.on_failure == "stop":
             return Verdict("give up", f"{why}; and --on-failure is stop")
-        if lead.restarts >= call.max_restarts:
-            return Verdict("give up", f"max_restarts={lead.restarts} are spent: {why}")
+        if lead.run.restarts >= call.max_restarts:
+            return Verdict(
+                "give up", f"max_restarts={lead.run.restarts} are spent: {why}"
+            )
         if self._too_few(call):
             return self._wait_for_ranks(lead, call, why)
         self._check_survivors(lead)
         if not self._hold(lead.run) or not self._preserve(lead.run):
             return None  # another rank has died: there is more to mend
-        lead.restarts += 1
+        lead.run.restarts += 1
         note = self._lead_over(
             lead, lambda: self._recovery.recover(self._ask_in(lead.run))
         )
@@ -191,7 +194,7 @@ class Elastic:
             processes[rank] in lead.joined and not notice.commit
             for rank, notice in lead.run.paused.items()
         ):
-            raise StartError("no rank is left that has the last commit")
+            raise ChangeFailed("no rank is left that has the last commit")
 
     def _preserve(self, run: Run) -> bool:
         """Write the last commit to memory: all who have it may die while others join.
@@ -239,7 +242,7 @@ class Elastic:
             )
         if self._wishes.open is None or not self._hold(lead.run):
             return None
-        lead.restarts += 1
+        lead.run.restarts += 1
         return self._resize(lead, held=True)
 
     def _resize(self, lead: _Lead, *, held: bool = False) -> Verdict | None:
@@ -255,8 +258,12 @@ class Elastic:
                 self._recovery.drop(ask)
             return self._recovery.scale(wish.size, ask)
 
-        note = self._lead_over(lead, change)
-        self._wishes.grant(note)
+        try:
+            note = self._lead_over(lead, change)
+        except ScaleFailed as error:
+            self._wishes.refuse(error)
+        else:
+            self._wishes.grant(note)
         return Verdict("go on")
 
     # -- carrying it out -----------------------------------------------------------
@@ -290,19 +297,23 @@ class Elastic:
         call = next(iter(run.paused.values())).call
 
         def whole() -> str:
-            note = change()
+            try:
+                return change()
+            finally:
+                follow()
+
+        def follow() -> None:
             known = set(run.processes.values())
             run.follow(self._roster.infos)
-            new = [i for i in self._roster.infos if i.engine_uuid not in known]
+            new = [i for i in self._roster.living if i.engine_uuid not in known]
             for info in new:
                 self._roster.tell(
                     "nbdist.engine.elastic:expect", call, ranks=[info.rank]
                 )
                 lead.joined.add(info.engine_uuid)
                 run.join(info)
-            return note
 
-        return shielded(whole)
+        return shielded(whole, self._recovery.interrupt)
 
 
 def _check_limits(call: ElasticCall, size: int) -> None:

@@ -10,12 +10,23 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from nbdist.cluster.helper_watch import HelperWatch
 from nbdist.engine.private_files import remove_folders
 from nbdist.errors import ClusterError
 
-__all__ = ["Keeper", "how"]
+__all__ = ["Keeper", "Loss", "how"]
+
+
+class Loss(NamedTuple):
+    """The end of something that the ranks cannot live without."""
+
+    reason: str
+    """What has ended and how, in words."""
+    is_cause: bool
+    """Whether the ranks end because of it. An mpiexec ends by itself, with an exit
+    code, when all its ranks have ended."""
 
 
 class Keeper:
@@ -33,11 +44,14 @@ class Keeper:
             together: Whether the programs all end when one does.
         """
         self.run_dir = run_dir
+        self._together = together
         self._changed = threading.Condition()
         self._pids: dict[str, int] = {}
         self._exit_codes: dict[str, int] = {}
         self._closed = self._ended = False
-        self._on_loss: Callable[[str], None] | None = None
+        self._on_loss: Callable[[Loss], None] | None = None
+        self.on_note: Callable[[str], None] = lambda _: None
+        """Hears, on a thread, of helper processes that were stopped and go on."""
         self._guard = subprocess.Popen(
             [
                 *(sys.executable, "-m", "nbdist.cluster.guard", str(run_dir)),
@@ -51,6 +65,8 @@ class Keeper:
         self._reader = threading.Thread(
             target=self._read, name="nbdist-keeper", daemon=True
         )
+        self._watch = HelperWatch(lambda note: self.on_note(note))
+        self._watch.add("the guard process", self._guard.pid)
         self._reader.start()
 
     def start(
@@ -118,7 +134,7 @@ class Keeper:
     def alive(self) -> bool:
         return self._guard.poll() is None
 
-    def on_loss(self, callback: Callable[[str], None]) -> None:
+    def on_loss(self, callback: Callable[[Loss], None]) -> None:
         """Hear, on a thread, that a program or the guard has ended, and how.
 
         At most once, and not for an end that `close` has brought about.
@@ -132,6 +148,9 @@ class Keeper:
     def close(self, timeout_s: float = 10.0) -> None:
         """End everything, and return when it has ended."""
         self._closed = True
+        self._watch.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._guard.send_signal(signal.SIGCONT)  # it may have been stopped
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the guard has gone already
             self._guard.stdin.close()
@@ -151,6 +170,8 @@ class Keeper:
                 self._changed.notify_all()
                 if "started" in record:
                     self._pids[record["started"]] = record["pid"]
+                    if self._together:
+                        self._watch.add(record["started"], record["pid"])
                     continue
                 self._exit_codes[record["exited"]] = record["code"]
             self._report_loss(record["exited"], record["code"])
@@ -167,7 +188,8 @@ class Keeper:
             callback = None if self._closed else self._on_loss
             self._on_loss = None if callback else self._on_loss
         if callback is not None:
-            callback(f"{name} has ended with {how(code)}, and all ranks with it")
+            reason = f"{name} has ended with {how(code)}, and all ranks with it"
+            callback(Loss(reason, is_cause=name != "mpiexec" or code < 0))
 
 
 def how(code: int) -> str:

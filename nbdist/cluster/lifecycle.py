@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from nbdist.cluster.inventory import this_host
+from nbdist.cluster.keeper import Loss
 from nbdist.cluster.launchers.mpiexec import Mpiexec
 from nbdist.cluster.options import configured, resume_of, suggests_keywords
 from nbdist.cluster.placement import place
@@ -16,9 +18,9 @@ from nbdist.cluster.start import Progress, Started, start
 from nbdist.errors import (
     AlreadyRunning,
     CellInterrupted,
+    ChangeFailed,
     NotRunning,
     RankDied,
-    StartError,
     UsageError,
 )
 from nbdist.telemetry.collector import Collector
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
     from nbdist.cluster.roster import Roster
     from nbdist.cluster.supervisor import Supervisor
 
-__all__ = ["Lifecycle"]
+__all__ = ["Lifecycle", "whole_loss"]
 
 Self = TypeVar("Self", bound="Lifecycle")
 
 
-class Lifecycle:
+class Lifecycle(ABC):
     """Ranks that are brought up and kept whole; `Cluster` says what to do with them."""
 
     @suggests_keywords
@@ -114,10 +116,10 @@ class Lifecycle:
 
         self.collector.set_ranks(self._started.infos)
         self._roster = Roster(self._started)
-        self._supervisor = Supervisor(self._roster)
         self._recovery = Recovery(
             self._roster, self._places, self.config, self._on_change
         )
+        self._supervisor = Supervisor(self._roster, self._recovery)
         self._recovery.setup = self._setup
         self._elastic = Elastic(
             self._roster,
@@ -133,6 +135,8 @@ class Lifecycle:
             path = str(vault(self._roster.run_dir))
             self._roster.ask("nbdist.engine.elastic:keep_commits", path)
         self._begin_from(self._resume)
+        self._supervisor.repair = self.mend
+        self._started.keeper.on_note = self._tell
         self._started.keeper.on_loss(self._on_loss)
         return self
 
@@ -150,15 +154,15 @@ class Lifecycle:
     def _tell(self, note: str) -> None:
         self.on_note(note)
 
-    def _on_loss(self, reason: str) -> None:
+    def _on_loss(self, loss: Loss) -> None:
         """What the ranks cannot live without has ended: leave nothing behind."""
         from nbdist.cluster.rescue import last_commit
 
         started, roster = self._started, self._roster
         if started is not None and roster is not None:
-            with contextlib.suppress(OSError):
+            roster.lose(loss)
+            with contextlib.suppress(OSError):  # somebody has taken it, or written it
                 self._commit = last_commit(roster.run_dir)
-            roster.lose(reason)
             self._loss.set()
             started.keeper.close()
 
@@ -211,10 +215,16 @@ class Lifecycle:
         in foreign code that hears no interrupt.
 
         Raises:
-            UsageError: There is no such rank, or this cluster replaces none.
+            UsageError: There is no such rank, or this cluster replaces none; or these
+                are all ranks, so that nothing would be kept.
             RankDied: The others could not go on; the cluster was stopped.
         """
         chosen = self._select(ranks)
+        if set(chosen) >= {info.rank for info in self.ranks}:
+            raise UsageError(
+                f"rank {format_ranks(chosen)} is every rank, and no variables would be "
+                "left: %dist_restart without -r starts all ranks again"
+            )
         if not self.fault_tolerant or self.config.on_failure != "replace":
             raise UsageError(
                 f"rank {format_ranks(chosen)} cannot be replaced with --on-failure "
@@ -225,16 +235,43 @@ class Lifecycle:
         self.mend()
 
     def mend(self) -> None:
-        """Replace or drop ranks that have died since the last request, as configured.
+        """Do what deaths since the last request ask for, as configured.
 
-        Every request does so first. `on_note` hears what was done.
+        Dead ranks are replaced or dropped. Where no rank is left, all are started
+        again, with the setup cells. Every request does so first. `on_note` hears what
+        was done.
 
         Raises:
-            RankDied: The others could not go on; the cluster was stopped.
+            RankDied: The ranks could not go on; the cluster was stopped.
         """
-        note = self._recover()
+        if self._is_lost and self.config.on_failure == "replace":
+            died = self._live().died
+            self.restart()
+            note = (
+                f"{whole_loss(died)}. {self.size} ranks were started again, without "
+                "the variables of before"
+            )
+        else:
+            died = self._live().died
+            note = self._recover()
+            if died and note:
+                note = f"{whole_loss(died)}\n{note}"
         if note:
             self.on_note(note)
+
+    @abstractmethod
+    def restart(self) -> Lifecycle:
+        """Begin anew with the same options and size, and run the setup cells again."""
+
+    @abstractmethod
+    def _rebuild(self, error: ChangeFailed) -> str:
+        """Start all ranks again, with the variables of those that live."""
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether no rank is left."""
+        roster = self._live()
+        return bool(roster.lost) or not roster.living
 
     @property
     def running(self) -> bool:
@@ -290,25 +327,35 @@ class Lifecycle:
 
     def _recover(self) -> str:
         """Replace or drop the dead, where that is wanted and possible now."""
-        roster, supervisor = self._live(), self._supervisor_of()
-        wanted = self.config.on_failure != "stop" and self.fault_tolerant
-        if not roster.died or roster.lost or not wanted or supervisor.busy:
-            return ""
         assert self._recovery is not None
+        recovery, supervisor = self._recovery, self._supervisor_of()
+        wanted = self.config.on_failure != "stop" and self.fault_tolerant
+        if self._is_lost:
+            return self._way_on()
+        if not recovery.is_needed or not wanted or supervisor.busy:
+            return ""
         try:
-            note = self._recovery.recover()
-        except StartError as error:
-            raise self._give_up(error) from error
-        except CellInterrupted:
+            note = recovery.recover()
+        except ChangeFailed as error:
+            return self._way_on() if self._is_lost else self._rebuild(error)
+        except CellInterrupted:  # the ranks are whole; newcomers lack something
             supervisor.mended()
             raise
+        except KeyboardInterrupt:
+            return "the recovery was interrupted: the next cell goes on with it"
         supervisor.mended()
         return note
 
-    def _give_up(self, error: StartError) -> RankDied:
-        """The ranks are in no state to go on: stop them."""
-        self.stop()
-        return RankDied(
-            f"a rank has died, and the others could not go on without it: {error}. "
-            "The cluster was stopped; start a new one"
-        )
+    def _way_on(self) -> str:
+        """What follows the loss of all ranks."""
+        if self.config.on_failure == "replace":
+            return (
+                f"no rank is left: the next cell starts {self.size} ranks again and "
+                "runs the setup cells; variables are lost"
+            )
+        return "no rank is left, and variables are lost: %dist_restart begins again"
+
+
+def whole_loss(died: Mapping[int, RankDied]) -> str:
+    """How all ranks were lost, each cause once."""
+    return "; ".join(dict.fromkeys(map(str, died.values()))) or "no rank was left"

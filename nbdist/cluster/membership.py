@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from nbdist.cluster.arrival import Arrival
@@ -14,7 +14,8 @@ from nbdist.cluster.placement import Place
 from nbdist.cluster.reserve import Reserve
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.start import write_places
-from nbdist.errors import RankDied, StartError
+from nbdist.engine.process import JOINING
+from nbdist.errors import ChangeFailed, RankDied
 from nbdist.wire import Change, Join, RankInfo, format_ranks
 
 __all__ = ["Ask", "Membership"]
@@ -22,13 +23,19 @@ __all__ = ["Ask", "Membership"]
 Ask = Callable[..., "Future[Answer]"]
 """Has a rank's main thread call a function: `ask(info, target, *args)`."""
 
-POLL_S = 0.05
+POLL_S = 0.02
+MEET_TIMEOUT_S = 30.0
+"""For what the ranks do in a change, apart from the start of new processes."""
+CANCEL_TIMEOUT_S = 5.0
+"""Until every rank has left a change that was cancelled."""
 
 
 class Membership:
     """Leads the living ranks from one generation to the next.
 
-    Each method takes `ask`, which reaches the main threads of the ranks.
+    Each method takes `ask`, which reaches the main threads of the ranks. A method that
+    fails leaves the ranks without a working world, but with all their variables:
+    another change makes them a world again.
 
     Args:
         roster: The ranks; it is brought up to date.
@@ -40,131 +47,232 @@ class Membership:
         self._roster = roster
         self._places = places
         self._timeout_s = timeout_s
-        self._generation = 0
+        self._base = self._generation = 0
         self._reserve = Reserve(roster.run_dir)
+        self._interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        """End the change that is under way with KeyboardInterrupt. From any thread."""
+        self._interrupted.set()
 
     def replace_dead(self, ask: Ask) -> list[RankInfo]:
-        """Put a new process in the place of each dead rank; the newcomers."""
-        dead = sorted(self._roster.died)
-        numbers = {info.rank: info.rank for info in self._roster.living}
-        return self._change(numbers, dead, ask)
+        """Put a new process in the place of each dead rank; the newcomers.
+
+        Raises:
+            ChangeFailed: A further rank has died, or a newcomer did not come up.
+        """
+        numbers = {info.engine_uuid: info.rank for info in self._roster.living}
+        return self._change(numbers, self._places, sorted(self._roster.died), ask)
 
     def drop_dead(self, ask: Ask) -> None:
-        """Go on with the living, renumbered in their old order."""
-        living = [info.rank for info in self._roster.living]
-        self._places[:] = [self._places[rank] for rank in living]
-        self._change({old: new for new, old in enumerate(living)}, [], ask)
+        """Go on with the living, renumbered in their old order.
+
+        Raises:
+            ChangeFailed: A further rank has died.
+        """
+        living = self._roster.living
+        numbers = {info.engine_uuid: rank for rank, info in enumerate(living)}
+        self._change(numbers, [self._places[info.rank] for info in living], [], ask)
 
     def grow(self, places: Sequence[Place], ask: Ask) -> list[RankInfo]:
-        """Add ranks at these places; the newcomers."""
-        size = len(self._places)
-        self._places.extend(places)
-        numbers = {rank: rank for rank in range(size)}
-        try:
-            return self._change(numbers, range(size, len(self._places)), ask)
-        except BaseException:
-            del self._places[size:]
-            raise
+        """Add ranks at these places; the newcomers.
+
+        Raises:
+            ChangeFailed: A rank has died, or a newcomer did not come up.
+        """
+        numbers = {info.engine_uuid: info.rank for info in self._roster.living}
+        joins = range(len(self._places), len(self._places) + len(places))
+        return self._change(numbers, [*self._places, *places], joins, ask)
 
     def cut(self, size: int, ask: Ask) -> None:
-        """Let all ranks from `size` on go."""
-        leaving = [info for info in self._roster.living if info.rank >= size]
-        self._change({rank: rank for rank in range(size)}, [], ask)
-        for info in leaving:
-            self._roster.link.send(
-                info.engine_uuid, "nbdist.engine.agent:end", control=True
-            )
-        del self._places[size:]
+        """Let all ranks from `size` on go.
+
+        Raises:
+            ChangeFailed: A rank has died.
+        """
+        living = self._roster.living
+        numbers = {info.engine_uuid: info.rank for info in living if info.rank < size}
+        self._change(numbers, self._places[:size], [], ask)
+        for info in living:
+            if info.rank >= size:
+                target = "nbdist.engine.agent:end"
+                self._roster.link.send(info.engine_uuid, target, control=True)
 
     def _change(
-        self, numbers: dict[int, int], joins: Sequence[int], ask: Ask
+        self,
+        numbers: Mapping[str, int],
+        places: Sequence[Place],
+        joins: Sequence[int],
+        ask: Ask,
     ) -> list[RankInfo]:
+        """Have all ranks that live carry out one change; the newcomers."""
         with self._reserve.released():  # newcomers write files, to a full disk too
-            return self._carry_out(numbers, joins, ask)
+            return self._carry_out(numbers, places, joins, ask)
 
     def _carry_out(
-        self, numbers: dict[int, int], joins: Sequence[int], ask: Ask
+        self,
+        numbers: Mapping[str, int],
+        places: Sequence[Place],
+        joins: Sequence[int],
+        ask: Ask,
     ) -> list[RankInfo]:
-        write_places(self._roster.run_dir, self._places)
+        self._interrupted.clear()
+        write_places(self._roster.run_dir, places)
         self._generation = 1 + max(
             [self._generation, *(info.generation for info in self._roster.infos)]
         )
         plan = Change(
             generation=self._generation,
-            numbers=numbers,
+            base=self._base,
+            numbers=dict(numbers),
             joins=tuple(Join(rank) for rank in joins),
-            broken=bool(self._roster.died),
         )
-        link = self._roster.link
-        arrivals = [
-            Arrival(self._roster.run_dir, j.rank, plan.generation) for j in plan.joins
-        ]
-        known = set(link.engines().values())
-        replies = [
-            ask(info, "nbdist.engine.membership:change", plan)
-            for info in self._roster.living
-        ]
-        deadline = time.monotonic() + self._timeout_s
-        newcomers = self._await_newcomers(arrivals, known, deadline)
-        stayed = [self._answer(reply, deadline) for reply in replies]
-        infos = [info for info in [*stayed, *newcomers] if info is not None]
-        self._roster.begin(sorted(infos, key=lambda info: info.rank))
+        attempt = _Attempt(self._roster, plan, self._timeout_s, self._interrupted)
+        try:
+            infos, newcomers = attempt.carry_out(ask)
+        except BaseException as error:
+            attempt.cancel(error)
+            raise
+        self._base = plan.generation
+        self._places[:] = places
+        self._roster.begin(sorted([*infos, *newcomers], key=lambda info: info.rank))
         return newcomers
 
-    def _await_newcomers(
-        self, arrivals: Sequence[Arrival], known: set[str], deadline: float
-    ) -> list[RankInfo]:
-        link = self._roster.link
 
-        def arrived() -> set[str]:
-            return set(link.engines().values()) - known
+class _Attempt:
+    """One change, from the sending of the plan until all have carried it out."""
 
-        self._wait(lambda: len(arrived()) >= len(arrivals), arrivals, deadline)
-        hellos = [
-            link.send(uuid, "nbdist.engine.agent:status").reply for uuid in arrived()
-        ]
-        self._wait(lambda: all(map(Future.done, hellos)), arrivals, deadline)
-        return [self._answer(hello, deadline)["info"] for hello in hellos]
-
-    def _wait(
+    def __init__(
         self,
-        condition: Callable[[], bool],
-        arrivals: Sequence[Arrival],
-        deadline: float,
+        roster: Roster,
+        plan: Change,
+        timeout_s: float,
+        interrupted: threading.Event,
     ) -> None:
+        self._roster = roster
+        self._plan = plan
+        self._timeout_s = timeout_s
+        self._begun = self._progress = time.monotonic()
+        self._stages: list[str | None] = []
+        self._interrupted = interrupted
+        self._living = roster.living
+        self._died_before = roster.died.keys()
+        self._known = set(roster.link.engines().values())
+        self._arrivals = [
+            Arrival(roster.run_dir, join.rank, plan.generation) for join in plan.joins
+        ]
+        self._replies: dict[int, Future[Answer]] = {}
+
+    def carry_out(self, ask: Ask) -> tuple[list[RankInfo], list[RankInfo]]:
+        """Those who stay, and the newcomers.
+
+        Raises:
+            ChangeFailed: A rank has died or could not follow; time is up.
+        """
+        target = "nbdist.engine.membership:change"
+        for info in self._living:
+            self._replies[info.rank] = ask(info, target, self._plan)
+        self._wait(lambda: len(self._arrived()) >= len(self._arrivals))
+        hellos = [
+            self._roster.link.send(uuid, "nbdist.engine.agent:status").reply
+            for uuid in self._arrived()
+        ]
+        answers = [*self._replies.values(), *hellos]
+        self._wait(lambda: all(map(Future.done, answers)))
+        stayed = [reply.result().value for reply in self._replies.values()]
+        newcomers = [_value(hello)["info"] for hello in hellos]
+        return [info for info in stayed if info is not None], newcomers
+
+    def cancel(self, error: BaseException) -> None:
+        """Release all ranks from the change, and end those that were to join.
+
+        Raises:
+            ChangeFailed: A rank does not leave the change.
+        """
+        for arrival in self._arrivals:
+            arrival.refuse()
+        reason = str(error) or type(error).__name__
+        target = "nbdist.engine.membership:cancel"
+        self._roster.tell(target, self._plan.generation, reason)
+        for uuid in self._arrived():
+            # It has registered, so that its number may be another's by now.
+            self._roster.link.fail(uuid, RankDied("a rank that joined was ended"))
+        wait(self._replies.values(), CANCEL_TIMEOUT_S)
+        stuck = [rank for rank, reply in self._replies.items() if not reply.done()]
+        if stuck:
+            raise ChangeFailed(
+                f"{error}; rank {format_ranks(stuck)} does not answer", stuck=True
+            ) from error
+
+    def _arrived(self) -> set[str]:
+        return set(self._roster.link.engines().values()) - self._known
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
         """Until the condition holds.
 
         Raises:
-            StartError: A rank that is awaited, or another, has ended; or time is up.
+            ChangeFailed: A rank that is awaited, or another, has ended; a rank could
+                not carry the change out; or time is up.
         """
-        mourned = self._roster.died.keys()
         while not condition():
-            for arrival in arrivals:
-                if (end := arrival.end()) is not None:
-                    raise StartError(
-                        f"new rank {arrival.rank} ended with {end.how} while coming "
-                        f"up; its last lines:\n{end.last_lines}"
-                    )
-            for rank in self._roster.died.keys() - mourned:
-                error = self._roster.died[rank]
-                raise StartError(f"{error} while a new rank was coming up")
-            if time.monotonic() > deadline:
-                ranks = format_ranks(arrival.rank for arrival in arrivals)
-                raise StartError(
-                    f"new rank {ranks} was not up after {self._timeout_s:g} s"
-                )
+            self._check_newcomers()
+            self._check_members()
+            if self._interrupted.is_set():
+                raise KeyboardInterrupt
+            self._check_time()
             time.sleep(POLL_S)  # other processes' files raise no event
+        self._check_members()
 
-    def _answer(self, reply: Future[Answer], deadline: float) -> Any:
-        try:
-            answer = reply.result(max(0.1, deadline - time.monotonic()))
-        except NoAnswer as error:
-            raise StartError(
-                f"a rank did not join the others within {self._timeout_s:g} s"
-            ) from error
-        except RankDied as error:
-            raise StartError(f"{error} while the ranks were meeting anew") from error
-        if not answer.ok:
-            _ename, _evalue, lines = answer.value
-            raise StartError(f"a rank could not join the others: {''.join(lines)}")
-        return answer.value
+    def _check_newcomers(self) -> None:
+        for arrival in self._arrivals:
+            if (end := arrival.end()) is not None:
+                raise ChangeFailed(
+                    f"new rank {arrival.rank} ended with {end.how} while coming up; "
+                    f"its last lines:\n{end.last_lines}",
+                    newcomer=True,
+                )
+
+    def _check_members(self) -> None:
+        died = self._roster.died
+        if self._roster.lost:
+            raise ChangeFailed(self._roster.lost)
+        for rank in died.keys() - self._died_before:
+            raise ChangeFailed(f"{died[rank]} while the ranks were meeting")
+        for reply in self._replies.values():
+            if reply.done():
+                _value(reply)
+
+    def _check_time(self) -> None:
+        """New processes may take as long as a start, and what is done together less.
+
+        Raises:
+            ChangeFailed: Time is up.
+        """
+        now = time.monotonic()
+        stages = [arrival.stage for arrival in self._arrivals]
+        if stages != self._stages:
+            self._stages, self._progress = stages, now
+        ranks = format_ranks(arrival.rank for arrival in self._arrivals)
+        if now > self._begun + self._timeout_s:
+            raise ChangeFailed(
+                f"new rank {ranks} was not up after {self._timeout_s:g} s",
+                newcomer=bool(stages),
+            )
+        starting = [s for s in stages if s is not None and s != JOINING]
+        if not starting and now > self._progress + MEET_TIMEOUT_S:
+            silent = [rank for rank, reply in self._replies.items() if not reply.done()]
+            raise ChangeFailed(
+                f"rank {format_ranks(silent)} did not meet the others within "
+                f"{MEET_TIMEOUT_S:g} s"
+            )
+
+
+def _value(reply: Future[Answer]) -> Any:
+    try:
+        answer = reply.result()
+    except RankDied as error:
+        raise ChangeFailed(f"{error} while the ranks were meeting") from error
+    if not answer.ok:
+        ename, evalue, _lines = answer.value
+        raise ChangeFailed(f"a rank could not join the others: {ename}: {evalue}")
+    return answer.value

@@ -115,7 +115,10 @@ class Newcomers:
         What a newcomer cannot unpickle is left out, and the rest is sent again.
         """
         new = {info.rank for info in newcomers}
-        source = next(info for info in self._roster.living if info.rank not in new)
+        others = [info for info in self._roster.living if info.rank not in new]
+        if not others:
+            return "it has no variables, for no rank is left that has some"
+        source = others[0]
         end = time.monotonic() + COPY_TIMEOUT_S
         lost: dict[str, str] = {}
         while True:

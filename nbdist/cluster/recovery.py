@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -13,12 +14,19 @@ from nbdist.cluster.newcomers import Newcomers
 from nbdist.cluster.placement import Place, place
 from nbdist.cluster.roster import Roster
 from nbdist.config import ClusterConfig
-from nbdist.errors import CellInterrupted, UsageError
+from nbdist.errors import CellInterrupted, ChangeFailed, ScaleFailed, UsageError
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["Recovery"]
 
 DESCRIBE_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 5.0
+"""Until a rank that lives has said so."""
+NEWS_TIMEOUT_S = 1.0
+"""How long the news of a death may come after its effect."""
+LOOK_S = 0.05
+MOST_TRIES = 2
+"""How often newcomers that end while they come up are tried."""
 
 
 class Recovery:
@@ -44,6 +52,10 @@ class Recovery:
         self._on_change = on_change
         self._newcomers = Newcomers(roster)
         self._membership = Membership(roster, places, config.timeout_s)
+        self._unprepared: set[str] = set()
+        """The engines that have joined and lack the setup cells and variables."""
+        self.is_broken = False
+        """Whether the ranks have no working world, although all may live."""
         self.setup: list[tuple[str, int]] = []
         """The cells that each new rank runs first, with their In[] numbers."""
 
@@ -52,30 +64,131 @@ class Recovery:
         """The world size."""
         return len(self._places)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether a rank is dead, waits to be brought up to date, or has no world."""
+        return bool(self._roster.died or self.is_broken or self._unprepared)
+
     def recover(self, ask: Ask | None = None) -> str:
-        """After deaths, do what the configuration says; what was done, in words.
+        """Make the living ranks a whole world again; what was done, in words.
+
+        Dead ranks are replaced or dropped, as configured. A rank that dies meanwhile is
+        one more of them. A rank that cannot be replaced is dropped.
 
         Args:
             ask: How to reach the main threads of ranks that are not idle but paused.
 
         Raises:
-            StartError: The ranks could not meet anew.
-            CellInterrupted: They have, but the user has interrupted what newcomers get.
+            ChangeFailed: No rank is left, or one that lives does not answer.
+            CellInterrupted: They have a world, but the user has interrupted what
+                newcomers get.
         """
         ask = ask or self._send
-        dead = format_ranks(self._roster.died)
-        if self._config.on_failure == "shrink" or not dead:
-            self.drop(ask)
-            gone = f"rank {dead} was dropped: " if dead else "the ranks have met anew: "
-            return f"{gone}the world is {self.size} ranks now"
-        newcomers = self._membership.replace_dead(ask)
+        told: list[str] = []
+        problem = ""
+        failed = 0
+        while True:
+            died = self._roster.died.keys()
+            try:
+                self._check_answers()
+                told += self._meet(ask, problem)
+                told = self._bring_up_to_date(told, ask)
+                if not self._roster.died:
+                    return "; ".join(told)
+            except ChangeFailed as error:
+                failed += 1
+                if not self._goes_on(error, died, failed):
+                    raise
+                if error.newcomer and failed >= MOST_TRIES:
+                    problem = str(error)
+
+    def interrupt(self) -> None:
+        """End a recovery that is under way with KeyboardInterrupt. From any thread."""
+        self._membership.interrupt()
+
+    def _goes_on(self, error: ChangeFailed, died: Collection[int], failed: int) -> bool:
+        """Whether another try can succeed."""
+        deadline = time.monotonic() + NEWS_TIMEOUT_S
+        news = False
+        while not (news or error.newcomer or time.monotonic() > deadline):
+            # The effect of a death can be noticed before the death itself.
+            news = bool(self._roster.died.keys() - set(died))
+            time.sleep(LOOK_S)
+        if error.stuck or self._roster.lost or not self._roster.living:
+            return False
+        return news or failed <= MOST_TRIES
+
+    def _check_answers(self) -> None:
+        """Ask who lives, before waiting for anybody.
+
+        Raises:
+            ChangeFailed: A rank that lives does not answer.
+        """
+        if not self._roster.living:
+            raise ChangeFailed("no rank is left")
+        ranks = [info.rank for info in self._roster.living]
+        answers = self._roster.ask(
+            "nbdist.engine.agent:where", ranks=ranks, timeout_s=ANSWER_TIMEOUT_S
+        )
+        died = self._roster.died
+        silent = [r for r, place in answers.items() if place is None and r not in died]
+        if silent:
+            raise ChangeFailed(
+                f"rank {format_ranks(silent)} does not answer: it is stopped, or in "
+                "foreign code that holds the interpreter",
+                stuck=True,
+            )
+
+    def _meet(self, ask: Ask, problem: str) -> list[str]:
+        """Replace or drop the dead; what was done, in words.
+
+        Args:
+            problem: Why nobody can be replaced; "" to replace, if so configured.
+        """
+        died = self._roster.died
+        if not died and not self.is_broken:
+            return []
+        dead = format_ranks(died)
+        self.is_broken = True  # until the change is complete
+        if died and not problem and self._config.on_failure == "replace":
+            newcomers = self._membership.replace_dead(ask)
+            self._unprepared |= {info.engine_uuid for info in newcomers}
+            pids = ", ".join(str(info.pid) for info in newcomers)
+            done = f"rank {dead} was replaced (pid {pids})"
+        else:
+            size = self.size
+            self._membership.drop_dead(ask)
+            done = f"rank {dead} was dropped" if died else "the ranks have met again"
+            if problem:
+                done = f"rank {dead} could not be replaced and was dropped ({problem})"
+            done += f": the world is {self.size} ranks now"
+            if problem:
+                done += f"; %dist_scale -n {size} tries again"
+        self.is_broken = False
         self._on_change()
-        pids = ", ".join(str(info.pid) for info in newcomers)
-        return self._prepare(f"rank {dead} was replaced (pid {pids})", newcomers, ask)
+        return [done]
+
+    def _bring_up_to_date(self, done: list[str], ask: Ask) -> list[str]:
+        """Prepare the newcomers that are not yet; this and what was done, in words."""
+        newcomers = [
+            info for info in self._roster.living if info.engine_uuid in self._unprepared
+        ]
+        self._unprepared.clear()
+        if not newcomers or len(newcomers) == len(self._roster.living):
+            return done
+        try:
+            return [*done, self._newcomers.prepare(newcomers, self.setup, ask)]
+        except CellInterrupted as stopped:
+            raise CellInterrupted("; ".join([*done, str(stopped)])) from stopped
 
     def drop(self, ask: Ask | None = None) -> None:
-        """Go on with the living ranks alone."""
+        """Go on with the living ranks alone.
+
+        Raises:
+            ChangeFailed: A further rank has died.
+        """
         self._membership.drop_dead(ask or self._send)
+        self.is_broken = False
         self._on_change()
 
     def check(self, size: int, drop: bool) -> None:
@@ -93,15 +206,29 @@ class Recovery:
             self._refuse_loss(size)
 
     def scale(self, size: int, ask: Ask | None = None) -> str:
-        """Grow or shrink the world to so many ranks; what was done, in words."""
+        """Grow or shrink the world to so many ranks; what was done, in words.
+
+        Raises:
+            ScaleFailed: The size cannot be had, for a rank died or did not come up; the
+                ranks are a whole world again.
+            ChangeFailed: They are not.
+        """
         ask = ask or self._send
-        if size <= self.size:
-            self._membership.cut(size, ask)
-            self._on_change()
-            return f"the world is {size} ranks now"
-        newcomers = self._membership.grow(self._wider(size), ask)
+        self.is_broken = True  # until the change is complete
+        try:
+            if size <= self.size:
+                self._membership.cut(size, ask)
+            else:
+                newcomers = self._membership.grow(self._wider(size), ask)
+                self._unprepared |= {info.engine_uuid for info in newcomers}
+        except ChangeFailed as error:
+            if error.stuck:
+                raise
+            raise ScaleFailed(f"{error}\n{self.recover(ask)}") from error
+        self.is_broken = False
         self._on_change()
-        return self._prepare(f"the world is {size} ranks now", newcomers, ask)
+        told = self._bring_up_to_date([f"the world is {size} ranks now"], ask)
+        return "; ".join(told)
 
     def _wider(self, size: int) -> list[Place]:
         """The places of the ranks that a wider world has more."""
@@ -127,17 +254,6 @@ class Recovery:
                 f"ranks {size} and up hold variables that no other rank has "
                 f"({', '.join(sorted(lost - kept))}): add --yes to let them go"
             )
-
-    def _prepare(self, done: str, newcomers: Sequence[RankInfo], ask: Ask) -> str:
-        """Bring newcomers up to date; what was `done`, and this, in words.
-
-        Raises:
-            CellInterrupted: The user has interrupted it; the message says the same.
-        """
-        try:
-            return f"{done}; {self._newcomers.prepare(newcomers, self.setup, ask)}"
-        except CellInterrupted as stopped:
-            raise CellInterrupted(f"{done}; {stopped}") from stopped
 
     def _send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
         return self._roster.link.send(info.engine_uuid, target, *args).reply

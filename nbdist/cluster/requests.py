@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import transfer
 from nbdist.cluster.failures import cell_error, failures_of, summary
-from nbdist.cluster.lifecycle import Lifecycle
+from nbdist.cluster.lifecycle import Lifecycle, whole_loss
 from nbdist.cluster.observer import Observer, Quiet
 from nbdist.cluster.shortage import explained
-from nbdist.errors import CellError, RankDied, StartError
-from nbdist.wire import Failure
+from nbdist.engine.shipping import discard
+from nbdist.errors import CellError, ChangeFailed, RankDied
+from nbdist.wire import ElasticCall, Failure, Notice, format_ranks
 
 if TYPE_CHECKING:
     from nbdist.cluster.rescue import Rescue
@@ -26,12 +27,8 @@ LOSS_TIMEOUT_S = 5.0
 QUIET = Quiet()
 
 
-class Requests(Lifecycle, ABC):
+class Requests(Lifecycle):
     """A running cluster that can be asked; `Cluster` says what for."""
-
-    @abstractmethod
-    def restart(self) -> Lifecycle:
-        """Begin anew with the same options and size, and run the setup cells again."""
 
     def _run(
         self,
@@ -109,13 +106,15 @@ class Requests(Lifecycle, ABC):
                 observer,
                 needs_all=needs_all,
             )
+            run.restarts = restarts
             stopped, rescue = self._see_through(run, timeout_s)
             if rescue is None:
                 break
-            self._begin_anew(rescue, restarts)
+            restarts = run.restarts
+            self._begin_again(rescue, restarts)
             restarts += 1
             ranks = range(self.size)
-        if restarts:
+        if self._beginning is not self._resume:
             self._begin_from(self._resume)
         return run, stopped
 
@@ -127,40 +126,103 @@ class Requests(Lifecycle, ABC):
 
         try:
             stopped = self._supervisor_of().see_through(run, timeout_s)
-        except StartError as error:
-            rescue = Rescue.from_survivors(self._live(), run.paused)
-            if rescue is None:
-                raise self._give_up(error) from error
-            return None, rescue
+        except ChangeFailed as error:
+            if not self._is_lost:
+                return None, self._rescue(error, run.paused)
+            run.wait(time.monotonic() + LOSS_TIMEOUT_S)  # for the news of each death
+            stopped = None
         call = run.lost_in
-        survives = self.fault_tolerant or self.config.on_failure == "stop"
-        if stopped is not None or call is None or survives:
+        if stopped is not None or call is None:
             return stopped, None
-        self._loss.wait(LOSS_TIMEOUT_S)
-        return None, Rescue(call, self._commit)
+        if not self.fault_tolerant:
+            self._loss.wait(LOSS_TIMEOUT_S)
+        return None, Rescue(call, self._last_commit())
 
-    def _begin_anew(self, rescue: Rescue, restarts: int) -> None:
+    def _rescue(self, error: ChangeFailed, notices: Mapping[int, Notice]) -> Rescue:
+        """What is saved of ranks that could not meet again."""
+        from nbdist.cluster.rescue import Rescue
+
+        rescue = Rescue.from_survivors(self._live(), notices)
+        if rescue.variables or rescue.call is not None:
+            return rescue
+        self.stop()
+        raise RankDied(
+            f"the ranks could not go on: {error}. The cluster was stopped; start a new "
+            "one"
+        ) from error
+
+    def _rebuild(self, error: ChangeFailed) -> str:
+        """Start all ranks again, with the variables of those that live."""
+        rescue = self._rescue(error, {})
+        self.restart()
+        return (
+            f"the ranks could not meet again ({error}), and all were started again; "
+            + self._give_back(rescue)
+        )
+
+    def _give_back(self, rescue: Rescue) -> str:
+        """Give the ranks of a new world the variables that were saved, in words.
+
+        A rank that has none gets those of the lowest one that has some.
+        """
+        run_dir = self._live().run_dir
+        kept = {rank: v for rank, v in rescue.variables.items() if rank < self.size}
+        if not kept:
+            return "without the variables of before"
+        lowest = min(kept)
+        target = "nbdist.engine.calls:store"
+        for rank in range(self.size):
+            shipment = kept.get(rank, kept[lowest]).shipped(run_dir)
+            try:
+                self._call(target, (shipment,), [rank], "variables")
+            finally:
+                discard(shipment)
+        told = f"rank {format_ranks(kept)} has its variables"
+        others = set(range(self.size)) - kept.keys()
+        if others:
+            told += f", rank {format_ranks(others)} those of rank {lowest}"
+        return told
+
+    def _begin_again(self, rescue: Rescue, restarts: int) -> None:
         """Start another world, to go on from what was saved of this one."""
         call = rescue.call
-        if restarts >= call.max_restarts:
-            self.stop()
-            raise RankDied(
-                f"max_restarts={restarts} are spent, and {self.mpi} ends all ranks "
-                f"when one dies; {rescue.keep()}"
-                if not self.fault_tolerant
-                else f"max_restarts={restarts} are spent; {rescue.keep()}"
-            )
+        if call is not None:
+            self._check_may_begin_again(call, rescue, restarts)
+        size = self.size
         self.restart()
         self._commit = rescue.commit  # until there is a later one
-        run_dir = self._live().run_dir
-        shipment = rescue.shipment(run_dir)
-        if shipment is not None:
-            self._call("nbdist.engine.calls:store", (shipment,), None, "variables")
-        self._begin_from(rescue.resume(run_dir) or self._resume)
+        told = self._give_back(rescue)
+        self._begin_from(rescue.resume(self._live().run_dir) or self._resume)
+        name = "the cell" if call is None else call.name
+        goes_on = "begins again" if rescue.commit is None else "goes on from its commit"
         self.on_note(
-            f"all {self.size} ranks were lost, and started again; {call.name} "
-            + ("goes on from its last commit" if rescue.commit else "begins anew")
+            f"all {size} ranks were lost, and started again: {told}; {name} {goes_on}"
         )
+
+    def _check_may_begin_again(
+        self, call: ElasticCall, rescue: Rescue, restarts: int
+    ) -> None:
+        """Whether an elastic run may go on in another world.
+
+        Raises:
+            RankDied: It may not; the message says where its last commit is.
+        """
+        if self.config.on_failure != "replace":
+            why = f"--on-failure is {self.config.on_failure}"
+        elif restarts >= call.max_restarts:
+            why = f"max_restarts={call.max_restarts} are spent"
+        else:
+            return
+        lost = whole_loss(self._live().died)
+        kept = rescue.keep()
+        self.stop()
+        raise RankDied(f"{lost}. {call.name} cannot go on, for {why}; {kept}")
+
+    def _last_commit(self) -> bytes | None:
+        """The last commit that a rank has kept for the case of this loss."""
+        from nbdist.cluster.rescue import last_commit
+
+        return self._commit or last_commit(self._live().run_dir)
 
     def _explained(self, failures: Sequence[Failure]) -> list[Failure]:
         """The failures; those for want of a GPU's memory say who holds what."""

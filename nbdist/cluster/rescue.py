@@ -15,9 +15,10 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from nbdist.cluster.roster import Roster
 from nbdist.engine.private_files import memory_folder, read_file
@@ -45,38 +46,55 @@ def last_commit(run_dir: Path) -> bytes | None:
     return None
 
 
+class Kept(NamedTuple):
+    """A rank's variables."""
+
+    shipment: Shipment
+    contents: bytes | None
+    """Of the shipment's file, if it has one."""
+
+    def shipped(self, run_dir: Path) -> Shipment:
+        """The variables as a shipment of a new cluster's."""
+        if self.contents is None:
+            return self.shipment
+        path = _write(self.contents, memory_folder(run_dir), run_dir)
+        return Shipment(path=str(path), sizes=self.shipment.sizes)
+
+
 @dataclass(frozen=True)
 class Rescue:
-    """The last commit of an elastic run, and the variables of a rank."""
+    """The variables of each rank that lives, and the last commit of an elastic run."""
 
-    call: ElasticCall
-    commit: bytes | None
+    call: ElasticCall | None = None
+    """The elastic run; None where there is none."""
+    commit: bytes | None = None
     """A file of saved state; None where there was no commit."""
-    variables: Shipment | None = None
-    contents: bytes | None = None
-    """Of the variables' file."""
+    variables: Mapping[int, Kept] = field(default_factory=dict)
+    """By rank."""
 
     @classmethod
-    def from_survivors(
-        cls, roster: Roster, notices: dict[int, Notice]
-    ) -> Rescue | None:
-        """Of ranks that are paused in an elastic run; None where none is."""
-        living = [info.rank for info in roster.living if info.rank in notices]
-        if not living:
-            return None
-        source = max(living, key=lambda rank: (notices[rank].commit, -rank))
-        saved = roster.ask(
-            "nbdist.engine.elastic:bequeath",
-            str(vault(roster.run_dir)),
-            ranks=[source],
-            timeout_s=SAVE_TIMEOUT_S,
-        )[source]
-        call = notices[source].call
-        commit = last_commit(roster.run_dir)
-        if saved is None:
-            return cls(call, commit)
-        contents = None if saved.path is None else read_file(Path(saved.path))
-        return cls(call, commit, saved, contents)
+    def from_survivors(cls, roster: Roster, notices: Mapping[int, Notice]) -> Rescue:
+        """Of ranks whose agents answer, whatever their main threads are stuck in.
+
+        Args:
+            notices: What the ranks that are paused in an elastic run have said.
+        """
+        living = [info.rank for info in roster.living]
+        paused = [rank for rank in living if rank in notices]
+        call = notices[paused[0]].call if paused else None
+        if paused:
+            source = max(paused, key=lambda rank: (notices[rank].commit, -rank))
+            path = str(vault(roster.run_dir))
+            target = "nbdist.engine.elastic:preserve"
+            roster.ask(target, path, ranks=[source], timeout_s=SAVE_TIMEOUT_S)
+        target = "nbdist.engine.elastic:variables"
+        answers = roster.ask(target, ranks=living, timeout_s=SAVE_TIMEOUT_S)
+        variables = {
+            rank: Kept(shipment, _contents(shipment))
+            for rank, shipment in answers.items()
+            if shipment is not None
+        }
+        return cls(call, last_commit(roster.run_dir) if paused else None, variables)
 
     def resume(self, run_dir: Path) -> Resume | None:
         """The commit as a file of a new cluster's."""
@@ -84,13 +102,6 @@ class Rescue:
             return None
         path = _write(self.commit, memory_folder(run_dir), run_dir)
         return Resume(str(path), trusted=True)
-
-    def shipment(self, run_dir: Path) -> Shipment | None:
-        """The variables as a shipment of a new cluster's."""
-        if self.variables is None or self.contents is None:
-            return self.variables
-        path = _write(self.contents, memory_folder(run_dir), run_dir)
-        return Shipment(path=str(path), sizes=self.variables.sizes)
 
     def keep(self) -> str:
         """Write the commit where it outlives the cluster; the way back, in words."""
@@ -103,6 +114,10 @@ class Rescue:
         except OSError as error:
             return f"the last commit is lost, for it could not be written: {error}"
         return f"the last commit is kept: %dist_start --resume {path}"
+
+
+def _contents(shipment: Shipment) -> bytes | None:
+    return None if shipment.path is None else read_file(Path(shipment.path))
 
 
 def _lasting() -> Iterator[Path]:

@@ -11,7 +11,11 @@ from collections.abc import Iterable
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
+import psutil
+
 from nbdist.cluster.deathwatch import Deathwatch
+from nbdist.cluster.keeper import Loss
+from nbdist.cluster.launcher_pipes import LauncherPipes
 from nbdist.cluster.start import Started
 from nbdist.engine.witness import ending_of
 from nbdist.errors import RankDied, UsageError
@@ -38,10 +42,13 @@ class Roster:
         """Why all ranks have ended at once; "" as long as they have not."""
         self._lock = threading.Lock()
         self._watch = Deathwatch(started.infos, self._on_death)
+        self._pipes = LauncherPipes()
+        self._pipes.hold(started.infos)
 
     def close(self) -> None:
         """Stop watching. A second close is harmless."""
         self._watch.close()
+        self._pipes.close()
 
     @property
     def infos(self) -> list[RankInfo]:
@@ -73,6 +80,7 @@ class Roster:
             self._infos = {info.rank: info for info in infos}
             self._died.clear()
         self.last_places.clear()
+        self._pipes.hold(self.infos)
         self._watch = Deathwatch(self.infos, self._on_death)
 
     def update(self, infos: Iterable[RankInfo]) -> None:
@@ -157,10 +165,12 @@ class Roster:
                 raise RankDied(f"rank {late} does not end on signal 9: %dist_stop")
             time.sleep(ENDING_TIMEOUT_S / 50)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, loss: Loss) -> None:
         """The cluster has ended: so have all ranks, or they are about to."""
-        self.lost = reason
+        self.lost = loss.reason
         for info in self.living:
+            ended_itself = not loss.is_cause and not psutil.pid_exists(info.pid)
+            reason = self._obituary(info.rank) if ended_itself else loss.reason
             self._bury(info.rank, RankDied(reason))
 
     def _on_death(self, rank: int) -> None:
@@ -189,5 +199,18 @@ class Roster:
             ending = ending_of(self.run_dir / f"{info.name}.ending")
             if ending is not None:
                 return ending
+            if not _is_there(info.parent_pid):
+                return "an unknown exit code, for its parent process has ended too"
             time.sleep(ENDING_TIMEOUT_S / 50)
-        return "an unknown exit code"
+        # Only the end of the parent tells MPI, and with it the other ranks.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(info.parent_pid, signal.SIGKILL)
+        return "an unknown exit code, for its parent process does not answer"
+
+
+def _is_there(pid: int) -> bool:
+    """Whether a process runs, or is stopped."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

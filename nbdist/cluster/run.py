@@ -51,6 +51,8 @@ class Run:
         self._parts = {info.engine_uuid: Part(info) for info in targets}
         self._target, self._args, self._what = target, args, what
         self._observer = observer
+        self.restarts = 0
+        """How often its elastic run has gone on after a failure."""
         self._begun = self.last_event = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
 
@@ -161,9 +163,14 @@ class Run:
 
     @property
     def lost_in(self) -> ElasticCall | None:
-        """The elastic run in which all ranks have died; None where not all have."""
-        calls = {part.lost_in for part in self._in_order()}
-        return calls.pop() if len(calls) == 1 else None
+        """The elastic run in which all ranks have died; None where not all have.
+
+        A rank that had not reached it, because it was to join, does not count.
+        """
+        parts = self._in_order()
+        calls = {part.lost_in for part in parts} - {None}
+        all_dead = all(part.died is not None for part in parts)
+        return calls.pop() if all_dead and len(calls) == 1 else None
 
     def order(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
         """Have a paused rank's main thread call a function; its answer."""

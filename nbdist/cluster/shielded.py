@@ -12,8 +12,13 @@ __all__ = ["shielded"]
 T = TypeVar("T")
 
 
-def shielded(work: Callable[[], T]) -> T:
-    """Do something to its end, whatever interrupts come; they are raised afterwards."""
+def shielded(work: Callable[[], T], on_interrupt: Callable[[], None]) -> T:
+    """Do something on a thread, so that an interrupt does not cut it at any point.
+
+    Args:
+        on_interrupt: Called at each KeyboardInterrupt; asks the work to end soon, in
+            an orderly way. The interrupt is raised once it has.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -30,6 +35,7 @@ def shielded(work: Callable[[], T]) -> T:
             outcome.exception()
         except KeyboardInterrupt as interrupt:
             interrupted = interrupt
+            on_interrupt()
     if interrupted is not None:
         raise interrupted
     return outcome.result()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING
 
+from nbdist.cluster.link import Answer
+from nbdist.cluster.recovery import Recovery
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.run import Run
 from nbdist.cluster.standstill import Standstill
@@ -34,8 +37,9 @@ Waiting = dict[int, tuple[CollectiveCall, float]]
 class Supervisor:
     """Waits for runs, ends those that cannot end, and mends the ranks afterwards."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, recovery: Recovery) -> None:
         self._roster = roster
+        self._recovery = recovery
         self._unfinished: list[Run] = []
         self._spent = False
         self._groups: dict[str, int] = {}
@@ -44,6 +48,8 @@ class Supervisor:
         """The dead engines that the living have been released from."""
         self.elastic: Elastic | None = None
         """Leads elastic runs on, where that can be."""
+        self.repair: Callable[[], None] = lambda: None
+        """Makes the ranks a whole world again."""
 
     def admit(self, ranks: Iterable[int]) -> None:
         """Before a run: its ranks must be idle, and able to communicate.
@@ -55,10 +61,11 @@ class Supervisor:
         if busy & set(ranks):
             raise UsageError(
                 f"still busy with an earlier cell: {self._places(busy & set(ranks))}. "
-                f"Wait for it, or %dist_restart -r {format_ranks(busy & set(ranks))} "
-                "puts a new process in its place"
+                f"Wait for it, or {self._replacing(busy & set(ranks))}"
             )
         self._renew_if_spent()
+        if self._recovery.is_broken:
+            self.repair()
 
     @property
     def busy(self) -> bool:
@@ -217,8 +224,20 @@ class Supervisor:
         return (
             f". Rank {ranks} has not come back within {INTERRUPT_GRACE_S:g} s "
             f"({self._places(info.rank for info in left)}): it takes no cell until it "
-            f"does. %dist_stacks shows more; %dist_restart -r {ranks} puts a new "
-            "process in its place, and the other ranks keep everything"
+            f"does. %dist_stacks shows more; "
+            + self._replacing({info.rank for info in left})
+        )
+
+    def _replacing(self, ranks: Collection[int]) -> str:
+        """How ranks that do not come back are replaced, and what that costs."""
+        if set(ranks) >= {info.rank for info in self._roster.living}:
+            return (
+                "%dist_restart starts all ranks again, without their variables and "
+                "with the setup cells"
+            )
+        return (
+            f"%dist_restart -r {format_ranks(ranks)} puts a new process in its place, "
+            "and the other ranks keep everything"
         )
 
     def _places(self, ranks: Iterable[int]) -> str:
@@ -249,10 +268,23 @@ class Supervisor:
             link.send(info.engine_uuid, "nbdist.engine.world:renew", what="renew")
             for info in self._roster.living
         ]
-        answers = [exchange.reply.result(RENEW_TIMEOUT_S) for exchange in asked]
-        self._roster.update(answer.value for answer in answers)
+        replies = [exchange.reply for exchange in asked]
+        wait(replies, RENEW_TIMEOUT_S, return_when=FIRST_EXCEPTION)
+        answers = [_answer(reply) for reply in replies]
+        if not all(answer is not None and answer.ok for answer in answers):
+            self._recovery.is_broken = True  # whoever lives is to meet again
+            return
+        whole = [answer for answer in answers if answer is not None]
+        self._roster.update(answer.value for answer in whole)
         self._groups = {
             exchange.engine_uuid: answer.groups
-            for exchange, answer in zip(asked, answers, strict=True)
+            for exchange, answer in zip(asked, whole, strict=True)
         }
         self._spent = False
+
+
+def _answer(reply: Future[Answer]) -> Answer | None:
+    """None from a rank that has died, or is late."""
+    if not reply.done() or reply.exception() is not None:
+        return None
+    return reply.result()

@@ -55,6 +55,13 @@ class Wishes:
             if not goes_on() and self.open is wish:
                 self.grant(None)  # it had ended before it could hear of the wish
 
+    def refuse(self, error: Exception) -> None:
+        """It cannot be had: whoever waits for it gets the error."""
+        wish, self.open = self.open, None
+        if wish is not None:
+            self.granted = wish.number
+            wish.outcome.set_exception(error)
+
     def grant(self, outcome: str | None) -> None:
         """It was done, or never will be."""
         wish, self.open = self.open, None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.engine.place import Assignment
-from nbdist.engine.process import Process
+from nbdist.engine.process import JOINING, Process
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def _become_engine(process: Process, assignment: Assignment) -> None:
     import torch
 
     torch.set_num_threads(assignment.threads)
-    process.progress("joining MPI")
+    process.progress(JOINING)
     from nbdist.engine import loopback, torch_group, world
 
     if process.generation:

@@ -24,13 +24,13 @@ from nbdist.wire import ElasticCall, Notice, Resume, Verdict
 __all__ = [
     "attend",
     "begin_from",
-    "bequeath",
     "decide",
     "expect",
     "hold",
     "keep_commits",
     "order",
     "preserve",
+    "variables",
     "want_resize",
 ]
 
@@ -201,12 +201,11 @@ def _write_commit(write: Callable[[Path], None], path: Path) -> str:
     return problem
 
 
-def bequeath(path: str) -> Shipment:
-    """Write the last commit as `preserve` does; this rank's variables.
+def variables() -> Shipment:
+    """This rank's variables.
 
-    The agent does it: the main thread, which may be stuck in MPI, changes nothing.
+    The agent packs them: the main thread, which may be stuck in MPI, changes nothing.
     """
-    preserve(path)
     shipment, _lost = namespace.export()
     return shipment
 

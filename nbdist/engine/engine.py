@@ -153,6 +153,7 @@ def _describe(
         engine_uuid="",
         host=socket.gethostname(),
         pid=os.getpid(),
+        parent_pid=os.getppid(),
         name=name,
         device=str(device),
         device_name=assignment.gpu_name,

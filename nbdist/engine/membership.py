@@ -1,22 +1,94 @@
 """Changing the world: ranks that have died or leave, and ranks that join.
 
-All who stay carry out one `wire.Change` together. Where a rank has died they shrink the
-communicator (MPI's User-Level Failure Mitigation: `MPIX_Comm_revoke`, then
+All who stay carry out one `wire.Change` together. They shrink the communicator to the
+ranks that live (MPI's User-Level Failure Mitigation: `MPIX_Comm_revoke`, then
 `MPIX_Comm_shrink`; see Bland et al., "Post-failure recovery of MPI communication
 capability", IJHPCA 2013); newcomers are spawned by them and merged into it.
+
+A change can fail on any rank at any point, because a further rank dies. The notebook
+then cancels it on all ranks and sends another one. Every change starts from the
+communicator of the last one that all ranks completed, so it does not matter how far
+each rank came in between.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from nbdist.collectives import close_groups
 from nbdist.engine import torch_group, witness, world
 from nbdist.engine.rank import this_rank
+from nbdist.errors import ClusterError
 from nbdist.wire import Change, RankInfo
 
-__all__ = ["change"]
+__all__ = ["cancel", "change"]
+
+
+class _Attempt:
+    """A change under way on this rank. The agent's thread may cancel it."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self._cancelled = Future[Any]()
+        self._comms: list[Any] = []
+        self._lock = threading.Lock()
+
+    def own(self, comm: Any) -> Any:
+        """Take a communicator that a cancellation revokes."""
+        with self._lock:
+            self._comms.append(comm)
+            if self._cancelled.done():
+                comm.Revoke()
+        return comm
+
+    def cancel(self, reason: str) -> None:
+        """Release this rank from the change."""
+        with self._lock:
+            if not self._cancelled.done():
+                self._cancelled.set_exception(ClusterError(reason))
+            for comm in self._comms:
+                comm.Revoke()
+
+    def wait_for(self, work: Callable[[], Any]) -> Any:
+        """The result of a call that a cancellation may leave behind, on a thread.
+
+        A process that spawns others waits for them in PMIx, which a revoked
+        communicator does not end.
+        """
+
+        def run() -> None:
+            try:
+                value = work()
+            except BaseException as error:  # noqa: BLE001 - raised by who waits
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(value)
+
+        outcome = Future[Any]()
+        ended = threading.Event()
+        for future in (outcome, self._cancelled):
+            future.add_done_callback(lambda _: ended.set())
+        threading.Thread(target=run, name="nbdist-spawn", daemon=True).start()
+        ended.wait()
+        return (self._cancelled if self._cancelled.done() else outcome).result()
+
+
+_attempt: _Attempt | None = None
+
+
+def cancel(generation: int, reason: str) -> None:
+    """End the change to a generation on this rank, with an error. Any thread may call.
+
+    A change that this rank has completed, or has not begun, is not affected: no later
+    change builds on it.
+    """
+    attempt = _attempt
+    if attempt is not None and attempt.generation == generation:
+        attempt.cancel(reason)
 
 
 def change(plan: Change) -> RankInfo | None:
@@ -26,17 +98,31 @@ def change(plan: Change) -> RankInfo | None:
 
     Returns:
         This rank as it is now; None where the plan lets it go.
+
+    Raises:
+        MPI.Exception: A rank has died meanwhile.
+        ClusterError: The change was cancelled.
     """
+    global _attempt
+    _attempt = attempt = _Attempt(plan.generation)
+    try:
+        return _carry_out(plan, attempt)
+    finally:
+        _attempt = None
+
+
+def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     rank = this_rank()
     close_groups()
     torch_group.stop()
-    comm = _without_the_dead(world.current().comm, plan)
-    number = plan.numbers.get(rank.info.rank)
+    comm = _without_the_dead(world.communicator_of(plan.base), attempt)
+    number = plan.numbers.get(rank.info.engine_uuid)
     comm = _split(comm, number)
     if number is None:
         return None
+    attempt.own(comm)
     if plan.joins:
-        comm = _admit(comm, plan, number)
+        comm = attempt.own(attempt.wait_for(lambda: _admit(comm, plan, number)))
     here = world.enter(comm, plan.generation)
     here.publish_environment()
     owns_gpu = rank.info.device_uuid is not None and not rank.assignment.shares_gpu
@@ -45,11 +131,9 @@ def change(plan: Change) -> RankInfo | None:
     return rank.info
 
 
-def _without_the_dead(comm: Any, plan: Change) -> Any:
-    if not plan.broken:
-        return comm
+def _without_the_dead(comm: Any, attempt: _Attempt) -> Any:
     comm.Revoke()
-    return comm.Shrink()
+    return attempt.own(comm.Shrink())
 
 
 def _split(comm: Any, number: int | None) -> Any:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from nbdist.engine.place import launched_rank
 
-__all__ = ["CAPTURED", "Process", "process_name"]
+__all__ = ["CAPTURED", "JOINING", "Process", "process_name"]
 
 ENDING_BYTES = 16
+JOINING = "joining MPI"
+"""The stage in which a process waits for the ranks that it joins."""
 CAPTURED = ("stdout", "stderr")
 """What goes to files of this suffix: the descriptors 1 and 2."""
 
@@ -51,6 +53,15 @@ class Process:
         record = {"pid": os.getpid(), "stage": stage, "time": time.time()}
         with contextlib.suppress(OSError):  # a full disk is no reason to end
             _write(self.run_dir / f"{self.name}.stage", json.dumps(record))
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the ranks that this one was to join have given it up."""
+        return self.path("refused").exists()
+
+    def path(self, suffix: str) -> Path:
+        """One of its files in the cluster's folder."""
+        return self.run_dir / f"{self.name}.{suffix}"
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the notebook why this has ended."""

@@ -50,6 +50,8 @@ def main(arguments: list[str]) -> None:
     die_with_parent()
     process = Process.of_arguments(arguments)
     process.progress("starting Python")
+    if process.is_refused:
+        os._exit(0)
     process.reserve_ending()
     child = os.fork()
     if child == 0:

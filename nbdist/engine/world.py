@@ -19,7 +19,16 @@ from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
 from nbdist.wire import RankInfo
 
-__all__ = ["World", "current", "enter", "is_joined", "join", "join_running", "renew"]
+__all__ = [
+    "World",
+    "communicator_of",
+    "current",
+    "enter",
+    "is_joined",
+    "join",
+    "join_running",
+    "renew",
+]
 
 
 class World:
@@ -93,6 +102,9 @@ class World:
 
 
 _world: World | None = None
+_comms: dict[int, Any] = {}
+"""The communicator of each world that was entered, by generation, until ranks have
+agreed on one to build on."""
 
 
 def current() -> World:
@@ -135,8 +147,19 @@ def enter(comm: Any, generation: int) -> World:
     from mpi4py import MPI
 
     comm.Set_errhandler(MPI.ERRORS_RETURN)
+    _comms[generation] = comm
     _world = World(comm, generation)
     return _world
+
+
+def communicator_of(generation: int) -> Any:
+    """The communicator of the world that was entered as this generation.
+
+    Those of other generations are given up: the ranks build on this one.
+    """
+    global _comms
+    _comms = {generation: _comms[generation]}
+    return _comms[generation]
 
 
 def renew() -> RankInfo:

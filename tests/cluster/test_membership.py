@@ -285,7 +285,7 @@ def test_a_bad_size_is_refused(cluster: Cluster, n: object) -> None:
     ],
     ids=["by itself", "with its witness"],
 )
-def test_a_new_rank_that_dies_while_it_joins_is_named_at_once(
+def test_a_new_rank_that_dies_while_it_joins_is_named_and_given_up(
     death: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -294,15 +294,23 @@ def test_a_new_rank_that_dies_while_it_joins_is_named_at_once(
     )
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     monkeypatch.setenv("PYTHONPATH", path)
+    notes: list[str] = []
     with Cluster(n=3, timeout_s=120) as cluster:
+        cluster.on_note = notes.append
+        cluster.execute("import os; mine = 100 + rank")
         os.kill(cluster.ranks[1].pid, signal.SIGKILL)
         wait_until(lambda: 1 in cluster.died(), 10)
         begin = time.monotonic()
-        with pytest.raises(RankDied) as caught:
-            cluster.execute("1")
+        cluster.execute(SUM)
         assert time.monotonic() - begin < 30  # not the 120 s of the start
-    for part in (f"new rank 1 ended with {ending}", "no room", "start a new one"):
-        assert part in str(caught.value)
+        assert cluster["mine"] == [100, 102]
+    for part in (
+        "rank 1 could not be replaced and was dropped",
+        f"new rank 1 ended with {ending}",
+        "no room",
+        "%dist_scale -n 3 tries again",
+    ):
+        assert part in notes[0]
 
 
 def test_restart_runs_the_setup_cells_again(cluster: Cluster) -> None:

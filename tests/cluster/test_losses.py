@@ -1,0 +1,353 @@
+"""Deaths that a single replacement does not mend: of all ranks, of helper processes,
+and of ranks while the others change the world."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from nbdist.cluster.controller import Cluster
+from nbdist.errors import CellError, ScaleFailed, UsageError
+from tests.processes import wait_until
+
+SUM = """
+x = torch.full((3,), rank + 1.0)
+nbdist.all_reduce(x)
+assert x.eq(world_size * (world_size + 1) / 2).all(), x
+y = torch.full((3,), rank + 1.0)
+dist.all_reduce(y)
+assert y.eq(x).all(), y
+"""
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def _lasting() -> Iterator[Cluster]:
+    with Cluster(n=3, device="cpu", threads=1) as running:
+        running.execute("prepared = 7", setup=True)
+        yield running
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def cluster(_lasting: Cluster, notes: list[str]) -> Cluster:
+    """Three ranks, whatever the test before has done to them."""
+    running = _lasting
+    running.mend()
+    if running.size != 3:
+        running.scale(3, drop=True)
+    running.on_note = notes.append
+    running.execute("mine = 100 + rank")
+    return running
+
+
+def helper_pid(cluster: Cluster, name: str) -> int:
+    """The process id of the guard, the controller or mpiexec."""
+    assert cluster._started is not None
+    keeper = cluster._started.keeper
+    if name == "guard":
+        return keeper._guard.pid
+    pid = keeper.pid(name)
+    assert pid is not None
+    return pid
+
+
+def kill_all(cluster: Cluster) -> None:
+    for info in cluster.infos:
+        os.kill(info.pid, signal.SIGKILL)
+
+
+# -- all ranks ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        ("import os; os._exit(3)", "exit code 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+    ],
+)
+def test_all_ranks_end_in_a_cell(
+    cluster: Cluster, notes: list[str], fault: str, how: str
+) -> None:
+    said = "import sys; print('last words', file=sys.stderr, flush=True)\n"
+    said += "import time; time.sleep(0.2)\n"
+    begun = time.monotonic()
+    with pytest.raises(CellError) as lost:
+        cluster.execute(said + fault, timeout_s=DEADLINE_S)
+    assert time.monotonic() - begun < 5
+    for info in range(3):
+        assert f"rank {info} (pid " in str(lost.value)
+    assert str(lost.value).count(f"has died with {how}") == 3
+    assert "the next cell starts 3 ranks again" in str(lost.value)
+    cluster.execute(SUM + "assert prepared == 7 and 'mine' not in globals()")
+    assert "3 ranks were started again, without the variables" in notes[-1]
+    assert how in notes[-1]
+
+
+def test_all_ranks_are_killed_between_cells(cluster: Cluster, notes: list[str]) -> None:
+    kill_all(cluster)
+    wait_until(lambda: len(cluster.died()) == 3, 10)
+    cluster.execute(SUM)
+    assert notes[-1].count("SIGKILL") == 3
+
+
+def test_replacing_every_rank_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(UsageError, match=r"rank 0-2 is every rank.*%dist_restart"):
+        cluster.replace([0, 1, 2])
+    assert cluster["mine"] == [100, 101, 102]
+
+
+def test_ranks_that_hear_no_interrupt_are_told_to_restart(cluster: Cluster) -> None:
+    deaf = """
+import time
+end = time.monotonic() + 12
+while time.monotonic() < end:
+    try:
+        while time.monotonic() < end: time.sleep(0.01)
+    except BaseException: pass
+"""
+    with pytest.raises(CellError) as late:
+        cluster.execute(deaf, timeout_s=0.5)
+    assert "%dist_restart starts all ranks again" in str(late.value)
+    assert "%dist_restart -r" not in str(late.value)
+    begun = time.monotonic()
+    cluster.restart()
+    assert time.monotonic() - begun < 60
+    cluster.execute(SUM)
+
+
+def test_without_replacement_the_loss_is_final(cluster: Cluster) -> None:
+    with Cluster(n=2, device="cpu", threads=1, on_failure="shrink") as two:
+        kill_all(two)
+        wait_until(lambda: len(two.died()) == 2, 10)
+        with pytest.raises(Exception, match=r"SIGKILL.*"):
+            two.execute("1")
+        two.restart()
+        two.execute(SUM)
+
+
+# -- a rank's parent process -------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_end_of_a_ranks_parent_costs_that_rank_alone(
+    cluster: Cluster, rank: int
+) -> None:
+    before = [info.pid for info in cluster.infos]
+    os.kill(cluster.infos[rank].parent_pid, signal.SIGKILL)
+    with pytest.raises(CellError, match=rf"rank {rank} .*parent process has ended"):
+        cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
+    cluster.execute(SUM + "mine = globals().get('mine')")
+    kept = [info.pid == pid for info, pid in zip(cluster.infos, before, strict=True)]
+    assert kept == [r != rank for r in range(3)]
+    others = [r for r in range(3) if r != rank]
+    assert cluster.pull("mine", others) == [100 + r for r in others]
+
+
+def test_a_rank_dies_whose_parent_is_stopped(cluster: Cluster) -> None:
+    os.kill(cluster.infos[1].parent_pid, signal.SIGSTOP)
+    os.kill(cluster.infos[1].pid, signal.SIGKILL)
+    with pytest.raises(CellError, match="parent process does not answer"):
+        cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
+    cluster.execute(SUM)
+
+
+# -- helper processes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["guard", "controller", "mpiexec"])
+def test_a_helper_that_is_killed_is_named_and_a_new_world_works(
+    cluster: Cluster, notes: list[str], name: str
+) -> None:
+    os.kill(helper_pid(cluster, name), signal.SIGKILL)
+    wait_until(lambda: not cluster.running, 5)
+    cluster.execute(SUM + "assert prepared == 7")
+    assert {"guard": "the guard process"}.get(name, name) in notes[-1]
+    assert "3 ranks were started again" in notes[-1]
+
+
+def test_a_helper_that_is_killed_ends_the_cell_that_runs(cluster: Cluster) -> None:
+    timer = threading.Timer(0.5, os.kill, (helper_pid(cluster, "mpiexec"), 9))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(CellError, match="mpiexec has ended with SIGKILL"):
+        cluster.execute("import time; time.sleep(30)")
+    assert time.monotonic() - begun < 10
+    cluster.execute(SUM)
+
+
+@pytest.mark.parametrize("name", ["guard", "controller", "mpiexec"])
+def test_a_helper_that_is_stopped_is_continued(
+    cluster: Cluster, notes: list[str], name: str
+) -> None:
+    process = psutil.Process(helper_pid(cluster, name))
+    process.suspend()
+    wait_until(lambda: bool(notes), 4)
+    assert f"(pid {process.pid}) was stopped, and has been continued" in notes[0]
+    cluster.execute(SUM)
+    assert cluster["mine"] == [100, 101, 102]
+
+
+def test_a_cluster_with_a_stopped_guard_ends() -> None:
+    running = Cluster(n=1, device="cpu").start()
+    os.kill(helper_pid(running, "guard"), signal.SIGSTOP)
+    running.stop()
+    assert not running.running
+
+
+# -- while the world changes -------------------------------------------------------
+
+
+def at_stage(cluster: Cluster, name: str, stage: str, act: Callable[[int], Any]) -> Any:
+    """Call `act(pid)` once a process of the cluster has come to a stage."""
+    assert cluster._started is not None
+    path = cluster._started.keeper.run_dir / f"{name}.stage"
+
+    def look() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            if path.exists():
+                record = json.loads(path.read_text())
+                if record["stage"] == stage:
+                    act(record["pid"])
+                    return
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("stage", ["starting Python", "loading torch", "joining MPI"])
+@pytest.mark.parametrize("victim", ["first", "last", "newcomer"])
+def test_a_rank_dies_while_the_world_grows(
+    cluster: Cluster, victim: str, stage: str
+) -> None:
+    generation = 1 + max(info.generation for info in cluster.infos)
+    pid = {"first": cluster.infos[0].pid, "last": cluster.infos[2].pid}.get(victim)
+    times: list[float] = []
+
+    def strike(newcomer: int) -> None:
+        os.kill(pid or newcomer, signal.SIGKILL)
+        times.append(time.monotonic())
+
+    # Generations that failed are counted too: look at whichever comes first.
+    watcher = at_stage(cluster, f"rank3-{_next(cluster, generation)}", stage, strike)
+    with pytest.raises(ScaleFailed, match=r"SIGKILL|unknown exit code"):
+        cluster.scale(4)
+    ended = time.monotonic()
+    watcher.join()
+    # Nobody waits for a time-out: the longest is a replacement.
+    assert ended - times[0] < 20
+    assert cluster.size == 3
+    cluster.execute(SUM, timeout_s=DEADLINE_S)
+    gone = {"first": 0, "last": 2}.get(victim)
+    kept = [r for r in range(3) if r != gone]
+    assert cluster.pull("mine", kept) == [100 + r for r in kept]
+
+
+def _next(cluster: Cluster, generation: int) -> int:
+    """The generation that the next change will have."""
+    assert cluster._recovery is not None
+    return max(generation, cluster._recovery._membership._generation + 1)
+
+
+@pytest.mark.parametrize("second", [0, 1, "newcomer"])
+def test_another_rank_dies_during_a_recovery(
+    cluster: Cluster, notes: list[str], second: int | str
+) -> None:
+    victim = None if second == "newcomer" else cluster.infos[int(second)].pid
+    name = f"rank2-{_next(cluster, 0)}"
+    watcher = at_stage(
+        cluster,
+        name,
+        "joining MPI",
+        lambda newcomer: os.kill(victim or newcomer, signal.SIGKILL),
+    )
+    os.kill(cluster.infos[2].pid, signal.SIGKILL)
+    with pytest.raises(CellError, match="rank 2 "):
+        cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
+    watcher.join()
+    cluster.execute(SUM, timeout_s=DEADLINE_S)
+    assert cluster.size == 3
+    kept = [r for r in range(2) if r != second]
+    assert cluster.pull("mine", kept) == [100 + r for r in kept]
+
+
+def test_a_newcomer_that_never_comes_up_is_given_up(
+    cluster: Cluster, notes: list[str]
+) -> None:
+    """Two tries; then the others go on without it."""
+    assert cluster._started is not None
+    run_dir = cluster._started.keeper.run_dir
+    seen = set(run_dir.glob("rank2-*.stage"))
+    stop = threading.Event()
+
+    def kill_newcomers() -> None:
+        while not stop.wait(0.005):
+            for path in set(run_dir.glob("rank2-*.stage")) - seen:
+                record = json.loads(path.read_text())
+                if record["stage"] == "joining MPI":
+                    seen.add(path)
+                    os.kill(record["pid"], signal.SIGKILL)
+
+    os.kill(cluster.infos[2].pid, signal.SIGKILL)
+    wait_until(lambda: 2 in cluster.died(), 10)
+    thread = threading.Thread(target=kill_newcomers)
+    thread.start()
+    try:
+        cluster.mend()
+    finally:
+        stop.set()
+        thread.join()
+    assert "rank 2 could not be replaced and was dropped (new rank 2 en" in notes[0]
+    assert "the world is 2 ranks now; %dist_scale -n 3 tries again" in notes[0]
+    cluster.execute(SUM)
+    assert cluster["mine"] == [100, 101]
+    cluster.scale(3)
+    cluster.execute(SUM)
+
+
+def test_an_interrupted_recovery_is_resumed_by_the_next_cell(
+    cluster: Cluster, notes: list[str]
+) -> None:
+    name = f"rank1-{_next(cluster, 0)}"
+    watcher = at_stage(
+        cluster, name, "loading torch", lambda _pid: _thread.interrupt_main()
+    )
+    os.kill(cluster.infos[1].pid, signal.SIGKILL)
+    with pytest.raises(CellError, match="the recovery was interrupted"):
+        cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
+    watcher.join()
+    cluster.execute(SUM)
+    assert "rank 1 was replaced" in notes[-1]
+    assert cluster.pull("mine", [0, 2]) == [100, 102]
+
+
+def test_survivors_that_cannot_meet_begin_again_with_their_variables(
+    cluster: Cluster, notes: list[str]
+) -> None:
+    """Rank 0 hangs in foreign code when the ranks are to meet; its agent answers."""
+    hang = "import nbdist.engine.membership as m, threading\n"
+    hang += "m._carry_out = lambda plan, attempt: threading.Event().wait()"
+    cluster.execute(hang, ranks=[0])
+    os.kill(cluster.infos[2].pid, signal.SIGKILL)
+    with pytest.raises(CellError, match="rank 0 does not answer") as lost:
+        cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
+    assert "rank 0-1 has its variables, rank 2 those of rank 0" in str(lost.value)
+    cluster.execute(SUM)
+    assert cluster["mine"] == [100, 101, 100]
