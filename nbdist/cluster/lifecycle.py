@@ -159,12 +159,15 @@ class Lifecycle(ABC):
         from nbdist.cluster.rescue import last_commit
 
         started, roster = self._started, self._roster
-        if started is not None and roster is not None:
-            roster.lose(loss)
+        supervisor = self._supervisor
+        if started is not None and roster is not None and supervisor is not None:
             with contextlib.suppress(OSError):  # somebody has taken it, or written it
-                self._commit = last_commit(roster.run_dir)
+                self._commit = last_commit(roster.run_dir) or self._commit
+            roster.lose(loss)
             self._loss.set()
             started.keeper.close()
+            if loss.is_cause and not supervisor.is_waiting:
+                self._tell(loss.reason)
 
     def stop(self) -> None:
         """End every rank and remove what the start created. A second stop is harmless.

@@ -46,6 +46,8 @@ class Supervisor:
         """How many process groups each engine has made, as it last said."""
         self._mourned: set[str] = set()
         """The dead engines that the living have been released from."""
+        self.is_waiting = False
+        """Whether a run is being seen through, so that its error says what happens."""
         self.elastic: Elastic | None = None
         """Leads elastic runs on, where that can be."""
         self.repair: Callable[[], None] = lambda: None
@@ -89,6 +91,7 @@ class Supervisor:
         if timeout_s is not None and not timeout_s > 0:
             raise UsageError(f"--timeout {timeout_s:g} is not above 0 seconds")
         self._unfinished.append(run)
+        self.is_waiting = True
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         waiting: Waiting = {}
         stopped: CellError | None = None
@@ -112,6 +115,7 @@ class Supervisor:
         except KeyboardInterrupt:
             stopped = self._interrupt(run)
         finally:
+            self.is_waiting = False
             if self.elastic is not None:
                 self.elastic.end(run)
         self._spent |= run.spent or bool(run.unfinished) or self._differ_after(run)

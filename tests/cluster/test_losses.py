@@ -174,9 +174,11 @@ def test_a_helper_that_is_killed_is_named_and_a_new_world_works(
     cluster: Cluster, notes: list[str], name: str
 ) -> None:
     os.kill(helper_pid(cluster, name), signal.SIGKILL)
-    wait_until(lambda: not cluster.running, 5)
+    wait_until(lambda: bool(notes), 5)
+    said = {"guard": "the guard process"}.get(name, name)
+    assert notes == [f"{said} has ended with SIGKILL, and all ranks with it"]
     cluster.execute(SUM + "assert prepared == 7")
-    assert {"guard": "the guard process"}.get(name, name) in notes[-1]
+    assert said in notes[-1]
     assert "3 ranks were started again" in notes[-1]
 
 
