@@ -108,15 +108,19 @@ class Recovery:
 
     def _goes_on(self, error: ChangeFailed, died: Collection[int], failed: int) -> bool:
         """Whether another try can succeed."""
-        deadline = time.monotonic() + NEWS_TIMEOUT_S
-        news = False
-        while not (news or error.newcomer or time.monotonic() > deadline):
-            # The effect of a death can be noticed before the death itself.
-            news = bool(self._roster.died.keys() - set(died))
-            time.sleep(LOOK_S)
+        news = self._await_news(error, died)
         if error.stuck or self._roster.lost or not self._roster.living:
             return False
         return news or failed <= MOST_TRIES
+
+    def _await_news(self, error: ChangeFailed, died: Collection[int]) -> bool:
+        """Whether further ranks have died, which can be noticed after its effect."""
+        deadline = time.monotonic() + NEWS_TIMEOUT_S
+        while not (news := bool(self._roster.died.keys() - set(died))):
+            if error.newcomer or time.monotonic() > deadline:
+                break
+            time.sleep(LOOK_S)
+        return news
 
     def _check_answers(self) -> None:
         """Ask who lives, before waiting for anybody.
@@ -224,7 +228,9 @@ class Recovery:
         except ChangeFailed as error:
             if error.stuck:
                 raise
-            raise ScaleFailed(f"{error}\n{self.recover(ask)}") from error
+            self._await_news(error, ())
+            why = "; ".join(map(str, self._roster.died.values())) or str(error)
+            raise ScaleFailed(f"{why}\n{self.recover(ask)}") from error
         self.is_broken = False
         self._on_change()
         told = self._bring_up_to_date([f"the world is {size} ranks now"], ask)
