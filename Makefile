@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab test soak bench reliability lint clean
+.PHONY: help demo lab test soak bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make bench  measure, and write docs/benchmarks.md"
 	@echo "make reliability  run the fault matrix, and write docs/reliability.md"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   the documentation as a site, in out/docs"
 	@echo "make clean  remove $(VENV) and out/"
 
 demo: $(VENV)/.notebook
@@ -45,6 +46,10 @@ lint: $(VENV)/.test
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
+
+# Warnings are errors: a link that leads nowhere, a docstring that does not parse.
+docs: $(VENV)/.docs
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet -c docs/site . out/docs
 
 clean:
 	rm -rf $(VENV) out

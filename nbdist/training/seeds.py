@@ -51,7 +51,7 @@ def seed_all(seed: int) -> Seeds:
     """Seed Python's, numpy's and torch's random numbers, on the CPU and all GPUs.
 
     At first all ranks draw the same ones, so that each makes the same model; then each
-    should draw its own, or all would drop the same units and crop alike:
+    should draw its own, or all would drop the same units and crop alike::
 
         with nbdist.seed_all(0):
             model = Net()  # equal on all ranks
