@@ -27,8 +27,8 @@ from typing import Any
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 MIB = 2**20
-ROUNDS = 7
-ROUND_S = 0.03
+ROUNDS = 30
+ROUND_S = 0.007
 WAYS = ["nbdist", "ipc", "staged", "ring", "mpi", "gloo", "nccl", "copy"]
 COLOURS = [
     "#0072B2", "#56B4E9", "#000000", "#E69F00", "#009E73", "#CC79A7", "#D55E00",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nbdist.errors import UnsupportedCollective, UsageError
 
-from ._flat import Flat, is_plain
+from ._flat import Flat, unwrapped
 from .group import Group
 from .groups import default_group
 
@@ -19,7 +19,6 @@ __all__ = [
     "check_list",
     "check_same",
     "flatten",
-    "is_plain",
     "resolve",
     "root_position",
     "split_evenly",
@@ -35,17 +34,20 @@ def resolve(tensor: object, group: Group | None) -> Group:
     """The group to use for `tensor`, which must be one that can be sent.
 
     Raises:
-        UsageError: it is no tensor.
-        UnsupportedCollective: it is sparse or quantized.
-        WrongProcess: there is no group here.
+        UsageError: It is no tensor, or not on the CPU or a CUDA device.
+        UnsupportedCollective: It is sparse or quantized, or has no memory.
+        WrongProcess: This process has no group.
     """
     if not isinstance(tensor, Tensor):
         raise UsageError(f"expected a tensor, got {type(tensor).__name__}")
+    unwrapped(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnsupportedCollective(
             f"a {tensor.layout} {tensor.dtype} tensor: expected a dense one; "
             "send its parts, or to_dense()"
         )
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise UsageError(f"a tensor on {tensor.device}: expected one on cpu or cuda")
     return group if group is not None else default_group()
 
 

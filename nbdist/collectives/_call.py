@@ -26,11 +26,14 @@ class Call:
     __slots__ = ("kind", "place", "sequence", "thread", "timeout")
 
     def __init__(
-        self, kind: Signature, timeout: float | timedelta | None = None
+        self,
+        kind: Signature,
+        timeout: float | timedelta | None = None,
+        place: Place | None = None,
     ) -> None:
         self.kind = kind
         self.timeout = timeout
-        self.place: Place | None = None
+        self.place = place
         self.thread = threading.get_ident()
         self.sequence = 0
 

@@ -1,170 +1,155 @@
-"""All-reduce in shared memory by the compiled part, which makes no tensors."""
+"""The compiled reductions of a group: one call of C checks, meets and reduces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ._gate_shared import SharedGate
-from ._hooks import Hooks
-from ._slots import Place, Slots
-from ._transport import Reduction
+__all__ = [
+    "CompiledReduction",
+    "CompiledReductions",
+    "QuickCalls",
+    "find_compiled",
+]
 
-__all__ = ["AT_ONCE_BYTES", "CompiledReductions"]
-
-AT_ONCE_BYTES = 32 * 1024
-"""Above this, each rank reduces only its own share."""
-
-
-class _Addresses(NamedTuple):
-    """Where one block goes through, at even or at odd steps."""
-
-    slot: int
-    """Of this rank."""
-    result: int
-    before: tuple[int, ...]
-    """This rank's share of the block, in the slots of lower ranks."""
-    after: tuple[int, ...]
-    """The same of higher ranks."""
+_EDITION = 2
+"""Of the compiled part: a checkout that was changed may still have an older one."""
+_PLANS = 512
 
 
-class _Block(NamedTuple):
-    """A run of the tensor that goes through the slots together. Counted in bytes."""
+def find_compiled() -> ModuleType | None:
+    """The compiled part, where the installation has one that fits this code."""
+    try:
+        found = importlib.import_module("nbdist.collectives._native")
+    except ImportError:
+        return None
+    return found if getattr(found, "EDITION", 0) == _EDITION else None
 
-    start: int
-    size: int
-    low: int
-    """This rank's share of it begins here."""
-    high: int
-    """And ends here."""
-    places: tuple[_Addresses, _Addresses]
+
+class CompiledReduction(Protocol):
+    """A reduction of tensors of one dtype and length.
+
+    Its calls return True once they are done; False where a rank came with another
+    fingerprint, and no data was touched; None where a rank is late, has left, or the
+    barrier was stopped: `resume` goes on. They return NotImplemented, and have begun
+    nothing, for a tensor that is not dense, in host memory, of exactly this kind and of
+    no subclass.
+    """
+
+    def run(self, tensor: Tensor, fingerprint: int) -> bool | None:
+        """Reduce a tensor in place; or into the root's, for `reduce`."""
+
+    def run_lists(
+        self, output: Tensor, inputs: Sequence[Tensor], fingerprint: int
+    ) -> bool | None:
+        """Reduce `inputs[r]` of all ranks into rank r's output."""
+
+    def resume(self) -> bool | None:
+        """Go on with the call that returned None."""
+
+
+class QuickCalls(Protocol):
+    """All-reduces of a group, on tensors of known kinds, that no rank is late for."""
+
+    count: int
+    """Calls that were begun."""
+    waiting: object | None
+    """What a rank is late for; None where no call is under way."""
+
+    def keep(
+        self,
+        op: object,
+        shape: tuple[int, ...],
+        reduction: CompiledReduction,
+        fingerprint: int,
+    ) -> None:
+        """Make `all_reduce` do the tensors of this shape and of the reduction's dtype.
+
+        Args:
+            op: What the user calls the reduce-op.
+            shape: Of the tensors.
+            reduction: An all-reduce of as many elements.
+            fingerprint: What the ranks must agree on.
+        """
+
+    def all_reduce(self, tensor: object, op: object) -> bool | None:
+        """Reduce a tensor in place, if this can be done at once.
+
+        Returns:
+            True once it is done. False where nothing was begun: this is no dense tensor
+            of a known kind, or another call is held. None where the call was begun, and
+            a rank is late: `resume` it until it has ended, and `release` then.
+        """
+
+    def resume(self) -> bool | None:
+        """Go on with the call that returned None. See `CompiledReduction`."""
+
+    def hold(self) -> bool:
+        """Have `all_reduce` begin nothing until `release`.
+
+        Returns:
+            False where a call is under way, and nothing is held.
+        """
+
+    def release(self) -> None:
+        """Take back one `hold`."""
 
 
 class CompiledReductions:
-    """Makes the all-reduces of one group: one for each op, dtype and length."""
+    """The plan cache of one group's compiled reductions."""
 
-    def __init__(
-        self, native: ModuleType, gate: SharedGate, slots: Slots, hooks: Hooks
-    ) -> None:
-        """Use the gate and the slots of a transport.
+    def __init__(self, native: ModuleType, barrier: object, at_once_bytes: int) -> None:
+        """Make none yet.
 
         Args:
-            native: the compiled part.
-            gate: where the ranks meet; it tells which of two places is in use.
-            slots: where the data goes through.
-            hooks: the group's.
+            native: The compiled part.
+            barrier: Its Barrier, where the ranks meet.
+            at_once_bytes: Up to this size, each rank reduces all of a tensor; above,
+                only its own share of it.
         """
-        self._native, self._gate, self._slots, self._hooks = native, gate, slots, hooks
+        self._native, self._barrier = native, barrier
+        self._at_once_bytes = at_once_bytes
         self._kernels = {name: index for index, name in enumerate(native.KERNELS)}
+        self._operations = {
+            "all_reduce": native.ALL_REDUCE,
+            "reduce": native.REDUCE,
+            "reduce_scatter": native.REDUCE_SCATTER,
+        }
+        self.quick: QuickCalls = native.QuickCalls(barrier)
+        self.plans: dict[object, CompiledReduction | None] = {}
+        """By operation, reduce-op, dtype, length and root; None: no kernel for it."""
 
-    def make(
-        self, op: str, dtype: torch.dtype, length: int, word: int
-    ) -> Reduction | None:
-        """One for tensors of `length` elements; None where no kernel was compiled."""
-        name = f"{op} {str(dtype).removeprefix('torch.')}"
-        kernel = self._kernels.get(name)
-        if kernel is None or self._gate.size > self._native.MOST_ROWS:
-            return None
-        size = length * dtype.itemsize
-        if size <= AT_ONCE_BYTES and length <= self._slots.capacity(dtype):
-            return self._at_once(kernel, self._slots.places(dtype, length), size, word)
-        return self._by_shares(kernel, self._cut(dtype, length), dtype.itemsize, word)
+    def plan(
+        self, operation: str, op: str, dtype: torch.dtype, length: int, root: int = 0
+    ) -> CompiledReduction | None:
+        """The reduction of tensors of `length` elements; None where there is no kernel.
 
-    def _at_once(
-        self, kernel: int, places: tuple[Place, Place], size: int, word: int
-    ) -> Reduction:
-        """All ranks show all of their tensor, and all reduce all of it."""
-        rows = [tuple(slot.data_ptr() for slot in place.slots) for place in places]
-        own = [each[self._gate.rank] for each in rows]
-        length = len(places[0].slots[0])
-        crossing, meet = self._gate.crossing, self._meet(word)
-        copy, reduce = self._native.copy, self._native.reduce
-
-        def reduction(tensor: Tensor) -> None:
-            address, parity = tensor.data_ptr(), crossing.step & 1
-            copy(own[parity], address, size)
-            meet()
-            reduce(kernel, (address,), rows[parity], length)
-
-        return reduction
-
-    def _by_shares(
-        self, kernel: int, blocks: list[_Block], itemsize: int, word: int
-    ) -> Reduction:
-        """Each rank shows the others their shares and reduces its own, block by block.
-
-        In one step a rank reduces its share of a block, takes the others' results of
-        the block before, and shows the block after.
+        The answer is the same on all ranks.
         """
-        crossing, meet = self._gate.crossing, self._meet(word)
-        arrive, check = self._gate.arrive, self._hooks.check
-        copy, reduce = self._native.copy, self._native.reduce
+        key = operation, op, dtype, length, root
+        if key not in self.plans:
+            if len(self.plans) >= _PLANS:  # lengths that never repeat
+                self.plans.clear()
+            self.plans[key] = self._make(operation, op, dtype, length, root)
+        return self.plans[key]
 
-        def copy_others(block: _Block, target: int, source: int) -> None:
-            copy(target, source, block.low)
-            copy(target + block.high, source + block.high, block.size - block.high)
-
-        def show(block: _Block, base: int, parity: int) -> None:
-            copy_others(block, block.places[parity].slot, base + block.start)
-
-        def combine(block: _Block, base: int, parity: int) -> None:
-            place, own = block.places[parity], base + block.start + block.low
-            length = (block.high - block.low) // itemsize
-            outs = (own, place.result + block.low)
-            reduce(kernel, outs, (*place.before, own, *place.after), length)
-
-        def take(block: _Block, base: int, parity: int) -> None:
-            copy_others(block, base + block.start, block.places[parity].result)
-
-        def reduction(tensor: Tensor) -> None:
-            base, parity = tensor.data_ptr(), crossing.step & 1
-            show(blocks[0], base, parity)
-            meet()
-            for step, block in enumerate(blocks):
-                combine(block, base, parity)
-                if step:
-                    take(blocks[step - 1], base, 1 - parity)
-                if step + 1 < len(blocks):
-                    show(blocks[step + 1], base, 1 - parity)
-                arrive(0, check)
-                parity = 1 - parity
-            take(blocks[-1], base, 1 - parity)
-
-        return reduction
-
-    def _meet(self, word: int) -> Callable[[], None]:
-        arrive, check = self._gate.arrive, self._hooks.check
-        differ = self._hooks.differ
-
-        def meet() -> None:
-            if not arrive(word, check):
-                differ()
-
-        return meet
-
-    def _cut(self, dtype: torch.dtype, length: int) -> list[_Block]:
-        longest = self._slots.capacity(dtype)
-        return [
-            self._block(dtype, start, min(longest, length - start))
-            for start in range(0, length, longest)
-        ]
-
-    def _block(self, dtype: torch.dtype, start: int, length: int) -> _Block:
-        places = self._slots.places(dtype, length)
-        low = places[0].share.data_ptr() - places[0].results[0].data_ptr()
-        high = low + places[0].share.numel() * dtype.itemsize
-        size = length * dtype.itemsize
-        if low == high:  # nothing of it is this rank's
-            low = high = size
-        even, odd = (self._addresses(place) for place in places)
-        return _Block(start * dtype.itemsize, size, low, high, (even, odd))
-
-    def _addresses(self, place: Place) -> _Addresses:
-        rank = self._gate.rank
-        shares = tuple(share.data_ptr() for share in place.shares)
-        slot, result = place.slots[rank].data_ptr(), place.results[0].data_ptr()
-        return _Addresses(slot, result, shares[:rank], shares[rank + 1 :])
+    def _make(
+        self, operation: str, op: str, dtype: torch.dtype, length: int, root: int
+    ) -> CompiledReduction | None:
+        name = f"{op} {str(dtype).removeprefix('torch.')}"
+        if name not in self._kernels:
+            return None
+        made: CompiledReduction = self._native.Reduction(
+            self._barrier,
+            self._operations[operation],
+            self._kernels[name],
+            length,
+            self._at_once_bytes,
+            root,
+        )
+        return made

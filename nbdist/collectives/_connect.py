@@ -19,19 +19,19 @@ from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 
 from . import _semaphore
-from ._compiled_reduction import CompiledReductions
-from ._crossing import find_compiled
+from ._compiled_reduction import CompiledReductions, find_compiled
+from ._crossing import NAP_S, YIELDS
 from ._cuda_aware import takes_device_memory
 from ._devices import gpu_transports
 from ._gate import Gate, MessageGate
 from ._gate_shared import SharedGate
 from ._hooks import Hooks
 from ._segment import Segment
-from ._slots import Slots, slots_bytes
+from ._slots import Slots, rounded_slot, slots_bytes
 from ._transport import Transport
 from ._transport_local import LocalTransport
 from ._transport_mpi import MpiTransport, RingTransport
-from ._transport_shared import SharedTransport
+from ._transport_shared import AT_ONCE_BYTES, SharedTransport
 from ._wait import Check, complete
 
 __all__ = ["Connection", "connect"]
@@ -39,6 +39,8 @@ __all__ = ["Connection", "connect"]
 _Item = TypeVar("_Item")
 _CARD_BYTES = 4096
 _SPINS = 300
+_SPINS_IN_C = 20
+"""Looks of the compiled barrier in the time of one look in Python."""
 _MESSAGES = frozenset({"mpi", "ring"})
 """Transports that share no memory."""
 _TRANSPORTS = frozenset({"auto", "shared", "nccl", "ipc", "staged"}) | _MESSAGES
@@ -59,6 +61,8 @@ class Connection:
     """By device kind and algorithm; "auto" is the best."""
     hosts: tuple[int, ...]
     """The number of each rank's host, from 0 in the ranks' order."""
+    reductions: CompiledReductions | None = None
+    """The compiled ones, for tensors in host memory."""
     gpu: torch.device | None = None
     """Where this rank's CUDA tensors must lie, from the first one on."""
 
@@ -159,7 +163,7 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     ring = RingTransport(inner, hooks.check)
     mpi = MpiTransport(inner, hooks.check)
     cpu: dict[str, Transport] = {"ring": ring, "mpi": mpi, "auto": mpi}
-    shared = None
+    reductions = shared = None
     if config.transport not in _MESSAGES:
         shared = _share(inner, config, hooks)
     if comm.size == 1:
@@ -167,9 +171,10 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     elif shared is not None:
         gate, memory = shared
         slots = Slots(memory, comm.rank, comm.size)
-        reductions = None
         if gate.compiled is not None:
-            reductions = CompiledReductions(gate.compiled, gate, slots, hooks)
+            native = find_compiled()
+            assert native is not None
+            reductions = CompiledReductions(native, gate.compiled, AT_ONCE_BYTES)
         cpu["shared"] = SharedTransport(gate, slots, hooks, reductions)
         cpu["auto"] = cpu["shared"]
     elif config.transport == "shared":
@@ -177,7 +182,10 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     if config.transport in _MESSAGES:
         cpu["auto"] = cpu[config.transport]
     meeting = shared[0] if shared is not None else MessageGate(inner)
-    return Connection(config, hooks, meeting, inner, mail, {"cpu": cpu}, hosts)
+    transports = {"cpu": cpu}
+    return Connection(
+        config, hooks, meeting, inner, mail, transports, hosts, reductions
+    )
 
 
 def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
@@ -208,6 +216,8 @@ def _share(
     size = head + slots_bytes(comm.size, config.slot_bytes)
     segment = _create(size) if comm.rank == 0 and _semaphore.AVAILABLE else None
     compiled = find_compiled() if config.compiled else None
+    if compiled is not None and comm.size > compiled.MOST_RANKS:
+        compiled = None
     address = segment.address if segment else None
     card = _Card(_host(), _cores(), address, compiled is not None)
     cards = _swap_cards(comm, card, hooks.check)
@@ -216,13 +226,23 @@ def _share(
     reached = _swap_cards(comm, segment is not None, hooks.check)
     if segment is None or not all(reached):
         return None
-    segment.close_file()
     cores = {core for each in cards for core in each.cores}
     spins = _SPINS if len(cores) >= comm.size else 0
     view = memoryview(segment.memory)
-    if not all(each.compiled for each in cards):
-        compiled = None  # all ranks reduce with the same code, to the same bits
-    gate = SharedGate(view[:head], comm.rank, comm.size, spins, hooks.on_late, compiled)
+    barrier = None  # all ranks reduce with the same code, to the same bits
+    if compiled is not None and all(each.compiled for each in cards):
+        barrier = compiled.Barrier(
+            segment.descriptor,
+            comm.rank,
+            comm.size,
+            slots_at=head,
+            slot_bytes=rounded_slot(comm.size, config.slot_bytes),
+            spins=spins * _SPINS_IN_C,
+            yields=YIELDS,
+            nap_s=NAP_S,
+        )
+    segment.close_file()
+    gate = SharedGate(view[:head], comm.rank, comm.size, spins, hooks.on_late, barrier)
     gate.prepare()
     _swap_cards(comm, True, hooks.check)
     return gate, torch.frombuffer(view[head:], dtype=torch.uint8)

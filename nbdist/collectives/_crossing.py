@@ -7,24 +7,18 @@ compiler. They use the same memory in the same way.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Protocol
 
 from . import _semaphore as semaphore
 
-__all__ = ["Crossing", "PythonCrossing", "find_compiled", "make_crossing"]
+__all__ = ["NAP_S", "YIELDS", "Crossing", "PythonCrossing"]
 
-_EDITION = 1
-"""Of the compiled part: a checkout that was changed may still have an older one."""
-_YIELDS = 100
+YIELDS = 100
 """Some 50 microseconds: waking a sleeper takes as long as that."""
-_NAP_S = 0.05
+NAP_S = 0.05
 """Longest sleep between two looks at why a wait should end; a wake ends it sooner."""
-_SPINS_IN_C = 20
-"""Looks of the compiled one in the time of one look in Python."""
 
 
 class Crossing(Protocol):
@@ -47,42 +41,6 @@ class Crossing(Protocol):
 
     def resume(self) -> bool | None:
         """Wait a while more."""
-
-
-def find_compiled() -> ModuleType | None:
-    """The compiled part, where the installation has one that fits this code."""
-    try:
-        found = importlib.import_module("nbdist.collectives._native")
-    except ImportError:
-        return None
-    return found if getattr(found, "EDITION", 0) == _EDITION else None
-
-
-def make_crossing(
-    inbound: Sequence[int],
-    outbound: Sequence[int],
-    words: Sequence[int],
-    closed: int,
-    spins: int,
-    compiled: ModuleType | None,
-) -> Crossing:
-    """A rank's crossing. Every argument but the last two holds addresses.
-
-    Args:
-        inbound: the semaphores this rank waits for, one for each peer.
-        outbound: those it posts to, in the same order.
-        words: places of 8 bytes for even steps, then for odd ones; in each half this
-            rank's first, then the peers'.
-        closed: 8 bytes that are 0 until a rank leaves for good.
-        spins: how often to look before giving up the core; 0 where ranks share it.
-        compiled: what `find_compiled` found; None takes the one in Python.
-    """
-    if compiled is None:
-        return PythonCrossing(inbound, outbound, words, closed, spins)
-    made: Crossing = compiled.Crossing(
-        inbound, outbound, words, closed, spins * _SPINS_IN_C, _YIELDS, _NAP_S
-    )
-    return made
 
 
 class PythonCrossing:
@@ -129,8 +87,8 @@ class PythonCrossing:
         for _ in range(self._spins + 1):
             if try_wait(address) == 0:
                 return True
-        for _ in range(_YIELDS):
+        for _ in range(YIELDS):
             os.sched_yield()  # to the rank we wait for, where ranks share cores
             if try_wait(address) == 0:
                 return True
-        return semaphore.wait(address, _NAP_S)
+        return semaphore.wait(address, NAP_S)

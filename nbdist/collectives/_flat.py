@@ -4,13 +4,46 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn import Parameter
 
-__all__ = ["Flat", "is_plain"]
+from nbdist.errors import UnsupportedCollective, UsageError
+
+__all__ = ["Flat", "check_memory", "is_plain", "unwrapped"]
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that holds the memory of a tensor or of a subclass.
+
+    Raises:
+        UnsupportedCollective: A subclass has no memory of its own, as a DTensor.
+    """
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter:
+        return tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        arrived: Tensor = tensor.trigger_wait()
+        return unwrapped(arrived)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise UnsupportedCollective(
+            f"a {kind.__name__}: expected a tensor with memory of its own; send what "
+            "it stands for, as tensor.to_local() or tensor.full_tensor() of a DTensor"
+        )
+    return tensor.as_subclass(Tensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a strided tensor lies densely, its values as its dtype says."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
+def check_memory(tensor: Tensor) -> None:
+    """Raise UsageError for a strided tensor whose storage is not allocated."""
+    if not tensor.data_ptr() and tensor.numel():
+        raise UsageError(
+            f"a tensor of {tensor.numel()} elements on {tensor.device} without memory: "
+            "expected one whose storage is allocated"
+        )
 
 
 class Flat:
@@ -27,10 +60,15 @@ class Flat:
             tensor: strided, of any shape.
             on_host: copy a device tensor to the host, once it is computed.
             filled: whether what it holds counts; else a copy is not filled with it.
+
+        Raises:
+            UnsupportedCollective, UsageError: It has no memory.
         """
+        tensor = unwrapped(tensor)
         if tensor.requires_grad:
             tensor = tensor.detach()
         self._original: Tensor | None = None
+        check_memory(tensor)
         device = torch.device("cpu") if on_host else tensor.device
         if is_plain(tensor) and tensor.device == device:
             self.tensor = tensor if tensor.dim() == 1 else tensor.view(-1)

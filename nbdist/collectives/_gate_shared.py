@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from types import ModuleType
 
 from nbdist.errors import CollectiveAborted
 
 from . import _semaphore as semaphore
-from ._crossing import make_crossing
+from ._crossing import Crossing, PythonCrossing
 from ._gate import RECORD_BYTES, Gate
 from ._wait import Check
 
@@ -39,7 +38,7 @@ class SharedGate(Gate):
         size: int,
         spins: int,
         on_late: Callable[[], None],
-        compiled: ModuleType | None,
+        compiled: Crossing | None,
     ) -> None:
         """Map the gate; the memory must be zeroed, and each rank calls `prepare` next.
 
@@ -49,7 +48,7 @@ class SharedGate(Gate):
             size: number of ranks.
             spins: how often to look before giving up the core; 0 where ranks share it.
             on_late: called once in each wait that takes longer than a nap.
-            compiled: the compiled part, where there is one.
+            compiled: the compiled barrier over the same memory, where there is one.
         """
         self.rank = rank
         self.size = size
@@ -70,7 +69,7 @@ class SharedGate(Gate):
 
         self._inbound = [place(peer, rank) for peer in self._peers]
         self._outbound = [place(rank, peer) for peer in self._peers]
-        self.crossing = make_crossing(
+        self.crossing = self.compiled or PythonCrossing(
             self._inbound,
             self._outbound,
             [
@@ -80,7 +79,6 @@ class SharedGate(Gate):
             ],
             start,
             spins,
-            self.compiled,
         )
         """This rank's way through; `step` tells which of two places is in use."""
         self._closed = memory[:_LINE].cast("q")
@@ -96,17 +94,25 @@ class SharedGate(Gate):
 
     def arrive(self, word: int, check: Check) -> bool:
         agreed = self.crossing.cross(word)
-        return self._wait(check) if agreed is None else agreed
+        if agreed is None:
+            agreed = self.wait(check, self.crossing.resume)
+        return agreed
 
     def pass_through(self, check: Check) -> None:
         """Wait for all ranks, without comparing anything."""
         self.arrive(0, check)
 
-    def _wait(self, check: Check) -> bool:
+    def wait(self, check: Check, resume: Callable[[], bool | None]) -> bool:
+        """Wait for ranks that are late.
+
+        Args:
+            check: ends the wait by raising.
+            resume: waits a while more; None while a rank is late.
+        """
         self._waiting = True
         self._explain(check)
         self._on_late()
-        while (agreed := self.crossing.resume()) is None:
+        while (agreed := resume()) is None:
             self._explain(check)
         self._waiting = False
         return agreed

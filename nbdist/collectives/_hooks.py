@@ -11,9 +11,9 @@ from ._wait import Check
 __all__ = ["Hooks"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hooks:
-    """Functions of a group."""
+    """Functions of a group, and what its running call must agree on."""
 
     meet: Callable[[], None]
     """Passes the gate with the running call's signature."""
@@ -23,3 +23,5 @@ class Hooks:
     """Raises when the running call must end."""
     on_late: Callable[[], None]
     """Called when a wait takes long."""
+    fingerprint: int = 0
+    """Of the running call; 0 where calls are not compared."""

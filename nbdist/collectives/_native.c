@@ -1,8 +1,12 @@
-/* What a small collective in shared memory does between two lines of Python.
+/* Reductions in memory that the ranks of one host share, without an interpreter between
+ * the steps of a call.
  *
- * The semaphores, words and slots are those of _gate_shared.py and _slots.py, which work
- * without this module too: it does the same things, without an interpreter between them.
- * Addresses come from Python as integers; Python keeps the memory mapped.
+ * `sync/shared_barrier.py` and `transports/shared_memory.py` do the same in Python, on
+ * the same memory, where nothing was compiled.
+ *
+ * No argument from Python is taken for an address. A Barrier maps the segment itself,
+ * from a descriptor, and a tensor's memory is asked of the tensor, whose type, device,
+ * dtype, size and layout are checked first.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
@@ -15,9 +19,17 @@
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 
-#define EDITION 1 /* of what Python calls here: raise it with _crossing.py's */
+#define EDITION 2 /* of what Python calls here: raise it with native.py's */
+#define MOST_RANKS 64
+#define LINE_BYTES 64
+#define SHARE_ELEMENTS 64 /* shares begin at multiples of this, as in slots.py */
+#define LONG_BYTES 32768  /* from here other threads may run meanwhile */
+#define CHUNK_BYTES 8192
+#define MOST_PLANS 512
 
 /* A wall clock that is set back makes waits longer; the other one cannot be set. */
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
@@ -28,89 +40,142 @@
 #define WAIT(semaphore, until) sem_timedwait(semaphore, until)
 #endif
 
-/* -- crossing: every rank posts to every other one, and waits for every other one ----- */
+static PyObject *name_dtype, *name_is_cpu, *name_nbytes, *name_is_contiguous,
+    *name_is_neg, *name_data_ptr, *name_shape;
+static PyObject *torch, *tensor_type, *parameter_type;
+
+/* -- Barrier: every rank posts to every other one, and waits for every other one ------- */
 
 typedef struct {
     PyObject_HEAD
-    unsigned long long step; /* times crossed */
-    char stopped;            /* by Python, to be looked after */
-    const int64_t *closed;   /* not 0 once a rank has left for good */
-    Py_ssize_t waiting_for;  /* index into `inbound` */
-    Py_ssize_t peers;
+    char *memory;            /* the segment; its first word is not 0 once a rank left */
+    unsigned long long step; /* times that this rank has passed */
+    char stopped;            /* set by Python to end the wait under way, and later ones */
+    char busy;               /* a call of this barrier has not ended yet */
+    Py_ssize_t holds;        /* calls that are queued or running elsewhere */
+    Py_ssize_t waiting_for;  /* the first peer that has not arrived, as an index */
+    Py_ssize_t rank, size;
     int spins, yields;
     long nap_ns;
-    sem_t **inbound, **outbound;
-    int64_t **words; /* of even steps, then of odd ones; in each this rank's comes first */
-} Crossing;
+    size_t bytes; /* of the segment */
+    char *semaphores, *slots;
+    size_t slot_bytes;
+} Barrier;
 
-static bool
-read_addresses(PyObject *list, Py_ssize_t expected, void ***out)
+static int64_t *
+fingerprint_of(const Barrier *self, Py_ssize_t rank)
 {
-    if (PySequence_Size(list) != expected) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError, "expected %zd addresses", expected);
-        return false;
-    }
-    void **found = *out = calloc(expected ? (size_t)expected : 1, sizeof(void *));
-    if (!found) {
-        PyErr_NoMemory();
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < expected; i++) {
-        PyObject *item = PySequence_GetItem(list, i);
-        if (!item)
-            return false;
-        found[i] = PyLong_AsVoidPtr(item);
-        Py_DECREF(item);
-        if (!found[i]) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "an address is 0");
-            return false;
-        }
-    }
-    return true;
+    Py_ssize_t parity = self->step & 1;
+    return (int64_t *)(self->memory + LINE_BYTES * (1 + parity * self->size + rank));
+}
+
+static sem_t *
+semaphore_of(const Barrier *self, Py_ssize_t source, Py_ssize_t target)
+{
+    return (sem_t *)(self->semaphores + LINE_BYTES * (target * self->size + source));
+}
+
+/* The slot of a rank at an even or odd step; that of rank `size` is the result's. */
+static char *
+slot_of(const Barrier *self, unsigned long long step, Py_ssize_t rank)
+{
+    return self->slots + ((step & 1) * (self->size + 1) + rank) * self->slot_bytes;
+}
+
+static Py_ssize_t
+peer_at(const Barrier *self, Py_ssize_t index)
+{
+    return index < self->rank ? index : index + 1;
 }
 
 static int
-crossing_init(Crossing *self, PyObject *args, PyObject *kwargs)
+barrier_init(Barrier *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"inbound", "outbound", "words", "closed",
-                            "spins",   "yields",   "nap_s", NULL};
-    PyObject *inbound, *outbound, *words, *closed;
+    static char *names[] = {"descriptor", "rank",   "size",   "slots_at", "slot_bytes",
+                            "spins",      "yields", "nap_s", NULL};
+    int descriptor, spins, yields;
+    Py_ssize_t rank, size, slots_at, slot_bytes;
     double nap_s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOiid", names, &inbound, &outbound,
-                                     &words, &closed, &self->spins, &self->yields,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "innnniid", names, &descriptor, &rank,
+                                     &size, &slots_at, &slot_bytes, &spins, &yields,
                                      &nap_s))
         return -1;
-    if (self->inbound || self->outbound || self->words) {
-        PyErr_SetString(PyExc_RuntimeError, "a crossing is made once");
+    if (self->memory) {
+        PyErr_SetString(PyExc_RuntimeError, "a barrier is made once");
         return -1;
     }
-    Py_ssize_t peers = self->peers = PySequence_Size(inbound);
-    self->closed = PyLong_AsVoidPtr(closed);
-    self->nap_ns = (long)(nap_s * 1e9);
-    if (peers < 0 || !self->closed || !read_addresses(inbound, peers, (void ***)&self->inbound) ||
-        !read_addresses(outbound, peers, (void ***)&self->outbound) ||
-        !read_addresses(words, 2 * (peers + 1), (void ***)&self->words))
+    if (size < 1 || size > MOST_RANKS || rank < 0 || rank >= size) {
+        PyErr_Format(PyExc_ValueError, "rank %zd of %zd: at most %d", rank, size,
+                     MOST_RANKS);
         return -1;
+    }
+    if (!(nap_s >= 0 && nap_s <= 1)) {
+        PyErr_SetString(PyExc_ValueError, "nap_s: expected 0 to 1 seconds");
+        return -1;
+    }
+    size_t fingerprints_end = LINE_BYTES * (2 * (size_t)size + 1);
+    size_t head = fingerprints_end + LINE_BYTES * (size_t)size * (size_t)size;
+    size_t slots = 2 * ((size_t)size + 1);
+    if (slots_at < 0 || (size_t)slots_at < head || slots_at % LINE_BYTES ||
+        slot_bytes < 0 || slot_bytes % (LINE_BYTES * size) ||
+        (size_t)slot_bytes > (SIZE_MAX / 2 - (size_t)slots_at) / slots) {
+        PyErr_SetString(PyExc_ValueError, "slots that overlap, or are not aligned");
+        return -1;
+    }
+    size_t bytes = (size_t)slots_at + slots * (size_t)slot_bytes;
+    struct stat status;
+    if (fstat(descriptor, &status) || status.st_size < 0 ||
+        (uint64_t)status.st_size < bytes) {
+        PyErr_Format(PyExc_ValueError, "descriptor %d: expected a file of %zu bytes",
+                     descriptor, bytes);
+        return -1;
+    }
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (memory == MAP_FAILED) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return -1;
+    }
+    self->memory = memory;
+    self->bytes = bytes;
+    self->semaphores = self->memory + fingerprints_end;
+    self->slots = self->memory + slots_at;
+    self->slot_bytes = (size_t)slot_bytes;
+    self->rank = rank;
+    self->size = size;
+    self->spins = spins;
+    self->yields = yields;
+    self->nap_ns = (long)(nap_s * 1e9);
     return 0;
 }
 
 static void
-crossing_dealloc(Crossing *self)
+barrier_dealloc(Barrier *self)
 {
-    free(self->inbound);
-    free(self->outbound);
-    free(self->words);
+    if (self->memory)
+        munmap(self->memory, self->bytes);
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
 }
 
+/* Marks the barrier as in use; false, with an error set, where it is. */
+static bool
+enter(Barrier *self)
+{
+    if (!self->memory || self->busy) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        self->memory ? "another call passes this barrier"
+                                     : "this barrier was not made");
+        return false;
+    }
+    self->busy = 1;
+    return true;
+}
+
 /* Whether the semaphore could be taken: looks, yields, and one sleep in the end. */
 static bool
-take(const Crossing *self, sem_t *semaphore)
+take(const Barrier *self, sem_t *semaphore, bool may_sleep)
 {
     for (int i = 0; i <= self->spins; i++)
         if (sem_trywait(semaphore) == 0)
@@ -118,10 +183,10 @@ take(const Crossing *self, sem_t *semaphore)
     bool taken = false;
     Py_BEGIN_ALLOW_THREADS
     for (int i = 0; i < self->yields && !taken; i++) {
-        sched_yield(); /* to the rank we wait for, where ranks share cores */
+        sched_yield(); /* to the rank that is waited for, where ranks share cores */
         taken = sem_trywait(semaphore) == 0;
     }
-    if (!taken) {
+    if (!taken && may_sleep) {
         struct timespec until;
         clock_gettime(WAIT_CLOCK, &until);
         until.tv_nsec += self->nap_ns;
@@ -133,67 +198,90 @@ take(const Crossing *self, sem_t *semaphore)
     return taken;
 }
 
-/* True or False: all are there, and brought the same word or not. None: look why not. */
-static PyObject *
-crossing_resume(Crossing *self, PyObject *Py_UNUSED(none))
+static void
+arrive(Barrier *self, int64_t fingerprint)
 {
-    while (self->waiting_for < self->peers) {
-        if (!take(self, self->inbound[self->waiting_for]))
-            Py_RETURN_NONE;
+    *fingerprint_of(self, self->rank) = fingerprint;
+    for (Py_ssize_t i = 0; i < self->size - 1; i++)
+        sem_post(semaphore_of(self, self->rank, peer_at(self, i)));
+    self->waiting_for = 0;
+}
+
+typedef enum { LATE, DIFFERENT, AGREED } Arrival;
+
+/* LATE: a rank has not arrived, has left for good, or this barrier was stopped. */
+static Arrival
+await(Barrier *self, bool may_sleep)
+{
+    while (self->waiting_for < self->size - 1) {
+        Py_ssize_t peer = peer_at(self, self->waiting_for);
+        if (!take(self, semaphore_of(self, peer, self->rank), may_sleep))
+            return LATE;
         self->waiting_for++;
     }
-    if (self->stopped || *self->closed)
-        Py_RETURN_NONE;
-    int64_t **words = self->words + (self->step & 1) * (unsigned)(self->peers + 1);
+    if (self->stopped || *(volatile int64_t *)self->memory)
+        return LATE;
+    int64_t own = *fingerprint_of(self, self->rank);
     bool agreed = true;
-    for (Py_ssize_t i = 1; i <= self->peers; i++)
-        agreed &= *words[i] == *words[0];
+    for (Py_ssize_t rank = 0; rank < self->size; rank++)
+        agreed &= *fingerprint_of(self, rank) == own;
     self->step++;
-    return PyBool_FromLong(agreed);
+    return agreed ? AGREED : DIFFERENT;
+}
+
+/* True or False: all have arrived, with the same fingerprint or not. None: look why not. */
+static PyObject *
+barrier_resume(Barrier *self, PyObject *Py_UNUSED(none))
+{
+    if (!enter(self))
+        return NULL;
+    Arrival arrival = await(self, true);
+    self->busy = 0;
+    if (arrival == LATE)
+        Py_RETURN_NONE;
+    return PyBool_FromLong(arrival == AGREED);
 }
 
 static PyObject *
-crossing_cross(Crossing *self, PyObject *word)
+barrier_cross(Barrier *self, PyObject *fingerprint)
 {
-    long long value = PyLong_AsLongLong(word);
-    if (value == -1 && PyErr_Occurred())
+    long long value = PyLong_AsLongLong(fingerprint);
+    if ((value == -1 && PyErr_Occurred()) || !enter(self))
         return NULL;
-    *self->words[(self->step & 1) * (unsigned)(self->peers + 1)] = value;
-    for (Py_ssize_t i = 0; i < self->peers; i++)
-        sem_post(self->outbound[i]);
-    self->waiting_for = 0;
-    return crossing_resume(self, NULL);
+    arrive(self, value);
+    self->busy = 0;
+    return barrier_resume(self, NULL);
 }
 
-static PyMethodDef crossing_methods[] = {
-    {"cross", (PyCFunction)crossing_cross, METH_O, NULL},
-    {"resume", (PyCFunction)crossing_resume, METH_NOARGS, NULL},
+static PyMethodDef barrier_methods[] = {
+    {"cross", (PyCFunction)barrier_cross, METH_O, NULL},
+    {"resume", (PyCFunction)barrier_resume, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef crossing_members[] = {
-    {"step", T_ULONGLONG, offsetof(Crossing, step), READONLY, NULL},
-    {"stopped", T_BOOL, offsetof(Crossing, stopped), 0, NULL},
-    {"waiting_for", T_PYSSIZET, offsetof(Crossing, waiting_for), READONLY, NULL},
+static PyMemberDef barrier_members[] = {
+    {"step", T_ULONGLONG, offsetof(Barrier, step), READONLY, NULL},
+    {"stopped", T_BOOL, offsetof(Barrier, stopped), 0, NULL},
+    {"waiting_for", T_PYSSIZET, offsetof(Barrier, waiting_for), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot crossing_slots[] = {
-    {Py_tp_init, crossing_init},
-    {Py_tp_dealloc, crossing_dealloc},
-    {Py_tp_methods, crossing_methods},
-    {Py_tp_members, crossing_members},
+static PyType_Slot barrier_slots[] = {
+    {Py_tp_init, barrier_init},
+    {Py_tp_dealloc, barrier_dealloc},
+    {Py_tp_methods, barrier_methods},
+    {Py_tp_members, barrier_members},
     {0, NULL},
 };
 
-static PyType_Spec crossing_spec = {
-    .name = "nbdist.collectives._native.Crossing",
-    .basicsize = sizeof(Crossing),
+static PyType_Spec barrier_spec = {
+    .name = "nbdist.collectives._native.Barrier",
+    .basicsize = sizeof(Barrier),
     .flags = Py_TPFLAGS_DEFAULT,
-    .slots = crossing_slots,
+    .slots = barrier_slots,
 };
 
-/* -- reductions of a few kilobytes ----------------------------------------------------- */
+/* -- kernels --------------------------------------------------------------------------- */
 
 typedef void (*Kernel)(void *out, void *const *rows, int count, size_t length);
 
@@ -258,43 +346,6 @@ static const struct {
     INTEGER_ROWS(int64, 8),
 };
 #define KERNELS ((Py_ssize_t)(sizeof kernels / sizeof kernels[0]))
-#define MOST_ROWS 64
-#define CHUNK_BYTES 8192
-#define LONG_BYTES 32768 /* from here other threads may run meanwhile */
-
-/* copy(target, source, bytes) */
-static PyObject *
-copy(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
-{
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "copy(target, source, bytes)");
-        return NULL;
-    }
-    void *target = PyLong_AsVoidPtr(args[0]), *source = PyLong_AsVoidPtr(args[1]);
-    size_t bytes = PyLong_AsSize_t(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (bytes < LONG_BYTES) {
-        if (bytes) /* an empty tensor has no address */
-            memcpy(target, source, bytes);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        memcpy(target, source, bytes);
-        Py_END_ALLOW_THREADS
-    }
-    Py_RETURN_NONE;
-}
-
-static Py_ssize_t
-read_pointers(PyObject *tuple, char **found)
-{
-    Py_ssize_t size = PyTuple_Size(tuple);
-    if (size > MOST_ROWS)
-        PyErr_Format(PyExc_ValueError, "%zd addresses: at most %d", size, MOST_ROWS);
-    for (Py_ssize_t i = 0; i < size && !PyErr_Occurred(); i++)
-        found[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
-    return PyErr_Occurred() ? -1 : size;
-}
 
 /* A chunk of all rows is reduced in the nearest cache, and goes to all outs from there;
  * so an out may be one of the rows. */
@@ -316,72 +367,815 @@ reduce_chunks(Py_ssize_t kernel, char **outs, Py_ssize_t out_count, char **rows,
     }
 }
 
-/* reduce(kernel, outs, rows, length): `kernel` is an index into KERNELS */
-static PyObject *
-reduce(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+/* -- tensors --------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject *dtype;
+    size_t bytes;
+} Kind;
+
+static int
+is_true(PyObject *found)
 {
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "reduce(kernel, outs, rows, length)");
-        return NULL;
-    }
-    char *outs[MOST_ROWS], *rows[MOST_ROWS];
-    Py_ssize_t kernel = PyLong_AsSsize_t(args[0]);
-    Py_ssize_t out_count = read_pointers(args[1], outs);
-    Py_ssize_t row_count = read_pointers(args[2], rows);
-    size_t length = PyLong_AsSize_t(args[3]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (kernel < 0 || kernel >= KERNELS || row_count < 1) {
-        PyErr_SetString(PyExc_ValueError, "no such kernel, or no rows");
-        return NULL;
-    }
-    if (length * kernels[kernel].itemsize < LONG_BYTES) {
-        reduce_chunks(kernel, outs, out_count, rows, row_count, length);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        reduce_chunks(kernel, outs, out_count, rows, row_count, length);
-        Py_END_ALLOW_THREADS
-    }
-    Py_RETURN_NONE;
+    if (!found)
+        return -1;
+    int truth = PyObject_IsTrue(found);
+    Py_DECREF(found);
+    return truth;
 }
 
-static PyMethodDef functions[] = {
-    {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, NULL},
-    {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL, NULL},
+static int
+ask(PyObject *tensor, PyObject *method)
+{
+    return is_true(PyObject_CallMethodObjArgs(tensor, method, NULL));
+}
+
+/* 1 and the address of its memory: a dense tensor in host memory. 0: it is something
+ * else, or has no memory. -1: an error. */
+static int
+memory_of(PyObject *tensor, size_t bytes, char **address)
+{
+    int answer = is_true(PyObject_GetAttr(tensor, name_is_cpu));
+    if (answer < 1)
+        return answer;
+    if ((answer = ask(tensor, name_is_contiguous)) < 1)
+        return answer;
+    if ((answer = ask(tensor, name_is_neg)))
+        return answer < 0 ? answer : 0;
+    PyObject *pointer = PyObject_CallMethodObjArgs(tensor, name_data_ptr, NULL);
+    if (!pointer)
+        return -1;
+    *address = PyLong_AsVoidPtr(pointer);
+    Py_DECREF(pointer);
+    if (PyErr_Occurred())
+        return -1;
+    return *address || !bytes;
+}
+
+/* A subclass may have no memory, or answer questions as it likes. */
+static bool
+is_exact(PyObject *tensor)
+{
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    return type == tensor_type || type == parameter_type;
+}
+
+/* As `memory_of`, for a tensor of this kind. */
+static int
+address_of(const Kind *kind, PyObject *tensor, char **address)
+{
+    if (!is_exact(tensor))
+        return 0;
+    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
+    if (!dtype)
+        return -1;
+    Py_DECREF(dtype); /* the tensor's and the kind's are one object, or differ */
+    if (dtype != kind->dtype)
+        return 0;
+    PyObject *bytes = PyObject_GetAttr(tensor, name_nbytes);
+    if (!bytes)
+        return -1;
+    size_t size = PyLong_AsSize_t(bytes);
+    Py_DECREF(bytes);
+    if (PyErr_Occurred())
+        return -1;
+    return size == kind->bytes ? memory_of(tensor, size, address) : 0;
+}
+
+/* 0 for a tensor that cannot be asked, such as a sparse one. */
+static int
+forgive(int found)
+{
+    if (found >= 0 || !PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return found;
+    PyErr_Clear();
+    return 0;
+}
+
+static int
+examine(const Kind *kind, PyObject *tensor, char **address)
+{
+    return forgive(address_of(kind, tensor, address));
+}
+
+/* Whether `object` is of another type of the module that `self`'s type is in, and was
+ * initialised: its first field is then not NULL. */
+static bool
+has_made(void *self, const char *name, PyObject *object)
+{
+    PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)self));
+    PyObject *type = module ? PyObject_GetAttrString(module, name) : NULL;
+    int is_instance = type ? PyObject_IsInstance(object, type) : -1;
+    Py_XDECREF(type);
+    if (is_instance == 1 && *(void **)((char *)object + sizeof(PyObject)))
+        return true;
+    if (!PyErr_Occurred())
+        PyErr_Format(PyExc_TypeError, "expected a %s", name);
+    return false;
+}
+
+/* -- Reduction: one operation on one kind of tensor ------------------------------------ */
+
+typedef enum { ALL_REDUCE, REDUCE, REDUCE_SCATTER, OPERATIONS } Operation;
+
+typedef struct {
+    PyObject_HEAD
+    Barrier *barrier;
+    Kind kind; /* of the output, and of each input */
+    Py_ssize_t kernel;
+    Operation operation;
+    Py_ssize_t root; /* of REDUCE */
+    size_t length, itemsize, block, share;
+    bool at_once;
+    /* Of the call under way: */
+    bool under_way, differs, inside; /* inside: a thread runs it, perhaps without the lock */
+    size_t phase; /* times that the barrier was passed */
+    unsigned long long first_step;
+    char *output;
+    char *inputs[MOST_RANKS]; /* of REDUCE_SCATTER */
+    PyObject *held;           /* the tensors */
+} Reduction;
+
+typedef struct {
+    size_t start, size; /* of a block of the tensor, in bytes */
+    size_t low, high;   /* of this rank's share of it, counted from `start` */
+} Block;
+
+static size_t
+least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static size_t
+block_count(const Reduction *self)
+{
+    return self->length ? (self->length + self->block - 1) / self->block : 1;
+}
+
+static Block
+block_at(const Reduction *self, size_t index)
+{
+    size_t start = index * self->block, length = least(self->block, self->length - start);
+    size_t ranks = (size_t)self->barrier->size, rank = (size_t)self->barrier->rank;
+    size_t lines = (length + ranks * SHARE_ELEMENTS - 1) / (ranks * SHARE_ELEMENTS);
+    size_t share = lines * SHARE_ELEMENTS;
+    size_t low = least(rank * share, length), high = least((rank + 1) * share, length);
+    if (low == high) /* nothing of it is this rank's */
+        low = high = length;
+    size_t each = self->itemsize;
+    return (Block){start * each, length * each, low * each, high * each};
+}
+
+static int
+reduction_init(Reduction *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"barrier",       "operation", "kernel", "length",
+                            "at_once_bytes", "root",      NULL};
+    PyObject *barrier;
+    int operation;
+    Py_ssize_t kernel, length, at_once_bytes, root;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oinnnn", names, &barrier, &operation,
+                                     &kernel, &length, &at_once_bytes, &root))
+        return -1;
+    if (self->barrier) {
+        PyErr_SetString(PyExc_RuntimeError, "a reduction is made once");
+        return -1;
+    }
+    if (!has_made(self, "Barrier", barrier))
+        return -1;
+    Barrier *made = (Barrier *)barrier;
+    if (kernel < 0 || kernel >= KERNELS || operation < 0 || operation >= OPERATIONS ||
+        length < 0 || at_once_bytes < 0 || root < 0 || root >= made->size) {
+        PyErr_SetString(PyExc_ValueError, "no such operation, kernel, length or root");
+        return -1;
+    }
+    size_t itemsize = kernels[kernel].itemsize;
+    size_t parts = operation == REDUCE_SCATTER ? (size_t)made->size : 1;
+    size_t block = made->slot_bytes / parts / itemsize;
+    if (!block || (size_t)length > SIZE_MAX / 2 / itemsize) {
+        PyErr_SetString(PyExc_ValueError, "a tensor too long, or slots too small");
+        return -1;
+    }
+    PyObject *dtype = PyObject_GetAttrString(torch, strchr(kernels[kernel].name, ' ') + 1);
+    if (!dtype)
+        return -1;
+    Py_INCREF(barrier);
+    self->barrier = made;
+    self->kind = (Kind){dtype, (size_t)length * itemsize};
+    self->kernel = kernel;
+    self->operation = (Operation)operation;
+    self->root = root;
+    self->length = (size_t)length;
+    self->itemsize = itemsize;
+    self->block = block;
+    self->at_once = self->length <= block && self->kind.bytes <= (size_t)at_once_bytes;
+    return 0;
+}
+
+static void
+reduction_dealloc(Reduction *self)
+{
+    if (self->under_way)
+        self->barrier->busy = 0;
+    Py_XDECREF(self->held);
+    Py_XDECREF(self->kind.dtype);
+    Py_XDECREF((PyObject *)self->barrier);
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+/* Everything of a block but this rank's share. */
+static void
+copy_others(const Block *block, char *target, const char *source)
+{
+    memcpy(target, source, block->low);
+    memcpy(target + block->high, source + block->high, block->size - block->high);
+}
+
+/* Whether this rank's tensor receives the result. */
+static bool
+is_wanted(const Reduction *self)
+{
+    return self->operation != REDUCE || self->root == self->barrier->rank;
+}
+
+/* The piece of a slot that a rank has for another one. */
+static char *
+piece_of(const Reduction *self, unsigned long long step, Py_ssize_t source,
+         Py_ssize_t target)
+{
+    const Barrier *barrier = self->barrier;
+    size_t piece = barrier->slot_bytes / (size_t)barrier->size;
+    return slot_of(barrier, step, source) + (size_t)target * piece;
+}
+
+/* Block `index` of this rank's tensors into its slot. */
+static void
+show(const Reduction *self, size_t index)
+{
+    const Barrier *barrier = self->barrier;
+    const Block block = block_at(self, index);
+    unsigned long long step = self->first_step + index;
+    if (!block.size)
+        return; /* an empty tensor has no address */
+    if (self->operation == REDUCE_SCATTER) {
+        for (Py_ssize_t rank = 0; rank < barrier->size; rank++)
+            if (rank != barrier->rank)
+                memcpy(piece_of(self, step, barrier->rank, rank),
+                       self->inputs[rank] + block.start, block.size);
+        return;
+    }
+    char *slot = slot_of(barrier, step, barrier->rank);
+    if (self->at_once)
+        memcpy(slot, self->output, block.size);
+    else
+        copy_others(&block, slot, self->output + block.start);
+}
+
+/* The others' results of block `index` into this rank's tensor. */
+static void
+collect(const Reduction *self, size_t index)
+{
+    const Block block = block_at(self, index);
+    const char *results =
+        slot_of(self->barrier, self->first_step + index, self->barrier->size);
+    if (is_wanted(self))
+        copy_others(&block, self->output + block.start, results);
+}
+
+/* What this rank reduces of block `index`: of all ranks' rows into its tensor, and into
+ * the result's slot for the others. */
+static void
+combine(const Reduction *self, size_t index)
+{
+    const Barrier *barrier = self->barrier;
+    const Block block = block_at(self, index);
+    unsigned long long step = self->first_step + index;
+    char *rows[MOST_RANKS], *outs[2];
+    Py_ssize_t out_count = 0;
+    size_t bytes = block.size;
+    for (Py_ssize_t rank = 0; rank < barrier->size; rank++)
+        rows[rank] = slot_of(barrier, step, rank);
+    if (self->operation == REDUCE_SCATTER) {
+        for (Py_ssize_t rank = 0; rank < barrier->size; rank++)
+            rows[rank] = piece_of(self, step, rank, barrier->rank);
+        rows[barrier->rank] = self->inputs[barrier->rank] + block.start;
+        outs[out_count++] = self->output + block.start;
+    } else if (self->at_once) {
+        if (is_wanted(self))
+            outs[out_count++] = self->output;
+    } else {
+        for (Py_ssize_t rank = 0; rank < barrier->size; rank++)
+            rows[rank] += block.low;
+        rows[barrier->rank] = self->output + block.start + block.low;
+        if (is_wanted(self))
+            outs[out_count++] = rows[barrier->rank];
+        outs[out_count++] = slot_of(barrier, step, barrier->size) + block.low;
+        bytes = block.high - block.low;
+    }
+    if (out_count)
+        reduce_chunks(self->kernel, outs, out_count, rows, barrier->size,
+                      bytes / self->itemsize);
+}
+
+/* What is to be done after the barrier was passed; whether that was all. */
+static bool
+work(const Reduction *self)
+{
+    size_t blocks = block_count(self), phase = self->phase;
+    bool direct = self->at_once || self->operation == REDUCE_SCATTER;
+    if (phase < blocks)
+        combine(self, phase);
+    if (!direct && phase)
+        collect(self, phase - 1);
+    if (phase + 1 < blocks)
+        show(self, phase + 1);
+    return phase + (direct ? 1 : 0) >= blocks;
+}
+
+static PyObject *
+end(Reduction *self, bool agreed)
+{
+    PyObject *held = self->held;
+    self->under_way = self->differs = false;
+    self->held = NULL;
+    self->barrier->busy = 0;
+    Py_XDECREF(held);
+    return PyBool_FromLong(agreed);
+}
+
+static PyObject *
+advance_inside(Reduction *self, bool may_sleep)
+{
+    bool is_long = self->kind.bytes >= LONG_BYTES, done = false;
+    while (!done) {
+        Arrival arrival = await(self->barrier, may_sleep);
+        if (arrival == LATE)
+            Py_RETURN_NONE;
+        if (arrival == DIFFERENT && !self->phase) {
+            if (may_sleep)
+                return end(self, false);
+            self->differs = true; /* `resume` says so */
+            Py_RETURN_NONE;
+        }
+        if (is_long) {
+            Py_BEGIN_ALLOW_THREADS
+            done = work(self);
+            Py_END_ALLOW_THREADS
+        } else {
+            done = work(self);
+        }
+        if (!done) {
+            self->phase++;
+            arrive(self->barrier, 0);
+        }
+    }
+    return end(self, true);
+}
+
+/* True: done. False: the ranks differ, and nothing was touched. None: look why not yet. */
+static PyObject *
+advance(Reduction *self, bool may_sleep)
+{
+    if (self->differs)
+        return end(self, false);
+    self->inside = true;
+    PyObject *outcome = advance_inside(self, may_sleep);
+    self->inside = false;
+    return outcome;
+}
+
+/* Takes over the reference to `held`. */
+static PyObject *
+begin(Reduction *self, int64_t fingerprint, PyObject *held, bool may_sleep)
+{
+    if (!enter(self->barrier)) {
+        Py_DECREF(held);
+        return NULL;
+    }
+    self->held = held;
+    self->under_way = true;
+    self->inside = true;
+    self->phase = 0;
+    self->first_step = self->barrier->step;
+    if (self->kind.bytes >= LONG_BYTES) {
+        Py_BEGIN_ALLOW_THREADS
+        show(self, 0);
+        Py_END_ALLOW_THREADS
+    } else {
+        show(self, 0);
+    }
+    arrive(self->barrier, fingerprint);
+    return advance(self, may_sleep);
+}
+
+static bool
+is_ready(const Reduction *self, bool scatters)
+{
+    if (self->barrier && (self->operation == REDUCE_SCATTER) == scatters)
+        return true;
+    PyErr_SetString(PyExc_RuntimeError, "this reduction is another operation's");
+    return false;
+}
+
+/* run(tensor, fingerprint): True, False or None as `advance`. NotImplemented: the tensor
+ * is not of this kind, and nothing was begun. */
+static PyObject *
+reduction_run(Reduction *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "run(tensor, fingerprint)");
+        return NULL;
+    }
+    long long fingerprint = PyLong_AsLongLong(args[1]);
+    if ((fingerprint == -1 && PyErr_Occurred()) || !is_ready(self, false))
+        return NULL;
+    char *address;
+    int found = examine(&self->kind, args[0], &address);
+    if (found < 0)
+        return NULL;
+    if (!found)
+        Py_RETURN_NOTIMPLEMENTED;
+    if (self->barrier->busy) { /* `output` is the call's that is under way */
+        enter(self->barrier);
+        return NULL;
+    }
+    self->output = address;
+    Py_INCREF(args[0]);
+    return begin(self, fingerprint, args[0], true);
+}
+
+/* run_lists(output, inputs, fingerprint): the same for reduce-scatter; one input a rank. */
+static PyObject *
+reduction_run_lists(Reduction *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "run_lists(output, inputs, fingerprint)");
+        return NULL;
+    }
+    long long fingerprint = PyLong_AsLongLong(args[2]);
+    if ((fingerprint == -1 && PyErr_Occurred()) || !is_ready(self, true))
+        return NULL;
+    PyObject *inputs = PySequence_Tuple(args[1]);
+    if (!inputs)
+        return NULL;
+    char *addresses[MOST_RANKS], *output;
+    Py_ssize_t ranks = self->barrier->size;
+    int found = PyTuple_Size(inputs) == ranks && examine(&self->kind, args[0], &output);
+    for (Py_ssize_t rank = 0; found == 1 && rank < ranks; rank++)
+        found = examine(&self->kind, PyTuple_GetItem(inputs, rank), &addresses[rank]);
+    if (found < 1 || self->barrier->busy) {
+        Py_DECREF(inputs);
+        if (found < 0)
+            return NULL;
+        if (!found)
+            Py_RETURN_NOTIMPLEMENTED;
+        enter(self->barrier);
+        return NULL;
+    }
+    self->output = output;
+    memcpy(self->inputs, addresses, sizeof addresses[0] * (size_t)ranks);
+    PyObject *held = PyTuple_Pack(2, args[0], inputs);
+    Py_DECREF(inputs);
+    return held ? begin(self, fingerprint, held, true) : NULL;
+}
+
+/* Goes on with a call that gave None. */
+static PyObject *
+reduction_resume(Reduction *self, PyObject *Py_UNUSED(none))
+{
+    if (!self->under_way || self->inside) {
+        PyErr_SetString(PyExc_RuntimeError, "no call of this reduction waits");
+        return NULL;
+    }
+    return advance(self, true);
+}
+
+static PyMethodDef reduction_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))reduction_run, METH_FASTCALL, NULL},
+    {"run_lists", (PyCFunction)(void (*)(void))reduction_run_lists, METH_FASTCALL, NULL},
+    {"resume", (PyCFunction)reduction_resume, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
+static PyType_Slot reduction_slots[] = {
+    {Py_tp_init, reduction_init},
+    {Py_tp_dealloc, reduction_dealloc},
+    {Py_tp_methods, reduction_methods},
+    {0, NULL},
+};
+
+static PyType_Spec reduction_spec = {
+    .name = "nbdist.collectives._native.Reduction",
+    .basicsize = sizeof(Reduction),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = reduction_slots,
+};
+
+/* -- QuickCalls: all-reduces of a group that no rank is late for ----------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    Barrier *barrier;
+    PyObject *plans;          /* {(op, dtype, shape): (Reduction, fingerprint)} */
+    unsigned long long count; /* calls that were begun */
+    Reduction *waiting;       /* the one whose call was begun and has not ended */
+} QuickCalls;
+
 static int
-fill(PyObject *module)
+quick_init(QuickCalls *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"barrier", NULL};
+    PyObject *barrier;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &barrier))
+        return -1;
+    if (self->barrier) {
+        PyErr_SetString(PyExc_RuntimeError, "quick calls are made once");
+        return -1;
+    }
+    if (!has_made(self, "Barrier", barrier) || !(self->plans = PyDict_New()))
+        return -1;
+    Py_INCREF(barrier);
+    self->barrier = (Barrier *)barrier;
+    return 0;
+}
+
+static void
+quick_dealloc(QuickCalls *self)
+{
+    Py_XDECREF(self->plans);
+    Py_XDECREF((PyObject *)self->waiting);
+    Py_XDECREF((PyObject *)self->barrier);
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static bool
+is_made(const QuickCalls *self)
+{
+    if (!self->barrier)
+        PyErr_SetString(PyExc_RuntimeError, "these quick calls were not made");
+    return self->barrier;
+}
+
+/* keep(op, shape, reduction, fingerprint): what `all_reduce` does from now on for tensors
+ * of this shape and of the reduction's dtype. */
+static PyObject *
+quick_keep(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 4 || !is_made(self) || !PyTuple_Check(args[1]) ||
+        !has_made(self, "Reduction", args[2])) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "keep(op, shape, reduction, fingerprint)");
+        return NULL;
+    }
+    const Reduction *reduction = (Reduction *)args[2];
+    size_t length = 1;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(args[1]); i++) {
+        size_t extent = PyLong_AsSize_t(PyTuple_GetItem(args[1], i));
+        if (PyErr_Occurred())
+            return NULL;
+        if (extent && length > SIZE_MAX / extent) {
+            PyErr_SetString(PyExc_ValueError, "a tensor too long");
+            return NULL;
+        }
+        length *= extent;
+    }
+    if (reduction->barrier != self->barrier || reduction->operation != ALL_REDUCE ||
+        reduction->length != length) {
+        PyErr_SetString(PyExc_ValueError, "a reduction of other tensors");
+        return NULL;
+    }
+    long long fingerprint = PyLong_AsLongLong(args[3]);
+    if (fingerprint == -1 && PyErr_Occurred())
+        return NULL;
+    if (PyDict_Size(self->plans) >= MOST_PLANS) /* shapes that never repeat */
+        PyDict_Clear(self->plans);
+    PyObject *key = PyTuple_Pack(3, args[0], reduction->kind.dtype, args[1]);
+    PyObject *plan = PyTuple_Pack(2, args[2], args[3]);
+    int kept = key && plan ? PyDict_SetItem(self->plans, key, plan) : -1;
+    Py_XDECREF(key);
+    Py_XDECREF(plan);
+    if (kept < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* A new reference to the plan for a tensor. NULL: there is none, or with an error set. */
+static PyObject *
+plan_for(const QuickCalls *self, PyObject *tensor, PyObject *op)
+{
+    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
+    PyObject *shape = dtype ? PyObject_GetAttr(tensor, name_shape) : NULL;
+    PyObject *key = shape ? PyTuple_Pack(3, op, dtype, shape) : NULL;
+    PyObject *plan = key ? PyDict_GetItemWithError(self->plans, key) : NULL;
+    Py_XINCREF(plan);
+    Py_XDECREF(key);
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return plan;
+}
+
+/* all_reduce(tensor, op): True: done. False: nothing was begun. None: `resume` it until it
+ * has ended, and `release` then. */
+static PyObject *
+quick_all_reduce(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "all_reduce(tensor, op)");
+        return NULL;
+    }
+    PyObject *tensor = args[0];
+    if (!is_made(self))
+        return NULL;
+    if (!is_exact(tensor))
+        Py_RETURN_FALSE;
+    PyObject *plan = plan_for(self, tensor, args[1]);
+    if (!plan) {
+        if (forgive(PyErr_Occurred() ? -1 : 0) < 0)
+            return NULL;
+        Py_RETURN_FALSE;
+    }
+    Reduction *reduction = (Reduction *)PyTuple_GetItem(plan, 0);
+    long long fingerprint = PyLong_AsLongLong(PyTuple_GetItem(plan, 1));
+    char *address;
+    int found = forgive(memory_of(tensor, reduction->kind.bytes, &address));
+    const Barrier *barrier = self->barrier;
+    bool free = !barrier->busy && !barrier->holds && !barrier->stopped &&
+                !*(volatile int64_t *)barrier->memory;
+    if (found < 1 || !free) {
+        Py_DECREF(plan);
+        return found < 0 ? NULL : PyBool_FromLong(0);
+    }
+    self->count++;
+    reduction->output = address;
+    Py_INCREF(tensor);
+    Py_INCREF((PyObject *)reduction);
+    Py_DECREF(plan);
+    PyObject *outcome = begin(reduction, fingerprint, tensor, false);
+    if (outcome == Py_True) {
+        Py_DECREF((PyObject *)reduction);
+        return outcome;
+    }
+    self->waiting = reduction;
+    self->barrier->holds++; /* until Python has seen it to its end */
+    return outcome;
+}
+
+/* Goes on with a call that gave None, and returns what `Reduction.resume` would. */
+static PyObject *
+quick_resume(QuickCalls *self, PyObject *Py_UNUSED(none))
+{
+    Reduction *waiting = self->waiting;
+    if (!waiting || !waiting->under_way || waiting->inside) {
+        PyErr_SetString(PyExc_RuntimeError, "no quick call waits");
+        return NULL;
+    }
+    PyObject *outcome = advance(waiting, true);
+    if (outcome != Py_None) {
+        self->waiting = NULL;
+        Py_DECREF((PyObject *)waiting);
+    }
+    return outcome;
+}
+
+/* hold(): whether no quick call is under way; none is begun from then to `release`. */
+static PyObject *
+quick_hold(QuickCalls *self, PyObject *Py_UNUSED(none))
+{
+    if (!is_made(self))
+        return NULL;
+    if (self->waiting || (self->barrier->busy && !self->barrier->holds))
+        Py_RETURN_FALSE;
+    self->barrier->holds++;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *
+quick_release(QuickCalls *self, PyObject *Py_UNUSED(none))
+{
+    if (!is_made(self))
+        return NULL;
+    if (self->barrier->holds > 0)
+        self->barrier->holds--;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef quick_methods[] = {
+    {"keep", (PyCFunction)(void (*)(void))quick_keep, METH_FASTCALL, NULL},
+    {"all_reduce", (PyCFunction)(void (*)(void))quick_all_reduce, METH_FASTCALL, NULL},
+    {"resume", (PyCFunction)quick_resume, METH_NOARGS, NULL},
+    {"hold", (PyCFunction)quick_hold, METH_NOARGS, NULL},
+    {"release", (PyCFunction)quick_release, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef quick_members[] = {
+    {"count", T_ULONGLONG, offsetof(QuickCalls, count), READONLY, NULL},
+    {"waiting", T_OBJECT, offsetof(QuickCalls, waiting), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot quick_slots[] = {
+    {Py_tp_init, quick_init},
+    {Py_tp_dealloc, quick_dealloc},
+    {Py_tp_methods, quick_methods},
+    {Py_tp_members, quick_members},
+    {0, NULL},
+};
+
+static PyType_Spec quick_spec = {
+    .name = "nbdist.collectives._native.QuickCalls",
+    .basicsize = sizeof(QuickCalls),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = quick_slots,
+};
+
+/* -- the module ------------------------------------------------------------------------ */
+
+static bool
+add_type(PyObject *module, PyType_Spec *spec, const char *name)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type && PyModule_AddObject(module, name, type) == 0)
+        return true;
+    Py_XDECREF(type);
+    return false;
+}
+
+static bool
+add_kernel_names(PyObject *module)
 {
     PyObject *names = PyTuple_New(KERNELS);
     if (!names)
-        return -1;
+        return false;
     for (Py_ssize_t i = 0; i < KERNELS; i++) {
         PyObject *name = PyUnicode_FromString(kernels[i].name);
         if (!name || PyTuple_SetItem(names, i, name) < 0) {
             Py_DECREF(names);
-            return -1;
+            return false;
         }
     }
-    if (PyModule_AddObject(module, "KERNELS", names) < 0) {
-        Py_DECREF(names);
-        return -1;
+    if (PyModule_AddObject(module, "KERNELS", names) == 0)
+        return true;
+    Py_DECREF(names);
+    return false;
+}
+
+static bool
+find_types(void)
+{
+    if (tensor_type && parameter_type)
+        return true;
+    PyObject *modules = PyImport_ImportModule("torch.nn");
+    torch = PyImport_ImportModule("torch");
+    if (modules && torch) {
+        tensor_type = PyObject_GetAttrString(torch, "Tensor");
+        parameter_type = PyObject_GetAttrString(modules, "Parameter");
     }
-    PyObject *type = PyType_FromModuleAndSpec(module, &crossing_spec, NULL);
-    if (!type || PyModule_AddObject(module, "Crossing", type) < 0) {
-        Py_XDECREF(type);
-        return -1;
-    }
-    if (PyModule_AddIntConstant(module, "EDITION", EDITION) < 0)
-        return -1;
-    return PyModule_AddIntConstant(module, "MOST_ROWS", MOST_ROWS);
+    Py_XDECREF(modules);
+    return tensor_type && parameter_type;
+}
+
+static int
+fill(PyObject *module)
+{
+    struct {
+        PyObject **place;
+        const char *text;
+    } names[] = {
+        {&name_dtype, "dtype"},           {&name_is_cpu, "is_cpu"},
+        {&name_nbytes, "nbytes"},         {&name_is_contiguous, "is_contiguous"},
+        {&name_is_neg, "is_neg"},         {&name_data_ptr, "data_ptr"},
+        {&name_shape, "shape"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if (!*names[i].place &&
+            !(*names[i].place = PyUnicode_InternFromString(names[i].text)))
+            return -1;
+    bool filled = find_types() && add_kernel_names(module) &&
+                  add_type(module, &barrier_spec, "Barrier") &&
+                  add_type(module, &reduction_spec, "Reduction") &&
+                  add_type(module, &quick_spec, "QuickCalls") &&
+                  PyModule_AddIntConstant(module, "EDITION", EDITION) == 0 &&
+                  PyModule_AddIntConstant(module, "MOST_RANKS", MOST_RANKS) == 0 &&
+                  PyModule_AddIntConstant(module, "ALL_REDUCE", ALL_REDUCE) == 0 &&
+                  PyModule_AddIntConstant(module, "REDUCE", REDUCE) == 0 &&
+                  PyModule_AddIntConstant(module, "REDUCE_SCATTER", REDUCE_SCATTER) == 0;
+    return filled ? 0 : -1;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "_native", .m_methods = functions, .m_slots = slots,
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_native",
+    .m_slots = slots,
 };
 
 PyMODINIT_FUNC

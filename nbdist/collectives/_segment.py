@@ -40,6 +40,12 @@ class Segment:
         return cls(descriptor, size)
 
     @property
+    def descriptor(self) -> int:
+        """The open file, until `close_file`."""
+        assert self._descriptor is not None
+        return self._descriptor
+
+    @property
     def address(self) -> str:
         """Where other processes of this user and host find it, while `share`d."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"

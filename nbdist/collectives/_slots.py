@@ -8,7 +8,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["SHARE_ELEMENTS", "Grid", "Place", "Slots", "slots_bytes"]
+__all__ = [
+    "SHARE_ELEMENTS",
+    "Grid",
+    "Place",
+    "Slots",
+    "rounded_slot",
+    "slots_bytes",
+]
 
 _PAGE = 4096
 SHARE_ELEMENTS = 64
@@ -36,8 +43,12 @@ _View = TypeVar("_View")
 
 def slots_bytes(size: int, slot: int) -> int:
     """Shared memory for `size` ranks: two places of a slot per rank and a result."""
-    piece = max(-(-slot // size // _PAGE), 1) * _PAGE
-    return 2 * (size + 1) * piece * size
+    return 2 * (size + 1) * rounded_slot(size, slot)
+
+
+def rounded_slot(size: int, slot: int) -> int:
+    """Bytes of a slot: at least `slot`, in whole pages for each of `size` ranks."""
+    return max(-(-slot // size // _PAGE), 1) * _PAGE * size
 
 
 class Slots:

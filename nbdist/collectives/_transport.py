@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from ._flat import Flat
 from ._wait import Check
 
-__all__ = ["Reduction", "Transport"]
-
-Reduction = Callable[[Tensor], None]
-"""All-reduces a contiguous tensor in place, of the kind that it was made for."""
+__all__ = ["Transport"]
 
 
 class Transport(ABC):
     """Moves and reduces tensors between the ranks of one group.
 
     Every tensor is contiguous and one-dimensional, on a device this transport serves,
-    and equal in length and dtype on all ranks, except in `all_to_all`. All ranks call
-    the same method; the caller has checked the arguments. A list holds one tensor per
+    and equal in length and dtype on all ranks, except in `all_to_all`; `all_reduce`
+    takes any strided one. All ranks call the same method; the caller has checked the
+    arguments. A list holds one tensor per
     rank, in rank order; on ranks where it has no meaning it is None.
     """
 
@@ -31,19 +29,15 @@ class Transport(ABC):
     meets: ClassVar[bool] = False
     """Whether each operation passes the gate by itself, before it touches data."""
 
-    @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        """Reduce in place; the same bits on all ranks."""
+        """Reduce a strided tensor in place; the same bits on all ranks."""
+        flat = Flat(tensor)
+        self.all_reduce_flat(flat.tensor, op)
+        flat.write_back()
 
-    def prepare_all_reduce(
-        self, op: str, dtype: torch.dtype, length: int, word: int
-    ) -> Reduction | None:
-        """An `all_reduce` for one kind of tensor, to be kept; None where there is none.
-
-        It takes tensors of any shape with that many elements, and passes the gate by
-        itself, with `word`. All ranks get one, or none does.
-        """
-        return None
+    @abstractmethod
+    def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
+        """`all_reduce` of a contiguous, one-dimensional tensor."""
 
     @abstractmethod
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:

@@ -35,7 +35,7 @@ class DeviceTransport(SharedTransport):
     """
 
     description: ClassVar[str] = "CUDA IPC"
-    one_shot_bytes: ClassVar[int] = 512 * 1024  # a step costs more than reading that
+    at_once_bytes: ClassVar[int] = 512 * 1024  # a step costs more than reading that
 
     @classmethod
     def connect(

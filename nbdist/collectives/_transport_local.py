@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from ._transport import Reduction, Transport
+from ._transport import Transport
 
 __all__ = ["LocalTransport"]
 
@@ -21,10 +20,8 @@ class LocalTransport(Transport):
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         pass
 
-    def prepare_all_reduce(
-        self, op: str, dtype: torch.dtype, length: int, word: int
-    ) -> Reduction | None:
-        return self._nothing
+    def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
+        pass
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         pass
@@ -56,7 +53,4 @@ class LocalTransport(Transport):
         outputs[0].copy_(inputs[0])
 
     def close(self) -> None:
-        pass
-
-    def _nothing(self, tensor: Tensor) -> None:
         pass

@@ -52,7 +52,7 @@ class RingTransport(Transport):
         """Messages this rank has sent, for tests and benchmarks."""
         self.sent_elements = 0
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         wide = accumulation_dtype(tensor.dtype)
         work = tensor.to(wide)  # the tensor itself, unless it is a half type
         chunks = self._cut(work)
@@ -64,7 +64,7 @@ class RingTransport(Transport):
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         work = tensor.clone()
-        self.all_reduce(work, op)
+        self.all_reduce_flat(work, op)
         if self._comm.rank == root:
             tensor.copy_(work)
 
@@ -173,10 +173,10 @@ class MpiTransport(RingTransport):
 
     description: ClassVar[str] = "MPI"
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         work = tensor.to(accumulation_dtype(tensor.dtype))
         if not _is_native(op, work.dtype):
-            super().all_reduce(tensor, op)
+            super().all_reduce_flat(tensor, op)
             return
         mpi_op = _MPI_OPS[op]
         self._wait([self._comm.Iallreduce(MPI.IN_PLACE, reduced(work), mpi_op)], work)

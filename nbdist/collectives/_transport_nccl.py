@@ -119,10 +119,10 @@ class NcclTransport(Transport):
         self._last: Any = None
         """The work that was queued last."""
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         numbers = _as_nccl(tensor, op)
         if numbers is None:
-            self._fallback.all_reduce(tensor, op)
+            self._fallback.all_reduce_flat(tensor, op)
             return
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]

@@ -13,14 +13,17 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ._compiled_reduction import AT_ONCE_BYTES, CompiledReductions
+from ._compiled_reduction import CompiledReduction, CompiledReductions
 from ._gate_shared import SharedGate
 from ._hooks import Hooks
 from ._reduction import reduce_rows
 from ._slots import Grid, Place, Slots
-from ._transport import Reduction, Transport
+from ._transport import Transport
 
-__all__ = ["SharedTransport"]
+__all__ = ["AT_ONCE_BYTES", "SharedTransport"]
+
+AT_ONCE_BYTES = 32 * 1024
+"""Above this, each rank reduces only its own share."""
 
 View = TypeVar("View", Place, Grid)
 Item = TypeVar("Item")
@@ -31,7 +34,7 @@ class SharedTransport(Transport):
 
     description: ClassVar[str] = "shared memory"
     meets: ClassVar[bool] = True
-    one_shot_bytes: ClassVar[int] = AT_ONCE_BYTES
+    at_once_bytes: ClassVar[int] = AT_ONCE_BYTES
     """Above this, each rank reduces only its own share."""
 
     def __init__(
@@ -47,7 +50,7 @@ class SharedTransport(Transport):
             gate: where they meet.
             slots: the memory.
             hooks: the group's.
-            compiled: does the all-reduces it can do; on all ranks, or on none.
+            compiled: does the reductions it can do; on all ranks, or on none.
         """
         self._gate, self._hooks = gate, hooks
         self._rank, self._size = gate.rank, gate.size
@@ -55,19 +58,32 @@ class SharedTransport(Transport):
         self._compiled = compiled
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
+        if self._compiled is not None:
+            key = "all_reduce", op, tensor.dtype, tensor.numel(), 0
+            plan = self._compiled.plans.get(key) or self._compiled.plan(*key)
+            if plan is not None:
+                done = plan.run(tensor, self._hooks.fingerprint)
+                if done is True or self._finish(plan, done):
+                    return
+        super().all_reduce(tensor, op)
+
+    def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         self._reduce(tensor, op, wanted=True)
 
-    def prepare_all_reduce(
-        self, op: str, dtype: torch.dtype, length: int, word: int
-    ) -> Reduction | None:
-        if self._compiled is None:
-            return None
-        return self._compiled.make(op, dtype, length, word)
-
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
+        plan = self._plan("reduce", op, tensor, root)
+        if plan is not None:
+            done = plan.run(tensor, self._hooks.fingerprint)
+            if self._finish(plan, done):
+                return
         self._reduce(tensor, op, wanted=self._rank == root)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
+        plan = self._plan("reduce_scatter", op, output)
+        if plan is not None:
+            done = plan.run_lists(output, inputs, self._hooks.fingerprint)
+            if self._finish(plan, done):
+                return
         cut = [self._cut_pieces(each) for each in inputs]
         outputs = self._cut_pieces(output)
 
@@ -115,11 +131,34 @@ class SharedTransport(Transport):
     def close(self) -> None:
         self._slots.close()
 
+    # -- compiled reductions -------------------------------------------------------
+
+    def _plan(
+        self, operation: str, op: str, tensor: Tensor, root: int = 0
+    ) -> CompiledReduction | None:
+        if self._compiled is None:
+            return None
+        return self._compiled.plan(operation, op, tensor.dtype, tensor.numel(), root)
+
+    def _finish(self, plan: CompiledReduction, done: bool | None) -> bool:
+        """See a compiled call to its end; False where it has not begun.
+
+        Raises:
+            CollectiveMismatch: The ranks made different calls.
+        """
+        if done is NotImplemented:
+            return False
+        if done is None:
+            done = self._gate.wait(self._hooks.check, plan.resume)
+        if not done:
+            self._hooks.differ()
+        return True
+
     # -- reductions ----------------------------------------------------------------
 
     def _reduce(self, tensor: Tensor, op: str, wanted: bool) -> None:
         fits = len(tensor) <= self._slots.capacity(tensor.dtype)
-        if fits and len(tensor) * tensor.element_size() <= self.one_shot_bytes:
+        if fits and len(tensor) * tensor.element_size() <= self.at_once_bytes:
             self._reduce_at_once(tensor, op, wanted)
         else:
             self._reduce_by_shares(tensor, op, wanted)

@@ -40,7 +40,7 @@ class StagedTransport(Transport):
         self._rank, self._size = rank, size
         self.meets = host.meets  # type: ignore[misc]
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         def move(takes: list[Tensor], gives: list[Tensor]) -> None:
             self._host.all_reduce(takes[0], op)
 

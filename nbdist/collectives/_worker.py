@@ -20,12 +20,13 @@ class Worker:
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Handle | None = None
+        self.last: Handle | None = None
+        """The job that was submitted last; None where there was none."""
 
     @property
     def busy(self) -> bool:
         """Whether a job is waiting or running."""
-        return self._last is not None and not self._last.is_completed()
+        return self.last is not None and not self.last.is_completed()
 
     @property
     def is_current(self) -> bool:
@@ -39,13 +40,13 @@ class Worker:
                 target=self._run, name=self._name, daemon=True
             )
             self._thread.start()
-        self._last = handle
+        self.last = handle
         self._jobs.put((body, handle))
         return handle
 
     def drain(self) -> None:
         """Wait until all jobs have ended, well or not. Not to be called by a job."""
-        last = self._last
+        last = self.last
         if last is not None:
             ended = threading.Event()
             last.add_done_callback(lambda _: ended.set())

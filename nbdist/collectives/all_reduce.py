@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
 from torch import Tensor
 
-from ._arguments import Flat, is_plain, resolve
+from . import groups
+from ._arguments import resolve
+from ._flat import check_memory, unwrapped
 from ._handle import Handle
-from ._reduction import ReduceOp, parse_op
-from ._signature import signature
+from ._reduction import ReduceOp
 from .group import Group
 
 __all__ = ["all_reduce"]
@@ -44,29 +44,25 @@ def all_reduce(
         UnsupportedCollective: `op` is not defined for the dtype. Nothing was sent.
         CollectiveMismatch, CollectiveTimeout, CollectiveAborted: see `Group.run`.
     """
-    group = resolve(tensor, group)
-    prepared = None
-    if algorithm == "auto" and tensor.is_cpu:
-        prepared = group.prepared.find(op, tensor.dtype, tensor.shape)
-    if prepared is not None:
-        kind, reduce = prepared
-        body = partial(reduce, tensor) if is_plain(tensor) else _flat(reduce, tensor)
-        return group.run(kind, body, meets=True, async_op=async_op, timeout=timeout)
-    op = parse_op(op, tensor.dtype)
-    device = tensor.device.type
-    transport = group.transport(tensor.device, algorithm)
-    kind = signature("all_reduce", op, None, tensor.dtype, tensor.shape, device)
-    body = _flat(partial(transport.all_reduce, op=op), tensor)
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
-
-
-def _flat(reduce: Callable[[Tensor], None], tensor: Tensor) -> Callable[[], None]:
-    flat = Flat(tensor)
-
-    def body() -> None:
-        reduce(flat.tensor)
-        flat.write_back()
-
-    return body
+    group = group or groups.default or groups.default_group()
+    if group.quick is not None and algorithm == "auto" and not async_op:
+        try:
+            done = group.quick.all_reduce(tensor, op)
+            if done:
+                return None
+            if done is None:
+                kind = group.plan("all_reduce", tensor, op).kind
+                group.finish_quick(kind, timeout)
+                return None
+        except BaseException as error:
+            group.leave_quick(error)
+            raise
+    resolve(tensor, group)
+    tensor = unwrapped(tensor)
+    check_memory(tensor)
+    plan = group.plan("all_reduce", tensor, op, algorithm=algorithm)
+    if algorithm == "auto":
+        group.keep_quick(plan, tensor, op)
+    reduce = partial(plan.transport.all_reduce, tensor, plan.op)
+    meets = plan.transport.meets
+    return group.run(plan.kind, reduce, meets=meets, async_op=async_op, timeout=timeout)

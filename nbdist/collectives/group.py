@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from nbdist.config import CollectiveConfig
 from nbdist.errors import (
@@ -29,22 +30,26 @@ from nbdist.errors import (
 from nbdist.wire import CollectiveCall
 
 from ._call import Call, describe_mismatch, describe_timeout
+from ._compiled_reduction import QuickCalls
 from ._connect import Connection, connect
+from ._gate_shared import SharedGate
 from ._handle import Handle
 from ._hooks import Hooks
 from ._mailbox import Mailbox, MailHooks, Message
 from ._place import Place, find_place
-from ._prepared import Prepared
+from ._plan import Plan
+from ._reduction import ReduceOp, parse_op
 from ._signature import Signature, signature
 from ._streams import on_side_stream
 from ._transport import Transport
-from ._wait import seconds
+from ._wait import seconds, wait_until
 from ._worker import Worker
 from .groups import leave_notes, live
 
 __all__ = ["Group"]
 
 _numbers = itertools.count()
+_ALL_REDUCE = signature("all_reduce", None, None, None, (), "cpu")
 _FINISH_WITHIN_S = 10.0
 """A device that takes longer waits for a rank that does not come."""
 
@@ -84,8 +89,7 @@ class Group:
         self.generation = generation
         self.ranks = tuple(range(comm.size) if ranks is None else ranks)
         self.config = config or CollectiveConfig.from_environment()
-        self.sequence = 0
-        """Collectives begun on this group so far."""
+        self._sequence = 0
         self._error: BaseException | None = None
         self._deadline = math.inf
         self._call: Call | None = None
@@ -101,9 +105,11 @@ class Group:
         live.add(self)
 
     def _connect(self) -> None:
-        hooks = Hooks(self._meet, self._differ, self._check, leave_notes)
-        self._connection: Connection = connect(self.comm, self.config, hooks)
-        self.prepared = Prepared(self._connection)
+        self._hooks = Hooks(self._meet, self._differ, self._check, leave_notes)
+        self._connection: Connection = connect(self.comm, self.config, self._hooks)
+        reductions = self._connection.reductions
+        self.quick = None if reductions is None else reductions.quick
+        """Does the all-reduces that need nothing of this class; None: there is none."""
         mail_hooks = MailHooks(self.raise_if_aborted, self._wait_for, self.abort)
         self.mailbox = Mailbox(self._connection.mail, mail_hooks)
         """Point-to-point messages among the members."""
@@ -126,6 +132,73 @@ class Group:
         if kind == "cuda":
             self._check_gpu(torch.device(device))
         return self._connection.transport(kind, algorithm)
+
+    def plan(
+        self,
+        operation: str,
+        tensor: Tensor,
+        op: ReduceOp,
+        root: int | None = None,
+        algorithm: str = "auto",
+    ) -> Plan:
+        """Check the arguments of a reduction.
+
+        Args:
+            operation: Its name.
+            tensor: One that `resolve` has accepted.
+            op: As the caller gave it.
+            root: The world rank that receives the result, where only one does.
+            algorithm: As the caller gave it.
+
+        Raises:
+            UsageError, UnsupportedCollective: See `parse_op` and `transport`.
+        """
+        name = parse_op(op, tensor.dtype)
+        transport = self.transport(tensor.device, algorithm)
+        device = tensor.device.type
+        kind = signature(operation, name, root, tensor.dtype, tensor.shape, device)
+        return Plan(kind, name, transport)
+
+    def keep_quick(self, plan: Plan, tensor: Tensor, op: ReduceOp) -> None:
+        """Have `quick` do the all-reduces that are like this one, where it can."""
+        reductions = self._connection.reductions
+        if reductions is None or self.quick is None or not tensor.is_cpu:
+            return
+        length = tensor.numel()
+        reduction = reductions.plan("all_reduce", plan.op, tensor.dtype, length)
+        if reduction is not None:
+            fingerprint = plan.kind.word if self.config.check else 0
+            self.quick.keep(op, tensor.shape, reduction, fingerprint)
+
+    def finish_quick(
+        self, kind: Signature, timeout: float | timedelta | None = None
+    ) -> None:
+        """See a call of `quick` to its end that a rank is late for.
+
+        Args:
+            kind, timeout: As for `run`.
+
+        Raises:
+            CollectiveMismatch, CollectiveTimeout, CollectiveAborted: As for `run`.
+        """
+        call = Call(kind, timeout)
+        call.sequence = self.sequence
+        self._conduct(call, self._await_quick)
+
+    def _await_quick(self) -> None:
+        quick, gate = self.quick, self._connection.gate
+        assert quick is not None
+        assert isinstance(gate, SharedGate)
+        try:
+            if not gate.wait(self._check, quick.resume):
+                self._differ()
+        finally:
+            quick.release()
+
+    def leave_quick(self, error: BaseException) -> None:
+        """An error has come while a call of `quick` was under way, or before one."""
+        if self.quick is not None and self.quick.waiting is not None:
+            self._leave(Call(_ALL_REDUCE), error)
 
     def _check_gpu(self, device: torch.device) -> None:
         gpu = self._connection.gpu
@@ -168,67 +241,82 @@ class Group:
             CollectiveTimeout: some ranks did not come in time.
             CollectiveAborted: the call was released.
         """
-        gpu = self._connection.gpu
-        if gpu is not None and kind.device == "cuda":
-            with torch.cuda.device(gpu):  # its streams are the ones that count
-                return self._start(kind, body, meets, async_op, timeout, place)
-        return self._start(kind, body, meets, async_op, timeout, place)
+        call = Call(kind, timeout, place)
+        if async_op or self._worker.last is not None:
+            return self._queue(call, body, meets, async_op)
+        if self._connection.gpu is not None and kind.device == "cuda":
+            with torch.cuda.device(self._connection.gpu):
+                self._run(call, body, meets)
+        else:
+            self._run(call, body, meets)
+        return None
 
-    def _start(
-        self,
-        kind: Signature,
-        body: Callable[[], object],
-        meets: bool,
-        async_op: bool,
-        timeout: float | timedelta | None,
-        place: Place | None,
+    def _queue(
+        self, call: Call, body: Callable[[], object], meets: bool, async_op: bool
     ) -> Handle | None:
-        call = Call(kind, timeout)
-        call.place = place
-        if async_op or (self._worker.busy and not self._worker.is_current):
-            call.place = place or find_place(sys._getframe())
-            handle = Handle(kind.operation, self.abort)
-            if kind.device == "cuda":
+        """Run a call after the asynchronous ones that were begun before it."""
+        gpu = self._connection.gpu if call.kind.device == "cuda" else None
+        # The group's GPU has the streams that count, whichever device is current.
+        current = torch.cuda.device(gpu) if gpu is not None else _nowhere
+        with current:
+            if not async_op and (self._worker.is_current or not self._worker.busy):
+                self._run(call, body, meets)
+                return None
+            call.place = call.place or find_place(sys._getframe())
+            handle = Handle(call.kind.operation, self.abort)
+            if call.kind.device == "cuda":
                 body = on_side_stream(body, self._check)
+            if self.quick is not None:
+                self._hold(self.quick)
+                handle.add_done_callback(partial(_release, self.quick))
             self._worker.submit(partial(self._run, call, body, meets), handle)
             if async_op:
                 return handle
             handle.wait()
-            return None
-        self._run(call, body, meets)
         return None
 
     def _run(self, call: Call, body: Callable[[], object], meets: bool) -> None:
         with self._turn:
-            self._begin(call)
+            quick = self.quick
+            if quick is not None:
+                self._hold(quick)
             try:
-                if not meets:
-                    self._meet()
-                body()
-            except CollectiveMismatch:
-                raise
-            except BaseException as error:  # noqa: BLE001 - the others must learn of it
-                raise self._leave(call, error) from error.__cause__
+                if self._error is not None:
+                    self.raise_if_aborted()
+                self._sequence += 1
+                call.sequence = self.sequence
+                self._conduct(call, body, meets)
             finally:
-                self._end()
+                if quick is not None:
+                    quick.release()
 
-    def _begin(self, call: Call) -> None:
-        if self._error is not None:
-            self.raise_if_aborted()
-        self.sequence = call.sequence = self.sequence + 1
+    def _hold(self, quick: QuickCalls) -> None:
+        if not quick.hold():  # another thread is in a quick call
+            wait_until(quick.hold, self.raise_if_aborted)
+
+    def _conduct(
+        self, call: Call, body: Callable[[], object], meets: bool = True
+    ) -> None:
+        """Run `body` as the call that other threads see this rank in."""
         timeout = self.config.timeout_s if call.timeout is None else call.timeout
-        if timeout is None:
-            self._deadline = math.inf
-        else:
+        if timeout is not None:
             self._deadline = time.monotonic() + seconds(timeout)
+        self._hooks.fingerprint = call.kind.word if self.config.check else 0
         self._call = call
-
-    def _end(self) -> None:
-        self._call = None
-        self._deadline = math.inf
-        if self._noted:
-            self._noted = False
-            self._connection.gate.leave_note("")
+        try:
+            if not meets:
+                self._meet()
+            body()
+        except CollectiveMismatch:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the others must learn of it
+            raise self._leave(call, error) from error.__cause__
+        finally:
+            self._call = None
+            self._deadline = math.inf
+            if self._noted:
+                self._noted = False
+                self._connection.gate.leave_note("")
 
     def _leave(self, call: Call, error: BaseException) -> BaseException:
         """The error to raise for a call that ended halfway. The group is spent."""
@@ -247,10 +335,7 @@ class Group:
 
     def _meet(self) -> None:
         """Wait for all ranks; raise on all of them when their calls differ."""
-        call = self._call
-        assert call is not None
-        word = call.kind.word if self.config.check else 0
-        if not self._connection.gate.arrive(word, self._check):
+        if not self._connection.gate.arrive(self._hooks.fingerprint, self._check):
             self._differ()
 
     def _differ(self) -> NoReturn:
@@ -306,7 +391,7 @@ class Group:
         with self._turn:  # another thread's call has ended too
             self._connection.discard()
             self.generation = generation
-            self.sequence = 0
+            self._sequence = 0
             self._error = None
             self._connect()
 
@@ -350,6 +435,11 @@ class Group:
             config=self.config,
             ranks=[self.ranks[position] for position in positions],
         )
+
+    @property
+    def sequence(self) -> int:
+        """Collectives begun on this group since it was made or renewed."""
+        return self._sequence + (0 if self.quick is None else self.quick.count)
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -397,6 +487,7 @@ class Group:
             "and no rank itself: call collectives in the cell, or in the main process"
         )
         self._worker = Worker("none")  # threads stay with the parent
+        self.quick = None
 
     @property
     def call(self) -> CollectiveCall | None:
@@ -415,6 +506,13 @@ class Group:
 
     def _wait_for(self, message: Message | None) -> None:
         self._awaited = None if message is None else Call(message.kind)
+
+
+_nowhere = contextlib.nullcontext()
+
+
+def _release(quick: QuickCalls, _: Handle) -> None:
+    quick.release()
 
 
 def _nothing() -> None:

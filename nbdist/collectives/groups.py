@@ -30,7 +30,8 @@ __all__ = [
 
 live: set[Group] = set()
 """Every group that is not closed. Held, for all members must renew the same ones."""
-_default: Group | None = None
+default: Group | None = None
+"""The group that collectives use when they are not given one."""
 
 
 def leave_notes() -> None:
@@ -114,8 +115,8 @@ def release_calls_with(ranks: Iterable[int], reason: str) -> None:
 
 def set_default_group(group: Group | None) -> None:
     """Set the group that collectives use when they are not given one."""
-    global _default
-    _default = group
+    global default
+    default = group
 
 
 def default_group() -> Group:
@@ -124,11 +125,11 @@ def default_group() -> Group:
     Raises:
         WrongProcess: there is none, as in the notebook kernel.
     """
-    if _default is None:
+    if default is None:
         raise WrongProcess(
             "there are no ranks here: call this on a rank, in a %%distributed cell"
         )
-    return _default
+    return default
 
 
 def _refuse_in_child() -> None:

@@ -15,6 +15,9 @@ import stand_ins
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import nbdist.collectives as nc
 from nbdist.config import CollectiveConfig
@@ -183,7 +186,8 @@ def defined() -> Iterator[tuple[str, torch.dtype]]:
 
 @case
 def all_reduce_every_op_and_dtype(group: nc.Group) -> None:
-    for op, dtype in defined():
+    # The second call of a kind takes a shorter way than the first.
+    for (op, dtype), _ in itertools.product(defined(), range(2)):
         tensor = made((23,), dtype, RANK)
         nc.all_reduce(tensor, op)
         close_enough(op, tensor, all_made((23,), dtype))
@@ -192,7 +196,8 @@ def all_reduce_every_op_and_dtype(group: nc.Group) -> None:
 
 @case
 def all_reduce_every_shape(group: nc.Group) -> None:
-    for shape, dtype in itertools.product(SHAPES, [torch.float32, torch.int64]):
+    dtypes = [torch.float32, torch.int64]
+    for shape, dtype, _ in itertools.product(SHAPES, dtypes, range(2)):
         tensor = made(shape, dtype, RANK, 1)
         nc.all_reduce(tensor)
         assert tensor.shape == shape
@@ -468,6 +473,51 @@ def what_is_not_defined_is_refused_before_anything_is_sent(group: nc.Group) -> N
     refused(UsageError, nc.reduce_scatter, torch.ones(2), [torch.ones(3)] * SIZE)
     refused(UsageError, nc.all_to_all_single, torch.ones(2), torch.ones(2), [3], [3])
     assert group.sequence == before
+
+
+class Named(Tensor):
+    """A subclass with memory of its own, as a parameter is one."""
+
+
+@case
+def subclasses_that_hold_memory_are_taken(group: nc.Group) -> None:
+    arrived = made((6,), torch.float32, RANK, 20)
+    pending = AsyncCollectiveTensor(arrived)
+    named = made((6,), torch.float32, RANK, 20).as_subclass(Named)
+    parameter = torch.nn.Parameter(made((6,), torch.float32, RANK, 20))
+    for tensor in (pending, named, parameter) * 2:
+        tensor.data.copy_(made((6,), torch.float32, RANK, 20))
+        nc.all_reduce(tensor)
+        plain = arrived if tensor is pending else tensor.detach().as_subclass(Tensor)
+        close_enough("sum", plain, all_made((6,), torch.float32, 20))
+
+
+@case
+def tensors_without_memory_are_refused_before_anything_is_sent(
+    group: nc.Group,
+) -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    shadow = TwoTensor(torch.ones(4), torch.ones(4))
+    meta = torch.ones(4, device="meta")
+    like = torch.ones(4)
+    nc.all_reduce(like)  # tensors of this kind are known
+    before = group.sequence
+    for tensor in (shadow, fake):
+        refused(UnsupportedCollective, nc.all_reduce, tensor)
+        refused(UnsupportedCollective, nc.broadcast, tensor)
+        refused(UnsupportedCollective, nc.all_gather, [tensor] * SIZE, like)
+        refused(UnsupportedCollective, nc.isend, tensor, RANK)
+    for call in (nc.all_reduce, nc.broadcast, nc.reduce):
+        message = refused(UsageError, call, meta)
+        assert "meta" in message
+    refused(UsageError, nc.isend, meta, RANK)
+    refused(UsageError, nc.broadcast, freed)
+    assert "without memory" in refused(UsageError, nc.all_reduce, freed)
+    assert group.sequence == before
+    nc.all_reduce(like)
 
 
 def refused(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nbdist.collectives._crossing import find_compiled
+from nbdist.collectives._compiled_reduction import find_compiled
 from nbdist.collectives._reduction import reduce_rows
 
 ROOT = Path(__file__).parents[2]
-CHUNK_BYTES = 8192
 BUILD = "from setuptools import setup; setup()"
+FUZZ = Path(__file__).with_name("fuzz_compiled.py")
+AT_ONCE_BYTES = 1024
+SLOT_BYTES = 4096
+"""For each rank: small, so that tensors of some thousand elements take many blocks."""
+FINGERPRINT = 12345
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +46,45 @@ def kernels() -> list[tuple[str, torch.dtype]]:
     return [(op, getattr(torch, dtype)) for op, dtype in names]
 
 
-def compiled(
-    native: ModuleType, op: str, rows: list[Tensor], outs: list[Tensor]
-) -> None:
-    kernel = native.KERNELS.index(f"{op} {str(rows[0].dtype).removeprefix('torch.')}")
-    addresses = [tuple(each.data_ptr() for each in some) for some in (outs, rows)]
-    native.reduce(kernel, *addresses, len(rows[0]))
+def barriers(native: ModuleType, size: int) -> list[Any]:
+    """One for each rank, all of this process. None of them waits for a late rank."""
+    head = 64 * (1 + 2 * size + size * size)
+    bytes_needed = head + 2 * (size + 1) * SLOT_BYTES * size
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, bytes_needed)
+    layout = {"slots_at": head, "slot_bytes": SLOT_BYTES * size}
+    waits = {"spins": 0, "yields": 0, "nap_s": 0.0}
+    made = [
+        native.Barrier(descriptor, rank, size, **layout, **waits)
+        for rank in range(size)
+    ]
+    os.close(descriptor)
+    return made
+
+
+def reductions(
+    native: ModuleType, op: str, dtype: torch.dtype, size: int, length: int, **how: Any
+) -> list[Any]:
+    """The same reduction for each rank."""
+    kernel = native.KERNELS.index(f"{op} {str(dtype).removeprefix('torch.')}")
+    operation = how.get("operation", native.ALL_REDUCE)
+    root = how.get("root", 0)
+    return [
+        native.Reduction(barrier, operation, kernel, length, AT_ONCE_BYTES, root)
+        for barrier in barriers(native, size)
+    ]
+
+
+def run_all(reductions: list[Any], begin: Callable[[int], bool | None]) -> list[bool]:
+    """Begin a call on each rank and see all of them to their end, in turns."""
+    outcomes = [begin(rank) for rank in range(len(reductions))]
+    for _ in range(1000):
+        if None not in outcomes:
+            return [bool(each) for each in outcomes]
+        for rank, reduction in enumerate(reductions):
+            if outcomes[rank] is None:
+                outcomes[rank] = reduction.resume()
+    raise AssertionError(f"not done: {outcomes}")
 
 
 def drawn(seed: int, dtype: torch.dtype, count: int, length: int) -> list[Tensor]:
@@ -60,49 +100,220 @@ def drawn(seed: int, dtype: torch.dtype, count: int, length: int) -> list[Tensor
     return list(torch.where(where < 5, special[where.clamp(max=4)], made))
 
 
+SIZES = st.integers(1, 9)
+LENGTHS = st.sampled_from([0, 1, 2, 7, 255, 256, 257, 1023, 2049, 5000])
+
+
 @pytest.mark.parametrize(("op", "dtype"), kernels())
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    count=st.integers(2, 9),
-    length=st.sampled_from([0, 1, 2, 7, 1023, 1024, 2048, 2049, 5000]),
-)
-def test_the_same_bits_as_torch(
-    native: ModuleType, op: str, dtype: torch.dtype, seed: int, count: int, length: int
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), size=SIZES, length=LENGTHS)
+def test_the_same_bits_as_torch_on_all_ranks(
+    native: ModuleType, op: str, dtype: torch.dtype, seed: int, size: int, length: int
 ) -> None:
-    rows = drawn(seed, dtype, count, length)
+    rows = drawn(seed, dtype, size, length)
+    expected = reference(op, rows)
+    ranks = reductions(native, op, dtype, size, length)
+    for _ in range(3):  # at even and at odd steps
+        tensors = [row.clone() for row in rows]
+        done = run_all(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))  # noqa: B023
+        assert done == [True] * size
+        for tensor in tensors:
+            assert_same(tensor, expected)
+
+
+def reference(op: str, rows: list[Tensor]) -> Tensor:
+    if len(rows) == 1:
+        return rows[0]
     expected = torch.empty_like(rows[0])
     reduce_rows(op, rows, expected)
-    outs = [torch.empty_like(expected), torch.empty_like(expected)]
-    compiled(native, op, rows, outs)
-    for out in outs:
-        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    return expected
 
 
-@pytest.mark.parametrize("own", [0, 1, 3])
-def test_the_result_may_take_the_place_of_an_operand(
-    native: ModuleType, own: int
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), size=SIZES, length=LENGTHS, data=st.data())
+def test_reduce_changes_the_tensor_of_the_root_alone(
+    native: ModuleType, seed: int, size: int, length: int, data: st.DataObject
 ) -> None:
-    rows = drawn(3, torch.float32, 4, CHUNK_BYTES)
-    expected = torch.empty_like(rows[0])
-    reduce_rows("sum", rows, expected)
-    compiled(native, "sum", rows, [rows[own]])
-    torch.testing.assert_close(rows[own], expected, rtol=0, atol=0, equal_nan=True)
+    root = data.draw(st.integers(0, size - 1))
+    rows = drawn(seed, torch.float32, size, length)
+    how = {"operation": native.REDUCE, "root": root}
+    ranks = reductions(native, "sum", torch.float32, size, length, **how)
+    tensors = [row.clone() for row in rows]
+    run_all(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
+    for rank, tensor in enumerate(tensors):
+        assert_same(tensor, reference("sum", rows) if rank == root else rows[rank])
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), size=SIZES, length=LENGTHS, inplace=st.booleans())
+def test_reduce_scatter_gives_each_rank_its_part(
+    native: ModuleType, seed: int, size: int, length: int, inplace: bool
+) -> None:
+    inputs = [drawn(seed + rank, torch.int64, size, length) for rank in range(size)]
+    expected = [reference("sum", [each[r] for each in inputs]) for r in range(size)]
+    how = {"operation": native.REDUCE_SCATTER}
+    ranks = reductions(native, "sum", torch.int64, size, length, **how)
+    outputs = [
+        inputs[rank][rank] if inplace else torch.empty(length, dtype=torch.int64)
+        for rank in range(size)
+    ]
+    run_all(ranks, lambda r: ranks[r].run_lists(outputs[r], inputs[r], FINGERPRINT))
+    for output, part in zip(outputs, expected, strict=True):
+        assert_same(output, part)
+
+
+@pytest.mark.parametrize("length", [3, 5000])
+def test_another_fingerprint_is_seen_before_data_is_touched(
+    native: ModuleType, length: int
+) -> None:
+    ranks = reductions(native, "sum", torch.float32, 3, length)
+    tensors = [torch.full((length,), float(rank)) for rank in range(3)]
+    done = run_all(ranks, lambda r: ranks[r].run(tensors[r], r // 2))
+    assert done == [False] * 3
+    for rank, tensor in enumerate(tensors):
+        assert (tensor == rank).all()
+    done = run_all(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
+    assert done == [True] * 3
+    assert all((tensor == 3).all() for tensor in tensors)
+
+
+def others() -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is no dense float32 tensor of 4 elements in host memory."""
+
+    class Subclass(Tensor):
+        pass
+
+    def freed() -> Tensor:
+        tensor = torch.ones(4)
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
+    yield "none", lambda: None
+    yield "a number", lambda: 8
+    yield "a list", lambda: [1.0] * 4
+    yield "an array", lambda: torch.ones(4).numpy()
+    yield "another dtype", lambda: torch.ones(4, dtype=torch.int32)
+    yield "another length", lambda: torch.ones(5)
+    yield "on no device", lambda: torch.ones(4, device="meta")
+    yield "strided", lambda: torch.ones(8)[::2]
+    yield "expanded", lambda: torch.ones(1).expand(4)
+    yield "negated", lambda: torch.ones(4, dtype=torch.complex64).conj().imag
+    yield "sparse", lambda: torch.ones(4).to_sparse()
+    yield "sparse rows", lambda: torch.ones(2, 2).to_sparse_csr()
+    yield "opaque", lambda: torch.ones(4).to_mkldnn()
+    yield (
+        "quantized",
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+    )
+    yield "a subclass", lambda: torch.ones(4).as_subclass(Subclass)
+    yield "freed", freed
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("what", "make"), list(others()))
+def test_other_tensors_begin_nothing(
+    native: ModuleType, what: str, make: Callable[[], object]
+) -> None:
+    (reduction,) = reductions(native, "sum", torch.float32, 1, 4)
+    tensor = torch.ones(4)
+    assert reduction.run(make(), FINGERPRINT) is NotImplemented
+    how = {"operation": native.REDUCE_SCATTER}
+    (scatter,) = reductions(native, "sum", torch.float32, 1, 4, **how)
+    assert scatter.run_lists(make(), [tensor], FINGERPRINT) is NotImplemented
+    assert scatter.run_lists(tensor, [make()], FINGERPRINT) is NotImplemented
+    assert reduction.run(tensor, FINGERPRINT) is True
+    assert scatter.run_lists(tensor, [tensor], FINGERPRINT) is True
+
+
+def test_a_parameter_and_any_shape_are_taken(native: ModuleType) -> None:
+    ranks = reductions(native, "sum", torch.float32, 2, 4)
+    tensors = [torch.nn.Parameter(torch.ones(2, 2)), torch.ones(4, 1)]
+    run_all(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
+    assert all((tensor == 2).all() for tensor in tensors)
+
+
+def test_a_quick_call_is_begun_only_where_nothing_is_held(native: ModuleType) -> None:
+    (barrier,) = barriers(native, 1)
+    quick = native.QuickCalls(barrier)
+    kernel = native.KERNELS.index("sum float32")
+    made = native.Reduction(barrier, native.ALL_REDUCE, kernel, 4, AT_ONCE_BYTES, 0)
+    tensor = torch.ones(2, 2)
+    assert quick.all_reduce(tensor, "sum") is False  # it is not known yet
+    quick.keep("sum", tensor.shape, made, FINGERPRINT)
+    assert quick.all_reduce(tensor, "sum") is True
+    assert quick.all_reduce(tensor.view(4), "sum") is False
+    assert quick.all_reduce(tensor, "max") is False
+    assert quick.all_reduce(tensor.T, "sum") is False
+    assert quick.hold() is True
+    assert quick.all_reduce(tensor, "sum") is False
+    quick.release()
+    assert quick.all_reduce(tensor, "sum") is True
+    assert quick.count == 2
+    barrier.stopped = True
+    assert quick.all_reduce(tensor, "sum") is False
+
+
+def test_a_quick_call_that_waits_for_a_rank_is_gone_on_with(native: ModuleType) -> None:
+    made = reductions(native, "sum", torch.float32, 2, 4)
+    quick = [native.QuickCalls(barrier) for barrier in barriers(native, 2)]
+    with pytest.raises(ValueError, match="other tensors"):
+        quick[0].keep("sum", (4,), made[0], FINGERPRINT)  # another group's
+    quick = []
+    kernel = native.KERNELS.index("sum float32")
+    for barrier in barriers(native, 2):
+        reduction = native.Reduction(barrier, native.ALL_REDUCE, kernel, 4, 1024, 0)
+        quick.append(native.QuickCalls(barrier))
+        quick[-1].keep("sum", (4,), reduction, FINGERPRINT)
+    tensors = [torch.ones(4), torch.ones(4)]
+    assert quick[0].all_reduce(tensors[0], "sum") is None
+    assert quick[0].waiting is not None
+    assert quick[0].hold() is False
+    assert quick[0].all_reduce(tensors[0], "sum") is False
+    assert quick[0].resume() is None
+    assert quick[1].all_reduce(tensors[1], "sum") is True
+    assert quick[0].resume() is True
+    assert quick[0].waiting is None
+    quick[0].release()
+    assert all((tensor == 2).all() for tensor in tensors)
 
 
 def test_wrong_arguments_are_refused(native: ModuleType) -> None:
-    with pytest.raises(ValueError, match="no such kernel"):
-        native.reduce(len(native.KERNELS), (), (1,), 0)
-    with pytest.raises(ValueError, match="no rows"):
-        native.reduce(0, (), (), 0)
-    with pytest.raises(ValueError, match="65 addresses"):
-        native.reduce(0, (), (1,) * 65, 0)
-    with pytest.raises(TypeError, match="copy"):
-        native.copy(1)
-    with pytest.raises(ValueError, match="expected 1 addresses"):
-        native.Crossing((8,), (), (8,) * 4, 8, 0, 0, 0.0)
-    with pytest.raises(ValueError, match="address is 0"):
-        native.Crossing((0,), (8,), (8,) * 4, 8, 0, 0, 0.0)
+    (barrier,) = barriers(native, 1)
+    descriptor = os.memfd_create("test")
+    with pytest.raises(ValueError, match="expected a file of"):
+        native.Barrier(descriptor, 0, 1, 256, 4096, 0, 0, 0.0)
+    os.close(descriptor)
+    with pytest.raises(ValueError, match="at most 64"):
+        native.Barrier(descriptor, 1, 1, 256, 4096, 0, 0, 0.0)
+    with pytest.raises(ValueError, match="overlap"):
+        native.Barrier(descriptor, 0, 1, 64, 4096, 0, 0, 0.0)
+    with pytest.raises(TypeError, match="expected a Barrier"):
+        native.Reduction(object(), 0, 0, 4, 0, 0)
+    with pytest.raises(TypeError, match="expected a Barrier"):
+        native.Reduction(native.Barrier.__new__(native.Barrier), 0, 0, 4, 0, 0)
+    for wrong in [(0, 99, 4, 0, 0), (9, 0, 4, 0, 0), (0, 0, -1, 0, 0), (1, 0, 4, 0, 1)]:
+        with pytest.raises(ValueError, match="no such"):
+            native.Reduction(barrier, *wrong)
+    with pytest.raises(RuntimeError, match="another operation"):
+        native.Reduction(barrier, native.ALL_REDUCE, 0, 4, 0, 0).run_lists(1, 2, 3)
+
+
+def test_no_call_from_python_crashes_the_process() -> None:
+    """100,000 calls of everything that C has, with arguments that are drawn."""
+    answer = subprocess.run(
+        [sys.executable, "-X", "faulthandler", str(FUZZ), "100000", "4711"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-4000:]
+    begun = int(answer.stdout.split()[0])
+    assert begun > 100  # it got far enough to reduce something
 
 
 def test_without_a_compiler_the_build_goes_on(tmp_path: Path) -> None:
