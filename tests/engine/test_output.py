@@ -101,7 +101,7 @@ def test_what_a_forked_child_cannot_write_is_counted(
             if child == 0:
                 failed = 1
                 try:
-                    failed = shown.output.stdout.write("x" * 1500) != 1500
+                    failed = shown.output.stdout.write("x" * 1499 + "\n") != 1500
                 finally:
                     os._exit(failed)
             assert os.waitpid(child, 0)[1] == 0
