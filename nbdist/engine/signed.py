@@ -71,13 +71,27 @@ class SignedSession(Session):
             message = dict(msg_or_type)
             buffers = buffers or message.get("buffers")
         buffers = list(buffers or ())
-        seal = {
+        message["metadata"] = {**message["metadata"], SEAL: self._seal(buffers)}
+        return super().send(stream, message, ident=ident, buffers=buffers, track=track)
+
+    def serialize(
+        self, msg: dict[str, Any], ident: list[bytes] | bytes | None = None
+    ) -> list[bytes]:
+        """Build and sign the frames of a message before its buffers.
+
+        ipykernel welcomes each subscriber by a message that does not pass `send`.
+        """
+        if SEAL not in msg["metadata"]:
+            seal = self._seal(msg.get("buffers") or ())
+            msg = {**msg, "metadata": {**msg["metadata"], SEAL: seal}}
+        return super().serialize(msg, ident)
+
+    def _seal(self, buffers: Sequence[Any]) -> dict[str, Any]:
+        return {
             "from": self.session,
             "number": next(self._numbers),
             "buffers": _digest(PickleBuffer(buffer).raw() for buffer in buffers),
         }
-        message["metadata"] = {**message["metadata"], SEAL: seal}
-        return super().send(stream, message, ident=ident, buffers=buffers, track=track)
 
 
 def addressed(address: str) -> dict[str, Any]:

@@ -45,13 +45,17 @@ def notes() -> list[str]:
 
 
 @pytest.fixture
-def cluster(_mortal_cluster: Cluster, notes: list[str]) -> Cluster:
-    """Four ranks, however many deaths the tests before have brought about."""
+def cluster(_mortal_cluster: Cluster, notes: list[str]) -> Iterator[Cluster]:
+    """Four ranks, however many deaths the tests before have brought about.
+
+    None of their messages may have been refused in the end.
+    """
     running = _mortal_cluster
     running.scale(4, drop=True)
     running.on_note = notes.append
     running.execute("import threading; mine = 100 + rank; handle = threading.Lock()")
-    return running
+    yield running
+    assert running.refused(running.status()) == 0
 
 
 def pids(cluster: Cluster) -> list[int]:

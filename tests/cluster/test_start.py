@@ -250,3 +250,4 @@ def test_the_first_cells_run_right_after_a_start(traces: Path):
     with Cluster(n=2, device="cpu") as cluster:
         for number in range(10):
             assert cluster.execute(f"print({number})")[1].stdout == f"{number}\n"
+        assert cluster.refused(cluster.status()) == 0

@@ -129,3 +129,13 @@ def test_a_callback_that_raises_does_not_stop_the_stream(
     callback(sent(sender))
     assert len(taken) == 1
     assert "what is this?" in caplog.text
+
+
+def test_a_message_that_does_not_pass_send_is_authentic(
+    sender: SignedSession, gate: Gate
+):
+    welcome = sender.msg("iopub_welcome", {"subscription": ""})
+    frames = [b"", *sender.serialize(welcome)]
+    assert gate.admits(frames)
+    assert not gate.admits(frames)
+    assert not gate.admits([*sender.serialize(welcome), b"a buffer"])
