@@ -55,9 +55,15 @@ __all__ = [
     "UnsupportedCollective",
     "UsageError",
     "WrongProcess",
+    "encodable",
     "message_of",
     "text_of",
 ]
+
+
+def encodable(text: str) -> str:
+    """A text that UTF-8 can hold: lone surrogates are replaced by their escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def text_of(error: BaseException) -> str:
@@ -67,9 +73,9 @@ def text_of(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What `str` makes of an error, or why it makes nothing of it."""
+    """What `str` makes of an error, as `encodable` text, or why it makes nothing."""
     try:
-        return str(error)
+        return encodable(str(error))
     except BaseException as second:  # noqa: BLE001
         # A user's `__str__` may raise anything. An answer must go out all the same.
         return f"<its __str__ raised {type(second).__name__}>"

@@ -13,7 +13,7 @@ from typing import Any
 from nbdist.engine import codec, shipping
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import step, transfer_step
-from nbdist.errors import TransferError, text_of
+from nbdist.errors import TransferError, encodable, text_of
 
 __all__ = ["call", "fetch", "show", "store"]
 
@@ -59,9 +59,8 @@ def show(expression: str) -> str:
     value = _evaluate(expression)
     with step(f"printing {expression!r}"):
         bundle, _metadata = this_rank().shell.display_formatter.format(value)
-        if "text/plain" in bundle:
-            return str(bundle["text/plain"])
-        return repr(value)  # IPython has kept to itself what this raises
+        # Without a text, IPython has kept to itself what `repr` raises.
+        return encodable(bundle.get("text/plain") or repr(value))
 
 
 async def _interruptible(value: Awaitable[Any]) -> Any:

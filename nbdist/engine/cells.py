@@ -12,7 +12,7 @@ from nbdist.engine import cell_names
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import end_forked_child
-from nbdist.errors import CollectiveAborted, message_of
+from nbdist.errors import CollectiveAborted, encodable, message_of
 from nbdist.wire import Failure
 
 __all__ = ["CellReply", "arm", "run_cell"]
@@ -167,5 +167,5 @@ def _failure(result: Any) -> Failure | None:
         name,
         message_of(error),
         place,
-        tuple(getattr(shell, "_last_traceback", None) or ()),
+        tuple(map(encodable, getattr(shell, "_last_traceback", None) or ())),
     )

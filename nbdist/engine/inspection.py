@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nbdist.engine.rank import this_rank
+from nbdist.errors import encodable
 
 __all__ = ["Variable", "variables"]
 
@@ -84,7 +85,7 @@ def _describe(name: str, value: Any) -> Variable:
         )
         return Variable(name, kind, value.shape, str(value.dtype), "", text, digest)
     text = _text(value)
-    digest = hashlib.sha1(text.encode("utf-8", "replace")).hexdigest()
+    digest = hashlib.sha1(text.encode("utf-8", "surrogatepass")).hexdigest()
     return Variable(name, kind, None, "", "", _shorten(text), digest)
 
 
@@ -101,7 +102,7 @@ def _text(value: Any) -> str:
 
 
 def _shorten(text: str) -> str:
-    text = " ".join(text.split())
+    text = encodable(" ".join(text.split()))
     return text if len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 1] + "…"
 
 

@@ -210,7 +210,7 @@ class RankStream(io.TextIOBase):
     """sys.stdout or sys.stderr of a rank."""
 
     encoding = "utf-8"
-    errors = "replace"
+    errors = "backslashreplace"
 
     def __init__(self, name: str, descriptor: int, output: Output) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class RankStream(io.TextIOBase):
 
         Children that lose text at the same moment may count less than they lose.
         """
-        octets = memoryview(text.encode("utf-8", "replace"))
+        octets = memoryview(text.encode("utf-8", self.errors))
         try:
             while octets:
                 octets = octets[os.write(self._descriptor, octets) :]
@@ -318,7 +318,7 @@ class Spill:
         """Add text; it is in the file after the next `flush`."""
         if self._size > SPILL_LIMIT_BYTES:
             return
-        octets = text.encode("utf-8", "replace")
+        octets = text.encode("utf-8", "backslashreplace")
         self._size += len(octets)
         if self._size > SPILL_LIMIT_BYTES:
             octets = (

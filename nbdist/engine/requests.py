@@ -22,7 +22,7 @@ from nbdist.engine import codec, torch_group, world
 from nbdist.engine.rank import Activity, this_rank
 from nbdist.engine.signed import Gate, refusals
 from nbdist.engine.user_code import end_forked_child
-from nbdist.errors import message_of
+from nbdist.errors import encodable, message_of
 from nbdist.wire import REPLY, REQUEST
 
 __all__ = ["answer_on", "describe", "function_of", "refused"]
@@ -151,7 +151,7 @@ def describe(error: BaseException) -> tuple[str, str, list[str]]:
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next
     lines = traceback.format_exception(type(error), error, frames, chain=False)
-    return type(error).__name__, message_of(error), lines
+    return type(error).__name__, message_of(error), [*map(encodable, lines)]
 
 
 def _is_ours(frames: TracebackType) -> bool:

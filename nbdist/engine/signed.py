@@ -19,6 +19,8 @@ from typing import Any
 import zmq
 from jupyter_client.session import DELIM, Session
 
+from nbdist.errors import encodable
+
 __all__ = ["Gate", "SignedSession", "addressed", "refusals"]
 
 SEAL = "nbdist"
@@ -40,6 +42,7 @@ class SignedSession(Session):
         # The gates know what they have seen. Jupyter's own history remembers before it
         # checks, and forgets at random.
         super().__init__(digest_history_size=0, **settings)
+        self.pack = _total(self.pack)
         self._numbers = itertools.count(1)
 
     @classmethod
@@ -193,6 +196,28 @@ class _Numbers:
             return False
         self._taken |= bit
         return True
+
+
+def _total(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A packer that also packs texts with lone surrogates, as `encodable` texts."""
+
+    def pack_any(value: Any) -> bytes:
+        try:
+            return pack(value)
+        except UnicodeEncodeError:
+            return pack(_encodable(value))
+
+    return pack_any
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, Mapping):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encodable(each) for each in value]
+    return value
 
 
 def _view(frame: bytes | zmq.Frame) -> memoryview:

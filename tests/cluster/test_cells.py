@@ -409,6 +409,37 @@ def test_an_exception_whose_text_cannot_be_made(cluster: Cluster):
     assert not isinstance(error, CellTimeout)
 
 
+def test_text_that_utf8_cannot_hold_is_shown_by_its_escapes(cluster: Cluster):
+    result = cluster.execute(
+        "class Odd:\n"
+        "    def __repr__(self): return 'odd ' + chr(0xd800)\n"
+        "odd = Odd()\n"
+        "print('printed', chr(0xdbff), flush=True)\n"
+        "odd"
+    )
+    assert stdout(result) == ["printed \\udbff\n"] * 4
+    assert last(result) == [r"odd \ud800"] * 4
+    assert set(cluster.inspect("odd").values()) == {r"odd \ud800"}
+    values = {described[0].value for described in cluster.variables("odd").values()}
+    assert values == {r"odd \ud800"}
+    assert cluster["chr(0xd800)"] == ["\ud800"] * 4  # a value stays as it is
+
+
+def test_an_error_whose_text_utf8_cannot_hold_is_the_users_own(cluster: Cluster):
+    error = fail(cluster, "raise ValueError('bad ' + chr(0xd800))")
+    assert str(error).endswith(r"line 2: ValueError: bad \ud800")
+    shown = "\n".join(error.rendered)
+    shown.encode()
+    assert r"bad \ud800" in shown
+    assert "UnicodeEncodeError" not in shown
+    with pytest.raises(CellError, match=r"ValueError: bad \\ud800"):
+        cluster.run(_raise_odd)
+
+
+def _raise_odd() -> None:
+    raise ValueError("bad " + chr(0xD800))
+
+
 def test_without_check_the_result_says_who_failed(cluster: Cluster):
     result = cluster.execute("assert rank != 2", check=False)
     assert not result.ok

@@ -107,3 +107,12 @@ def test_what_a_forked_child_cannot_write_is_counted(
             assert os.waitpid(child, 0)[1] == 0
     assert (tmp_path / "full").stat().st_size == 1000
     assert "500 bytes that processes of this cell printed here are lost" in shown.stderr
+
+
+def test_text_that_utf8_cannot_hold_is_kept_as_its_escapes(shown: Shown) -> None:
+    with shown.output.during("In[1]"):
+        shown.output.stdout.write("x" * CAP_BYTES + "\ud800 é")
+    kept = re.search(r"the full text is in (\S+) until", shown.stderr)
+    assert kept is not None
+    text = Path(kept[1]).read_text(encoding="utf-8")
+    assert text == "x" * CAP_BYTES + r"\ud800 é"

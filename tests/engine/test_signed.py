@@ -131,6 +131,14 @@ def test_a_callback_that_raises_does_not_stop_the_stream(
     assert "what is this?" in caplog.text
 
 
+def test_text_that_utf8_cannot_hold_travels_as_its_escapes(sender: SignedSession):
+    content = {"text": "kept é \ud800", "data": {"\udfff": ["\udbff", 1, None]}}
+    assert sender.unpack(sender.pack(content)) == {
+        "text": r"kept é \ud800",
+        "data": {r"\udfff": [r"\udbff", 1, None]},
+    }
+
+
 def test_a_message_that_does_not_pass_send_is_authentic(
     sender: SignedSession, gate: Gate
 ):

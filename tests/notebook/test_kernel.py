@@ -312,6 +312,25 @@ def test_a_flood_is_cut_in_the_notebook_too(notebook: Notebook):
     assert "the full text is in" in reply.text
 
 
+def test_one_long_print_shows_its_first_part_and_where_the_rest_is(notebook: Notebook):
+    reply = notebook.run("%%distributed -r 1\nprint('0123456789' * 1_000_000)")
+    assert reply.status == "ok"
+    shown = re.sub(r"\x1b\[[\d;]*m", "", reply.stdout)
+    assert "[1] " + "0123456789" * 100_000 + "\n" in shown
+    kept = re.search(r"printed more than 1 MB here.*full text is in (\S+)", reply.text)
+    assert kept is not None, reply.stderr
+    assert Path(kept[1]).read_text() == "0123456789" * 1_000_000 + "\n"
+
+
+def test_an_error_whose_text_utf8_cannot_hold_is_shown(notebook: Notebook):
+    reply = notebook.run("%%distributed\nraise ValueError('bad ' + chr(0xd800))")
+    assert reply.error == "CellError"
+    assert r"ValueError: bad \ud800" in reply.text
+    reply = notebook.run("%%distributed\nprint('odd', chr(0xd800))")
+    assert reply.status == "ok"
+    assert r"[0-1] odd \ud800" in reply.text
+
+
 # -- a notebook of its own -----------------------------------------------------------
 
 
