@@ -191,10 +191,9 @@ class _Numbers:
             kept = self._taken << ahead if ahead < WINDOW else 0
             self._taken = (kept | 1) & ((1 << WINDOW) - 1)
             return True
-        bit = 1 << -ahead
-        if -ahead >= WINDOW or self._taken & bit:
+        if -ahead >= WINDOW or self._taken >> -ahead & 1:
             return False
-        self._taken |= bit
+        self._taken |= 1 << -ahead
         return True
 
 

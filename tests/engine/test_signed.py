@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -147,3 +148,22 @@ def test_a_message_that_does_not_pass_send_is_authentic(
     assert gate.admits(frames)
     assert not gate.admits(frames)
     assert not gate.admits([*sender.serialize(welcome), b"a buffer"])
+
+
+@pytest.mark.parametrize(
+    "number", [-(10**9), 10**30, 0.5, "1", None, [1]], ids=lambda number: repr(number)
+)
+def test_a_number_that_no_sender_counts_to_costs_nothing(
+    sender: SignedSession, gate: Gate, number: object
+):
+    genuine = sender.msg("kind")
+    assert gate.admits(sender.serialize(genuine))
+    seal = {**sender._seal(()), "number": number}
+    odd = sender.msg("kind", metadata={"nbdist": seal})
+    tracemalloc.start()
+    gate.admits(sender.serialize(odd))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    other = SignedSession(key=KEY)
+    assert gate.admits(other.serialize(other.msg("kind")))
