@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from nbdist.cluster.link import Answer
 from nbdist.cluster.recovery import Recovery
-from nbdist.cluster.rescue import vault
 from nbdist.cluster.roster import Roster
 from nbdist.cluster.run import Run
 from nbdist.cluster.shielded import shielded
@@ -29,7 +28,6 @@ __all__ = ["Elastic"]
 GRACE_S = 0.5
 """How long the news of a death may come after its effect."""
 HOLD_TIMEOUT_S = 5.0
-PRESERVE_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -178,7 +176,7 @@ class Elastic:
         if self._too_few(call):
             return self._wait_for_ranks(lead, call, why)
         self._check_survivors(lead)
-        if not self._hold(lead.run) or not self._preserve(lead.run):
+        if not self._hold(lead.run):
             return None  # another rank has died: there is more to mend
         lead.run.restarts += 1
         note = self._lead_over(
@@ -195,28 +193,6 @@ class Elastic:
             for rank, notice in lead.run.paused.items()
         ):
             raise ChangeFailed("no rank is left that has the last commit")
-
-    def _preserve(self, run: Run) -> bool:
-        """Write the last commit to memory: all who have it may die while others join.
-
-        Returns:
-            Whether the rank that was to do so has.
-        """
-        if self._config.on_failure != "replace":
-            return True
-        commits = {info.rank: run.paused[info.rank].commit for info in run.unfinished}
-        source = max(commits, key=lambda rank: (commits[rank], -rank))
-        path = str(vault(self._roster.run_dir))
-        target = "nbdist.engine.elastic:preserve"
-        try:
-            answer = run.order(self._roster[source], target, path).result(
-                PRESERVE_TIMEOUT_S
-            )
-        except (RankDied, NotYet):
-            return False
-        if answer.ok and answer.value:
-            self._on_note(f"the last commit was not written to memory: {answer.value}")
-        return answer.ok
 
     def _too_few(self, call: ElasticCall) -> bool:
         shrinks = self._config.on_failure == "shrink"

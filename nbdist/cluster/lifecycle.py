@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nbdist.cluster.inventory import this_host
@@ -15,6 +17,7 @@ from nbdist.cluster.launchers.mpiexec import Mpiexec
 from nbdist.cluster.options import configured, resume_of, suggests_keywords
 from nbdist.cluster.placement import place
 from nbdist.cluster.start import Progress, Started, start
+from nbdist.engine.private_files import make_commit_folders
 from nbdist.errors import (
     AlreadyRunning,
     CellInterrupted,
@@ -29,6 +32,7 @@ from nbdist.wire import RankInfo, Resume, format_ranks
 if TYPE_CHECKING:
     from nbdist.cluster.elastic import Elastic
     from nbdist.cluster.recovery import Recovery
+    from nbdist.cluster.rescue import LastCommit
     from nbdist.cluster.roster import Roster
     from nbdist.cluster.supervisor import Supervisor
 
@@ -79,7 +83,7 @@ class Lifecycle(ABC):
         self._recovery: Recovery | None = None
         self._elastic: Elastic | None = None
         self._beginning: Resume | None = None
-        self._commit: bytes | None = None
+        self._commit: LastCommit | None = None
         """The last commit of a world that was lost."""
         self._loss = threading.Event()
         self._setup: list[tuple[str, int]] = []
@@ -110,7 +114,6 @@ class Lifecycle(ABC):
         # Like the link, these are loaded once a cluster runs, not before.
         from nbdist.cluster.elastic import Elastic
         from nbdist.cluster.recovery import Recovery
-        from nbdist.cluster.rescue import vault
         from nbdist.cluster.roster import Roster
         from nbdist.cluster.supervisor import Supervisor
 
@@ -131,9 +134,8 @@ class Lifecycle(ABC):
         self._supervisor.elastic = self._elastic
         self._commit = None
         self._loss.clear()
-        if not self.fault_tolerant:
-            path = str(vault(self._roster.run_dir))
-            self._roster.ask("nbdist.engine.elastic:keep_commits", path)
+        if self.config.on_failure != "stop":
+            make_commit_folders(self._roster.run_dir)
         self._begin_from(self._resume)
         self._supervisor.repair = self.mend
         self._started.keeper.on_note = self._tell
@@ -142,8 +144,10 @@ class Lifecycle(ABC):
 
     def _begin_from(self, resume: Resume | None) -> None:
         """Have new states on the ranks begin from a file; None to have them not."""
-        self._beginning = resume
+        before, self._beginning = self._beginning, resume
         self._live().ask("nbdist.engine.elastic:begin_from", resume)
+        if before is not None and before.trusted and before != resume:
+            shutil.rmtree(Path(before.path).parent, ignore_errors=True)
 
     def _on_change(self) -> None:
         """The ranks are others now."""

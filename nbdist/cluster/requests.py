@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from nbdist.errors import CellError, ChangeFailed, RankDied
 from nbdist.wire import ElasticCall, Failure, Notice, format_ranks
 
 if TYPE_CHECKING:
-    from nbdist.cluster.rescue import Rescue
+    from nbdist.cluster.rescue import LastCommit, Rescue
     from nbdist.cluster.run import Run
 
 __all__ = ["QUIET", "Requests"]
@@ -190,7 +191,6 @@ class Requests(Lifecycle):
             self._check_may_begin_again(call, rescue, restarts)
         size = self.size
         self.restart()
-        self._commit = rescue.commit  # until there is a later one
         told = self._give_back(rescue)
         self._begin_from(rescue.resume(self._live().run_dir) or self._resume)
         name = "the cell" if call is None else call.name
@@ -218,11 +218,15 @@ class Requests(Lifecycle):
         self.stop()
         raise RankDied(f"{lost}. {call.name} cannot go on, for {why}; {kept}")
 
-    def _last_commit(self) -> bytes | None:
-        """The last commit that a rank has kept for the case of this loss."""
+    def _last_commit(self) -> LastCommit | None:
+        """The last commit of a world that is lost."""
         from nbdist.cluster.rescue import last_commit
 
-        return self._commit or last_commit(self._live().run_dir)
+        # The folder goes once `_commit` is set: so it is looked at first.
+        with contextlib.suppress(OSError):
+            if (commit := last_commit(self._live().run_dir)) is not None:
+                return commit
+        return self._commit
 
     def _explained(self, failures: Sequence[Failure]) -> list[Failure]:
         """The failures; those for want of a GPU's memory say who holds what."""

@@ -7,9 +7,9 @@ notices, for the control thread must stay free to answer.
 
 from __future__ import annotations
 
+import contextlib
 import queue
-import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +27,7 @@ __all__ = [
     "decide",
     "expect",
     "hold",
-    "keep_commits",
     "order",
-    "preserve",
     "variables",
     "want_resize",
 ]
@@ -50,13 +48,10 @@ class NotebookCoordinator:
         self.wish = 0
         """The last wish for another size that this rank has heard of."""
         self.resume: Resume | None = None
-        self.vault: Path | None = None
         self.expected: ElasticCall | None = None
         """The call of the others that this rank, a newcomer, is to join."""
         self.pauses = 0
         self.orders: queue.SimpleQueue[Order | Verdict] = queue.SimpleQueue()
-        self.preserve: Callable[[Path], None] | None = None
-        """Writes the last commit of the run that is under way."""
         self._granted = 0
         self._call: ElasticCall | None = None
         self._request = ""
@@ -67,32 +62,43 @@ class NotebookCoordinator:
         """See `Coordinator`."""
         return self.wish > self._granted
 
-    def enter(self, call: ElasticCall, preserve: Callable[[Path], None]) -> str:
+    @property
+    def commit_folders(self) -> Sequence[Path]:
+        """See `Coordinator`. They are on the notebook's host only."""
+        with contextlib.suppress(OSError):
+            folders = private_files.commit_folders(this_rank().run_dir)
+            return [folder for folder in folders if folder.is_dir()]
+        return []
+
+    def enter(self, call: ElasticCall) -> str:
         """See `Coordinator`."""
         rank = this_rank()
         if rank.request != self._request:
             self._request, self._index = rank.request, 0
+            if rank.info.rank == 0 and self.expected is None:
+                self._remove_commits()
         call = replace(call, index=self._index)
         self._index += 1
         expected = self.expected
         if expected is not None and call.index < expected.index:
             return "skip"
         self.expected = None
-        self._call, self.preserve = call, preserve
+        self._call = call
         self._granted = self.wish  # one from before was for a run that is over
         rank.notify(Notice("entered", call))
         return "begin" if expected is None else "join"
 
+    def _remove_commits(self) -> None:
+        """Remove those of an earlier cell: another run is not to go on from them."""
+        for folder in self.commit_folders:
+            for path in folder.iterdir():
+                path.unlink()
+
     def leave(self) -> None:
         """See `Coordinator`."""
-        call, self._call, self.preserve = self._call, None, None
+        call, self._call = self._call, None
         assert call is not None
         this_rank().notify(Notice("left", call))
-
-    def keep_commit(self, write: Callable[[Path], None]) -> None:
-        """See `Coordinator`."""
-        if self.vault is not None and (problem := _write_commit(write, self.vault)):
-            warnings.warn(f"a commit was not written: {problem}", stacklevel=2)
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """See `Coordinator`. An interrupt gets through until the first order."""
@@ -167,38 +173,6 @@ def begin_from(resume: Resume | None) -> None:
     if resume is not None and resume.trusted:
         private_files.check_file(Path(resume.path))
     _coordinator.resume = resume
-
-
-def keep_commits(path: str | None) -> None:
-    """Have rank 0 write each commit of an elastic run to this file."""
-    _coordinator.vault = None if path is None else Path(path)
-
-
-def preserve(path: str) -> str:
-    """Write the last commit of a paused run to a file; why that failed, or ""."""
-    write = _coordinator.preserve
-    return "" if write is None else _write_commit(write, Path(path))
-
-
-def _write_commit(write: Callable[[Path], None], path: Path) -> str:
-    """Have a commit written, to the run folder if there is no room at `path`.
-
-    Returns:
-        Why it was written to neither; "" where it was.
-    """
-    problem = ""
-    places = path, this_rank().run_dir / path.name
-    for place in places:
-        try:
-            write(place)
-        # No room, or a value that refuses to be pickled in a way of its own.
-        except Exception as error:  # noqa: BLE001
-            problem = f"{type(error).__name__}: {error}"
-        else:
-            for other in {*places} - {place}:  # an older one
-                other.unlink(missing_ok=True)
-            return ""
-    return problem
 
 
 def variables() -> Shipment:

@@ -24,6 +24,8 @@ from pathlib import Path
 __all__ = [
     "check_file",
     "check_folder",
+    "commit_folders",
+    "make_commit_folders",
     "make_memory_folder",
     "make_run_folder",
     "memory_folder",
@@ -34,6 +36,7 @@ __all__ = [
 
 MEMORY_FOLDER = Path("/dev/shm")
 LINK = "memory"
+COMMITS = "commits"
 RUN_FOLDER_BYTES = 32 << 20
 """Free space that a run folder must have: what Open MPI's launcher and each rank write
 there, the reserve of a recovery, and room for the first output."""
@@ -88,6 +91,26 @@ def memory_folder(run_dir: Path) -> Path:
     except FileNotFoundError:
         folder = run_dir
     return check_folder(folder)
+
+
+def make_commit_folders(run_dir: Path) -> None:
+    """Make the folders in which rank 0 keeps the commits of elastic runs.
+
+    Ranks keep none where there are no such folders.
+    """
+    for folder in commit_folders(run_dir):
+        with contextlib.suppress(OSError):  # no room: the other one serves, or none
+            folder.mkdir(mode=0o700)
+
+
+def commit_folders(run_dir: Path) -> list[Path]:
+    """Where rank 0 keeps commits: in memory, or else in the run folder.
+
+    Raises:
+        PermissionError: The cluster's folder in memory is not ours.
+    """
+    parents = dict.fromkeys((memory_folder(run_dir), run_dir))
+    return [parent / COMMITS for parent in parents]
 
 
 def check_folder(folder: Path) -> Path:

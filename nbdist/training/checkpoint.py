@@ -18,18 +18,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import secrets
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from nbdist.errors import CheckpointError
 
-__all__ = ["Opened", "check", "previous", "read", "write"]
+__all__ = [
+    "Opened",
+    "Payload",
+    "check",
+    "packed",
+    "payload_of",
+    "previous",
+    "read",
+    "write",
+]
 
 MAGIC = b"NBDSTATE"
 VERSION = 1
@@ -55,38 +65,65 @@ def previous(path: Path) -> Path:
     return path.with_name(path.name + ".previous")
 
 
-def write(
-    path: Path,
-    header: dict[str, Any],
-    payload: memoryview | bytes,
-    *,
-    private: bool = False,
-) -> None:
+def write(path: Path, header: dict[str, Any], payload: memoryview | bytes) -> None:
     """Put a file in place of the one that is there, or leave that one as it is.
 
     Args:
         header: what JSON can hold.
         payload: any bytes.
-        private: let only this user read it, and keep no PATH.previous.
 
     Raises:
         OSError: it could not be written; what was there before is untouched.
     """
-    text = json.dumps(header).encode()
-    digest = _digest(text)
-    digest.update(payload)
-    prefix = _PREFIX.pack(MAGIC, VERSION, len(text), digest.digest())
     # Only here, for it imports torch.
     from nbdist.training.files import write_atomically
 
     def fill(file: BinaryIO) -> None:
-        for part in (prefix, text, payload):
-            file.write(part)
+        with payload_of(file, header) as out:
+            out.write(payload)
         file.flush()
-        if not private:
-            _keep_previous(path)
+        _keep_previous(path)
 
-    write_atomically(path, fill, mode=0o600 if private else None)
+    write_atomically(path, fill)
+
+
+def packed(header: dict[str, Any], payload: bytes) -> bytes:
+    """The content of such a file, for a small payload."""
+    file = io.BytesIO()
+    with payload_of(file, header) as out:
+        out.write(payload)
+    return file.getvalue()
+
+
+class Payload(io.RawIOBase):
+    """A stream that takes the payload of a file, and computes its digest."""
+
+    def __init__(self, file: BinaryIO, digest: hashlib.blake2b) -> None:
+        self._file = file
+        self._digest = digest
+
+    def write(self, data: Any) -> int:
+        """Append bytes to the payload; how many."""
+        self._digest.update(data)
+        self._file.write(data)
+        return memoryview(data).nbytes
+
+
+@contextlib.contextmanager
+def payload_of(file: BinaryIO, header: dict[str, Any]) -> Iterator[Payload]:
+    """Write a file of saved state; what the stream gets is its payload.
+
+    Args:
+        file: empty and seekable. It is whole at the end of the context.
+        header: what JSON can hold.
+    """
+    text = json.dumps(header).encode()
+    digest = _digest(text)
+    file.write(bytes(_PREFIX.size) + text)
+    yield Payload(file, digest)
+    file.seek(0)
+    file.write(_PREFIX.pack(MAGIC, VERSION, len(text), digest.digest()))
+    file.seek(0, os.SEEK_END)
 
 
 def _keep_previous(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import threading
 import time
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from elastic_training import STEPS, prepare
+from elastic_training import SETUP, STEPS, assert_trained, prepare, weights
 
 from nbdist.cluster.controller import Cluster
 from nbdist.errors import CheckpointError, RankDied
+from tests.processes import wait_until
 
 TRAIN = "state = make_state(); result = train(state)"
 
@@ -80,6 +82,54 @@ def test_a_death_while_the_ranks_meet_anew(cluster: Cluster, who: str) -> None:
     assert f"rank {lost} was replaced" in note
     assert note.endswith("steps goes on")
     cluster.execute("new = nbdist.elastic.State(step=0); assert new.step == 0")
+
+
+COUNTED = """
+_commit = nbdist.elastic.State.commit
+
+def commit(state):
+    _commit(state)
+    if rank == 0:
+        with open(folder + "/committed", "ab") as file:
+            file.write(b".")
+
+nbdist.elastic.State.commit = commit
+"""
+
+
+@pytest.mark.parametrize("seed", [90210, pytest.param(4711, marks=pytest.mark.slow)])
+def test_the_last_commit_outlives_the_death_of_all_ranks_at_once(
+    tmp_path: Path, seed: int
+) -> None:
+    print(f"seed {seed}")
+    committed = tmp_path / "committed"
+    moment = random.Random(seed).randrange(1, STEPS - 1)
+    with Cluster(n=2, device="cpu", threads=1) as cluster:
+        cluster.on_note = notes_of(cluster).append
+        given = f"folder = {str(tmp_path)!r}\n"
+        cluster.execute(given + SETUP + COUNTED, setup=True)
+        cluster.execute(TRAIN, timeout_s=60)
+        reference = weights(cluster)[0]
+        committed.write_bytes(b"")
+        processes = [psutil.Process(info.pid) for info in cluster.ranks]
+        told = []
+
+        def end_all() -> None:
+            wait_until(lambda: committed.stat().st_size >= moment, 60)
+            for process in processes:
+                process.kill()
+            psutil.wait_procs(processes, 10)
+            told.append(committed.stat().st_size)
+
+        killer = threading.Thread(target=end_all)
+        killer.start()
+        cluster.execute(TRAIN, timeout_s=120)
+        killer.join(10)
+        assert_trained(cluster, reference)
+        assert notes_of(cluster)[-1].endswith("steps goes on from its commit")
+        # From the commit that was told last, or the one that was under way.
+        assert committed.stat().st_size in (STEPS, STEPS - 1), (told, moment)
+        assert told[0] < STEPS
 
 
 MPICH = shutil.which("mpiexec.mpich")

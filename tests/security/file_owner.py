@@ -12,7 +12,8 @@ import stat
 from pathlib import Path
 
 import nbdist
-from nbdist.cluster.rescue import Rescue, last_commit, vault
+from nbdist.cluster.rescue import Rescue, last_commit
+from nbdist.engine.private_files import commit_folders
 from nbdist.wire import ElasticCall
 
 TRAINING = """
@@ -39,17 +40,23 @@ def readable(folder: Path) -> list[str]:
     return [f"{folder}: {mode:o}"] if mode & 0o077 else []
 
 
+def opened(folder: Path) -> list[str]:
+    """What others can enter or read of a folder of commits, and of what it lies in."""
+    paths = [folder.parent, folder, *folder.iterdir()]
+    return [each for path in paths for each in readable(path)]
+
+
 def main() -> None:
     """Live a cluster's life."""
     notes: list[str] = []
     with nbdist.Cluster(n=2, device="cpu", threads=1) as cluster:
         cluster.on_note = notes.append
         run_dir = cluster._live().run_dir
-        # As in a world that does not survive a death: rank 0 writes each commit.
-        path = str(vault(run_dir))
-        cluster._live().ask("nbdist.engine.elastic:keep_commits", path)
         cluster.execute(TRAINING, timeout_s=100)
         steps = cluster["state.step"]
+        commits = [
+            each for folder in commit_folders(run_dir) for each in opened(folder)
+        ]
         rescue = Rescue(CALL, last_commit(run_dir))
         cluster._begin_from(rescue.resume(run_dir))
         cluster.execute("resumed = nbdist.elastic.State(step=0)")
@@ -58,7 +65,7 @@ def main() -> None:
             "steps": steps,
             "resumed": cluster["resumed.step"],
             "pulled": cluster["len(value)"],
-            "open": readable(run_dir) + readable(Path(path).parent),
+            "open": readable(run_dir) + commits,
             "left": "",
         }
     own = [

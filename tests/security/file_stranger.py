@@ -26,8 +26,16 @@ from nbdist.training import checkpoint
 
 SHARED = (Path("/tmp"), Path("/dev/shm"))
 OURS = re.compile(r"nbdist[\w.-]*")
-ENDINGS = ("commit", "resume", "variables", "memory", "reserve")
-INSIDE = ("", "commit", "places.json", "security/ipcontroller-client.json", "output")
+ENDINGS = ("commit", "commits", "resume", "variables", "memory", "reserve")
+INSIDE = (
+    "",
+    "commits",
+    "commits/record",
+    "resume/record",
+    "places.json",
+    "security/ipcontroller-client.json",
+    "output",
+)
 
 
 class Code:
@@ -89,7 +97,9 @@ class Stranger:
         if path in self._own:
             return
         self.tried += 1
-        contents = self._commit if path.name.endswith("commit") else self._pickle
+        contents = (
+            self._commit if path.name.endswith(("commit", "commits")) else self._pickle
+        )
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         with contextlib.suppress(OSError):
             with os.fdopen(os.open(path, flags, 0o666), "wb") as file:

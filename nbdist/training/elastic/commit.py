@@ -27,8 +27,8 @@ class Commit:
     values: dict[str, Any]
 
 
-def write_commit(path: Path, commit: Commit, *, private: bool = False) -> None:
-    """Write a commit to a file; a private one is the cluster's own: see `write`."""
+def write_commit(path: Path, commit: Commit) -> None:
+    """Write a commit to a file of saved state."""
     payload = io.BytesIO()
     torch.save(commit.values, payload)
     header = {
@@ -37,7 +37,7 @@ def write_commit(path: Path, commit: Commit, *, private: bool = False) -> None:
         "names": list(commit.values),
         "time": time.time(),
     }
-    checkpoint.write(path, header, payload.getbuffer(), private=private)
+    checkpoint.write(path, header, payload.getbuffer())
 
 
 def read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ a coordinator that asks the notebook; without one a failure ends the training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,22 +25,19 @@ class Coordinator(Protocol):
     resume: Resume | None
     """The file that a new `State` begins from."""
 
-    def enter(self, call: ElasticCall, preserve: Callable[[Path], None]) -> str:
-        """A run begins: "begin" it, "join" the others in it, or "skip" what is over.
+    @property
+    def commit_folders(self) -> Sequence[Path]:
+        """Where the commits of rank 0 outlive all ranks, best first.
 
-        Args:
-            preserve: writes the last commit to a file, called from another thread
-                during a pause.
+        None where nobody would read them. All are this user's alone. `commit_files`
+        says what lies there.
         """
+
+    def enter(self, call: ElasticCall) -> str:
+        """A run begins: "begin" it, "join" the others in it, or "skip" what is over."""
 
     def leave(self) -> None:
         """The run has ended on this rank, well or not."""
-
-    def keep_commit(self, write: Callable[[Path], None]) -> None:
-        """Rank 0 has a new commit in a run: write it to a file, where one is wanted.
-
-        One is in a world that does not survive a death.
-        """
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """This rank can do no more by itself; wait until it is known what follows.
@@ -57,16 +54,14 @@ class NoCoordinator:
 
     resize_wanted = False
     resume: Resume | None = None
+    commit_folders: Sequence[Path] = ()
 
-    def enter(self, call: ElasticCall, preserve: Callable[[Path], None]) -> str:
+    def enter(self, call: ElasticCall) -> str:
         """Begin."""
         return "begin"
 
     def leave(self) -> None:
         """Nobody listens."""
-
-    def keep_commit(self, write: Callable[[Path], None]) -> None:
-        """Nobody would read it."""
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """Give up: what released this rank is raised again."""

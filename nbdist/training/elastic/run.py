@@ -123,14 +123,16 @@ class _Run:
 
     def go(self) -> Any:
         """Call the function until it has ended on all ranks."""
-        begun = coordinator().enter(self._call, self._state._preserve)
+        begun = coordinator().enter(self._call)
         if begun == "skip":
             return None
         self._state._runs = True
+        self._state._share(coordinator().commit_folders)
         try:
             return self._repeat(joins=begun == "join")
         finally:
             self._state._runs = False
+            self._state._unshare()
             self._state._unwrap()
             coordinator().leave()
 

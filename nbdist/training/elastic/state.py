@@ -5,18 +5,24 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nbdist.errors import CheckpointError, UsageError
-from nbdist.training import checkpoint
+from nbdist.training import checkpoint, commit_files
+from nbdist.training._uncut import uncut
 from nbdist.training._whole import whole
 from nbdist.training.elastic import tree
 from nbdist.training.elastic.commit import Commit, read_values, write_commit
 from nbdist.training.elastic.coordinator import coordinator
 from nbdist.training.elastic.ranks import Ranks, broadcast_tree, ranks
+from nbdist.training.elastic.shared_copies import (
+    NotShared,
+    SharedCopies,
+    read_shared,
+)
 from nbdist.training.elastic.values import captured, put, unwrapped
 from nbdist.training.files import write_on_rank_0
 
@@ -38,7 +44,8 @@ class State:
     `commit` keeps a copy of all of them in each rank's memory; `restore` puts the last
     one back. Each value is an attribute: `state.epoch += 1`.
 
-    Two copies are kept beside the live values, so that one of them is always whole.
+    Two copies are kept beside the live values, so that one of them is always whole. In
+    a notebook's elastic run, those of rank 0 lie in files that outlive all ranks.
 
     Args:
         path: where each commit that is due is also written, by rank 0.
@@ -61,6 +68,9 @@ class State:
     _staged: Commit
     _runs: bool
     _loaded: bool
+    _folders: Sequence[Path]
+    """Where rank 0's copies may lie; none where they need not outlive it."""
+    _shared: SharedCopies | None
 
     def __init__(
         self,
@@ -82,6 +92,8 @@ class State:
         put("_staged", Commit(0, 0, {}))
         put("_runs", False)
         put("_loaded", False)
+        put("_folders", ())
+        put("_shared", None)
         resume = coordinator().resume
         if resume is not None:
             self._resume(Path(resume.path), trusted=resume.trusted)
@@ -113,7 +125,7 @@ class State:
         """For a rank that joins: the values travel, the copies do not."""
         nothing = Commit(0, 0, {})
         fresh = {"_committed": nothing, "_staged": nothing, "_runs": False}
-        return {**self.__dict__, **fresh}
+        return {**self.__dict__, **fresh, "_folders": (), "_shared": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -141,7 +153,7 @@ class State:
         `nbdist.elastic.run`, a change of the world's size takes place here.
         """
         world = ranks()
-        self._stage(world.size)
+        self._stage(world)
         wanted = world.agree(self._runs and coordinator().resize_wanted)
         self._swap()
         self._save_if_due(world)
@@ -168,25 +180,67 @@ class State:
         if world.rank != source:
             for name, value in values.items():
                 self._put(name, value)
-        self._stage(world.size)
+        self._stage(world)
         self._staged = replace(self._staged, number=number)
         world.meet("elastic_sync")
         self._swap()
 
-    def _stage(self, size: int) -> None:
+    def _stage(self, world: Ranks) -> None:
         """The first phase: copy the values into the copy that is not the commit."""
-        spare = self._staged.values
+        shares = world.rank == 0 and self._folders
+        spare = {} if shares else self._staged.values
         self._staged = Commit(0, 0, {})  # it holds a mixture until the end
-        values = {
-            name: tree.copy_into(spare.get(name), value)
-            for name, value in self._capture().items()
-        }
-        self._staged = Commit(self._committed.number + 1, size, values)
+        current = self._capture()
+        values = self._stage_shared(current) if shares else None
+        if values is None:
+            values = {
+                name: tree.copy_into(spare.get(name), value)
+                for name, value in current.items()
+            }
+        self._staged = Commit(self._committed.number + 1, world.size, values)
+
+    def _stage_shared(self, values: dict[str, Any]) -> dict[str, Any] | None:
+        """Copy to where it outlives this process; None where it cannot."""
+        if self._shared is None:
+            self._shared = SharedCopies(self._folders)
+        try:
+            return self._shared.stage(values)
+        except NotShared as reason:
+            self._give_up_sharing(reason)
+            return None
 
     def _swap(self) -> None:
         """The second phase: what was staged is the commit."""
-        self._committed, self._staged = self._staged, self._committed
-        self._forget_staged()
+        with uncut():
+            self._committed, self._staged = self._staged, self._committed
+            self._forget_staged()
+            try:
+                if self._shared is not None:
+                    self._shared.install(self._committed)
+            except NotShared as reason:
+                self._give_up_sharing(reason)
+
+    def _share(self, folders: Sequence[Path]) -> None:
+        """From the next commit on, keep rank 0's copies in one of these folders."""
+        self._folders = folders
+
+    def _unshare(self) -> None:
+        """Keep the copies in this process's memory; the files stay as they are."""
+        shared, self._shared, self._folders = self._shared, None, ()
+        if shared is not None:
+            own = tree.clone(self._committed.values)
+            self._committed = replace(self._committed, values=own)
+            self._staged = Commit(0, 0, {})
+
+    def _give_up_sharing(self, reason: NotShared) -> None:
+        shared = self._shared
+        self._unshare()
+        if shared is not None:
+            shared.withdraw()
+        warnings.warn(
+            f"a death of all ranks at once will lose this run's commits: {reason}",
+            stacklevel=2,
+        )
 
     def _forget_staged(self) -> None:
         """Keep the memory, not the number."""
@@ -270,7 +324,7 @@ class State:
                 f"{opened.path} holds {', '.join(names)}, and this State has "
                 f"{', '.join(self._objects)}: give State the same names"
             )
-        values = read_values(opened, trusted=trusted)
+        values = _values_of(opened, trusted=trusted)
         for name in names:
             self._put(name, values[name])
         header = opened.header
@@ -279,17 +333,21 @@ class State:
         self._forget_staged()
 
     def _save_if_due(self, world: Ranks) -> None:
-        if world.rank != 0:
-            return
-        if self._path is not None and self.commits % self._save_every == 0:
+        due = self._path is not None and self.commits % self._save_every == 0
+        if world.rank == 0 and due:
+            assert self._path is not None
             write_commit(self._path, self._committed)
-        if self._runs:
-            coordinator().keep_commit(self._preserve)
 
-    def _preserve(self, path: Path) -> None:
-        """Write the last commit to a file, from any thread of a paused rank."""
-        if self._committed.number:
-            write_commit(path, self._committed, private=True)
+
+def _values_of(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
+    if not commit_files.is_record(opened.header):
+        return read_values(opened, trusted=trusted)
+    if not trusted:
+        raise CheckpointError(
+            f"{opened.path} is a part of a running cluster: load a file that "
+            "state.save() has written"
+        )
+    return read_shared(opened)
 
 
 def _unknown(name: str, objects: dict[str, Any]) -> str:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 __all__ = ["Slot", "clone", "copy_into", "split", "unite"]
 
-_CONSTANT = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
-
 Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -25,6 +23,9 @@ class Slot:
     dtype: torch.dtype
     device: str
     """The kind, such as "cpu" or "cuda"."""
+
+
+_CONSTANT = (int, float, complex, bool, str, bytes, type(None), torch.dtype, Slot)
 
 
 def copy_into(spare: Any, value: Any) -> Any:

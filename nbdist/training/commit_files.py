@@ -1,0 +1,163 @@
+"""The files in which the last commit of an elastic run outlives the ranks.
+
+    FOLDER/record    which values the commit has: a file as `checkpoint` describes. Its
+                     payload is the pickle that `torch.save` writes as `data.pkl`
+    FOLDER/DATA      the bytes of its tensors; the record's header gives the name
+
+In the header, `parts` lists the offset and the size of each storage in the data file,
+in bytes; the pickle refers to a storage by its place in that list. A record is renamed
+into its place, so a reader finds one that is whole. This file imports no torch, so that
+the notebook can make an ordinary file of saved state from the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nbdist.errors import CheckpointError
+from nbdist.training import checkpoint
+
+__all__ = ["RECORD", "Record", "is_record", "read_record", "write_record"]
+
+RECORD = "record"
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a commit consists of."""
+
+    commit: int
+    """Its number, from 1."""
+    size: int
+    """Of the world that made it."""
+    names: tuple[str, ...]
+    time: float
+    """When it was made, in seconds since 1970."""
+    data: str
+    """The name of the file that holds the tensors, in the same folder."""
+    parts: tuple[tuple[int, int], ...]
+    """Offset and size of each storage in that file, in bytes."""
+    pickled: bytes
+
+    def packed(self) -> bytes:
+        """The content of the record's file."""
+        header = {**self._header(), "data": self.data, "parts": self.parts}
+        return checkpoint.packed(header, self.pickled)
+
+    def write_state(self, file: BinaryIO, data: int) -> None:
+        """Write the commit as `state.save` does, to a file that is empty.
+
+        Args:
+            data: a descriptor of the data file.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        with (
+            checkpoint.payload_of(file, self._header()) as payload,
+            zipfile.ZipFile(payload, "w") as archive,
+        ):
+            for name, content in self._entries(data):
+                entry = zipfile.ZipInfo(f"commit/{name}")
+                with archive.open(entry, "w", force_zip64=True) as out:
+                    for chunk in content:
+                        out.write(chunk)
+
+    def _entries(self, data: int) -> Iterator[tuple[str, Iterator[bytes]]]:
+        """Names and contents in the archive that `torch.load` reads."""
+        yield "data.pkl", iter([self.pickled])
+        yield "byteorder", iter([sys.byteorder.encode()])
+        for key, (offset, size) in enumerate(self.parts):
+            yield f"data/{key}", _chunks(data, offset, size)
+        yield "version", iter([b"3\n"])
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "commit": self.commit,
+            "size": self.size,
+            "names": list(self.names),
+            "time": self.time,
+        }
+
+
+def is_record(header: dict[str, Any]) -> bool:
+    """Whether a header is that of a record, and not of a file of saved state."""
+    return "data" in header
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Put a record in place of the one that is there, or leave that one as it is.
+
+    It is not brought to the disk: it is to outlive its process, and no crash of the
+    machine.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    part = folder / f".{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
+            file.write(record.packed())
+        part.replace(folder / RECORD)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def read_record(opened: checkpoint.Opened) -> Record:
+    """The record in a file that was found whole.
+
+    Raises:
+        CheckpointError: its header is not that of a record.
+    """
+    header = opened.header
+    data: Any = header.get("data")
+    parts: Any = header.get("parts")
+    if not _is_name(data) or not _are_parts(parts):
+        raise CheckpointError(f"{opened.path} does not say where its tensors lie")
+    with checkpoint.read(opened) as file:
+        pickled = file.read()
+    return Record(
+        header["commit"],
+        header["size"],
+        tuple(header["names"]),
+        header["time"],
+        data,
+        tuple((offset, size) for offset, size in parts),
+        pickled,
+    )
+
+
+def _is_name(value: object) -> bool:
+    """Whether it names a file of the same folder."""
+    return isinstance(value, str) and value == Path(value).name != ""
+
+
+def _are_parts(value: object) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(part, Sequence)
+        and len(part) == 2
+        and all(isinstance(number, int) and number >= 0 for number in part)
+        for part in value
+    )
+
+
+def _chunks(descriptor: int, offset: int, size: int) -> Iterator[bytes]:
+    end = offset + size
+    while offset < end:
+        chunk = os.pread(descriptor, min(_CHUNK_BYTES, end - offset), offset)
+        if not chunk:
+            raise OSError("the data file of a commit is too short")
+        yield chunk
+        offset += len(chunk)

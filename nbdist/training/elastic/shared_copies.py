@@ -1,0 +1,390 @@
+"""Rank 0's copies of the committed values, in files that outlive its process.
+
+Memory that a process maps from a file in shared memory stays when the process is
+killed. So the copy that a commit makes anyway is also the one that survives the death
+of all ranks; `commit_files` describes the files.
+
+There are two copies, in a data file each. Only the one that the record does not name is
+written to. At whichever moment the process is killed, the record names a whole copy:
+
+    while values are copied         the commit before: its data file is not touched
+    between copying and the rename  the commit before
+    after the rename                the new commit
+    while a data file is replaced   the commit before: the file that goes is the other
+
+Commits with other shapes are laid out afresh in the other file, or in a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import mmap
+import os
+import pickle
+import secrets
+import shutil
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nbdist.errors import CheckpointError
+from nbdist.training import checkpoint
+from nbdist.training.commit_files import RECORD, Record, read_record, write_record
+from nbdist.training.elastic import tree
+from nbdist.training.elastic.commit import Commit
+
+__all__ = ["NotShared", "SharedCopies", "read_shared"]
+
+ALIGNMENT = 64
+GROWTH_BYTES = 16 << 20
+"""At most so much more than needed is allocated, for values that grow."""
+PROTOCOL = 2  # the one that torch.load(weights_only=True) reads
+
+_rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v3
+
+
+class NotShared(Exception):
+    """The files cannot be written; the message says why."""
+
+
+class SharedCopies:
+    """Two copies of the values, in turn the commit and the one to write to.
+
+    Args:
+        folders: where the files may lie; the first one that has room is taken. They
+            are this user's alone.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._recorded = _Copy()
+        self._spare = _Copy()
+        self._has_new_file = True
+        self._pickled = b""
+
+    def stage(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Copy values into the file that holds no commit; the copy.
+
+        What is on a GPU is copied there as well, so that a restore needs no transfer.
+
+        Raises:
+            NotShared: no folder has room for the file, or a value cannot be pickled.
+        """
+        skeleton, tensors = tree.split(values)
+        skeleton = tree.clone(skeleton)
+        if not self._spare.fits(tensors):
+            self._lay_out(tensors)
+        copied: dict[str, Any] = tree.unite(skeleton, self._spare.fill(tensors))
+        self._pickled = self._spare.pickled(copied)
+        return copied
+
+    def _lay_out(self, tensors: Sequence[Tensor]) -> None:
+        try:
+            is_new = self._spare.lay_out(tensors, self._folders)
+        except OSError as error:
+            raise NotShared(str(error)) from error
+        path = self._spare.path
+        if is_new and path is not None and path.parent != self._folders[0]:
+            warnings.warn(
+                f"commits are kept in {path.parent.parent} and may be slow: "
+                f"{self._folders[0].parent} has too little room",
+                stacklevel=2,
+            )
+        self._has_new_file |= is_new
+
+    def install(self, commit: Commit) -> None:
+        """Make what was staged last the commit that survives.
+
+        An interrupt must not come in between: see `uncut`.
+
+        Raises:
+            NotShared: there was no room for the record. The commit before stays.
+        """
+        copy = self._spare
+        assert copy.path is not None
+        try:
+            write_record(copy.path.parent, copy.record(commit, self._pickled))
+        except OSError as error:
+            raise NotShared(str(error)) from error
+        self._spare, self._recorded = self._recorded, copy
+        if self._has_new_file:
+            self._remove_others(copy.path.parent / RECORD)
+            self._has_new_file = False
+
+    def withdraw(self) -> None:
+        """Remove the files: no commit survives."""
+        self._recorded, self._spare = _Copy(), _Copy()
+        self._remove_others(None)
+
+    def _remove_others(self, record: Path | None) -> None:
+        """Remove other files, such as those of a rank that was rank 0 before."""
+        kept = {record, self._recorded.path, self._spare.path}
+        found = [path for folder in self._folders for path in _files(folder)]
+        # Records first: none may name a file that is gone.
+        for path in sorted(found, key=lambda path: path.name != RECORD):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):  # the notebook has taken it
+        return list(folder.iterdir())
+    return []
+
+
+class _Slot(NamedTuple):
+    """Where a tensor lies in a data file."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    size: int
+    """In bytes."""
+
+
+class _Storage(NamedTuple):
+    """Stands for a part of the data file in a pickle."""
+
+    key: str
+    device: str
+    size: int
+
+
+class _Copy:
+    """The tensors of one copy, and the file in which they lie."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._memory: Tensor | None = None
+        """The file's bytes."""
+        self._kinds: list[object] = []
+        self._slots: list[_Slot] = []
+        self._shared: list[Tensor] = []
+        """The tensors in the file."""
+        self._own: list[Tensor] = []
+        """The same, where those on a GPU are copies there."""
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors can be copied to where the last ones were."""
+        return self.path is not None and self._kinds == _kinds(tensors)
+
+    def lay_out(self, tensors: Sequence[Tensor], folders: Sequence[Path]) -> bool:
+        """Give each tensor its place in the file; whether that is a new file.
+
+        Raises:
+            OSError: there is no room for a new one.
+        """
+        self._kinds, self._shared, self._own = [], [], []
+        slots, needed = _plan(tensors)
+        is_new = self._memory is None or self._memory.numel() < needed
+        if is_new:
+            self._replace_file(needed, folders)
+        assert self._memory is not None
+        self._slots = slots
+        self._shared = [_view(self._memory, slot) for slot in slots]
+        self._own = [
+            shared if tensor.device.type == "cpu" else torch.empty_like(tensor)
+            for shared, tensor in zip(self._shared, tensors, strict=True)
+        ]
+        self._kinds = _kinds(tensors)
+        return is_new
+
+    def _replace_file(self, needed: int, folders: Sequence[Path]) -> None:
+        self._memory = None  # its pages go with the file, once no tensor is left
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+            self.path = None
+        size = needed + min(needed // 8, GROWTH_BYTES)
+        self.path, self._memory = _new_file(max(size, ALIGNMENT), folders)
+
+    def fill(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy the tensors; the copies, each on its tensor's device."""
+        with torch.no_grad():
+            if tensors:
+                torch._foreach_copy_(self._shared, list(tensors), non_blocking=True)
+            for own, shared, tensor in zip(
+                self._own, self._shared, tensors, strict=True
+            ):
+                if own is not shared:
+                    own.copy_(tensor)
+        for device in {each.device for each in tensors if each.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return self._own
+
+    def pickled(self, values: dict[str, Any]) -> bytes:
+        """Values that hold the copies.
+
+        Raises:
+            NotShared: a value cannot be pickled.
+        """
+        file = io.BytesIO()
+        try:
+            _Pickler(file, self._own, self._slots).dump(values)
+        except Exception as error:  # an object may refuse in a way of its own
+            raise NotShared(f"{type(error).__name__}: {error}") from error
+        return file.getvalue()
+
+    def record(self, commit: Commit, pickled: bytes) -> Record:
+        """What says that the file holds this commit."""
+        assert self.path is not None
+        return Record(
+            commit=commit.number,
+            size=commit.size,
+            names=tuple(commit.values),
+            time=time.time(),
+            data=self.path.name,
+            parts=tuple((slot.offset, slot.size) for slot in self._slots),
+            pickled=pickled,
+        )
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[object]:
+    return [(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+
+
+def _plan(tensors: Sequence[Tensor]) -> tuple[list[_Slot], int]:
+    """A place for each tensor, and the bytes of all.
+
+    Strides are those of a clone: kept where the tensor is dense.
+    """
+    slots, end = [], 0
+    for tensor in tensors:
+        strides = torch.empty_like(tensor, device="meta").stride()
+        size = math.prod(tensor.shape) * tensor.element_size()
+        slots.append(_Slot(tuple(tensor.shape), strides, tensor.dtype, end, size))
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return slots, end
+
+
+def _view(memory: Tensor, slot: _Slot) -> Tensor:
+    part = memory[slot.offset : slot.offset + slot.size].view(slot.dtype)
+    return part.as_strided(slot.shape, slot.strides)
+
+
+def _new_file(size: int, folders: Sequence[Path]) -> tuple[Path, Tensor]:
+    """A file of so many bytes, and its memory.
+
+    Raises:
+        OSError: no folder has room; the message says how much each has.
+    """
+    refused = []
+    for folder in folders:
+        try:
+            free = shutil.disk_usage(folder).free
+            if free > 2 * size:  # others need some of it
+                return _mapped(folder / secrets.token_hex(8), size)
+            refused.append(f"{folder.parent} has {free / 1e6:.0f} MB free")
+        except OSError as error:
+            refused.append(f"{folder.parent}: {error.strerror or error}")
+    raise OSError(
+        f"a copy of the state needs {size / 1e6:.0f} MB, and as much again must stay "
+        f"free: {', '.join(refused)}"
+    )
+
+
+def _mapped(path: Path, size: int) -> tuple[Path, Tensor]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        # Without its pages, a full folder would be a SIGBUS when they are written to.
+        os.posix_fallocate(descriptor, 0, size)
+        memory = mmap.mmap(descriptor, size)
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return path, torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles values as `torch.save` does, with tensors that lie in a data file."""
+
+    def __init__(
+        self, file: io.BytesIO, tensors: Sequence[Tensor], slots: Sequence[_Slot]
+    ) -> None:
+        super().__init__(file, PROTOCOL)
+        self._reduced = {
+            id(tensor): (_rebuild, _arguments(str(key), slot, str(tensor.device)))
+            for key, (tensor, slot) in enumerate(zip(tensors, slots, strict=True))
+        }
+
+    def reducer_override(self, value: object) -> Any:
+        """A tensor of the copy refers to its storage; others are pickled as ever."""
+        return self._reduced.get(id(value), NotImplemented)
+
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
+        """A storage, as `torch.load` wants it."""
+        if type(value) is not _Storage:
+            return None
+        return "storage", torch.UntypedStorage, value.key, value.device, value.size
+
+
+def _arguments(key: str, slot: _Slot, device: str) -> tuple[object, ...]:
+    storage = _Storage(key, device, slot.size)
+    hooks: OrderedDict[str, object] = OrderedDict()
+    return storage, 0, slot.shape, slot.strides, False, hooks, slot.dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives tensors that lie in the memory of a data file."""
+
+    def __init__(self, record: Record, memory: Tensor) -> None:
+        super().__init__(io.BytesIO(record.pickled))
+        self._parts = record.parts
+        self._memory = memory
+
+    def persistent_load(self, identity: Any) -> _Storage:
+        """What `_Pickler.persistent_id` has made of a storage."""
+        _kind, _class, key, device, size = identity
+        return _Storage(key, device, size)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Tensors are made here."""
+        if (module, name) == (_rebuild.__module__, _rebuild.__name__):
+            return self._tensor
+        return super().find_class(module, name)
+
+    def _tensor(self, storage: Any, *arguments: Any) -> Tensor:
+        if type(storage) is not _Storage:
+            return _rebuild(storage, *arguments)
+        _offset, shape, strides, _grad, _hooks, dtype = arguments
+        offset, size = self._parts[int(storage.key)]
+        view = _view(self._memory, _Slot(shape, strides, dtype, offset, size))
+        on_gpu = storage.device.startswith("cuda") and torch.cuda.is_available()
+        return view.cuda() if on_gpu else view
+
+
+def read_shared(opened: checkpoint.Opened) -> dict[str, Any]:
+    """The values of a commit that this cluster has kept, whose code is trusted.
+
+    Its tensors lie in the file's memory, of which they change nothing.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
+    record = read_record(opened)
+    try:
+        memory = _mapped_privately(opened.path.with_name(record.data))
+        values: dict[str, Any] = _Unpickler(record, memory).load()
+    except Exception as error:  # whatever unpickling raises
+        raise CheckpointError(f"{opened.path} cannot be loaded: {error}") from error
+    return values
+
+
+def _mapped_privately(path: Path) -> Tensor:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8)

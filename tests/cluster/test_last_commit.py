@@ -1,0 +1,166 @@
+"""A commit's files go from a cluster that ends to the next one. No ranks needed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbdist.cluster import rescue
+from nbdist.cluster.rescue import LastCommit, Rescue, last_commit
+from nbdist.engine import private_files
+from nbdist.errors import CheckpointError
+from nbdist.training.elastic.state import State
+from nbdist.wire import ElasticCall
+
+CALL = ElasticCall("train", max_restarts=1, min_ranks=1, max_ranks=None, timeout_s=1)
+
+
+class Clusters:
+    """Makes the folders of clusters."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def begin(self) -> Path:
+        """A new cluster's run folder."""
+        run_dir = Path(tempfile.mkdtemp(dir=self._folder))
+        private_files.make_memory_folder(run_dir)
+        private_files.make_commit_folders(run_dir)
+        return run_dir
+
+
+@pytest.fixture
+def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clusters:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(private_files, "MEMORY_FOLDER", shared)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    return Clusters(runs)
+
+
+def training(run_dir: Path, **values: Any) -> State:
+    """A state as it is in an elastic run on rank 0."""
+    state = State(**values)
+    state._share(private_files.commit_folders(run_dir))
+    return state
+
+
+def taken(run_dir: Path) -> LastCommit:
+    commit = last_commit(run_dir)
+    assert commit is not None
+    return commit
+
+
+def test_a_commit_goes_through_three_clusters(clusters: Clusters) -> None:
+    first = clusters.begin()
+    assert last_commit(clusters.begin()) is None
+    state = training(first, weight=torch.arange(5.0), step=7)
+    for _ in range(3):
+        state.commit()
+    commit = taken(first)
+    private_files.remove_folders(first)
+    second = clusters.begin()
+    commit.give(second)  # it is lost before its own first commit
+    again = taken(second)
+    private_files.remove_folders(second)
+    third = clusters.begin()
+    resume = again.give(third)
+    fresh = State(weight=torch.zeros(5), step=0)
+    fresh.load(resume.path, trusted=True)
+    assert (fresh.commits, fresh.step) == (3, 7)
+    assert fresh.weight.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_new_commit_is_preferred_to_the_one_a_cluster_began_from(
+    clusters: Clusters,
+) -> None:
+    first, second = clusters.begin(), clusters.begin()
+    training(first, step=1).commit()
+    taken(first).give(second)
+    state = training(second, step=2)
+    for _ in range(2):
+        state.commit()
+    assert taken(second).number == 2
+    assert taken(second).number == 2  # it can be asked for again
+
+
+def test_what_a_living_rank_commits_later_changes_nothing(clusters: Clusters) -> None:
+    run_dir = clusters.begin()
+    state = training(run_dir, weight=torch.ones(1000))
+    state.commit()
+    commit = taken(run_dir)
+    state.weight += 1
+    with pytest.warns(UserWarning, match="will lose"):
+        state.commit()
+    for _ in range(2):
+        state.weight += 1
+        state.commit()
+    resumed = State(weight=torch.zeros(1000))
+    resumed.load(commit.give(clusters.begin()).path, trusted=True)
+    assert resumed.weight.eq(1).all()
+
+
+def test_without_room_in_memory_the_run_folder_takes_it(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = clusters.begin(), clusters.begin()
+    training(first, weight=torch.ones(1000)).commit()
+    commit = taken(first)
+    copy = rescue._copy
+    full = private_files.memory_folder(second)
+
+    def copy_where_is_room(source: int, path: Path) -> None:
+        if path.is_relative_to(full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        copy(source, path)
+
+    monkeypatch.setattr(rescue, "_copy", copy_where_is_room)
+    resume = commit.give(second)
+    assert Path(resume.path).is_relative_to(second)
+    assert not (full / "resume").exists()
+    State(weight=torch.zeros(1000)).load(resume.path, trusted=True)
+
+
+def test_a_kept_commit_is_an_ordinary_file(
+    clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = clusters.begin()
+    training(run_dir, weight=torch.arange(4.0), step=3).commit()
+    saved = Rescue(CALL, taken(run_dir))
+    private_files.remove_folders(run_dir)
+    monkeypatch.setattr(rescue.tempfile, "tempdir", str(tmp_path))
+    told = saved.keep()
+    assert "number 1" in told
+    state = State(weight=torch.zeros(4), step=0)
+    state.load(told.rsplit(" ", 1)[1])
+    assert state.weight.tolist() == [0, 1, 2, 3]
+    assert Rescue(CALL, None).keep() == "there was no commit yet"
+
+
+def test_what_others_can_write_is_not_taken(clusters: Clusters) -> None:
+    run_dir = clusters.begin()
+    training(run_dir, step=1).commit()
+    (folder, _other) = private_files.commit_folders(run_dir)
+    (folder / "record").chmod(0o622)
+    assert last_commit(run_dir) is None
+
+
+def test_a_record_that_names_a_file_elsewhere_is_refused(
+    clusters: Clusters, tmp_path: Path
+) -> None:
+    from nbdist.training import checkpoint
+    from nbdist.training.commit_files import read_record
+
+    path = tmp_path / "record"
+    header = {"commit": 1, "size": 1, "names": [], "time": 0, "parts": []}
+    for name in ("../data", "/etc/passwd", "", ".", 5):
+        path.write_bytes(checkpoint.packed({**header, "data": name}, b""))
+        with pytest.raises(CheckpointError, match="does not say where"):
+            read_record(checkpoint.check(path))
