@@ -1,21 +1,31 @@
-"""SIGINT on a rank: it reaches the user's code, and nothing else."""
+"""Signals on a rank: they reach the user's code, and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 from nbdist.engine.cell_names import cell_of
 
 __all__ = ["Interrupts", "Overdue"]
+
+Handler = Callable[[int, "FrameType | None"], object]
+
+USERS_SIGNALS = [
+    signal.Signals[name]
+    for name in ("SIGCHLD", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
+"""Those that a library or a cell may handle; to look at each costs a microsecond."""
 
 INSIST_S = 0.05
 INSIST_TIMES = 100
@@ -25,8 +35,27 @@ class Overdue(KeyboardInterrupt):
     """Code of the user's took longer than it may."""
 
 
+class _Sheltering:
+    """A signal handler that user code has installed, while no user code runs.
+
+    Its errors end here. In the kernel's own code they would end the rank's main loop:
+    torch's handler for SIGCHLD raises one when the worker of a loader has died. The
+    loop over that loader finds the same.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(Exception):
+            self.handler(signum, frame)
+
+
 class Interrupts:
     """Turns SIGINT into KeyboardInterrupt while user code runs; ignores it otherwise.
+
+    Handlers that user code installs for other signals are called at any time, but their
+    errors are raised in user code alone.
 
     A SIGINT that comes between two requests must not hit the kernel's own machinery,
     for then a reply would be lost and the notebook would wait for it. And an interrupt
@@ -52,6 +81,7 @@ class Interrupts:
         self._main_thread = threading.get_ident()
         self._unraisable = sys.unraisablehook
         self._take()
+        self._own = _handlers()
         sys.unraisablehook = self._on_unraisable
         self._ours = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         os.register_at_fork(after_in_child=self._forget_in_child)
@@ -84,7 +114,7 @@ class Interrupts:
         try:
             yield
         finally:
-            self._armed = False
+            self._arm(False)
             with self._lock:
                 self._request = ""
 
@@ -117,13 +147,26 @@ class Interrupts:
         before = self._armed, self._waiting
         self._waiting = task
         try:
-            self._armed = True
+            self._arm(True)
             if self._pending:
                 self._pending = False
                 self._deliver(task)
             yield
         finally:
-            self._armed, self._waiting = before
+            armed, self._waiting = before
+            self._arm(armed)
+
+    def _arm(self, armed: bool) -> None:
+        """User code begins or ends."""
+        if armed == self._armed:
+            return
+        self._armed = armed
+        for signum, handler in _handlers().items():
+            if isinstance(handler, _Sheltering):
+                if armed:
+                    signal.signal(signum, handler.handler)
+            elif not armed and handler != self._own.get(signum):
+                signal.signal(signum, _Sheltering(handler))
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
@@ -161,11 +204,12 @@ class Interrupts:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Within `armed`: keep SIGINT back until the end, for what must not be cut."""
-        armed, self._armed = self._armed, False
+        armed = self._armed
+        self._arm(False)
         try:
             yield
         finally:
-            self._armed = armed
+            self._arm(armed)
             if armed and self._pending:
                 self._pending = False
                 self._deliver(self._waiting)
@@ -226,6 +270,16 @@ class Interrupts:
             # A task that the cell has made. KeyboardInterrupt would end the loop; this
             # ends that task, and then the loop comes to cancel the cell's own.
             raise asyncio.CancelledError
+
+
+def _handlers() -> dict[signal.Signals, Handler]:
+    """The handlers of Python's for signals that user code may want."""
+    handlers = {signum: signal.getsignal(signum) for signum in USERS_SIGNALS}
+    return {signum: each for signum, each in handlers.items() if _is_python(each)}
+
+
+def _is_python(handler: object) -> TypeGuard[Handler]:
+    return callable(handler) and not isinstance(handler, signal.Handlers)
 
 
 def _in_cell(frame: FrameType | None) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
 from nbdist.cluster.observer import Event, Quiet
 from nbdist.cluster.run import Run
+from tests.processes import wait_until
 
 WITHIN_S = 4.0
 
@@ -230,3 +231,29 @@ def test_ranks_that_wait_in_nccl_are_released():
             interrupted(cluster, f"{waiting}torch.cuda.synchronize()", Press(2, 0.5))
             cluster.execute("t = torch.ones(3, device=device)\ndist.all_reduce(t)")
             assert [t.tolist() for t in cluster["t"]] == [[2.0] * 3] * 2
+
+
+HANDLES = """
+import os, signal
+heard = []
+
+def handle(signum, frame):
+    heard.append(signum)
+    raise ValueError("from the handler")
+
+signal.signal(signal.SIGUSR1, handle)
+"""
+
+
+def test_a_handler_that_a_cell_installs_raises_in_user_code_alone(cluster: Cluster):
+    """As torch's for SIGCHLD does, when a loader's worker dies between two cells."""
+    cluster.execute(HANDLES)
+    try:
+        for info in cluster.ranks:
+            os.kill(info.pid, signal.SIGUSR1)
+        wait_until(lambda: cluster["len(heard)"] == [1] * 4, WITHIN_S)
+        with pytest.raises(CellError, match=r"^ranks 0-3 .*ValueError: from the"):
+            cluster.execute("os.kill(os.getpid(), signal.SIGUSR1)")
+        assert cluster["len(heard)"] == [2] * 4
+    finally:
+        cluster.execute("signal.signal(signal.SIGUSR1, signal.SIG_DFL)")
