@@ -69,7 +69,8 @@ class Arrival:
 
     def refuse(self) -> None:
         """End the process, or have it end as soon as it begins. It is not awaited."""
-        self._path.with_suffix(".refused").touch()
+        with contextlib.suppress(FileNotFoundError):  # the cluster has ended
+            self._path.with_suffix(".refused").touch()
         record = self._record()
         if record is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself

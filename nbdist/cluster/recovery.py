@@ -85,6 +85,7 @@ class Recovery:
         """
         ask = ask or self._send
         told: list[str] = []
+        heard = self._deaths()  # whoever asked for this tells of these
         problem = ""
         failed = 0
         while True:
@@ -95,12 +96,21 @@ class Recovery:
                 told = self._bring_up_to_date(told, ask)
                 if not self._roster.died:
                     return "; ".join(told)
+                news = self._deaths()
             except ChangeFailed as error:
                 failed += 1
                 if not self._goes_on(error, died, failed):
                     raise
                 if error.newcomer and failed >= MOST_TRIES:
                     problem = str(error)
+                first_line = str(error).partition("\n")[0]
+                news = [*self._deaths(), *([first_line] if error.newcomer else [])]
+            told += [cause for cause in news if cause not in heard]
+            heard += news
+
+    def _deaths(self) -> list[str]:
+        """How each dead rank has ended, in words."""
+        return list(map(str, self._roster.died.values()))
 
     def interrupt(self) -> None:
         """End a recovery that is under way with KeyboardInterrupt. From any thread."""
