@@ -19,7 +19,7 @@ help:
 	@echo "make test   every test but the long ones"
 	@echo "make soak   the long ones"
 	@echo "make bench  measure, and write docs/benchmarks.md"
-	@echo "make reliability  run the fault matrix, and write docs/reliability.md"
+	@echo "make reliability  run the fault matrix and the random faults, and write docs/reliability.md"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, in out/docs"
 	@echo "make clean  remove $(VENV) and out/"
@@ -40,7 +40,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks
 
 reliability: $(VENV)/.test
-	NBDIST_WRITE_RELIABILITY=1 $(RUN) -m pytest tests/reliability
+	NBDIST_WRITE_RELIABILITY=1 $(RUN) -m pytest tests/reliability tests/chaos/test_chaos.py
 
 lint: $(VENV)/.test
 	$(RUN) -m ruff check

@@ -1,0 +1,148 @@
+"""How each draw must end: a pure function of the draw, to be read beside the docs.
+
+docs/reliability.md says in words what `TABLE` says here. The first row that a draw fits
+is the one that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tests.chaos.draw import CHANGES, RANKS, Draw
+
+__all__ = ["TABLE", "Expectation", "expected"]
+
+START_S = 30.0
+"""A start of three ranks on a loaded machine of two cores; 8 s on a quiet one."""
+RECOVERY_S = 2 * START_S
+LONG = 2 * RECOVERY_S
+"""Where a first recovery may fail, and all ranks are started again."""
+
+WHOLE = "whole"
+"""Every rank is the process that it was, and has its variables."""
+REPLACED = "replaced"
+"""The ranks that were struck are new processes; the others are as they were."""
+RENEWED = "renewed"
+"""All ranks are new processes, which have run the setup cells."""
+ENDED = "ended"
+"""Nothing of the cluster is left. One error says so, and a new start works."""
+
+DEATHS = ("SIGKILL", "exit code 7")
+IN_CELL = ("cell", "collective", "push", "pull", "save")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What follows a kind of draws; an empty tuple stands for any."""
+
+    process: tuple[str, ...] = ()
+    fault: tuple[str, ...] = ()
+    moment: tuple[str, ...] = ()
+    count: tuple[str, ...] = ()
+    ends: tuple[str, ...] = (WHOLE,)
+    """Which of these the cluster may be afterwards."""
+    says: tuple[str, ...] = ()
+    """Patterns that the errors and notes must have; `{rank}` for each victim, `{fault}`
+    for how it ended."""
+    raises: bool | None = None
+    """Whether what the notebook did raises; None where it may."""
+    within_s: float = RECOVERY_S
+    """Until what the notebook did has ended, and the cell after it."""
+
+    def fits(self, draw: Draw) -> bool:
+        return all(
+            not wanted or value in wanted
+            for wanted, value in (
+                (self.process, draw.process),
+                (self.fault, draw.fault),
+                (self.moment, draw.moment),
+                (self.count, draw.count),
+            )
+        )
+
+
+DIED = (r"rank {rank}\b.*{fault}",)
+ONE_DIED = (r"rank {any}\b.*{fault}",)
+ENDS = (r"{process}.*{fault}",)
+RANK = ("rank", "rank parent")
+HELPER = ("controller", "mpiexec", "guard")
+FEW = ("one", "two")
+STOP = ("SIGSTOP",)
+
+TABLE = (
+    # A start that is struck fails as a whole, says by what, and leaves nothing.
+    Row(RANK, DEATHS, ("start",), (), (ENDED,), ONE_DIED, True),
+    Row(HELPER, DEATHS, ("start",), (), (ENDED,), ENDS, True),
+    # Dead ranks are replaced: at once after a cell, else by the next one. When all are
+    # dead, all are started again. Who loses its parent process dies, and nobody else.
+    Row(RANK, DEATHS, ("commit",), FEW, (REPLACED, RENEWED), DIED, False, LONG),
+    Row(RANK, DEATHS, ("commit",), (), (RENEWED,), DIED, False, LONG),
+    Row(RANK, DEATHS, CHANGES, FEW, (REPLACED, RENEWED), DIED, None, LONG),
+    Row(RANK, DEATHS, CHANGES, (), (RENEWED,), DIED, None, LONG),
+    Row(RANK, DEATHS, ("idle",), FEW, (REPLACED,), DIED, False),
+    Row(RANK, DEATHS, ("idle",), (), (RENEWED,), DIED, None),
+    Row(RANK, DEATHS, IN_CELL, FEW, (REPLACED,), DIED, True),
+    Row(RANK, DEATHS, IN_CELL, (), (RENEWED,), DIED, True),
+    # A rank that is stopped and goes on costs time and nothing else.
+    Row(RANK, STOP, (), (), (WHOLE,), (), False),
+    # The ranks cannot live without a helper: all end, and the next cell starts others
+    # or says to do so. An elastic training goes on from its last commit.
+    Row(HELPER, DEATHS, ("commit",), (), (RENEWED, ENDED), ENDS, None, LONG),
+    Row(HELPER, DEATHS, (), (), (RENEWED, ENDED), ENDS, None, LONG),
+    # A helper that is stopped is continued, and that is said.
+    Row(HELPER, STOP, ("start",), (), (WHOLE,), (), False),
+    Row(HELPER, STOP, (), (), (WHOLE,), (r"{process}.*stopped",), False),
+    # What no part of the cluster has sent changes nothing.
+    Row((), ("wrong message",), (), (), (WHOLE,), (), False),
+    # The worker of a loader costs the loop over that loader.
+    Row(("worker",), DEATHS, (), (), (WHOLE,), (r"DataLoader worker \(pid",), True),
+    Row(("worker",), STOP, (), (), (WHOLE,), (), False),
+    # A full folder may fail what needs it, with an error, and costs no rank.
+    Row((), ("disk full",), ("start",), (), (WHOLE, ENDED)),
+    Row((), ("disk full",), (), (), (WHOLE,)),
+)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """How one draw must end."""
+
+    ends: tuple[str, ...]
+    new: tuple[int, ...]
+    """The ranks that are other processes afterwards, if it ends as "replaced"."""
+    says: tuple[str, ...]
+    raises: bool | None
+    within_s: float
+
+
+def expected(draw: Draw) -> Expectation:
+    """The row of the draw, with its names filled in."""
+    row = next(row for row in TABLE if row.fits(draw))
+    struck = draw.process in RANK and draw.fault in DEATHS
+    replaces = draw.moment in ("restart", "recovery")
+    replaced = {draw.first} if replaces else set()
+    new = replaced | (set(draw.victims) if struck else set())
+    ends = row.ends
+    if replaced and WHOLE in ends:
+        ends = tuple(REPLACED if end == WHOLE else end for end in ends)
+    return Expectation(
+        ends=ends,
+        new=tuple(sorted(rank for rank in new if rank < RANKS)),
+        says=tuple(_filled(row.says, draw)),
+        raises=row.raises,
+        within_s=row.within_s,
+    )
+
+
+def _filled(patterns: Iterable[str], draw: Draw) -> Iterable[str]:
+    for pattern in patterns:
+        # A rank whose parent was killed ends with it; nobody is left to say how.
+        how = draw.fault if draw.process != "rank parent" else ""
+        text = pattern.replace("{fault}", how).replace("{process}", draw.process)
+        if "{any}" in text:
+            yield text.replace("{any}", f"[{''.join(map(str, draw.victims))}]")
+        elif "{rank}" in text:
+            yield from (text.replace("{rank}", str(rank)) for rank in draw.victims)
+        else:
+            yield text

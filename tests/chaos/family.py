@@ -1,0 +1,136 @@
+"""The processes of a cluster, by what they are."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nbdist import Cluster
+from nbdist.engine.private_files import memory_folder
+
+__all__ = ["Coming", "Family", "guards"]
+
+
+def guards() -> set[psutil.Process]:
+    """The guard processes that this process has started."""
+    children = psutil.Process().children()
+    return {p for p in children if "nbdist.cluster.guard" in _command(p)}
+
+
+class Family:
+    """A guard process and all that is below it.
+
+    Args:
+        guard: its first process.
+    """
+
+    def __init__(self, guard: psutil.Process) -> None:
+        self.guard = guard
+        folders = [Path(word) for word in guard.cmdline() if word.startswith("/")]
+        self.run_dir = next(path for path in reversed(folders) if path.is_dir())
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Family:
+        """That of a running cluster, of which there is one in this process."""
+        assert cluster.running
+        (guard,) = guards()
+        return cls(guard)
+
+    def helper(self, name: str) -> psutil.Process | None:
+        """ "guard", "controller" or "mpiexec"; None before it runs."""
+        if name == "guard":
+            return self.guard
+        word = {"controller": "controller", "mpiexec": "--with-ft"}[name]
+        found = [p for p in _children(self.guard) if word in _command(p)]
+        return found[0] if found else None
+
+    def census(self) -> dict[str, int]:
+        """How many processes of each kind run."""
+        try:
+            processes = [self.guard, *self.guard.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return {}
+        commands = [_command(p) for p in processes if _runs(p)]
+        kinds = [_kind(command) for command in commands if command]
+        return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+    def describe(self) -> str:
+        """The processes that run, for a message."""
+        return f"running: {self.census()}"
+
+    def in_memory(self) -> set[str]:
+        """The names of its files in shared memory."""
+        try:
+            return {path.name for path in self._memory.iterdir()}
+        except FileNotFoundError:
+            return set()
+
+    @cached_property
+    def _memory(self) -> Path:
+        return memory_folder(self.run_dir)
+
+
+class Coming:
+    """A rank on its way up, as its file in the cluster's folder shows it.
+
+    Args:
+        run_dir: the cluster's folder.
+        rank: its number.
+        again: whether processes of this number that were there before do not count.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, *, again: bool = True) -> None:
+        self._run_dir, self._pattern = run_dir, f"rank{rank}*.stage"
+        self._before = set(run_dir.glob(self._pattern)) if again else set()
+
+    @property
+    def stage(self) -> str | None:
+        """What it does; None where it has not begun."""
+        record = self._record()
+        return None if record is None else record["stage"]
+
+    def parent(self) -> psutil.Process | None:
+        """Its parent process."""
+        record = self._record()
+        if record is None:
+            return None
+        process = psutil.Process(record["pid"])
+        # Its first stage is told by its parent.
+        return process if record["stage"] == "starting Python" else process.parent()
+
+    def process(self) -> psutil.Process | None:
+        """The rank itself; None as long as its parent is alone."""
+        return next(iter(_children(self.parent())), None)
+
+    def _record(self) -> dict[str, Any] | None:
+        new = set(self._run_dir.glob(self._pattern)) - self._before
+        return json.loads(max(new).read_text()) if new else None
+
+
+def _children(process: psutil.Process | None) -> list[psutil.Process]:
+    return [] if process is None else process.children()
+
+
+def _command(process: psutil.Process) -> str:
+    """The command line; "" of one that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kind(command: str) -> str:
+    words = ("cluster.guard", "controller", "--with-ft", "-m nbdist.engine")
+    known = next((word for word in words if word in command), "")
+    return known or ("a rank's parent" if " -S " in command else command)

@@ -1,0 +1,171 @@
+"""What the ranks do for a draw: say where they are, and wait to be struck there.
+
+Ranks import this file, and so do the workers of their loaders.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.002
+BIG = 500_000
+"""Numbers of float64 in a value too large to travel within a message."""
+HELD_STEP = 5
+"""The step whose commit waits for its fault."""
+
+
+class _Here:
+    """What this process knows of the draws."""
+
+    folder = Path()
+    batches: Iterator[Any] | None = None
+    listens = 0
+    """The process that `listen` has been called in."""
+
+
+def begin(folder: str) -> None:
+    """The setup cell: know where to say what; a rank that joins may wait here."""
+    _Here.folder = Path(folder)
+    listen(_Here.folder)
+    if (_Here.folder / "hold newcomers").exists():
+        hold()
+
+
+def listen(folder: Path) -> None:
+    """Have this process end with the exit code that `faults.exit_code` sends it."""
+    if _Here.listens != os.getpid():
+        _Here.listens = os.getpid()
+        os.mkfifo(folder / f"exit {os.getpid()}", 0o600)
+        threading.Thread(target=_await_code, args=(folder,), daemon=True).start()
+
+
+def _await_code(folder: Path) -> None:
+    with open(folder / f"exit {os.getpid()}", "rb") as fifo:
+        os._exit(fifo.read(1)[0])
+
+
+def mark(folder: Path | None = None) -> None:
+    """Tell the test that this rank is here."""
+    descriptor = os.open((folder or _Here.folder) / "marks", os.O_WRONLY)
+    try:
+        os.write(descriptor, b".")
+    finally:
+        os.close(descriptor)
+
+
+def may_go(folder: Path | None = None) -> bool:
+    """Whether the fault has struck."""
+    return ((folder or _Here.folder) / "go").exists()
+
+
+def hold(folder: Path | None = None) -> None:
+    """Say that this rank is here, and stay until the fault has struck."""
+    if not may_go(folder):
+        mark(folder)
+    while not may_go(folder):
+        time.sleep(POLL_S)
+
+
+def reduce_until_struck() -> None:
+    """Go from one all-reduce of 4 MB into the next, and be right in each."""
+    import torch
+
+    import nbdist
+
+    told = False
+    while True:
+        x = torch.full((1_000_000,), nbdist.rank() + 1.0)
+        x[0] = float(may_go())
+        nbdist.all_reduce(x)
+        total = sum(range(1, nbdist.size() + 1))
+        assert x[1:].eq(total).all()
+        if x[0] > 0:
+            return
+        if not told:
+            mark()
+            told = True
+
+
+class SlowToArrive:
+    """A value whose unpickling on a rank stays until the fault has struck."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (str(self._folder),)
+
+
+def _arrived(folder: str) -> int:
+    hold(Path(folder))
+    return 7
+
+
+class SlowToLeave:
+    """A value whose pickling on a rank stays until the fault has struck."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        hold()
+        return int, (7,)
+
+
+class Tripwire:
+    """A part of an elastic state: the commit, or save, that copies it is held."""
+
+    def state_dict(self) -> dict[str, int]:
+        from IPython import get_ipython
+
+        state = get_ipython().user_ns.get("state")
+        if state is None or "step" not in dir(state) or state.step == HELD_STEP:
+            hold()
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class Items:
+    """A data set whose workers can be told to exit."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return 3000
+
+    def __getitem__(self, place: int) -> float:
+        listen(self._folder)
+        return float(place)
+
+
+def fetch(batches: int = 1) -> None:
+    """Take batches of a loader with one worker, which is begun by the first."""
+    import nbdist
+
+    for _ in range(batches):
+        if _Here.batches is None:
+            items = Items(_Here.folder)
+            _Here.batches = iter(nbdist.loader(items, 1, num_workers=1, prefetch=1))
+        next(_Here.batches)
+
+
+def workers() -> list[int]:
+    """The processes of the workers of this rank's loader."""
+    import psutil
+
+    children = psutil.Process().children()
+    return [child.pid for child in children if _is_worker(child.pid)]
+
+
+def _is_worker(pid: int) -> bool:
+    return (_Here.folder / f"exit {pid}").exists()
+
+
+def drop_loader() -> None:
+    """End the loader and its workers."""
+    _Here.batches = None

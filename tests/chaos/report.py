@@ -1,0 +1,55 @@
+"""The table of draws in docs/reliability.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.chaos.draw import FAULTS, Draw
+
+__all__ = ["PAGE", "Report"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- chaos: measured -->", "<!-- chaos: end -->"
+
+
+class Report:
+    """Counts what was tried, and what held."""
+
+    def __init__(self) -> None:
+        self._tried: dict[tuple[str, str], int] = {}
+        self._held: dict[tuple[str, str], int] = {}
+
+    def tried(self, draw: Draw) -> None:
+        """A draw begins."""
+        key = draw.process, draw.fault
+        self._tried[key] = self._tried.get(key, 0) + 1
+
+    def held(self, draw: Draw) -> None:
+        """A draw has ended as it must."""
+        key = draw.process, draw.fault
+        self._held[key] = self._held.get(key, 0) + 1
+
+    def table(self) -> str:
+        """Markdown: a row for each process, a column for each fault."""
+        faults = list(dict.fromkeys(f for each in FAULTS.values() for f in each))
+        rows = [["process", *faults], ["---"] * (1 + len(faults))]
+        rows += [[p, *(self._cell(p, fault) for fault in faults)] for p in FAULTS]
+        total = f"{sum(self._held.values())} of {sum(self._tried.values())} draws held."
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        return "\n".join([total, "", *lines])
+
+    def _cell(self, process: str, fault: str) -> str:
+        key = process, fault
+        if fault not in FAULTS[process]:
+            return "n/a"
+        return f"{self._held.get(key, 0)} of {self._tried.get(key, 0)}"
+
+    def write(self) -> None:
+        """Put the table in its place on the page."""
+        text = PAGE.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        new = f"{before}{BEGIN}\n\n{self.table()}\n\n{END}{after}"
+        beside = PAGE.with_suffix(".md.new")
+        beside.write_text(new, encoding="utf-8")
+        beside.rename(PAGE)

@@ -1,0 +1,194 @@
+"""Three ranks on which draws are played, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nbdist import Cluster
+from nbdist.cluster.start import Progress
+from nbdist.wire import RankInfo
+from tests.chaos.draw import RANKS
+from tests.chaos.family import Family
+from tests.chaos.faults import FolderFull
+from tests.chaos.moments import Marks
+from tests.cluster import elastic_training
+from tests.processes import Footprint, wait_until
+
+__all__ = ["Stage"]
+
+FOLDER_BYTES = 256 << 20
+GONE_WITHIN_S = 10.0
+MORE_DESCRIPTORS = 3
+"""What a stop may leave open that is not the cluster's, such as a library's log."""
+KEEP = "kept = (rank, torch.arange(3) + rank, os.getpid())"
+
+
+class Stage:
+    """A cluster that lives as long as the draws let it, and what it has said.
+
+    Args:
+        folder: where the ranks and the test meet. The cluster's own files go to a
+            file system of their own below it, where this process may mount one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.marks = Marks(folder)
+        self.said: list[str] = []
+        """What the cluster has noted since the draw began."""
+        self.family: Family
+        self.workers: dict[int, list[int]] = {}
+        """The processes of each rank's loader."""
+        self._cluster: Cluster | None = None
+        self._reference: Any = None
+        self._descriptors: int | None = None
+        self._patch = pytest.MonkeyPatch()
+        self.own = folder / "own"
+        """Where the cluster's files lie."""
+        self.own.mkdir()
+        self.full = FolderFull(self.own) if _mounted(self.own) else None
+        """None where no file system can be mounted."""
+        self._patch.setenv("TMPDIR", str(self.own))
+        self._patch.setattr(tempfile, "tempdir", None)
+
+    def end(self) -> None:
+        """Close, and take everything down."""
+        try:
+            self.close()
+        finally:
+            self._patch.undo()
+            self.marks.close()
+            if self.full is not None:
+                subprocess.run(["umount", "--lazy", str(self.own)], check=True)
+
+    @property
+    def cluster(self) -> Cluster:
+        assert self._cluster is not None
+        return self._cluster
+
+    @property
+    def started(self) -> bool:
+        """Whether a start has succeeded; the cluster may have ended since."""
+        return self._cluster is not None
+
+    @property
+    def running(self) -> bool:
+        return self._cluster is not None and self._cluster.running
+
+    @property
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of the ranks, dead ones too, as they were last looked up."""
+        return self._ranks
+
+    @property
+    def infos(self) -> list[RankInfo]:
+        """The ranks of the cluster; none before it runs."""
+        return [] if self._cluster is None else self._cluster.infos
+
+    def look_up(self) -> None:
+        """Find the processes as they are now."""
+        self.family = Family.of(self.cluster)
+        self.family.in_memory()  # its folder is known from here on
+        self._ranks = {r.rank: psutil.Process(r.pid) for r in self.cluster.ranks}
+
+    def ready(self) -> None:
+        """A whole cluster runs."""
+        if not self.running:
+            self.start()
+
+    def start(self, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
+        """Start a cluster."""
+        self.close()
+        cluster = Cluster(RANKS, device="cpu", threads=1)
+        cluster.start(on_progress)
+        self._cluster = cluster
+        cluster.on_note = self.said.append
+        cluster.execute(
+            "import os\nfrom tests.chaos import on_ranks\n"
+            f"on_ranks.begin({str(self.folder)!r})",
+            setup=True,
+        )
+        cluster.execute(elastic_training.SETUP, setup=True)
+        cluster.push(folder=str(self.folder))
+        self.look_up()
+
+    def close(self) -> None:
+        """Stop the cluster. Nothing of it may be left.
+
+        Raises:
+            AssertionError: Something is.
+        """
+        cluster, self._cluster = self._cluster, None
+        if cluster is None:
+            return
+        footprint = None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            footprint = Footprint([self.family.guard.pid])
+        cluster.stop()
+        if footprint is not None:
+            footprint.assert_gone(GONE_WITHIN_S)
+        self.assert_nothing_left()
+
+    def assert_nothing_left(self) -> None:
+        """No cluster runs: no process, no file, no descriptor of one is there."""
+        family = self.family
+        wait_until(lambda: family.census() == {}, GONE_WITHIN_S, family.describe)
+        assert not family.in_memory(), f"in shared memory: {family.in_memory()}"
+        left = {path.name for path in self.own.iterdir()} - {"filler"}
+        left -= {name for name in left if name.startswith("torchinductor_")}
+        assert not left, f"left in the temporary folder: {left}"
+        now = psutil.Process().num_fds()
+        before = self._descriptors = self._descriptors or now
+        assert now <= before + MORE_DESCRIPTORS, f"{now} descriptors are open"
+
+    def reference(self) -> Any:
+        """The weights of an undisturbed training."""
+        if self._reference is None:
+            code = "state = make_state(wire=on_ranks.Tripwire())\nresult = train(state)"
+            self.cluster.execute(code)
+            self._reference = elastic_training.weights(self.cluster)[0]
+        return self._reference
+
+    def assert_trained(self) -> None:
+        """The training has ended as an undisturbed one does."""
+        elastic_training.assert_trained(self.cluster, self._reference)
+
+    def keep(self) -> None:
+        """Give each rank a variable of its own, by which it is known again."""
+        self.cluster.execute(KEEP)
+
+    def assert_kept(self, but: set[int]) -> None:
+        """The ranks have what they kept, but for these."""
+        pids = {info.rank: info.pid for info in self.cluster.ranks}
+        if but >= pids.keys():
+            return  # all were started again, without variables
+        for rank, (number, tensor, pid) in enumerate(self.cluster["kept"]):
+            if rank in pids.keys() - but and rank < RANKS:
+                own = rank, [rank, rank + 1, rank + 2], pids[rank]
+                assert (number, tensor.tolist(), pid) == own
+
+    def assert_sums(self) -> None:
+        """All ranks are one world, through nbdist and through torch.distributed."""
+        total = float(sum(range(1, self.cluster.size + 1)))
+        for call in ("nbdist.all_reduce(t)", "dist.all_reduce(t)"):
+            self.cluster.execute(f"t = torch.full((3,), rank + 1.0)\n{call}")
+            sums = [t.tolist() for t in self.cluster["t"]]
+            assert sums == [[total] * 3] * self.cluster.size
+
+
+def _mounted(folder: Path) -> bool:
+    """Have a small file system in a folder, where this process may mount one."""
+    if os.geteuid() != 0:
+        return False
+    option = f"size={FOLDER_BYTES}"
+    mount = ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)]
+    return subprocess.run(mount, stderr=subprocess.DEVNULL).returncode == 0
