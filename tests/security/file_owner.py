@@ -6,9 +6,11 @@ from the kept commit, pushes and pulls. It prints what came of it as one line of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import nbdist
@@ -46,11 +48,23 @@ def opened(folder: Path) -> list[str]:
     return [each for path in paths for each in readable(path)]
 
 
+def own_names() -> set[str]:
+    """What this user has in the folders of all users."""
+    own = set()
+    for folder in ("/tmp", "/dev/shm"):
+        for name in os.listdir(folder):
+            path = f"{folder}/{name}"
+            with contextlib.suppress(FileNotFoundError):  # another user's, gone again
+                if os.lstat(path).st_uid == os.getuid():
+                    own.add(path)
+    return own
+
+
 def main() -> None:
     """Live a cluster's life."""
-    notes: list[str] = []
+    before = own_names()
     with nbdist.Cluster(n=2, device="cpu", threads=1) as cluster:
-        cluster.on_note = notes.append
+        cluster.on_note = lambda note: print(note, file=sys.stderr)
         run_dir = cluster._live().run_dir
         cluster.execute(TRAINING, timeout_s=100)
         steps = cluster["state.step"]
@@ -66,15 +80,9 @@ def main() -> None:
             "resumed": cluster["resumed.step"],
             "pulled": cluster["len(value)"],
             "open": readable(run_dir) + commits,
-            "left": "",
+            "left": [],
         }
-    own = [
-        f"{folder}/{name}"
-        for folder in ("/tmp", "/dev/shm")
-        for name in os.listdir(folder)
-        if os.lstat(f"{folder}/{name}").st_uid == os.getuid()
-    ]
-    report["left"] = [path for path in own if path != os.environ["HOME"]]
+    report["left"] = sorted(own_names() - before)
     print(json.dumps(report), flush=True)
 
 
