@@ -6,22 +6,22 @@ order and the in-place conventions of torch.distributed.
 
 from __future__ import annotations
 
-from ._before_mpi import launched_without_mpi
-from ._handle import Handle
-from ._mailbox import Message
-from ._place import set_cell_resolver
-from ._reduction import ReduceOp
-from ._ring import RingStep, chunk_bounds, ring_steps
-from ._signature import Signature, signature
-from ._transport import Transport
-from .all_gather import all_gather, all_gather_into_tensor
-from .all_reduce import all_reduce
-from .all_to_all import all_to_all, all_to_all_single
-from .barrier import barrier
-from .broadcast import broadcast
-from .gather import gather
-from .group import Group
-from .groups import (
+from nbdist.collectives._before_mpi import launched_without_mpi
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._mailbox import Message
+from nbdist.collectives._place import set_cell_resolver
+from nbdist.collectives._reduction import ReduceOp
+from nbdist.collectives._ring import RingStep, chunk_bounds, ring_steps
+from nbdist.collectives._signature import Signature, signature
+from nbdist.collectives._transport import Transport
+from nbdist.collectives.all_gather import all_gather, all_gather_into_tensor
+from nbdist.collectives.all_reduce import all_reduce
+from nbdist.collectives.all_to_all import all_to_all, all_to_all_single
+from nbdist.collectives.barrier import barrier
+from nbdist.collectives.broadcast import broadcast
+from nbdist.collectives.gather import gather
+from nbdist.collectives.group import Group
+from nbdist.collectives.groups import (
     any_spent,
     calls_made,
     close_groups,
@@ -32,12 +32,12 @@ from .groups import (
     renew_groups,
     set_default_group,
 )
-from .objects import all_gather_object, broadcast_object
-from .point_to_point import irecv, isend, recv, send
-from .post import Post
-from .reduce import reduce
-from .reduce_scatter import reduce_scatter, reduce_scatter_tensor
-from .scatter import scatter
+from nbdist.collectives.objects import all_gather_object, broadcast_object
+from nbdist.collectives.point_to_point import irecv, isend, recv, send
+from nbdist.collectives.post import Post
+from nbdist.collectives.reduce import reduce
+from nbdist.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
+from nbdist.collectives.scatter import scatter
 
 __all__ = [
     "Group",

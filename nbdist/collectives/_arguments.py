@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nbdist.collectives._flat import Flat, unwrapped
+from nbdist.collectives.group import Group
+from nbdist.collectives.groups import default_group
 from nbdist.errors import UnsupportedCollective, UsageError
-
-from ._flat import Flat, unwrapped
-from .group import Group
-from .groups import default_group
 
 __all__ = [
     "Flat",

@@ -7,11 +7,11 @@ import ctypes
 import os
 import time
 
-from . import _semaphore as semaphore
-from ._segment import Segment
-from .barrier import barrier
-from .group import Group
-from .objects import all_gather_object
+from nbdist.collectives.barrier import barrier
+from nbdist.collectives.group import Group
+from nbdist.collectives.objects import all_gather_object
+from nbdist.collectives.sync import semaphore
+from nbdist.collectives.sync.shared_segment import Segment
 
 __all__ = ["Bell"]
 

@@ -7,10 +7,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+from nbdist.collectives._place import Place, find_place
+from nbdist.collectives._signature import Signature
 from nbdist.wire import CollectiveCall
-
-from ._place import Place, find_place
-from ._signature import Signature
 
 __all__ = ["Call", "describe_mismatch", "describe_timeout"]
 

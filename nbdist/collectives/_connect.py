@@ -15,24 +15,22 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from nbdist.collectives._compiled_reduction import CompiledReductions, find_compiled
+from nbdist.collectives._devices import gpu_transports
+from nbdist.collectives._slots import Slots, rounded_slot, slots_bytes
+from nbdist.collectives._transport import Transport
+from nbdist.collectives._transport_local import LocalTransport
+from nbdist.collectives._transport_mpi import MpiTransport, RingTransport
+from nbdist.collectives._transport_shared import AT_ONCE_BYTES, SharedTransport
+from nbdist.collectives.sync import semaphore as _semaphore
+from nbdist.collectives.sync.barrier import Gate, MessageGate
+from nbdist.collectives.sync.cuda_aware import takes_device_memory
+from nbdist.collectives.sync.semaphore_barrier import NAP_S, YIELDS
+from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.shared_segment import Segment
+from nbdist.collectives.sync.wait import Check, Hooks, complete
 from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
-
-from . import _semaphore
-from ._compiled_reduction import CompiledReductions, find_compiled
-from ._crossing import NAP_S, YIELDS
-from ._cuda_aware import takes_device_memory
-from ._devices import gpu_transports
-from ._gate import Gate, MessageGate
-from ._gate_shared import SharedGate
-from ._hooks import Hooks
-from ._segment import Segment
-from ._slots import Slots, rounded_slot, slots_bytes
-from ._transport import Transport
-from ._transport_local import LocalTransport
-from ._transport_mpi import MpiTransport, RingTransport
-from ._transport_shared import AT_ONCE_BYTES, SharedTransport
-from ._wait import Check, complete
 
 __all__ = ["Connection", "connect"]
 

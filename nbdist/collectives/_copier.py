@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._order import await_device
-from ._wait import Check
+from nbdist.collectives.sync.cuda_events import await_device
+from nbdist.collectives.sync.wait import Check
 
 __all__ = ["Copier", "CudaCopier", "Ticket"]
 

@@ -7,23 +7,22 @@ from functools import partial
 
 from mpi4py import MPI
 
+from nbdist.collectives._copier import CudaCopier
+from nbdist.collectives._pipeline import Pipeline
+from nbdist.collectives._transport import Transport
+from nbdist.collectives._transport_device import DeviceTransport
+from nbdist.collectives._transport_direct import DirectTransport
+from nbdist.collectives._transport_local import LocalTransport
+from nbdist.collectives._transport_nccl import NcclTransport
+from nbdist.collectives._transport_staged import StagedTransport
+from nbdist.collectives.sync.barrier import Gate
+from nbdist.collectives.sync.cuda_aware import takes_device_memory
+from nbdist.collectives.sync.cuda_events import settle
+from nbdist.collectives.sync.cuda_peers import Swap, identity
+from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.wait import Hooks
 from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
-
-from ._copier import CudaCopier
-from ._cuda_aware import takes_device_memory
-from ._gate import Gate
-from ._gate_shared import SharedGate
-from ._hooks import Hooks
-from ._order import settle
-from ._peers import Swap, identity
-from ._pipeline import Pipeline
-from ._transport import Transport
-from ._transport_device import DeviceTransport
-from ._transport_direct import DirectTransport
-from ._transport_local import LocalTransport
-from ._transport_nccl import NcclTransport
-from ._transport_staged import StagedTransport
 
 __all__ = ["gpu_transports"]
 

@@ -14,6 +14,12 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from nbdist.collectives._flat import Flat
+from nbdist.collectives._signature import Signature, signature
+from nbdist.collectives.sync.cuda_aware import takes_device_memory
+from nbdist.collectives.sync.cuda_events import settle
+from nbdist.collectives.sync.mpi_buffers import moved
+from nbdist.collectives.sync.wait import Check, wait_until
 from nbdist.errors import (
     CollectiveAborted,
     CollectiveMismatch,
@@ -21,13 +27,6 @@ from nbdist.errors import (
     NbdistError,
     UsageError,
 )
-
-from ._buffer import moved
-from ._cuda_aware import takes_device_memory
-from ._flat import Flat
-from ._order import settle
-from ._signature import Signature, signature
-from ._wait import Check, wait_until
 
 __all__ = ["MailHooks", "Mailbox", "Message"]
 

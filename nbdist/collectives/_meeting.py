@@ -7,15 +7,14 @@ import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from nbdist.collectives._call import Call
+from nbdist.collectives._place import find_place
+from nbdist.collectives._signature import signature
+from nbdist.collectives._waiters import waiters
+from nbdist.collectives.group import Group
+from nbdist.collectives.sync.wait import complete
 from nbdist.errors import CollectiveAborted
 from nbdist.wire import CollectiveCall
-
-from ._call import Call
-from ._place import find_place
-from ._signature import signature
-from ._wait import complete
-from ._waiters import waiters
-from .group import Group
 
 __all__ = ["meet"]
 

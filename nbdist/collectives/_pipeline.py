@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ._copier import Copier, Ticket
+from nbdist.collectives._copier import Copier, Ticket
 
 __all__ = ["Move", "Piece", "Pipeline"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._signature import Signature
-from ._transport import Transport
+from nbdist.collectives._signature import Signature
+from nbdist.collectives._transport import Transport
 
 __all__ = ["Plan"]
 

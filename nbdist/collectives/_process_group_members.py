@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nbdist.collectives._meeting import meet
+from nbdist.collectives.group import Group
+from nbdist.collectives.groups import default_group
 from nbdist.errors import UsageError
-
-from ._meeting import meet
-from .group import Group
-from .groups import default_group
 
 __all__ = ["members_of"]
 

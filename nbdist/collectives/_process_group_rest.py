@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .barrier import barrier
+from nbdist.collectives.barrier import barrier
 
 if TYPE_CHECKING:
-    from .group import Group
+    from nbdist.collectives.group import Group
 
 __all__ = ["Rest", "coalesce_batches"]
 

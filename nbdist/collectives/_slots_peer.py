@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._slots import SHARE_ELEMENTS, Place, Slots, slots_bytes
+from nbdist.collectives._slots import SHARE_ELEMENTS, Place, Slots, slots_bytes
 
 __all__ = ["PeerSlots", "peer_bytes"]
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ._flat import Flat
-from ._wait import Check
+from nbdist.collectives._flat import Flat
+from nbdist.collectives.sync.wait import Check
 
 __all__ = ["Transport"]
 

@@ -16,13 +16,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._gate_shared import SharedGate
-from ._hooks import Hooks
-from ._order import EventOrder, HostOrder, Order
-from ._peers import Swap, can_reach, identity, map_memories, open_events
-from ._slots import Slots
-from ._slots_peer import PeerSlots, peer_bytes
-from ._transport_shared import SharedTransport
+from nbdist.collectives._slots import Slots
+from nbdist.collectives._slots_peer import PeerSlots, peer_bytes
+from nbdist.collectives._transport_shared import SharedTransport
+from nbdist.collectives.sync.cuda_events import EventOrder, HostOrder, Order
+from nbdist.collectives.sync.cuda_peers import (
+    Swap,
+    can_reach,
+    identity,
+    map_memories,
+    open_events,
+)
+from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.wait import Hooks
 
 __all__ = ["DeviceTransport"]
 

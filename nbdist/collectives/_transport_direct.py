@@ -8,8 +8,8 @@ from typing import ClassVar
 from mpi4py import MPI
 from torch import Tensor
 
-from ._transport_mpi import RingTransport
-from ._wait import Check
+from nbdist.collectives._transport_mpi import RingTransport
+from nbdist.collectives.sync.wait import Check
 
 __all__ = ["DirectTransport"]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ._transport import Transport
+from nbdist.collectives._transport import Transport
 
 __all__ = ["LocalTransport"]
 

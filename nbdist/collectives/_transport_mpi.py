@@ -9,11 +9,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ._buffer import moved, reduced
-from ._reduction import accumulation_dtype, combine, finish
-from ._ring import RingStep, chunk_bounds, ring_steps
-from ._transport import Transport
-from ._wait import Check, complete
+from nbdist.collectives._reduction import accumulation_dtype, combine, finish
+from nbdist.collectives._ring import RingStep, chunk_bounds, ring_steps
+from nbdist.collectives._transport import Transport
+from nbdist.collectives.sync.mpi_buffers import moved, reduced
+from nbdist.collectives.sync.wait import Check, complete
 
 __all__ = ["MpiTransport", "RingTransport"]
 

@@ -13,12 +13,12 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ._compiled_reduction import CompiledReduction, CompiledReductions
-from ._gate_shared import SharedGate
-from ._hooks import Hooks
-from ._reduction import reduce_rows
-from ._slots import Grid, Place, Slots
-from ._transport import Transport
+from nbdist.collectives._compiled_reduction import CompiledReduction, CompiledReductions
+from nbdist.collectives._reduction import reduce_rows
+from nbdist.collectives._slots import Grid, Place, Slots
+from nbdist.collectives._transport import Transport
+from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.wait import Hooks
 
 __all__ = ["AT_ONCE_BYTES", "SharedTransport"]
 

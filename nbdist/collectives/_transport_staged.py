@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._pipeline import Move, Piece, Pipeline
-from ._transport import Transport
+from nbdist.collectives._pipeline import Move, Piece, Pipeline
+from nbdist.collectives._transport import Transport
 
 __all__ = ["StagedTransport"]
 

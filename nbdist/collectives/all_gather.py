@@ -7,12 +7,18 @@ from datetime import timedelta
 
 from torch import Tensor
 
+from nbdist.collectives._arguments import (
+    Flat,
+    check_list,
+    check_same,
+    flatten,
+    resolve,
+    split_evenly,
+)
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._signature import signature
+from nbdist.collectives.group import Group
 from nbdist.errors import UsageError
-
-from ._arguments import Flat, check_list, check_same, flatten, resolve, split_evenly
-from ._handle import Handle
-from ._signature import signature
-from .group import Group
 
 __all__ = ["all_gather", "all_gather_into_tensor"]
 

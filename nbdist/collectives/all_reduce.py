@@ -7,12 +7,12 @@ from functools import partial
 
 from torch import Tensor
 
-from . import groups
-from ._arguments import resolve
-from ._flat import check_memory, unwrapped
-from ._handle import Handle
-from ._reduction import ReduceOp
-from .group import Group
+from nbdist.collectives import groups
+from nbdist.collectives._arguments import resolve
+from nbdist.collectives._flat import check_memory, unwrapped
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._reduction import ReduceOp
+from nbdist.collectives.group import Group
 
 __all__ = ["all_reduce"]
 

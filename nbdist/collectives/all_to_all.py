@@ -8,12 +8,11 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from nbdist.collectives._arguments import Flat, check_kind, check_list, flatten, resolve
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._signature import signature
+from nbdist.collectives.group import Group
 from nbdist.errors import CollectiveMismatch, UsageError
-
-from ._arguments import Flat, check_kind, check_list, flatten, resolve
-from ._handle import Handle
-from ._signature import signature
-from .group import Group
 
 __all__ = ["all_to_all", "all_to_all_single"]
 

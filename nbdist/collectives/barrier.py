@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from ._handle import Handle
-from ._signature import signature
-from .group import Group
-from .groups import default_group
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._signature import signature
+from nbdist.collectives.group import Group
+from nbdist.collectives.groups import default_group
 
 __all__ = ["barrier"]
 

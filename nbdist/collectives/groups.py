@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from nbdist.collectives._waiters import Waiter, waiters
 from nbdist.errors import CollectiveAborted, WrongProcess
 from nbdist.wire import CollectiveCall, format_ranks
 
-from ._waiters import Waiter, waiters
-
 if TYPE_CHECKING:
-    from .group import Group
+    from nbdist.collectives.group import Group
 
 __all__ = [
     "any_spent",

@@ -6,9 +6,9 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from ._arguments import resolve, root_position
-from ._mailbox import Message
-from .group import Group
+from nbdist.collectives._arguments import resolve, root_position
+from nbdist.collectives._mailbox import Message
+from nbdist.collectives.group import Group
 
 __all__ = ["irecv", "isend", "recv", "send"]
 

@@ -9,16 +9,15 @@ from dataclasses import replace
 from mpi4py import MPI
 from torch import Tensor
 
+from nbdist.collectives._bell import Bell
+from nbdist.collectives._call import Call
+from nbdist.collectives._mailbox import Mailbox, MailHooks, Message
+from nbdist.collectives._signature import signature
+from nbdist.collectives._waiters import waiters
+from nbdist.collectives.group import Group
+from nbdist.collectives.sync.wait import complete
 from nbdist.errors import CollectiveAborted
 from nbdist.wire import CollectiveCall
-
-from ._bell import Bell
-from ._call import Call
-from ._mailbox import Mailbox, MailHooks, Message
-from ._signature import signature
-from ._wait import complete
-from ._waiters import waiters
-from .group import Group
 
 __all__ = ["Post"]
 

@@ -7,9 +7,7 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from nbdist.errors import UnsupportedCollective, UsageError
-
-from ._arguments import (
+from nbdist.collectives._arguments import (
     Flat,
     check_list,
     check_same,
@@ -18,10 +16,11 @@ from ._arguments import (
     root_position,
     split_evenly,
 )
-from ._handle import Handle
-from ._reduction import parse_op
-from ._signature import signature
-from .group import Group
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._reduction import parse_op
+from nbdist.collectives._signature import signature
+from nbdist.collectives.group import Group
+from nbdist.errors import UnsupportedCollective, UsageError
 
 __all__ = [
     "premul_sum_all_reduce",

@@ -6,11 +6,11 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from ._arguments import Flat, resolve, root_position
-from ._handle import Handle
-from ._reduction import ReduceOp, parse_op
-from ._signature import signature
-from .group import Group
+from nbdist.collectives._arguments import Flat, resolve, root_position
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._reduction import ReduceOp, parse_op
+from nbdist.collectives._signature import signature
+from nbdist.collectives.group import Group
 
 __all__ = ["reduce"]
 

@@ -7,11 +7,18 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from ._arguments import Flat, check_list, check_same, flatten, resolve, split_evenly
-from ._handle import Handle
-from ._reduction import ReduceOp, parse_op
-from ._signature import signature
-from .group import Group
+from nbdist.collectives._arguments import (
+    Flat,
+    check_list,
+    check_same,
+    flatten,
+    resolve,
+    split_evenly,
+)
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._reduction import ReduceOp, parse_op
+from nbdist.collectives._signature import signature
+from nbdist.collectives.group import Group
 
 __all__ = ["reduce_scatter", "reduce_scatter_tensor"]
 

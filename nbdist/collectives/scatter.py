@@ -7,10 +7,17 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from ._arguments import Flat, check_list, check_same, flatten, resolve, root_position
-from ._handle import Handle
-from ._signature import signature
-from .group import Group
+from nbdist.collectives._arguments import (
+    Flat,
+    check_list,
+    check_same,
+    flatten,
+    resolve,
+    root_position,
+)
+from nbdist.collectives._handle import Handle
+from nbdist.collectives._signature import signature
+from nbdist.collectives.group import Group
 
 __all__ = ["scatter"]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.collectives import _semaphore as semaphore
-from nbdist.collectives._segment import Segment
+from nbdist.collectives.sync import semaphore
+from nbdist.collectives.sync.shared_segment import Segment
 from tests.collectives.test_segment import address_of
 
 ROOT = Path(__file__).parents[2]

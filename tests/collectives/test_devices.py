@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nbdist.collectives import _devices as devices
-from nbdist.collectives._gate_shared import SharedGate
 from nbdist.collectives._transport_direct import DirectTransport
 from nbdist.collectives._transport_local import LocalTransport
 from nbdist.collectives._transport_staged import StagedTransport
 from nbdist.collectives.group import Group
+from nbdist.collectives.sync.shared_barrier import SharedGate
 from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 

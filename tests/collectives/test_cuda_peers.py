@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from nbdist.collectives import _peers as peers
+from nbdist.collectives.sync import cuda_peers as peers
 
 
 @pytest.fixture

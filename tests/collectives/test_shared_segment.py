@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from nbdist.collectives import _semaphore as semaphore
-from nbdist.collectives._segment import Segment
+from nbdist.collectives.sync import semaphore
+from nbdist.collectives.sync.shared_segment import Segment
 
 SIZE = 4096
 PEER = """
 import ctypes, sys
-from nbdist.collectives import _semaphore as semaphore
-from nbdist.collectives._segment import Segment
+from nbdist.collectives.sync import semaphore
+from nbdist.collectives.sync.shared_segment import Segment
 memory = Segment.open(sys.argv[1], 4096).memory
 memory[1024:1029] = b"hello"
 semaphore.post(ctypes.addressof(ctypes.c_char.from_buffer(memory)))

@@ -14,10 +14,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ._peers import Events, keep_events
-from ._wait import Check, wait_until
+from nbdist.collectives.sync.cuda_peers import Events, keep_events
+from nbdist.collectives.sync.wait import Check, wait_until
 
-__all__ = ["EventOrder", "HostOrder", "Order", "await_device", "settle"]
+__all__ = [
+    "EventOrder",
+    "HostOrder",
+    "Order",
+    "await_device",
+    "on_side_stream",
+    "settle",
+]
 
 _LONGEST_PAUSE_S = 50e-6
 """Between two looks at a device: a step of a collective takes some 100 microseconds."""
@@ -116,3 +123,34 @@ def settle(check: Check) -> None:
 def await_device(done: Callable[[], bool], check: Check) -> None:
     """Wait for a device: `done` asks it, and `check` ends the wait by raising."""
     wait_until(done, check, longest_pause_s=_LONGEST_PAUSE_S)
+
+
+def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], None]:
+    """A body for another thread, ordered as c10d orders an asynchronous collective.
+
+    It comes after the work now queued on the caller's current stream. It returns when
+    its own work is done on the device: so the tensors that it holds, which belong to
+    the caller's stream, are not given back too soon, and whoever learns that the call
+    has ended can use the result on any stream.
+
+    Args:
+        body: queues work on the stream that is current.
+        check: called while waiting; ends the wait by raising.
+    """
+    caller = torch.cuda.current_stream()
+    side = torch.cuda.Stream(caller.device)
+    ready = caller.record_event()
+
+    def run() -> None:
+        with torch.cuda.stream(side):
+            side.wait_event(ready)
+            try:
+                body()
+                settle(check)
+            except BaseException:
+                # The tensors may be given back at once: what the caller's stream puts
+                # in their place must come after what this one still does to them.
+                caller.wait_stream(side)
+                raise
+
+    return run

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.collectives import _order as order
-from nbdist.collectives import _peers as peers
+from nbdist.collectives.sync import cuda_events as order
+from nbdist.collectives.sync import cuda_peers as peers
 from nbdist.errors import CollectiveAborted
 
 

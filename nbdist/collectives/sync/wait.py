@@ -1,15 +1,24 @@
-"""Waiting for MPI without blocking in it, so that every wait can be released."""
+"""Waits that can be released: for MPI, and what ends a wait."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 from mpi4py import MPI
 
-__all__ = ["Check", "abandon", "complete", "seconds", "wait_until"]
+__all__ = [
+    "Check",
+    "Hooks",
+    "abandon",
+    "complete",
+    "seconds",
+    "wait_until",
+]
 
 Check = Callable[[], None]
 """Raises when the wait must end: aborted, or out of time."""
@@ -83,3 +92,19 @@ def seconds(duration: float | timedelta) -> float:
     if isinstance(duration, timedelta):
         return duration.total_seconds()
     return duration
+
+
+@dataclass
+class Hooks:
+    """Functions of a group, and what its running call must agree on."""
+
+    meet: Callable[[], None]
+    """Passes the gate with the running call's signature."""
+    differ: Callable[[], NoReturn]
+    """Raises, when the ranks have arrived with different signatures."""
+    check: Check
+    """Raises when the running call must end."""
+    on_late: Callable[[], None]
+    """Called when a wait takes long."""
+    fingerprint: int = 0
+    """Of the running call; 0 where calls are not compared."""

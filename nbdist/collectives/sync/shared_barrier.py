@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+from nbdist.collectives.sync import semaphore
+from nbdist.collectives.sync.barrier import RECORD_BYTES, Gate
+from nbdist.collectives.sync.semaphore_barrier import Crossing, PythonCrossing
+from nbdist.collectives.sync.wait import Check
 from nbdist.errors import CollectiveAborted
-
-from . import _semaphore as semaphore
-from ._crossing import Crossing, PythonCrossing
-from ._gate import RECORD_BYTES, Gate
-from ._wait import Check
 
 __all__ = ["SharedGate"]
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
-from . import _semaphore as semaphore
+from nbdist.collectives.sync import semaphore
 
 __all__ = ["NAP_S", "YIELDS", "Crossing", "PythonCrossing"]
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from mpi4py import MPI
 
-from ._wait import Check, abandon, complete
+from nbdist.collectives.sync.wait import Check, abandon, complete
 
 __all__ = ["RECORD_BYTES", "Gate", "MessageGate"]
 

@@ -1,0 +1,1 @@
+"""How ranks wait for each other: barriers, semaphores, shared segments, CUDA events."""
