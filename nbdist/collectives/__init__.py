@@ -11,9 +11,7 @@ from nbdist.collectives._handle import Handle
 from nbdist.collectives._mailbox import Message
 from nbdist.collectives._place import set_cell_resolver
 from nbdist.collectives._reduction import ReduceOp
-from nbdist.collectives._ring import RingStep, chunk_bounds, ring_steps
 from nbdist.collectives._signature import Signature, signature
-from nbdist.collectives._transport import Transport
 from nbdist.collectives.all_gather import all_gather, all_gather_into_tensor
 from nbdist.collectives.all_reduce import all_reduce
 from nbdist.collectives.all_to_all import all_to_all, all_to_all_single
@@ -38,6 +36,8 @@ from nbdist.collectives.post import Post
 from nbdist.collectives.reduce import reduce
 from nbdist.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from nbdist.collectives.scatter import scatter
+from nbdist.collectives.transports.base import Transport
+from nbdist.collectives.transports.ring import RingStep, chunk_bounds, ring_steps
 
 __all__ = [
     "Group",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nbdist.collectives._signature import Signature
-from nbdist.collectives._transport import Transport
+from nbdist.collectives.transports.base import Transport
 
 __all__ = ["Plan"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nbdist.collectives import Handle, Signature, signature
 from nbdist.collectives._place import Place, find_place
-from nbdist.collectives._transport import Transport
 from nbdist.collectives.sync.cuda_events import on_side_stream
+from nbdist.collectives.transports.base import Transport
 from nbdist.errors import UsageError
 
 from ._reduce_ops import neutral

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 import nbdist.collectives as nc
-from nbdist.collectives._transport_nccl import NcclTransport
+from nbdist.collectives.transports.nccl import NcclTransport
 from nbdist.config import CollectiveConfig
 from nbdist.errors import CollectiveAborted, CollectiveTimeout
 

@@ -14,15 +14,14 @@ from mpi4py import MPI
 from torch import Tensor
 
 import nbdist.collectives as nc
-from nbdist.collectives._copier import Copier, Ticket
-from nbdist.collectives._pipeline import Pipeline
-from nbdist.collectives._slots_peer import PeerSlots, peer_bytes
-from nbdist.collectives._transport import Transport
-from nbdist.collectives._transport_device import DeviceTransport
-from nbdist.collectives._transport_direct import DirectTransport
-from nbdist.collectives._transport_staged import StagedTransport
 from nbdist.collectives.sync.cuda_events import Order
 from nbdist.collectives.sync.shared_segment import Segment
+from nbdist.collectives.transports.base import Transport
+from nbdist.collectives.transports.copy_pipeline import Copier, Pipeline, Ticket
+from nbdist.collectives.transports.cuda_ipc import DeviceTransport
+from nbdist.collectives.transports.mpi import DirectTransport
+from nbdist.collectives.transports.slots import PeerSlots, peer_bytes
+from nbdist.collectives.transports.staged import StagedTransport
 
 COMM = MPI.COMM_WORLD
 SLOT_BYTES = 64 * 1024

@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import launch
 
-from nbdist.collectives._transport_direct import DirectTransport
 from nbdist.collectives.sync import cuda_aware
+from nbdist.collectives.transports.mpi import DirectTransport
 
 BODY = str(Path(__file__))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import launch
 
-from nbdist.collectives._compiled_reduction import find_compiled
+from nbdist.collectives.transports.native import find_compiled
 
 PATHS = str(Path(__file__).with_name("reduction_paths.py"))
 pytestmark = pytest.mark.skipif(find_compiled() is None, reason="nothing was compiled")

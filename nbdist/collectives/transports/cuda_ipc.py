@@ -16,9 +16,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nbdist.collectives._slots import Slots
-from nbdist.collectives._slots_peer import PeerSlots, peer_bytes
-from nbdist.collectives._transport_shared import SharedTransport
 from nbdist.collectives.sync.cuda_events import EventOrder, HostOrder, Order
 from nbdist.collectives.sync.cuda_peers import (
     Swap,
@@ -29,6 +26,8 @@ from nbdist.collectives.sync.cuda_peers import (
 )
 from nbdist.collectives.sync.shared_barrier import SharedGate
 from nbdist.collectives.sync.wait import Hooks
+from nbdist.collectives.transports.shared_memory import SharedTransport
+from nbdist.collectives.transports.slots import PeerSlots, Slots, peer_bytes
 
 __all__ = ["DeviceTransport"]
 

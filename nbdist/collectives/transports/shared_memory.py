@@ -13,12 +13,12 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from nbdist.collectives._compiled_reduction import CompiledReduction, CompiledReductions
 from nbdist.collectives._reduction import reduce_rows
-from nbdist.collectives._slots import Grid, Place, Slots
-from nbdist.collectives._transport import Transport
 from nbdist.collectives.sync.shared_barrier import SharedGate
 from nbdist.collectives.sync.wait import Hooks
+from nbdist.collectives.transports.base import Transport
+from nbdist.collectives.transports.native import CompiledReduction, CompiledReductions
+from nbdist.collectives.transports.slots import Grid, Place, Slots
 
 __all__ = ["AT_ONCE_BYTES", "SharedTransport"]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nbdist.collectives._transport import Transport
+from nbdist.collectives.transports.base import Transport
 
 __all__ = ["LocalTransport"]
 

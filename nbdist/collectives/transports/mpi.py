@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -10,12 +10,16 @@ from mpi4py import MPI
 from torch import Tensor
 
 from nbdist.collectives._reduction import accumulation_dtype, combine, finish
-from nbdist.collectives._ring import RingStep, chunk_bounds, ring_steps
-from nbdist.collectives._transport import Transport
 from nbdist.collectives.sync.mpi_buffers import moved, reduced
 from nbdist.collectives.sync.wait import Check, complete
+from nbdist.collectives.transports.base import Transport
+from nbdist.collectives.transports.ring import RingStep, chunk_bounds, ring_steps
 
-__all__ = ["MpiTransport", "RingTransport"]
+__all__ = [
+    "DirectTransport",
+    "MpiTransport",
+    "RingTransport",
+]
 
 _TAG = 3
 _MPI_OPS = {
@@ -193,3 +197,35 @@ def _is_native(op: str, dtype: torch.dtype) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return op in _NATIVE_FLOATS
     return dtype in _NATIVE_INTEGERS
+
+
+class DirectTransport(RingTransport):
+    """The ring over a CUDA-aware MPI; the GPU does the sums.
+
+    Messages alone: MPI's own non-blocking reductions work on the host, and take no
+    device memory in Open MPI.
+    """
+
+    description: ClassVar[str] = "CUDA-aware MPI"
+
+    def __init__(
+        self, comm: MPI.Comm, check: Check, settle: Callable[[], None]
+    ) -> None:
+        """Make it.
+
+        Args:
+            comm: among the group's ranks.
+            check: called while waiting for messages; ends the wait by raising.
+            settle: returns once what is queued on the current stream is done. MPI knows
+                nothing of streams: it reads and writes at once.
+        """
+        super().__init__(comm, check)
+        self._settle = settle
+
+    def _receive(self, tensor: Tensor, peer: int) -> MPI.Request:
+        self._settle()  # what is queued may still use this memory
+        return super()._receive(tensor, peer)
+
+    def _send(self, tensor: Tensor, peer: int) -> MPI.Request:
+        self._settle()
+        return super()._send(tensor, peer)

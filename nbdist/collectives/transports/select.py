@@ -6,7 +6,9 @@ import contextlib
 import mmap
 import os
 import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,24 +17,37 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from nbdist.collectives._compiled_reduction import CompiledReductions, find_compiled
-from nbdist.collectives._devices import gpu_transports
-from nbdist.collectives._slots import Slots, rounded_slot, slots_bytes
-from nbdist.collectives._transport import Transport
-from nbdist.collectives._transport_local import LocalTransport
-from nbdist.collectives._transport_mpi import MpiTransport, RingTransport
-from nbdist.collectives._transport_shared import AT_ONCE_BYTES, SharedTransport
 from nbdist.collectives.sync import semaphore as _semaphore
 from nbdist.collectives.sync.barrier import Gate, MessageGate
 from nbdist.collectives.sync.cuda_aware import takes_device_memory
+from nbdist.collectives.sync.cuda_events import settle
+from nbdist.collectives.sync.cuda_peers import Swap, identity
 from nbdist.collectives.sync.semaphore_barrier import NAP_S, YIELDS
 from nbdist.collectives.sync.shared_barrier import SharedGate
 from nbdist.collectives.sync.shared_segment import Segment
 from nbdist.collectives.sync.wait import Check, Hooks, complete
+from nbdist.collectives.transports.base import Transport
+from nbdist.collectives.transports.copy_pipeline import CudaCopier, Pipeline
+from nbdist.collectives.transports.cuda_ipc import DeviceTransport
+from nbdist.collectives.transports.local import LocalTransport
+from nbdist.collectives.transports.mpi import (
+    DirectTransport,
+    MpiTransport,
+    RingTransport,
+)
+from nbdist.collectives.transports.native import CompiledReductions, find_compiled
+from nbdist.collectives.transports.nccl import NcclTransport
+from nbdist.collectives.transports.shared_memory import AT_ONCE_BYTES, SharedTransport
+from nbdist.collectives.transports.slots import Slots, rounded_slot, slots_bytes
+from nbdist.collectives.transports.staged import StagedTransport
 from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 
-__all__ = ["Connection", "connect"]
+__all__ = [
+    "Connection",
+    "connect",
+    "gpu_transports",
+]
 
 _Item = TypeVar("_Item")
 _CARD_BYTES = 4096
@@ -279,3 +294,67 @@ def _cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def gpu_transports(
+    host: dict[str, Transport],
+    gate: Gate,
+    config: CollectiveConfig,
+    hooks: Hooks,
+    comm: MPI.Comm,
+    swap: Swap,
+) -> dict[str, Transport]:
+    """By algorithm; "auto" is the best. Every rank must call, on its current device.
+
+    NCCL where each rank owns a GPU; CUDA IPC where ranks of one host share them, or
+    torch has no NCCL; between hosts a CUDA-aware MPI; pinned host memory otherwise.
+
+    Args:
+        host: the transports for CPU tensors.
+        gate: the group's.
+        config: the group's.
+        hooks: the group's.
+        comm: among the group's ranks.
+        swap: gives every rank's item, in rank order; all ranks must call.
+    """
+    rank, size, piece = comm.rank, comm.size, config.staging_bytes
+    pipeline = Pipeline(CudaCopier(hooks.check), piece)
+    found: dict[str, Transport] = {
+        name: StagedTransport(transport, pipeline, piece, rank, size)
+        for name, transport in host.items()
+    }
+    found["staged"] = found["auto"]
+    if size == 1:
+        found["auto"] = LocalTransport()
+        return found
+    one_host = isinstance(gate, SharedGate)
+    direct = all(swap(takes_device_memory()))
+    if direct:
+        own = DirectTransport(comm, hooks.check, partial(settle, hooks.check))
+        found["mpi"] = found["ring"] = own
+    cards, wanted = swap(identity()), config.transport
+    if wanted in ("auto", "nccl") and len(set(cards)) == size:
+        nccl = NcclTransport.connect(rank, size, swap, found["staged"])
+        if nccl is not None:
+            found["nccl"] = nccl
+    # Beside NCCL, its slots would take memory for nothing.
+    needs_ipc = wanted == "ipc" or (wanted == "auto" and "nccl" not in found)
+    if needs_ipc and isinstance(gate, SharedGate):
+        ipc = DeviceTransport.connect(gate, hooks, config.gpu_slot_bytes, swap)
+        if ipc is not None:
+            found["ipc"] = ipc
+    between_hosts = ["mpi"] if direct and not one_host else []
+    best_first = ["nccl", "ipc", *between_hosts, "staged"]
+    found["auto"] = found[_chosen(wanted, best_first, found)]
+    return found
+
+
+def _chosen(
+    wanted: str, best_first: Sequence[str], found: Mapping[str, Transport]
+) -> str:
+    if wanted == "auto":
+        return next(name for name in best_first if name in found)
+    if wanted not in found:
+        names = ", ".join(sorted(found))
+        raise UsageError(f"transport {wanted!r} for CUDA tensors: expected {names}")
+    return wanted

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from stand_ins import PutOff
 from torch import Tensor
 
-from nbdist.collectives._copier import Ticket
-from nbdist.collectives._pipeline import Piece, Pipeline
+from nbdist.collectives.transports.copy_pipeline import Piece, Pipeline, Ticket
 
 
 class Told(PutOff):

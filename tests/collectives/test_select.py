@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.collectives import _devices as devices
-from nbdist.collectives._transport_direct import DirectTransport
-from nbdist.collectives._transport_local import LocalTransport
-from nbdist.collectives._transport_staged import StagedTransport
 from nbdist.collectives.group import Group
 from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.transports import select as devices
+from nbdist.collectives.transports.local import LocalTransport
+from nbdist.collectives.transports.mpi import DirectTransport
+from nbdist.collectives.transports.staged import StagedTransport
 from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 

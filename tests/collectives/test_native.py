@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nbdist.collectives._compiled_reduction import find_compiled
 from nbdist.collectives._reduction import reduce_rows
+from nbdist.collectives.transports.native import find_compiled
 
 ROOT = Path(__file__).parents[2]
 BUILD = "from setuptools import setup; setup()"
-FUZZ = Path(__file__).with_name("fuzz_compiled.py")
+FUZZ = Path(__file__).with_name("fuzz_native.py")
 AT_ONCE_BYTES = 1024
 SLOT_BYTES = 4096
 """For each rank: small, so that tensors of some thousand elements take many blocks."""

@@ -1,6 +1,6 @@
 """Call everything that the compiled part has, with arguments drawn from a seed.
 
-    python fuzz_compiled.py CALLS SEED
+    python fuzz_native.py CALLS SEED
 
 Prints how many calls returned. Ends by an exception that no call may raise, or by a
 signal where something has crashed.

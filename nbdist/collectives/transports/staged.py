@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nbdist.collectives._pipeline import Move, Piece, Pipeline
-from nbdist.collectives._transport import Transport
+from nbdist.collectives.transports.base import Transport
+from nbdist.collectives.transports.copy_pipeline import Move, Piece, Pipeline
 
 __all__ = ["StagedTransport"]
 

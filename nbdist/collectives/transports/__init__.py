@@ -1,0 +1,1 @@
+"""Ways to move tensors between ranks, behind one interface."""
