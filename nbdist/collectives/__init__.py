@@ -6,20 +6,25 @@ order and the in-place conventions of torch.distributed.
 
 from __future__ import annotations
 
-from nbdist.collectives._before_mpi import launched_without_mpi
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._mailbox import Message
-from nbdist.collectives._place import set_cell_resolver
-from nbdist.collectives._reduction import ReduceOp
-from nbdist.collectives._signature import Signature, signature
-from nbdist.collectives.all_gather import all_gather, all_gather_into_tensor
-from nbdist.collectives.all_reduce import all_reduce
-from nbdist.collectives.all_to_all import all_to_all, all_to_all_single
-from nbdist.collectives.barrier import barrier
-from nbdist.collectives.broadcast import broadcast
-from nbdist.collectives.gather import gather
+# First, for it decides whether an import of mpi4py starts MPI.
+from nbdist.collectives.before_mpi import launched_without_mpi
+from nbdist.collectives.call_site import set_cell_resolver
 from nbdist.collectives.group import Group
-from nbdist.collectives.groups import (
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.mailbox import Message
+from nbdist.collectives.ops.all_gather import all_gather, all_gather_into_tensor
+from nbdist.collectives.ops.all_reduce import all_reduce
+from nbdist.collectives.ops.all_to_all import all_to_all, all_to_all_single
+from nbdist.collectives.ops.barrier import barrier
+from nbdist.collectives.ops.broadcast import broadcast
+from nbdist.collectives.ops.gather import gather
+from nbdist.collectives.ops.objects import all_gather_object, broadcast_object
+from nbdist.collectives.ops.point_to_point import irecv, isend, recv, send
+from nbdist.collectives.ops.reduce import reduce
+from nbdist.collectives.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
+from nbdist.collectives.ops.scatter import scatter
+from nbdist.collectives.reduction import ReduceOp
+from nbdist.collectives.registry import (
     any_spent,
     calls_made,
     close_groups,
@@ -30,12 +35,8 @@ from nbdist.collectives.groups import (
     renew_groups,
     set_default_group,
 )
-from nbdist.collectives.objects import all_gather_object, broadcast_object
-from nbdist.collectives.point_to_point import irecv, isend, recv, send
-from nbdist.collectives.post import Post
-from nbdist.collectives.reduce import reduce
-from nbdist.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
-from nbdist.collectives.scatter import scatter
+from nbdist.collectives.signature import Signature, signature
+from nbdist.collectives.tolerant_messages import Post
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.ring import RingStep, chunk_bounds, ring_steps
 

@@ -7,12 +7,12 @@ import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from nbdist.collectives._call import Call
-from nbdist.collectives._place import find_place
-from nbdist.collectives._signature import signature
-from nbdist.collectives._waiters import waiters
+from nbdist.collectives.call import Call
+from nbdist.collectives.call_site import find_place
 from nbdist.collectives.group import Group
+from nbdist.collectives.signature import signature
 from nbdist.collectives.sync.wait import complete
+from nbdist.collectives.waiters import waiters
 from nbdist.errors import CollectiveAborted
 from nbdist.wire import CollectiveCall
 

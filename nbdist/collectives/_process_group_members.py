@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nbdist.collectives._meeting import meet
 from nbdist.collectives.group import Group
-from nbdist.collectives.groups import default_group
+from nbdist.collectives.registry import default_group
 from nbdist.errors import UsageError
 
 __all__ = ["members_of"]

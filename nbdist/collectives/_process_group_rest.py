@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from nbdist.collectives.barrier import barrier
+from nbdist.collectives.ops.barrier import barrier
 
 if TYPE_CHECKING:
     from nbdist.collectives.group import Group

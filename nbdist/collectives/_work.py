@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
 
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._mailbox import Message
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.mailbox import Message
 
 __all__ = [
     "CollectiveWork",

@@ -19,21 +19,21 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from nbdist.collectives._call import Call, describe_mismatch, describe_timeout
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._mailbox import Mailbox, MailHooks, Message
-from nbdist.collectives._place import Place, find_place
-from nbdist.collectives._plan import Plan
-from nbdist.collectives._reduction import ReduceOp, parse_op
-from nbdist.collectives._signature import Signature, signature
-from nbdist.collectives._worker import Worker
-from nbdist.collectives.groups import leave_notes, live
+from nbdist.collectives.call import Call, describe_mismatch, describe_timeout
+from nbdist.collectives.call_site import Place, find_place
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.mailbox import Mailbox, MailHooks, Message
+from nbdist.collectives.plan import Plan
+from nbdist.collectives.reduction import ReduceOp, parse_op
+from nbdist.collectives.registry import leave_notes, live
+from nbdist.collectives.signature import Signature, signature
 from nbdist.collectives.sync.cuda_events import on_side_stream
 from nbdist.collectives.sync.shared_barrier import SharedGate
 from nbdist.collectives.sync.wait import Hooks, seconds, wait_until
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.native import QuickCalls
 from nbdist.collectives.transports.select import Connection, connect
+from nbdist.collectives.worker import Worker
 from nbdist.config import CollectiveConfig
 from nbdist.errors import (
     CollectiveAborted,

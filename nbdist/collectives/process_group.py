@@ -16,9 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from nbdist.collectives._arguments import split_evenly
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._mailbox import Message
 from nbdist.collectives._process_group_members import members_of
 from nbdist.collectives._process_group_rest import Rest, coalesce_batches
 from nbdist.collectives._work import (
@@ -28,23 +25,26 @@ from nbdist.collectives._work import (
     in_callback,
     original_error,
 )
-from nbdist.collectives.all_gather import all_gather, all_gather_into_tensor
-from nbdist.collectives.all_reduce import all_reduce
-from nbdist.collectives.all_to_all import all_to_all, all_to_all_single
-from nbdist.collectives.barrier import barrier
-from nbdist.collectives.broadcast import broadcast
-from nbdist.collectives.gather import gather
 from nbdist.collectives.group import Group
-from nbdist.collectives.point_to_point import irecv, isend
-from nbdist.collectives.premul_sum import (
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.mailbox import Message
+from nbdist.collectives.ops.all_gather import all_gather, all_gather_into_tensor
+from nbdist.collectives.ops.all_reduce import all_reduce
+from nbdist.collectives.ops.all_to_all import all_to_all, all_to_all_single
+from nbdist.collectives.ops.barrier import barrier
+from nbdist.collectives.ops.broadcast import broadcast
+from nbdist.collectives.ops.gather import gather
+from nbdist.collectives.ops.point_to_point import irecv, isend
+from nbdist.collectives.ops.premul_sum import (
     premul_sum_all_reduce,
     premul_sum_reduce,
     premul_sum_reduce_scatter,
     premul_sum_reduce_scatter_tensor,
 )
-from nbdist.collectives.reduce import reduce
-from nbdist.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
-from nbdist.collectives.scatter import scatter
+from nbdist.collectives.ops.reduce import reduce
+from nbdist.collectives.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
+from nbdist.collectives.ops.scatter import scatter
+from nbdist.collectives.ops.validation import split_evenly
 from nbdist.errors import CollectiveAborted, UsageError
 
 __all__ = ["CollectiveWork", "ProcessGroup", "original_error", "register"]

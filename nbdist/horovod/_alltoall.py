@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nbdist.collectives import Group
-from nbdist.collectives._arguments import resolve
+from nbdist.collectives.ops.validation import resolve
 from nbdist.errors import UsageError
 
 from ._autograd import apply

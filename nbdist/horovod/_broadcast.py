@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbdist.collectives._arguments import Flat, resolve
+from nbdist.collectives.ops.validation import Flat, resolve
 from nbdist.errors import UsageError
 
 from ._allreduce import allreduce

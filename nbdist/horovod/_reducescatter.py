@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nbdist.collectives import Group, chunk_bounds
-from nbdist.collectives._arguments import resolve
-from nbdist.collectives._reduction import parse_op
+from nbdist.collectives.ops.validation import resolve
+from nbdist.collectives.reduction import parse_op
 from nbdist.errors import UsageError
 
 from ._allgather import grouped_allgather

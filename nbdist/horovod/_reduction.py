@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nbdist.collectives import Group
-from nbdist.collectives._arguments import Flat, resolve
-from nbdist.collectives._reduction import parse_op
+from nbdist.collectives.ops.validation import Flat, resolve
+from nbdist.collectives.reduction import parse_op
 from nbdist.errors import UsageError
 from nbdist.training.adasum import adasum
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nbdist.collectives import Handle, Signature, signature
-from nbdist.collectives._place import Place, find_place
+from nbdist.collectives.call_site import Place, find_place
 from nbdist.collectives.sync.cuda_events import on_side_stream
 from nbdist.collectives.transports.base import Transport
 from nbdist.errors import UsageError

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nbdist
 import nbdist.horovod as hvd
-from nbdist.collectives import groups, premul_sum
+from nbdist.collectives import registry
+from nbdist.collectives.ops import premul_sum
 
 LENGTHS = count(1001)
 Path = Callable[[torch.Tensor], object]
@@ -72,7 +73,7 @@ def planned_lengths() -> set[int]:
     """Of the tensors that a group of this process has compiled a reduction for."""
     return {
         key[3]
-        for group in groups.live
+        for group in registry.live
         if group._connection.reductions is not None
         for key in group._connection.reductions.plans  # type: ignore[misc]
     }

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from nbdist.collectives import Handle
-from nbdist.collectives._worker import Worker
+from nbdist.collectives.worker import Worker
 from nbdist.errors import CollectiveAborted, CollectiveTimeout
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nbdist.collectives._reduction import reduce_rows
+from nbdist.collectives.reduction import reduce_rows
 from nbdist.collectives.transports.native import find_compiled
 
 ROOT = Path(__file__).parents[2]

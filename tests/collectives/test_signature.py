@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbdist.collectives import signature
-from nbdist.collectives._call import Call, describe_mismatch, describe_timeout
+from nbdist.collectives.call import Call, describe_mismatch, describe_timeout
 from nbdist.wire import CollectiveCall
 
 BASE = ("all_reduce", "sum", None, torch.float32, (3, 4), "cpu")

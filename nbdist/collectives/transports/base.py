@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nbdist.collectives._flat import Flat
+from nbdist.collectives.flat import Flat
 from nbdist.collectives.sync.wait import Check
 
 __all__ = ["Transport"]

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from nbdist.collectives._reduction import accumulation_dtype, combine, finish
+from nbdist.collectives.reduction import accumulation_dtype, combine, finish
 from nbdist.collectives.sync.mpi_buffers import moved, reduced
 from nbdist.collectives.sync.wait import Check, complete
 from nbdist.collectives.transports.base import Transport

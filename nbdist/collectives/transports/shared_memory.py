@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from nbdist.collectives._reduction import reduce_rows
+from nbdist.collectives.reduction import reduce_rows
 from nbdist.collectives.sync.shared_barrier import SharedGate
 from nbdist.collectives.sync.wait import Hooks
 from nbdist.collectives.transports.base import Transport

@@ -7,12 +7,12 @@ from functools import partial
 
 from torch import Tensor
 
-from nbdist.collectives import groups
-from nbdist.collectives._arguments import resolve
-from nbdist.collectives._flat import check_memory, unwrapped
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._reduction import ReduceOp
+from nbdist.collectives import registry
+from nbdist.collectives.flat import check_memory, unwrapped
 from nbdist.collectives.group import Group
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.ops.validation import resolve
+from nbdist.collectives.reduction import ReduceOp
 
 __all__ = ["all_reduce"]
 
@@ -44,7 +44,7 @@ def all_reduce(
         UnsupportedCollective: `op` is not defined for the dtype. Nothing was sent.
         CollectiveMismatch, CollectiveTimeout, CollectiveAborted: see `Group.run`.
     """
-    group = group or groups.default or groups.default_group()
+    group = group or registry.default or registry.default_group()
     if group.quick is not None and algorithm == "auto" and not async_op:
         try:
             done = group.quick.all_reduce(tensor, op)

@@ -6,9 +6,9 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from nbdist.collectives._arguments import resolve, root_position
-from nbdist.collectives._mailbox import Message
 from nbdist.collectives.group import Group
+from nbdist.collectives.mailbox import Message
+from nbdist.collectives.ops.validation import resolve, root_position
 
 __all__ = ["irecv", "isend", "recv", "send"]
 

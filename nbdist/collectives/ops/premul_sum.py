@@ -7,7 +7,9 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from nbdist.collectives._arguments import (
+from nbdist.collectives.group import Group
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.ops.validation import (
     Flat,
     check_list,
     check_same,
@@ -16,10 +18,8 @@ from nbdist.collectives._arguments import (
     root_position,
     split_evenly,
 )
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._reduction import parse_op
-from nbdist.collectives._signature import signature
-from nbdist.collectives.group import Group
+from nbdist.collectives.reduction import parse_op
+from nbdist.collectives.signature import signature
 from nbdist.errors import UnsupportedCollective, UsageError
 
 __all__ = [

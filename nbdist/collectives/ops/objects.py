@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbdist.collectives._arguments import root_position
-from nbdist.collectives._signature import signature
 from nbdist.collectives.group import Group
-from nbdist.collectives.groups import default_group
+from nbdist.collectives.ops.validation import root_position
+from nbdist.collectives.registry import default_group
+from nbdist.collectives.signature import signature
 
 __all__ = ["all_gather_object", "broadcast_object"]
 

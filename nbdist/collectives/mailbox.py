@@ -14,8 +14,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from nbdist.collectives._flat import Flat
-from nbdist.collectives._signature import Signature, signature
+from nbdist.collectives.flat import Flat
+from nbdist.collectives.signature import Signature, signature
 from nbdist.collectives.sync.cuda_aware import takes_device_memory
 from nbdist.collectives.sync.cuda_events import settle
 from nbdist.collectives.sync.mpi_buffers import moved

@@ -7,7 +7,9 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from nbdist.collectives._arguments import (
+from nbdist.collectives.group import Group
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.ops.validation import (
     Flat,
     check_list,
     check_same,
@@ -15,9 +17,7 @@ from nbdist.collectives._arguments import (
     resolve,
     root_position,
 )
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._signature import signature
-from nbdist.collectives.group import Group
+from nbdist.collectives.signature import signature
 
 __all__ = ["gather"]
 

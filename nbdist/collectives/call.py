@@ -7,8 +7,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from nbdist.collectives._place import Place, find_place
-from nbdist.collectives._signature import Signature
+from nbdist.collectives.call_site import Place, find_place
+from nbdist.collectives.signature import Signature
 from nbdist.wire import CollectiveCall
 
 __all__ = ["Call", "describe_mismatch", "describe_timeout"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nbdist.collectives._flat import Flat, unwrapped
+from nbdist.collectives.flat import Flat, unwrapped
 from nbdist.collectives.group import Group
-from nbdist.collectives.groups import default_group
+from nbdist.collectives.registry import default_group
 from nbdist.errors import UnsupportedCollective, UsageError
 
 __all__ = [

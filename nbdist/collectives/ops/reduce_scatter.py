@@ -7,7 +7,9 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from nbdist.collectives._arguments import (
+from nbdist.collectives.group import Group
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.ops.validation import (
     Flat,
     check_list,
     check_same,
@@ -15,10 +17,8 @@ from nbdist.collectives._arguments import (
     resolve,
     split_evenly,
 )
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._reduction import ReduceOp, parse_op
-from nbdist.collectives._signature import signature
-from nbdist.collectives.group import Group
+from nbdist.collectives.reduction import ReduceOp, parse_op
+from nbdist.collectives.signature import signature
 
 __all__ = ["reduce_scatter", "reduce_scatter_tensor"]
 

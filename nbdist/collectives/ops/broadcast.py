@@ -6,10 +6,10 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from nbdist.collectives._arguments import Flat, resolve, root_position
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._signature import signature
 from nbdist.collectives.group import Group
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.ops.validation import Flat, resolve, root_position
+from nbdist.collectives.signature import signature
 
 __all__ = ["broadcast"]
 

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from nbdist.collectives._handle import Handle
+from nbdist.collectives.handle import Handle
 
 __all__ = ["Worker"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._signature import signature
 from nbdist.collectives.group import Group
-from nbdist.collectives.groups import default_group
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.registry import default_group
+from nbdist.collectives.signature import signature
 
 __all__ = ["barrier"]
 

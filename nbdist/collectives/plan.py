@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nbdist.collectives._signature import Signature
+from nbdist.collectives.signature import Signature
 from nbdist.collectives.transports.base import Transport
 
 __all__ = ["Plan"]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from nbdist.collectives._waiters import Waiter, waiters
+from nbdist.collectives.waiters import Waiter, waiters
 from nbdist.errors import CollectiveAborted, WrongProcess
 from nbdist.wire import CollectiveCall, format_ranks
 

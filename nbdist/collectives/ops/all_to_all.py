@@ -8,10 +8,16 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from nbdist.collectives._arguments import Flat, check_kind, check_list, flatten, resolve
-from nbdist.collectives._handle import Handle
-from nbdist.collectives._signature import signature
 from nbdist.collectives.group import Group
+from nbdist.collectives.handle import Handle
+from nbdist.collectives.ops.validation import (
+    Flat,
+    check_kind,
+    check_list,
+    flatten,
+    resolve,
+)
+from nbdist.collectives.signature import signature
 from nbdist.errors import CollectiveMismatch, UsageError
 
 __all__ = ["all_to_all", "all_to_all_single"]

@@ -1,0 +1,1 @@
+"""The operations, one a module, and the checks of their arguments."""
