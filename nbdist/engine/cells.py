@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from nbdist.collectives.process_group import original_error
+from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.engine import cell_names
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank

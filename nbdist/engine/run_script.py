@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from nbdist.collectives.process_group import original_error
+from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.engine import cell_names, lent_group, roles
 from nbdist.engine.cells import CellReply
 from nbdist.engine.rank import this_rank

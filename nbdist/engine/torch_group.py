@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives import default_group
-from nbdist.collectives.process_group import register
+from nbdist.collectives.torch_backend.process_group import register
 from nbdist.engine import lent_group
 
 __all__ = ["abort", "groups_made", "number_alike", "start", "stop"]

@@ -19,7 +19,7 @@ import torch
 from mpi4py import MPI
 from worlds import meet, process_group
 
-from nbdist.collectives.process_group import register
+from nbdist.collectives.torch_backend.process_group import register
 
 APPLIES = {
     "Only MPI supports CPU all_to_all_single",

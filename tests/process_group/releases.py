@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import meet, process_group
 
 from nbdist.collectives import release_calls, renew_groups
-from nbdist.collectives.process_group import original_error
+from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.errors import (
     CollectiveAborted,
     CollectiveMismatch,
@@ -215,7 +215,7 @@ def what_cannot_be_is_refused() -> None:
 
 
 def _create_with_another_rank() -> None:
-    from nbdist.collectives._process_group_members import members_of
+    from nbdist.collectives.torch_backend.rendezvous import members_of
 
     members_of([], (dist.get_rank() + 1) % 4, 4)
 

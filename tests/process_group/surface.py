@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import meet, process_group
 
-from nbdist.collectives.process_group import ProcessGroup
+from nbdist.collectives.torch_backend.process_group import ProcessGroup
 from nbdist.errors import UnsupportedCollective
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from nbdist.collectives import Group, set_default_group
-from nbdist.collectives.process_group import register
+from nbdist.collectives.torch_backend.process_group import register
 
 DEADLINE_S = 20.0
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.collectives.process_group import original_error
+from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.errors import CollectiveAborted, RestartsSpent, UsageError
 from nbdist.training._whole import whole
 from nbdist.training.elastic.coordinator import coordinator

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbdist.collectives import all_reduce, default_group
-from nbdist.collectives.process_group import CollectiveWork
+from nbdist.collectives.torch_backend.process_group import CollectiveWork
 from nbdist.errors import UsageError
 
 from .base import Strategy

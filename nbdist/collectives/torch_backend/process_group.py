@@ -9,22 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
 
-from nbdist.collectives._process_group_members import members_of
-from nbdist.collectives._process_group_rest import Rest, coalesce_batches
-from nbdist.collectives._work import (
-    CollectiveWork,
-    MessageWork,
-    WorkList,
-    in_callback,
-    original_error,
-)
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.mailbox import Message
@@ -45,9 +37,23 @@ from nbdist.collectives.ops.reduce import reduce
 from nbdist.collectives.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from nbdist.collectives.ops.scatter import scatter
 from nbdist.collectives.ops.validation import split_evenly
+from nbdist.collectives.torch_backend.rendezvous import members_of
+from nbdist.collectives.torch_backend.work import (
+    CollectiveWork,
+    MessageWork,
+    WorkList,
+    in_callback,
+    original_error,
+)
 from nbdist.errors import CollectiveAborted, UsageError
 
-__all__ = ["CollectiveWork", "ProcessGroup", "original_error", "register"]
+__all__ = [
+    "CollectiveWork",
+    "ProcessGroup",
+    "coalesce_batches",
+    "original_error",
+    "register",
+]
 
 NAME = "nbdist"
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
@@ -96,7 +102,16 @@ def _by_device(operation: _Operation) -> _Operation:
     return chosen
 
 
-class ProcessGroup(Rest, dist.ProcessGroup):
+def _refuse(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(f"nbdist has no {name}: {instead}")
+
+    refuse.__name__ = name.rsplit(".", 1)[-1]
+    refuse.__doc__ = f"Refused: {instead}."
+    return refuse
+
+
+class ProcessGroup(dist.ProcessGroup):
     """A group of ranks, as torch.distributed and all that is built on it see one.
 
     Every operation takes what c10d's has: lists of one tensor, an options object, ranks
@@ -374,6 +389,48 @@ class ProcessGroup(Rest, dist.ProcessGroup):
             return self._nccl._get_backend(device)
         return self
 
+    # -- barriers, numbers, and what is refused ------------------------------------
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that tells who is missing when its time runs out, as all here do.
+
+        Args:
+            timeout: None takes the group's.
+            wait_all_ranks: the error names all who are missing in any case.
+        """
+        barrier(group=self.members, timeout=timeout or self._timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.members.sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The members have counted alike from the first call on."""
+
+    def _wait_for_pending_works(self) -> None:
+        self.members.drain()
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    split_group = _refuse("split_group", "make a group with dist.new_group")
+    new_window = _refuse("new_window", "send and receive")
+    reconfigure = _refuse("reconfigure", "the world renews its groups by itself")
+    get_reconfigure_handle = _refuse(
+        "get_reconfigure_handle", "the world renews its groups by itself"
+    )
+    _add_ephemeral_timeout = _refuse(
+        "_add_ephemeral_timeout", "give the call its time-out"
+    )
+    merge_remote_group = _refuse("merge_remote_group", "make a group of all ranks")
+    _enable_collectives_timing = _refuse(
+        "_enable_collectives_timing", "time the calls themselves"
+    )
+    _register_on_completion_hook = _refuse(
+        "_register_on_completion_hook", "use the future of each work"
+    )
+
     # -- life ----------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -412,6 +469,12 @@ class ProcessGroup(Rest, dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         """The user's description."""
         return self._description
+
+
+for _hook in ("pre", "post", "abort"):
+    for _verb in ("register", "unregister"):
+        _name = f"{_verb}_{_hook}_hook"
+        setattr(ProcessGroup, _name, _refuse(_name, "use the future of each work"))
 
 
 def _one(tensors: Any) -> Tensor:
@@ -458,3 +521,47 @@ def _reduction(
         factor = op.__getstate__()[1]  # there is no other way to ask for it
         return functools.partial(premultiplied, *arguments, factor)
     raise NotImplementedError(f"nbdist has no reduce-op {kind}")
+
+
+if TYPE_CHECKING:
+    from nbdist.collectives.group import Group
+
+
+def coalesce_batches() -> None:
+    """Let `dist.batch_isend_irecv` coalesce messages of our process groups too.
+
+    torch does it for groups of exactly its own class, and else begins the messages one
+    by one. NCCL would then wait in each for its other end, and two ranks that each send
+    before they receive would wait for each other. Safe to call twice.
+    """
+    if distributed_c10d.batch_isend_irecv is not _batch_isend_irecv:
+        distributed_c10d.batch_isend_irecv = _batch_isend_irecv
+        dist.batch_isend_irecv = _batch_isend_irecv
+
+
+_one_by_one = distributed_c10d.batch_isend_irecv
+
+
+@functools.wraps(_one_by_one)
+def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+    first: Any = p2p_op_list[0] if p2p_op_list else None
+    group: Any = getattr(first, "group", None) or distributed_c10d._get_default_group()
+    ours = isinstance(first, dist.P2POp) and isinstance(group, ProcessGroup)
+    works: list[dist.Work]
+    if not ours or group._native(first.tensor) is None:
+        works = _one_by_one(p2p_op_list)  # in our own messages nothing waits
+        return works
+    distributed_c10d._check_p2p_op_list(p2p_op_list)
+    device = first.tensor.device
+    coalescing: Any = distributed_c10d._coalescing_manager
+    with coalescing(group, device, async_ops=True) as batch:
+        for each in p2p_op_list:
+            peer = "group_dst" if each.op is dist.isend else "group_src"
+            each.op(
+                each.tensor,
+                group=each.group,
+                tag=each.tag,
+                **{peer: each.group_peer},
+            )
+    works = batch.works
+    return works

@@ -1,0 +1,1 @@
+"""The backend "nbdist" of torch.distributed."""
