@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from nbdist.collectives.call_site import Place, find_place
+from nbdist.collectives.call_site import CallSite, find_call_site
 from nbdist.collectives.signature import Signature
 from nbdist.wire import CollectiveCall
 
@@ -28,7 +28,7 @@ class Call:
         self,
         kind: Signature,
         timeout: float | timedelta | None = None,
-        place: Place | None = None,
+        place: CallSite | None = None,
     ) -> None:
         self.kind = kind
         self.timeout = timeout
@@ -44,7 +44,7 @@ class Call:
     def record(self, rank: int) -> CollectiveCall:
         """The call as `rank` reports it. May be called from any thread meanwhile."""
         kind = self.kind
-        place = self.place or find_place(sys._current_frames().get(self.thread))
+        place = self.place or find_call_site(sys._current_frames().get(self.thread))
         return CollectiveCall(
             rank=rank,
             sequence=self.sequence,

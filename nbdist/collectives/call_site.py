@@ -6,13 +6,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["Place", "find_place", "set_cell_resolver"]
+__all__ = ["CallSite", "find_call_site", "set_cell_resolver"]
 
 CellResolver = Callable[[str], int | None]
 _LIBRARIES = ("nbdist", "torch", "threading", "concurrent", "contextlib", "functools")
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """A line of the user's, in a file or a notebook cell."""
 
     cell: int | None
@@ -38,7 +38,7 @@ def set_cell_resolver(resolver: CellResolver) -> None:
     _resolver = resolver
 
 
-def find_place(frame: FrameType | None) -> Place:
+def find_call_site(frame: FrameType | None) -> CallSite:
     """The first frame outside nbdist and torch, from `frame` outwards.
 
     Both parts are None where there is no such frame, as in an autograd thread.
@@ -46,8 +46,8 @@ def find_place(frame: FrameType | None) -> Place:
     while frame is not None and _is_library(frame):
         frame = frame.f_back
     if frame is None:
-        return Place(None, None)
-    return Place(_resolver(frame.f_code.co_filename), frame.f_lineno)
+        return CallSite(None, None)
+    return CallSite(_resolver(frame.f_code.co_filename), frame.f_lineno)
 
 
 def _is_library(frame: FrameType) -> bool:

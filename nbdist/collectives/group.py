@@ -20,7 +20,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from nbdist.collectives.call import Call, describe_mismatch, describe_timeout
-from nbdist.collectives.call_site import Place, find_place
+from nbdist.collectives.call_site import CallSite, find_call_site
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.mailbox import Mailbox, MailHooks, Message
 from nbdist.collectives.plan import Plan
@@ -28,7 +28,7 @@ from nbdist.collectives.reduction import ReduceOp, parse_op
 from nbdist.collectives.registry import leave_notes, live
 from nbdist.collectives.signature import Signature, signature
 from nbdist.collectives.sync.cuda_events import on_side_stream
-from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.wait import Hooks, seconds, wait_until
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.native import QuickCalls
@@ -165,7 +165,7 @@ class Group:
         length = tensor.numel()
         reduction = reductions.plan("all_reduce", plan.op, tensor.dtype, length)
         if reduction is not None:
-            fingerprint = plan.kind.word if self.config.check else 0
+            fingerprint = plan.kind.fingerprint if self.config.check else 0
             self.quick.keep(op, tensor.shape, reduction, fingerprint)
 
     def finish_quick(
@@ -186,7 +186,7 @@ class Group:
     def _await_quick(self) -> None:
         quick, gate = self.quick, self._connection.gate
         assert quick is not None
-        assert isinstance(gate, SharedGate)
+        assert isinstance(gate, SharedBarrier)
         try:
             if not gate.wait(self._check, quick.resume):
                 self._differ()
@@ -221,7 +221,7 @@ class Group:
         meets: bool = False,
         async_op: bool = False,
         timeout: float | timedelta | None = None,
-        place: Place | None = None,
+        place: CallSite | None = None,
     ) -> Handle | None:
         """Make one collective call. Every rank must, with an equal `kind`.
 
@@ -260,7 +260,7 @@ class Group:
             if not async_op and (self._worker.is_current or not self._worker.busy):
                 self._run(call, body, meets)
                 return None
-            call.place = call.place or find_place(sys._getframe())
+            call.place = call.place or find_call_site(sys._getframe())
             handle = Handle(call.kind.operation, self.abort)
             if call.kind.device == "cuda":
                 body = on_side_stream(body, self._check)
@@ -299,7 +299,7 @@ class Group:
         timeout = self.config.timeout_s if call.timeout is None else call.timeout
         if timeout is not None:
             self._deadline = time.monotonic() + seconds(timeout)
-        self._hooks.fingerprint = call.kind.word if self.config.check else 0
+        self._hooks.fingerprint = call.kind.fingerprint if self.config.check else 0
         self._call = call
         try:
             if not meets:

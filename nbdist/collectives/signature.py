@@ -23,7 +23,7 @@ class Signature:
     dtype: str
     shape: tuple[int, ...]
     device: str
-    word: int
+    fingerprint: int
     """A 63-bit digest of all the above, the same in every process; never 0."""
 
 
@@ -56,4 +56,4 @@ def _make(
     name = "object" if dtype is None else str(dtype).removeprefix("torch.")
     parts = (operation, reduce_op, root, name, tuple(shape), device)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return Signature(*parts, word=int.from_bytes(digest, "little") >> 1 or 1)
+    return Signature(*parts, fingerprint=int.from_bytes(digest, "little") >> 1 or 1)

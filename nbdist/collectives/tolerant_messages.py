@@ -26,14 +26,14 @@ from nbdist.errors import CollectiveAborted
 from nbdist.wire import CollectiveCall
 
 __all__ = [
-    "Bell",
+    "Doorbell",
     "Post",
 ]
 
 _LONGEST_BLIND_S = 1e-3
 
 
-class Bell:
+class Doorbell:
     """A semaphore for each rank of a group, where all share their host's memory.
 
     Where they do not, nothing rings, and `wait` is a short sleep instead.
@@ -125,7 +125,7 @@ class Post:
         complete([request], group.raise_if_aborted, self._comm)
         # Its making ends with a barrier: a message on the new communicator that reaches
         # a rank which has not got it yet can be lost.
-        self._bell = Bell(group)
+        self._bell = Doorbell(group)
         hooks = MailHooks(self._check, lambda _message: None, self.abort)
         self._mailbox = Mailbox(self._comm, hooks)
         waiters.add(self)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nbdist.collectives import Handle, Signature, signature
-from nbdist.collectives.call_site import Place, find_place
+from nbdist.collectives.call_site import CallSite, find_call_site
 from nbdist.collectives.sync.cuda_events import on_side_stream
 from nbdist.collectives.transports.base import Transport
 from nbdist.errors import UsageError
@@ -80,7 +80,7 @@ class Request:
         self.handle = Handle(kind.operation, on_leave)
         on_gpu = kind.device == "cuda"
         self.body = on_side_stream(body, _nothing) if on_gpu else body
-        self.place: Place = find_place(sys._getframe())
+        self.place: CallSite = find_call_site(sys._getframe())
 
 
 def _nothing() -> None:

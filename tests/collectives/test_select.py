@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbdist.collectives.group import Group
-from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.transports import select as devices
 from nbdist.collectives.transports.local import LocalTransport
 from nbdist.collectives.transports.mpi import DirectTransport
@@ -18,7 +18,7 @@ from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
 
 HOOKS: Any = SimpleNamespace(check=lambda: None)
-ONE_HOST: Any = object.__new__(SharedGate)
+ONE_HOST: Any = object.__new__(SharedBarrier)
 SEVERAL_HOSTS: Any = None
 
 

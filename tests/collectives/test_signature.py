@@ -16,23 +16,23 @@ BASE = ("all_reduce", "sum", None, torch.float32, (3, 4), "cpu")
 
 
 def test_equal_calls_have_one_signature_and_others_another() -> None:
-    word = signature(*BASE).word
+    fingerprint = signature(*BASE).fingerprint
     assert signature(*BASE) is signature(*BASE)
     changes = ["broadcast", "max", 1, torch.float64, (4, 3), "cuda"]
     for position, change in enumerate(changes):
         other = (*BASE[:position], change, *BASE[position + 1 :])
-        assert signature(*other).word != word
+        assert signature(*other).fingerprint != fingerprint
 
 
 def test_the_word_is_the_same_in_every_process() -> None:
     code = (
         "import torch; from nbdist.collectives import signature as s;"
-        "print(s('all_reduce', 'sum', None, torch.float32, (3, 4), 'cpu').word)"
+        "print(s('all_reduce', 'sum', None, torch.float32, (3, 4), 'cpu').fingerprint)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert int(result.stdout) == signature(*BASE).word
+    assert int(result.stdout) == signature(*BASE).fingerprint
 
 
 def call(rank: int, shape: tuple[int, ...], cell: int | None) -> CollectiveCall:

@@ -9,27 +9,27 @@ from mpi4py import MPI
 
 from nbdist.collectives.sync.wait import Check, abandon, complete
 
-__all__ = ["RECORD_BYTES", "Gate", "MessageGate"]
+__all__ = ["RECORD_BYTES", "Barrier", "MessageBarrier"]
 
 RECORD_BYTES = 512
 """Room for one rank's pickled record of its call."""
-_WORD_TAG = 1
+_ARRIVAL_TAG = 1
 _RECORD_TAG = 2
 
 
-class Gate(ABC):
-    """Every rank arrives with a word; nobody passes before all have arrived."""
+class Barrier(ABC):
+    """Every rank arrives with a fingerprint; nobody passes before all have arrived."""
 
     @abstractmethod
-    def arrive(self, word: int, check: Check) -> bool:
+    def arrive(self, fingerprint: int, check: Check) -> bool:
         """Wait for all ranks.
 
         Args:
-            word: 63 bits that must agree.
+            fingerprint: 63 bits that must agree.
             check: called while waiting; ends the wait by raising.
 
         Returns:
-            Whether every rank brought the same word: the same answer on all ranks.
+            Whether all fingerprints are equal: the same answer on all ranks.
         """
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Gate(ABC):
     def missing(self) -> list[int]:
         """Ranks whose arrival the last `arrive` was still waiting for."""
 
-    def leave(self, reason: str) -> None:  # noqa: B027 - a gate need not be able to
+    def leave(self, reason: str) -> None:  # noqa: B027 - a barrier need not be able to
         """Tell the ranks that wait here that this one will not come any more."""
 
     def leave_note(self, note: str) -> None:  # noqa: B027 - likewise
@@ -55,29 +55,30 @@ class Gate(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the gate holds. Safe to call twice."""
+        """Give back what the barrier holds. Safe to call twice."""
 
 
-class MessageGate(Gate):
-    """A gate of MPI messages, each rank to each other: one latency, any network."""
+class MessageBarrier(Barrier):
+    """A barrier of MPI messages, each rank to each other: one latency, any network."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
         self._peers = [rank for rank in range(comm.size) if rank != comm.rank]
         self._mine = np.zeros(1, np.int64)
         self._theirs = np.zeros((comm.size, 1), np.int64)
-        sends = [comm.Send_init(self._mine, peer, _WORD_TAG) for peer in self._peers]
+        sends = [comm.Send_init(self._mine, peer, _ARRIVAL_TAG) for peer in self._peers]
         receives = [
-            comm.Recv_init(self._theirs[peer], peer, _WORD_TAG) for peer in self._peers
+            comm.Recv_init(self._theirs[peer], peer, _ARRIVAL_TAG)
+            for peer in self._peers
         ]
         self._requests: list[MPI.Prequest] = [*receives, *sends]
 
-    def arrive(self, word: int, check: Check) -> bool:
-        self._mine[0] = self._theirs[self._comm.rank] = word
+    def arrive(self, fingerprint: int, check: Check) -> bool:
+        self._mine[0] = self._theirs[self._comm.rank] = fingerprint
         requests = self._requests
         MPI.Prequest.Startall(requests)
         complete(requests, check, self._mine, self._theirs)
-        return bool((self._theirs == word).all())
+        return bool((self._theirs == fingerprint).all())
 
     def exchange(self, record: bytes, check: Check) -> list[bytes]:
         mine = np.frombuffer(record.ljust(RECORD_BYTES, b"\0"), np.uint8)

@@ -1,4 +1,4 @@
-"""Crossing a gate in shared memory: post to every other rank, wait for each of them.
+"""A semaphore barrier: post to every other rank, and wait for each of them.
 
 There are two of them: the compiled one, and the same in Python for machines that had no
 compiler. They use the same memory in the same way.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from nbdist.collectives.sync import semaphore
 
-__all__ = ["NAP_S", "YIELDS", "Crossing", "PythonCrossing"]
+__all__ = ["NAP_S", "YIELDS", "PythonSemaphoreBarrier", "SemaphoreBarrier"]
 
 YIELDS = 100
 """Some 50 microseconds: waking a sleeper takes as long as that."""
@@ -21,36 +21,36 @@ NAP_S = 0.05
 """Longest sleep between two looks at why a wait should end; a wake ends it sooner."""
 
 
-class Crossing(Protocol):
-    """One rank's way through a gate, again and again."""
+class SemaphoreBarrier(Protocol):
+    """One rank's way through a barrier, again and again."""
 
     step: int
-    """How often it was crossed."""
+    """How often this rank has passed it."""
     waiting_for: int
     """The first peer, as an index into `inbound`, that was not there yet."""
     stopped: bool
-    """Set to end the crossing under way, and every later one, with None."""
+    """Set to end the wait under way, and every later one, with None."""
 
-    def cross(self, word: int) -> bool | None:
-        """Arrive with a word, and wait a while for the others.
+    def cross(self, fingerprint: int) -> bool | None:
+        """Arrive with a fingerprint, and wait a while for the others.
 
         Returns:
-            Whether all brought the same word; None when somebody is late, has left
-            the gate, or when this crossing was stopped: look which, and `resume`.
+            Whether all fingerprints are equal; None when a rank is late, has left the
+            barrier, or when this barrier was stopped: look which, and `resume`.
         """
 
     def resume(self) -> bool | None:
         """Wait a while more."""
 
 
-class PythonCrossing:
-    """The crossing where nothing was compiled."""
+class PythonSemaphoreBarrier:
+    """The one where nothing was compiled."""
 
     def __init__(
         self,
         inbound: Sequence[int],
         outbound: Sequence[int],
-        words: Sequence[int],
+        fingerprints: Sequence[int],
         closed: int,
         spins: int,
     ) -> None:
@@ -58,14 +58,14 @@ class PythonCrossing:
         self.waiting_for = 0
         self.stopped = False
         self._inbound, self._outbound = inbound, outbound
-        places = [ctypes.c_int64.from_address(address) for address in words]
-        half = len(words) // 2
-        self._words = (places[:half], places[half:])
+        places = [ctypes.c_int64.from_address(address) for address in fingerprints]
+        half = len(fingerprints) // 2
+        self._fingerprints = (places[:half], places[half:])
         self._closed = ctypes.c_int64.from_address(closed)
         self._spins = spins
 
-    def cross(self, word: int) -> bool | None:
-        self._words[self.step & 1][0].value = word
+    def cross(self, fingerprint: int) -> bool | None:
+        self._fingerprints[self.step & 1][0].value = fingerprint
         for address in self._outbound:
             semaphore.post(address)
         self.waiting_for = 0
@@ -78,7 +78,7 @@ class PythonCrossing:
             self.waiting_for += 1
         if self.stopped or self._closed.value:
             return None
-        mine, *theirs = self._words[self.step & 1]
+        mine, *theirs = self._fingerprints[self.step & 1]
         self.step += 1
         return all([other.value == mine.value for other in theirs])  # noqa: C419 - faster
 

@@ -1,4 +1,4 @@
-"""A gate in shared memory: a semaphore for each pair of ranks, a word for each rank."""
+"""A barrier in shared memory: a semaphore for each pair of ranks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import ctypes
 from collections.abc import Callable
 
 from nbdist.collectives.sync import semaphore
-from nbdist.collectives.sync.barrier import RECORD_BYTES, Gate
-from nbdist.collectives.sync.semaphore_barrier import Crossing, PythonCrossing
+from nbdist.collectives.sync.barrier import RECORD_BYTES, Barrier
+from nbdist.collectives.sync.semaphore_barrier import (
+    PythonSemaphoreBarrier,
+    SemaphoreBarrier,
+)
 from nbdist.collectives.sync.wait import Check
 from nbdist.errors import CollectiveAborted
 
-__all__ = ["SharedGate"]
+__all__ = ["SharedBarrier"]
 
 _LINE = 64
 
 
-class SharedGate(Gate):
+class SharedBarrier(Barrier):
     """Ranks of one host meet here in a microsecond or two.
 
     Each rank posts to every other and waits for every other. Nobody can be two steps
-    ahead of anybody, so that words, and slots of data, need two places each: those of
-    step s are free again once step s+1 was passed.
+    ahead of anybody, so that fingerprints, and slots of data, need two places each:
+    those of step s are free again once step s+1 was passed.
     """
 
     @staticmethod
@@ -37,9 +40,9 @@ class SharedGate(Gate):
         size: int,
         spins: int,
         on_late: Callable[[], None],
-        compiled: Crossing | None,
+        compiled: SemaphoreBarrier | None,
     ) -> None:
-        """Map the gate; the memory must be zeroed, and each rank calls `prepare` next.
+        """Map zeroed memory. Each rank calls `prepare` next.
 
         Args:
             memory: at least `bytes_needed(size)` bytes, shared.
@@ -60,15 +63,15 @@ class SharedGate(Gate):
     def _map(self, memory: memoryview, spins: int) -> None:
         size, rank = self.size, self.rank
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        words_end = _LINE * (2 * size + 1)
+        fingerprints_end = _LINE * (2 * size + 1)
         pitch = semaphore.SEMAPHORE_BYTES
 
         def place(source: int, target: int) -> int:
-            return start + words_end + (target * size + source) * pitch
+            return start + fingerprints_end + (target * size + source) * pitch
 
         self._inbound = [place(peer, rank) for peer in self._peers]
         self._outbound = [place(rank, peer) for peer in self._peers]
-        self.crossing = self.compiled or PythonCrossing(
+        self.semaphores = self.compiled or PythonSemaphoreBarrier(
             self._inbound,
             self._outbound,
             [
@@ -81,7 +84,7 @@ class SharedGate(Gate):
         )
         """This rank's way through; `step` tells which of two places is in use."""
         self._closed = memory[:_LINE].cast("q")
-        records = words_end + size * size * pitch
+        records = fingerprints_end + size * size * pitch
         self._records = [
             memory[records + i * RECORD_BYTES :][:RECORD_BYTES] for i in range(2 * size)
         ]
@@ -91,10 +94,10 @@ class SharedGate(Gate):
         for address in self._inbound:
             semaphore.initialise(address)
 
-    def arrive(self, word: int, check: Check) -> bool:
-        agreed = self.crossing.cross(word)
+    def arrive(self, fingerprint: int, check: Check) -> bool:
+        agreed = self.semaphores.cross(fingerprint)
         if agreed is None:
-            agreed = self.wait(check, self.crossing.resume)
+            agreed = self.wait(check, self.semaphores.resume)
         return agreed
 
     def pass_through(self, check: Check) -> None:
@@ -134,12 +137,12 @@ class SharedGate(Gate):
     def missing(self) -> list[int]:
         if not self._waiting:
             return []
-        first = self.crossing.waiting_for
+        first = self.semaphores.waiting_for
         late = zip(self._peers[first:], self._inbound[first:], strict=True)
         return [peer for peer, address in late if semaphore.try_wait(address) != 0]
 
     def wake(self) -> None:
-        self.crossing.stopped = True
+        self.semaphores.stopped = True
         for address in self._inbound:
             semaphore.post(address)
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from nbdist.collectives.call import Call
-from nbdist.collectives.call_site import find_place
+from nbdist.collectives.call_site import find_call_site
 from nbdist.collectives.group import Group
 from nbdist.collectives.registry import default_group
 from nbdist.collectives.signature import signature
@@ -44,7 +44,7 @@ class _Meeting:
         self._ranks = tuple(ranks)
         self._error: BaseException | None = None
         self._call = Call(signature("new_group", None, None, None, (), "none"))
-        self._call.place = find_place(sys._getframe())
+        self._call.place = find_call_site(sys._getframe())
 
     def wait(self) -> None:
         # Not the group's name: torch counts groups on each rank for itself, and the

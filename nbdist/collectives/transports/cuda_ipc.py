@@ -24,7 +24,7 @@ from nbdist.collectives.sync.cuda_peers import (
     map_memories,
     open_events,
 )
-from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.wait import Hooks
 from nbdist.collectives.transports.shared_memory import SharedTransport
 from nbdist.collectives.transports.slots import PeerSlots, Slots, peer_bytes
@@ -44,7 +44,7 @@ class DeviceTransport(SharedTransport):
 
     @classmethod
     def connect(
-        cls, gate: SharedGate, hooks: Hooks, slot: int, swap: Swap
+        cls, gate: SharedBarrier, hooks: Hooks, slot: int, swap: Swap
     ) -> DeviceTransport | None:
         """Share memory and events. Every rank must call, on its current device.
 
@@ -72,7 +72,7 @@ class DeviceTransport(SharedTransport):
         return cls(gate, PeerSlots(memories, gate.rank), hooks, order)
 
     def __init__(
-        self, gate: SharedGate, slots: Slots, hooks: Hooks, order: Order
+        self, gate: SharedBarrier, slots: Slots, hooks: Hooks, order: Order
     ) -> None:
         super().__init__(gate, slots, hooks)
         self._order = order

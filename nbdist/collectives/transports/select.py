@@ -18,12 +18,12 @@ from mpi4py import MPI
 from torch import Tensor
 
 from nbdist.collectives.sync import semaphore as _semaphore
-from nbdist.collectives.sync.barrier import Gate, MessageGate
+from nbdist.collectives.sync.barrier import Barrier, MessageBarrier
 from nbdist.collectives.sync.cuda_aware import takes_device_memory
 from nbdist.collectives.sync.cuda_events import settle
 from nbdist.collectives.sync.cuda_peers import Swap, identity
 from nbdist.collectives.sync.semaphore_barrier import NAP_S, YIELDS
-from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.shared_segment import Segment
 from nbdist.collectives.sync.wait import Check, Hooks, complete
 from nbdist.collectives.transports.base import Transport
@@ -65,7 +65,7 @@ class Connection:
 
     config: CollectiveConfig
     hooks: Hooks
-    gate: Gate
+    gate: Barrier
     inner: MPI.Comm
     """For everything but the user's messages."""
     mail: MPI.Comm
@@ -118,7 +118,7 @@ class Connection:
         ]
         if self.gpu is not None and takes_device_memory():
             parts.append("CUDA-aware MPI (messages)")
-        if isinstance(self.gate, SharedGate) and self.gate.compiled is None:
+        if isinstance(self.gate, SharedBarrier) and self.gate.compiled is None:
             parts.append("nothing compiled")
         return ", ".join(parts)
 
@@ -194,7 +194,7 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
         raise UsageError("transport 'shared': the ranks are not all on one host")
     if config.transport in _MESSAGES:
         cpu["auto"] = cpu[config.transport]
-    meeting = shared[0] if shared is not None else MessageGate(inner)
+    meeting = shared[0] if shared is not None else MessageBarrier(inner)
     transports = {"cpu": cpu}
     return Connection(
         config, hooks, meeting, inner, mail, transports, hosts, reductions
@@ -219,12 +219,12 @@ class _Card:
 
 def _share(
     comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks
-) -> tuple[SharedGate, Tensor] | None:
+) -> tuple[SharedBarrier, Tensor] | None:
     """Memory that all ranks of `comm` map, and the gate in it.
 
     None where they cannot: the same answer on all ranks.
     """
-    pages = -(-SharedGate.bytes_needed(comm.size) // mmap.PAGESIZE)
+    pages = -(-SharedBarrier.bytes_needed(comm.size) // mmap.PAGESIZE)
     head = pages * mmap.PAGESIZE
     size = head + slots_bytes(comm.size, config.slot_bytes)
     segment = _create(size) if comm.rank == 0 and _semaphore.AVAILABLE else None
@@ -255,7 +255,9 @@ def _share(
             nap_s=NAP_S,
         )
     segment.close_file()
-    gate = SharedGate(view[:head], comm.rank, comm.size, spins, hooks.on_late, barrier)
+    gate = SharedBarrier(
+        view[:head], comm.rank, comm.size, spins, hooks.on_late, barrier
+    )
     gate.prepare()
     _swap_cards(comm, True, hooks.check)
     return gate, torch.frombuffer(view[head:], dtype=torch.uint8)
@@ -298,7 +300,7 @@ def _cores() -> frozenset[int]:
 
 def gpu_transports(
     host: dict[str, Transport],
-    gate: Gate,
+    gate: Barrier,
     config: CollectiveConfig,
     hooks: Hooks,
     comm: MPI.Comm,
@@ -327,7 +329,7 @@ def gpu_transports(
     if size == 1:
         found["auto"] = LocalTransport()
         return found
-    one_host = isinstance(gate, SharedGate)
+    one_host = isinstance(gate, SharedBarrier)
     direct = all(swap(takes_device_memory()))
     if direct:
         own = DirectTransport(comm, hooks.check, partial(settle, hooks.check))
@@ -339,7 +341,7 @@ def gpu_transports(
             found["nccl"] = nccl
     # Beside NCCL, its slots would take memory for nothing.
     needs_ipc = wanted == "ipc" or (wanted == "auto" and "nccl" not in found)
-    if needs_ipc and isinstance(gate, SharedGate):
+    if needs_ipc and isinstance(gate, SharedBarrier):
         ipc = DeviceTransport.connect(gate, hooks, config.gpu_slot_bytes, swap)
         if ipc is not None:
             found["ipc"] = ipc

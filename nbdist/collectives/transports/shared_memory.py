@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nbdist.collectives.reduction import reduce_rows
-from nbdist.collectives.sync.shared_barrier import SharedGate
+from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.wait import Hooks
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.native import CompiledReduction, CompiledReductions
@@ -39,7 +39,7 @@ class SharedTransport(Transport):
 
     def __init__(
         self,
-        gate: SharedGate,
+        gate: SharedBarrier,
         slots: Slots,
         hooks: Hooks,
         compiled: CompiledReductions | None = None,
@@ -272,7 +272,7 @@ class SharedTransport(Transport):
     @property
     def _parity(self) -> int:
         """Which of the two places this step uses."""
-        return self._gate.crossing.step & 1
+        return self._gate.semaphores.step & 1
 
     def _pass(self, first: bool) -> None:
         """Wait for all ranks; the first time in a call, compare signatures too."""
