@@ -143,6 +143,15 @@ def _filled(patterns: Iterable[str], draw: Draw) -> Iterable[str]:
         if "{any}" in text:
             yield text.replace("{any}", f"[{''.join(map(str, draw.victims))}]")
         elif "{rank}" in text:
-            yield from (text.replace("{rank}", str(rank)) for rank in draw.victims)
+            yield from (text.replace("{rank}", str(rank)) for rank in _named(draw))
         else:
             yield text
+
+
+def _named(draw: Draw) -> Iterable[int]:
+    """The victims that must be named.
+
+    A rank that is on its way is in no world yet: it is named where it dies alone.
+    """
+    members = [r for r in draw.victims if draw.moment not in CHANGES or r != draw.first]
+    return members or draw.victims
