@@ -63,7 +63,7 @@ def test_the_seeds_of_every_day_cover_the_space() -> None:
 
 def test_spread_takes_what_is_new_first() -> None:
     chosen = spread(range(200), 3)
-    assert len({draw(seed).process for seed in chosen}) == 3
+    assert len({(draw(seed).process, draw(seed).fault) for seed in chosen}) == 3
     assert len({draw(seed).moment for seed in chosen}) == 3
 
 
