@@ -13,7 +13,7 @@ from nbdist.cluster.lifecycle import Lifecycle, whole_loss
 from nbdist.cluster.observer import Observer, Quiet
 from nbdist.cluster.shortage import explained
 from nbdist.engine.shipping import discard
-from nbdist.errors import CellError, ChangeFailed, RankDied
+from nbdist.errors import CellError, ChangeFailed, ClusterError, RankDied
 from nbdist.wire import ElasticCall, Failure, Notice, format_ranks
 
 if TYPE_CHECKING:
@@ -185,14 +185,25 @@ class Requests(Lifecycle):
         return told
 
     def _begin_again(self, rescue: Rescue, restarts: int) -> None:
-        """Start another world, to go on from what was saved of this one."""
+        """Start another world, to go on from what was saved of this one.
+
+        Raises:
+            RankDied: It may not begin again, or did not come up; the message says
+                where the last commit is.
+        """
         call = rescue.call
         if call is not None:
             self._check_may_begin_again(call, rescue, restarts)
         size = self.size
-        self.restart()
-        told = self._give_back(rescue)
-        self._begin_from(rescue.resume(self._live().run_dir) or self._resume)
+        try:
+            self.restart()
+            told = self._give_back(rescue)
+            self._begin_from(rescue.resume(self._live().run_dir) or self._resume)
+        except (ClusterError, OSError) as error:
+            if rescue.commit is None:
+                raise
+            kept = rescue.keep()
+            raise RankDied(f"the ranks did not start again: {error}. {kept}") from error
         name = "the cell" if call is None else call.name
         goes_on = "begins again" if rescue.commit is None else "goes on from its commit"
         self.on_note(

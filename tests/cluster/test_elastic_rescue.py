@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from elastic_training import SETUP, STEPS, assert_trained, prepare, weights
 
 from nbdist.cluster.controller import Cluster
-from nbdist.errors import CheckpointError, RankDied
+from nbdist.errors import CheckpointError, RankDied, StartError
+from nbdist.training import checkpoint
+from nbdist.training.elastic.state import State
 from tests.processes import wait_until
 
 TRAIN = "state = make_state(); result = train(state)"
@@ -130,6 +134,27 @@ def test_the_last_commit_outlives_the_death_of_all_ranks_at_once(
         # From the commit that was told last, or the one that was under way.
         assert committed.stat().st_size in (STEPS, STEPS - 1), (told, moment)
         assert told[0] < STEPS
+
+
+def test_the_last_commit_is_kept_when_the_ranks_do_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise StartError("no room for ranks")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Cluster(n=2, device="cpu", threads=1) as cluster:
+        prepare(cluster, tmp_path)
+        monkeypatch.setattr(cluster, "restart", fail)
+        cluster.execute("events = [(6, 'forward', lambda: os.kill(os.getpid(), 9))]")
+        cluster.execute("first_time = lambda event: True")
+        with pytest.raises(RankDied, match=r"no room for ranks\. .*--resume") as lost:
+            cluster.execute(TRAIN, timeout_s=60)
+    kept = str(lost.value).rsplit(" ", 1)[1]
+    state = State(model=torch.nn.Linear(8, 4), step=0)
+    with pytest.raises(CheckpointError, match="holds model, optimizer, sampler, step"):
+        state.load(kept)
+    assert checkpoint.check(Path(kept)).header["commit"] == 7  # the first before step 0
 
 
 MPICH = shutil.which("mpiexec.mpich")
