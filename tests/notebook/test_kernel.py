@@ -15,7 +15,7 @@ from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from tests.processes import Footprint, wait_until
+from tests.processes import Footprint
 
 CELL_S = 90.0
 RUN_DIR = (
