@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.collectives.test_segment import address_of
+from tests.collectives.test_shared_segment import address_of
 
 from nbdist.collectives.sync import semaphore
 from nbdist.collectives.sync.shared_segment import Segment
