@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.collectives.test_shared_segment import address_of
 
 from nbdist.collectives.sync import semaphore
 from nbdist.collectives.sync.shared_segment import Segment
+from tests.collectives.test_shared_segment import address_of
 
 ROOT = Path(__file__).parents[2]
 WORK = [sys.executable, "-m", "tests.cluster.hostile_work"]
