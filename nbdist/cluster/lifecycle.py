@@ -24,6 +24,7 @@ from nbdist.errors import (
     ChangeFailed,
     NotRunning,
     RankDied,
+    ScaleFailed,
     UsageError,
 )
 from nbdist.telemetry.collector import Collector
@@ -196,6 +197,8 @@ class Lifecycle(ABC):
 
         Raises:
             UsageError: It cannot be had, or variables would be lost; nothing changed.
+            ScaleFailed: A rank died, or a new one did not come up. The message says
+                what was done about it.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise UsageError(f"-n {n!r} is not a whole number of 1 or more")
@@ -213,7 +216,13 @@ class Lifecycle(ABC):
         if n == self.size:
             return f"the world is {n} ranks already"
         self._recovery.check(n, drop)
-        return self._recovery.scale(n)
+        try:
+            return self._recovery.scale(n)
+        except ChangeFailed as error:
+            died = self._live().died
+            way = self._way_on() if self._is_lost else self._rebuild(error)
+            why = whole_loss(died) if died else str(error)
+            raise ScaleFailed(f"{why}\n{way}") from error
 
     def replace(self, ranks: Iterable[int]) -> None:
         """End the processes of some ranks, whatever they do, and put others in place.

@@ -262,6 +262,17 @@ def test_a_rank_dies_while_the_world_grows(
     assert cluster.pull("mine", kept) == [100 + r for r in kept]
 
 
+def test_all_ranks_die_while_the_world_grows(cluster: Cluster) -> None:
+    name = f"rank3-{_next(cluster, 0)}"
+    watcher = at_stage(cluster, name, "loading torch", lambda _pid: kill_all(cluster))
+    with pytest.raises(ScaleFailed, match="the next cell starts 3 ranks again") as lost:
+        cluster.scale(4)
+    watcher.join()
+    assert str(lost.value).count("SIGKILL") == 3
+    cluster.execute(SUM)
+    assert cluster.size == 3
+
+
 def _next(cluster: Cluster, generation: int) -> int:
     """The generation that the next change will have."""
     assert cluster._recovery is not None
