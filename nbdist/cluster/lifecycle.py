@@ -22,6 +22,7 @@ from nbdist.errors import (
     AlreadyRunning,
     CellInterrupted,
     ChangeFailed,
+    ClusterError,
     NotRunning,
     RankDied,
     ScaleFailed,
@@ -137,16 +138,33 @@ class Lifecycle(ABC):
         self._loss.clear()
         if self.config.on_failure != "stop":
             make_commit_folders(self._roster.run_dir)
-        self._begin_from(self._resume)
+        try:
+            self._begin_from(self._resume)
+        except BaseException:
+            self.stop()
+            raise
         self._supervisor.repair = self.mend
         self._started.keeper.on_note = self._tell
         self._started.keeper.on_loss(self._on_loss)
         return self
 
     def _begin_from(self, resume: Resume | None) -> None:
-        """Have new states on the ranks begin from a file; None to have them not."""
+        """Have new states on the ranks begin from a file; None to have them not.
+
+        Raises:
+            ClusterError: A rank refuses the file, or does not answer.
+        """
+        target = "nbdist.engine.elastic:begin_from"
+        if resume is None:
+            self._live().ask(target, None)
+        else:
+            try:
+                self._live().instruct(target, resume)
+            except ClusterError as error:
+                raise ClusterError(
+                    f"states cannot begin from {resume.path}: {error}"
+                ) from error
         before, self._beginning = self._beginning, resume
-        self._live().ask("nbdist.engine.elastic:begin_from", resume)
         if before is not None and before.trusted and before != resume:
             shutil.rmtree(Path(before.path).parent, ignore_errors=True)
 

@@ -18,12 +18,13 @@ from nbdist.cluster.keeper import Loss
 from nbdist.cluster.launcher_pipes import LauncherPipes
 from nbdist.cluster.start import Started
 from nbdist.engine.witness import ending_of
-from nbdist.errors import RankDied, UsageError
+from nbdist.errors import ClusterError, RankDied, UsageError
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["Roster"]
 
 ANSWER_TIMEOUT_S = 2.0
+INSTRUCTION_TIMEOUT_S = 30.0
 OBITUARY_LINES = 5
 ENDING_TIMEOUT_S = 0.5
 
@@ -142,6 +143,32 @@ class Roster:
                 continue
             answers[rank] = answer.value if answer.ok else None
         return answers
+
+    def instruct(self, target: str, *args: object) -> None:
+        """Have the agents of all living ranks do something, and see that it is done.
+
+        A rank that dies meanwhile does nothing any more, and is no error.
+
+        Raises:
+            ClusterError: A rank refuses, or does not answer.
+        """
+        deadline = time.monotonic() + INSTRUCTION_TIMEOUT_S
+        exchanges = {
+            info.rank: self.link.send(info.engine_uuid, target, *args, control=True)
+            for info in self.living
+        }
+        for rank, exchange in exchanges.items():
+            try:
+                answer = exchange.reply.result(max(0.0, deadline - time.monotonic()))
+            except RankDied:
+                continue
+            except NoAnswer as error:
+                raise ClusterError(
+                    f"rank {rank} did not answer in {INSTRUCTION_TIMEOUT_S:g} s"
+                ) from error
+            if not answer.ok:
+                ename, evalue, _lines = answer.value
+                raise ClusterError(f"rank {rank} refused: {ename}: {evalue}")
 
     def tell(
         self, target: str, *args: object, ranks: Iterable[int] | None = None

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nbdist import Cluster
+from nbdist.errors import ClusterError
+from nbdist.wire import Resume
 from tests.security.other_user import OWNER, STRANGER, home_of, start, why_not
 
 
@@ -48,3 +51,16 @@ def test_a_stranger_who_takes_every_name_gets_and_leaves_nothing(
         "open": [],
         "left": [],
     }
+
+
+def test_a_commit_that_others_may_have_written_is_an_error_on_the_ranks(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "record"
+    path.write_bytes(b"whatever")
+    path.chmod(0o666)
+    said = rf"begin from {path}: rank 0 refused: PermissionError: .*not this cluster's"
+    with pytest.raises(ClusterError, match=said):
+        cluster._begin_from(Resume(str(path), trusted=True))
+    cluster.execute("state = nbdist.elastic.State(step=1)")
+    assert cluster["state.step"] == [1] * 4
