@@ -186,10 +186,11 @@ class Lifecycle(ABC):
         if started is not None and roster is not None and supervisor is not None:
             with contextlib.suppress(OSError):  # somebody has taken it, or written it
                 self._commit = last_commit(roster.run_dir) or self._commit
+            is_said = supervisor.is_waiting or not loss.is_cause
             roster.lose(loss)
             self._loss.set()
             started.keeper.close()
-            if loss.is_cause and not supervisor.is_waiting:
+            if not is_said:
                 self._tell(loss.reason)
 
     def stop(self) -> None:

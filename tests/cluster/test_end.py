@@ -115,7 +115,7 @@ def test_kill_9_of_what_the_ranks_need(victim: str, busy: bool):
         notes: list[str] = []
         cluster.on_note = notes.append
         cluster.execute("nbdist.barrier()")
-        assert re.search(f"{victim}.* SIGKILL.*were started again", notes[0])
+        assert re.search(f"{victim}.* SIGKILL.*were started again", notes[-1])
     finally:
         cluster.stop()
 

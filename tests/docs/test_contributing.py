@@ -19,7 +19,7 @@ from ranks import launch  # noqa: E402
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`([\w./]+/[\w./]*|[\w./]+\.(?:py|md))(?::([\w.]+))?`", PAGE)
 TO_BE_WRITTEN = {
-    "nbdist/collectives/scan.py",
+    "nbdist/collectives/ops/scan.py",
     "nbdist/cluster/launchers/srun.py",
     "nbdist/training/strategies/sign_vote.py",
 }

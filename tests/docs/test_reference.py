@@ -39,7 +39,11 @@ ELSEWHERE = {
     "nbdist.elastic.Sampler": "nbdist.Sampler",
 }
 """Modules, and names of what has another entry: an entry that stands for each."""
-INTERNAL = {"nbdist.errors.message_of", "nbdist.errors.text_of"}
+INTERNAL = {
+    "nbdist.errors.encodable",
+    "nbdist.errors.message_of",
+    "nbdist.errors.text_of",
+}
 """Exported for nbdist's own modules."""
 
 
