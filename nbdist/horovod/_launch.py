@@ -61,7 +61,8 @@ def run(
         StartError: The ranks did not come up.
         WrongProcess: This is a rank.
     """
-    if "nbdist.engine.world" in sys.modules:
+    world = sys.modules.get("nbdist.engine.world")
+    if world is not None and world.is_joined():
         raise WrongProcess("hvd.run() starts ranks, and this is one: call the function")
     cluster = _find_cluster()
     if cluster is not None:
