@@ -57,10 +57,10 @@ class Lifecycle(ABC):
         threads: int | None = None,
         timeout_s: float | None = None,
         on_failure: str | None = None,
+        oversubscribe: bool | None = None,
         hosts: str | None = None,
         resume: str | None = None,
         mpiexec: str | None = None,
-        oversubscribe: bool = False,
     ) -> None:
         options: dict[str, object] = {
             "device": device,
@@ -69,10 +69,10 @@ class Lifecycle(ABC):
             "threads": threads,
             "timeout_s": timeout_s,
             "on_failure": on_failure,
+            "oversubscribe": oversubscribe,
             "hosts": hosts,
             "resume": resume,
             "mpiexec": mpiexec,
-            "oversubscribe": oversubscribe,
         }
         self.config = configured(n, options)
         self._resume = resume_of(self.config)

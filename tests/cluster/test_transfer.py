@@ -19,7 +19,8 @@ HUNDRED_MB = 100_000_000
 
 def files(cluster: Cluster) -> list[Path]:
     """What this cluster has in shared memory right now."""
-    return list(memory_folder(cluster._live().run_dir).iterdir())
+    folder = memory_folder(cluster._live().run_dir)
+    return [path for path in folder.iterdir() if path.is_file()]
 
 
 def test_what_is_pushed_is_there(cluster: Cluster):
