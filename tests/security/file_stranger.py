@@ -25,7 +25,7 @@ import torch
 from nbdist.training import checkpoint
 
 SHARED = (Path("/tmp"), Path("/dev/shm"))
-OURS = re.compile(r"nbdist[\w.-]*")
+OURS = re.compile(r"nbdist-[\w.-]*")
 ENDINGS = ("commit", "commits", "resume", "variables", "memory", "reserve")
 INSIDE = (
     "",
