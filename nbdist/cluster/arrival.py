@@ -15,7 +15,7 @@ import psutil
 from nbdist.engine.process import process_name
 from nbdist.engine.witness import ending_of
 
-__all__ = ["Arrival", "End", "tail_of"]
+__all__ = ["Arrival", "End", "runs", "tail_of"]
 
 TAIL_LINES = 12
 WITNESS_S = 0.5
@@ -88,7 +88,7 @@ class Arrival:
     def _is_gone(self) -> bool:
         """Whether it has ended so long ago that its witness must be gone as well."""
         record = self._record()
-        if record is None or _runs(record["pid"]):
+        if record is None or runs(record["pid"]):
             self._gone_since = None
             return False
         self._gone_since = self._gone_since or time.monotonic()
@@ -100,7 +100,8 @@ def tail_of(text: str) -> str:
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether a process is there, running or stopped."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from nbdist.cluster.arrival import runs
 from nbdist.cluster.deathwatch import Deathwatch
 from nbdist.cluster.keeper import Loss
 from nbdist.cluster.launcher_pipes import LauncherPipes
@@ -226,18 +227,10 @@ class Roster:
             ending = ending_of(self.run_dir / f"{info.name}.ending")
             if ending is not None:
                 return ending
-            if not _is_there(info.parent_pid):
+            if not runs(info.parent_pid):
                 return "an unknown exit code, for its parent process has ended too"
             time.sleep(ENDING_TIMEOUT_S / 50)
         # Only the end of the parent tells MPI, and with it the other ranks.
         with contextlib.suppress(ProcessLookupError):
             os.kill(info.parent_pid, signal.SIGKILL)
         return "an unknown exit code, for its parent process does not answer"
-
-
-def _is_there(pid: int) -> bool:
-    """Whether a process runs, or is stopped."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

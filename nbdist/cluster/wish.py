@@ -57,14 +57,17 @@ class Wishes:
 
     def refuse(self, error: Exception) -> None:
         """It cannot be had: whoever waits for it gets the error."""
-        wish, self.open = self.open, None
-        if wish is not None:
-            self.granted = wish.number
+        if (wish := self._close()) is not None:
             wish.outcome.set_exception(error)
 
     def grant(self, outcome: str | None) -> None:
         """It was done, or never will be."""
+        if (wish := self._close()) is not None:
+            wish.outcome.set_result(outcome)
+
+    def _close(self) -> Wish | None:
+        """The wish that was open, which is open no longer."""
         wish, self.open = self.open, None
         if wish is not None:
             self.granted = wish.number
-            wish.outcome.set_result(outcome)
+        return wish
