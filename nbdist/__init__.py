@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         elastic as elastic,
         strategies as strategies,
     )
-    from nbdist.cluster.controller import Cluster as Cluster
+    from nbdist.cluster.cluster import Cluster as Cluster
     from nbdist.cluster.workers import (
         await_workers as await_workers,
         launch_workers as launch_workers,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         send as send,
     )
     from nbdist.engine.script import init as init
-    from nbdist.engine.self import (
+    from nbdist.engine.rank_api import (
         comm as comm,
         device as device,
         local_rank as local_rank,
@@ -73,13 +73,13 @@ if TYPE_CHECKING:
         scale_lr as scale_lr,
         warmup as warmup,
     )
-    from nbdist.training.loader import loader as loader
+    from nbdist.training.data.loader import loader as loader
     from nbdist.training.memory import memory as memory
-    from nbdist.training.sampler import Sampler as Sampler
+    from nbdist.training.data.sampler import Sampler as Sampler
     from nbdist.training.seeds import seed_all as seed_all
 else:
     _homes = {
-        "nbdist.cluster.controller": ("Cluster",),
+        "nbdist.cluster.cluster": ("Cluster",),
         "nbdist.cluster.workers": (
             "await_workers", "launch_workers", "list_workers", "run_cluster",
             "stop_workers",
@@ -91,7 +91,9 @@ else:
         ),
     }  # fmt: skip
     _on_ranks = {
-        "nbdist.engine.self": ("comm", "device", "local_rank", "log", "rank", "size"),
+        "nbdist.engine.rank_api": (
+            *("comm", "device", "local_rank", "log", "rank", "size"),
+        ),
         "nbdist.engine.script": ("init",),
         "nbdist.collectives": (
             "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier",
@@ -100,9 +102,9 @@ else:
         ),
         "nbdist.training.files": ("load", "save"),
         "nbdist.training.learning_rate": ("scale_lr", "warmup"),
-        "nbdist.training.loader": ("loader",),
+        "nbdist.training.data.loader": ("loader",),
         "nbdist.training.memory": ("memory",),
-        "nbdist.training.sampler": ("Sampler",),
+        "nbdist.training.data.sampler": ("Sampler",),
         "nbdist.training.seeds": ("seed_all",),
         "nbdist": ("elastic", "strategies"),
     }  # fmt: skip

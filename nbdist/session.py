@@ -12,7 +12,7 @@ from nbdist.widgets.table import Table, bytes_text, seconds_text
 from nbdist.wire import format_ranks
 
 if TYPE_CHECKING:
-    from nbdist.cluster.controller import Cluster
+    from nbdist.cluster.cluster import Cluster
     from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.monitor import Monitor
 
@@ -59,7 +59,7 @@ class Session:
                 f"a cluster of {self.cluster.size} ranks is running and was left "
                 "untouched: use it, or %dist_stop it first"
             )
-        from nbdist.cluster.controller import Cluster
+        from nbdist.cluster.cluster import Cluster
 
         cluster = Cluster(n, **options)
         cluster.on_note = print

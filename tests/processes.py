@@ -38,10 +38,17 @@ class Footprint:
         return mapped
 
     def assert_gone(self, within_s: float = GONE_WITHIN_S) -> None:
-        """No process runs and no file is left, at the latest after so many seconds."""
+        """No process runs and no file is left, at the latest after so many seconds.
+
+        Polled, because `psutil.wait_procs` would take the exit code of a child of this
+        process away from the `subprocess.Popen` that waits for it.
+        """
         deadline = time.monotonic() + within_s
-        _, living = psutil.wait_procs(self.processes, timeout=within_s)
-        assert not [_describe(process) for process in living if _runs(process)]
+        wait_until(
+            lambda: not any(map(_runs, self.processes)),
+            within_s,
+            lambda: f"left: {[_describe(p) for p in self.processes if _runs(p)]}",
+        )
         wait_until(
             lambda: not any(path.exists() for path in self.paths),
             max(1.0, deadline - time.monotonic()),

@@ -128,8 +128,8 @@ def test_mypy_reveals_the_parameters_that_functions_have(
     [
         ("nbdist.all_reduce", ["tensor: torch._tensor.Tensor", "algorithm: str ="]),
         ("nbdist.loader", ["batch_size: int | None =", "loader.Loader"]),
-        ("nbdist.Cluster", ["device: str | None =", "controller.Cluster"]),
-        ('nbdist.Cluster(n=2, device="cpu")', ['"nbdist.cluster.controller.Cluster"']),
+        ("nbdist.Cluster", ["device: str | None =", "cluster.cluster.Cluster"]),
+        ('nbdist.Cluster(n=2, device="cpu")', ['"nbdist.cluster.cluster.Cluster"']),
         ("nbdist.horovod.allreduce", ["prescale_factor: float =", "-> torch._tensor"]),
         ("nbdist.horovod.DistributedOptimizer", ["[Optimizer <:", "-> Optimizer"]),
         ("nbdist.keras.size", ["def () -> int"]),

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "nbdist"
 SHARED = {"config", "errors", "lazy", "wire"}
 LAYERS = [
     "magics", "session", "cluster", "engine", "keras", "horovod", "elastic",
-    "strategies", "training", "collectives", "telemetry", "widgets",
+    "strategies", "training", "collectives", "telemetry", "ipc", "widgets",
 ]  # fmt: skip
 NOTEBOOK_SIDE = {"magics", "session", "cluster", "widgets"}
 RANK_ONLY = {"mpi4py", "torch"}

@@ -8,7 +8,7 @@ from nbdist.cluster.observer import Event, Observer
 from nbdist.cluster.result import RankResult
 
 if TYPE_CHECKING:
-    from nbdist.cluster.run import Run
+    from nbdist.cluster.call import Run
 
 __all__ = ["Collected"]
 

@@ -13,14 +13,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field, replace
 
-from nbdist.cluster.link import Answer
+from nbdist.cluster.call import Run
+from nbdist.cluster.ipp_client import Answer
+from nbdist.cluster.rank_registry import Roster
 from nbdist.cluster.recovery import Recovery
-from nbdist.cluster.roster import Roster
-from nbdist.cluster.run import Run
 from nbdist.cluster.shielded import shielded
 from nbdist.cluster.wish import Wishes
 from nbdist.config import ClusterConfig
 from nbdist.errors import ChangeFailed, RankDied, ScaleFailed, UsageError
+from nbdist.ipc import endpoints
 from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
 
 __all__ = ["Elastic"]
@@ -93,7 +94,7 @@ class Elastic:
             return f"the world is {size} ranks already"
         self._recovery.check(size, drop)
         wish = self._wishes.make(run, size)
-        self._roster.tell("nbdist.engine.elastic:want_resize", wish.number)
+        self._roster.tell(endpoints.ELASTIC_WANT_RESIZE, wish.number)
         return self._wishes.await_outcome(wish, lambda: run in self._leads)
 
     # -- from the thread that waits for the run ------------------------------------
@@ -257,9 +258,7 @@ class Elastic:
 
     def _hold(self, run: Run) -> bool:
         """Have no interrupt cut what follows; whether all ranks are there for it."""
-        held = [
-            run.order(info, "nbdist.engine.elastic:hold") for info in run.unfinished
-        ]
+        held = [run.order(info, endpoints.ELASTIC_HOLD) for info in run.unfinished]
         try:
             for future in held:
                 future.result(HOLD_TIMEOUT_S)
@@ -283,9 +282,7 @@ class Elastic:
             run.follow(self._roster.infos)
             new = [i for i in self._roster.living if i.engine_uuid not in known]
             for info in new:
-                self._roster.tell(
-                    "nbdist.engine.elastic:expect", call, ranks=[info.rank]
-                )
+                self._roster.tell(endpoints.ELASTIC_EXPECT, call, ranks=[info.rank])
                 lead.joined.add(info.engine_uuid)
                 run.join(info)
 

@@ -10,7 +10,7 @@ from nbdist.errors import CellError
 from nbdist.wire import Failure, format_ranks
 
 if TYPE_CHECKING:
-    from nbdist.cluster.run import Run
+    from nbdist.cluster.call import Run
 
 __all__ = ["cell_error", "failures_of", "group", "render", "summary"]
 

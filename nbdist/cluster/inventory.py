@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from nbdist.telemetry.limits import cores, memory_available
+from nbdist.ipc.resources import cores, memory_available
 
 __all__ = ["Gpu", "Host", "this_host"]
 

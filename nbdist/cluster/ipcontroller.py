@@ -27,7 +27,7 @@ from tornado.ioloop import PeriodicCallback
 from traitlets import default
 from traitlets.config import Config
 
-from nbdist.engine.signed import Gate, SignedSession, refusals
+from nbdist.ipc.signed_messages import Gate, SignedSession, refusals
 from nbdist.wire import REFUSED
 
 __all__ = ["Controller", "main", "transport_for"]

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nbdist.cluster.inventory import this_host
-from nbdist.cluster.keeper import Loss
 from nbdist.cluster.launchers.mpiexec import Mpiexec
 from nbdist.cluster.options import configured, resume_of, suggests_keywords
 from nbdist.cluster.placement import place
-from nbdist.cluster.start import Progress, Started, start
-from nbdist.engine.private_files import make_commit_folders
+from nbdist.cluster.startup import Progress, Started, start
+from nbdist.cluster.supervisor_client import Loss
 from nbdist.errors import (
     AlreadyRunning,
     CellInterrupted,
@@ -28,15 +27,17 @@ from nbdist.errors import (
     ScaleFailed,
     UsageError,
 )
+from nbdist.ipc import endpoints
+from nbdist.ipc.private_files import make_commit_folders
 from nbdist.telemetry.collector import Collector
 from nbdist.wire import RankInfo, Resume, format_ranks
 
 if TYPE_CHECKING:
     from nbdist.cluster.elastic import Elastic
+    from nbdist.cluster.rank_registry import Roster
     from nbdist.cluster.recovery import Recovery
-    from nbdist.cluster.rescue import LastCommit
-    from nbdist.cluster.roster import Roster
     from nbdist.cluster.supervisor import Supervisor
+    from nbdist.cluster.world_restart import LastCommit
 
 __all__ = ["Lifecycle", "whole_loss"]
 
@@ -115,8 +116,8 @@ class Lifecycle(ABC):
         )
         # Like the link, these are loaded once a cluster runs, not before.
         from nbdist.cluster.elastic import Elastic
+        from nbdist.cluster.rank_registry import Roster
         from nbdist.cluster.recovery import Recovery
-        from nbdist.cluster.roster import Roster
         from nbdist.cluster.supervisor import Supervisor
 
         self.collector.set_ranks(self._started.infos)
@@ -154,7 +155,7 @@ class Lifecycle(ABC):
         Raises:
             ClusterError: A rank refuses the file, or does not answer.
         """
-        target = "nbdist.engine.elastic:begin_from"
+        target = endpoints.ELASTIC_BEGIN_FROM
         if resume is None:
             self._live().ask(target, None)
         else:
@@ -179,7 +180,7 @@ class Lifecycle(ABC):
 
     def _on_loss(self, loss: Loss) -> None:
         """What the ranks cannot live without has ended: leave nothing behind."""
-        from nbdist.cluster.rescue import last_commit
+        from nbdist.cluster.world_restart import last_commit
 
         started, roster = self._started, self._roster
         supervisor = self._supervisor

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from nbdist.cluster.arrival import Arrival
-from nbdist.cluster.link import Answer
+from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.placement import Place
+from nbdist.cluster.rank_registry import Roster
 from nbdist.cluster.reserve import Reserve
-from nbdist.cluster.roster import Roster
-from nbdist.cluster.start import write_places
-from nbdist.engine.process import JOINING
+from nbdist.cluster.startup import write_places
+from nbdist.cluster.startup_status import Arrival
 from nbdist.errors import ChangeFailed, RankDied
+from nbdist.ipc import endpoints
+from nbdist.ipc.process_files import JOINING
 from nbdist.wire import Change, Join, RankInfo, format_ranks
 
 __all__ = ["Ask", "Membership"]
@@ -95,7 +96,7 @@ class Membership:
         self._change(numbers, self._places[:size], [], ask)
         for info in living:
             if info.rank >= size:
-                target = "nbdist.engine.agent:end"
+                target = endpoints.END
                 self._roster.link.send(info.engine_uuid, target, control=True)
 
     def _change(
@@ -169,12 +170,12 @@ class _Attempt:
         Raises:
             ChangeFailed: A rank has died or could not follow; time is up.
         """
-        target = "nbdist.engine.membership:change"
+        target = endpoints.CHANGE
         for info in self._living:
             self._replies[info.rank] = ask(info, target, self._plan)
         self._wait(lambda: len(self._arrived()) >= len(self._arrivals))
         hellos = [
-            self._roster.link.send(uuid, "nbdist.engine.agent:status").reply
+            self._roster.link.send(uuid, endpoints.STATUS).reply
             for uuid in self._arrived()
         ]
         answers = [*self._replies.values(), *hellos]
@@ -192,7 +193,7 @@ class _Attempt:
         for arrival in self._arrivals:
             arrival.refuse()
         reason = str(error) or type(error).__name__
-        target = "nbdist.engine.membership:cancel"
+        target = endpoints.CANCEL_CHANGE
         self._roster.tell(target, self._plan.generation, reason)
         for uuid in self._arrived():
             # It has registered, so that its number may be another's by now.

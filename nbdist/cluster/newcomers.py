@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 
-from nbdist.cluster.link import Answer
+from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.membership import Ask
-from nbdist.cluster.roster import Roster
-from nbdist.engine.shipping import discard
+from nbdist.cluster.rank_registry import Roster
 from nbdist.errors import CellInterrupted, RankDied
+from nbdist.ipc import endpoints
+from nbdist.ipc.shm_payload import discard
 from nbdist.wire import RankInfo
 
 __all__ = ["Newcomers"]
@@ -23,10 +24,10 @@ GRACE_S = 5.0
 """Seconds until ranks that were interrupted must have answered."""
 LOOK_S = 0.5
 """How often ranks that run a setup cell are asked whether they wait for another."""
-RENEW = "nbdist.engine.world:renew"
-RUN_CELL = "nbdist.engine.cells:run_cell"
-EXPORT = "nbdist.engine.namespace:export"
-ADOPT = "nbdist.engine.namespace:adopt"
+RENEW = endpoints.RENEW
+RUN_CELL = endpoints.RUN_CELL
+EXPORT = endpoints.EXPORT_VARIABLES
+ADOPT = endpoints.ADOPT_VARIABLES
 
 Replies = Mapping[RankInfo, "Future[Answer]"]
 
@@ -97,7 +98,8 @@ class Newcomers:
     def _release(self, ranks: Sequence[RankInfo]) -> None:
         """Release ranks that wait in a collective for ranks which run no setup cell."""
         calls = self._roster.ask(
-            "nbdist.engine.agent:waiting", ranks=[info.rank for info in ranks]
+            endpoints.WAITING,
+            ranks=[info.rank for info in ranks],
         )
         for rank, call in calls.items():
             if call is not None and len(call.members) > len(ranks):
@@ -105,7 +107,7 @@ class Newcomers:
                     f"released from {call.operation}: a setup cell runs on a rank that "
                     "joins alone, and no other rank comes"
                 )
-                self._roster.tell("nbdist.engine.agent:release", reason, ranks=[rank])
+                self._roster.tell(endpoints.RELEASE, reason, ranks=[rank])
 
     # -- variables -----------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Newcomers:
 
     def _interrupt(self, replies: Replies) -> None:
         ranks = [info.rank for info, reply in replies.items() if not reply.done()]
-        self._roster.tell("nbdist.engine.agent:interrupt", ranks=ranks)
+        self._roster.tell(endpoints.INTERRUPT, ranks=ranks)
         wait(replies.values(), GRACE_S)
 
 

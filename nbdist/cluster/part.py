@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from nbdist.cluster.link import Answer, Exchange
+from nbdist.cluster.ipp_client import Answer, Exchange
 from nbdist.errors import RankDied
 from nbdist.wire import ElasticCall, Notice, RankInfo
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nbdist.cluster.inventory import Gpu, Host
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
-from nbdist.telemetry.limits import memory_fraction
+from nbdist.ipc.resources import memory_fraction
 
 __all__ = ["Place", "place"]
 

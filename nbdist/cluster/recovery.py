@@ -8,13 +8,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from nbdist.cluster.inventory import this_host
-from nbdist.cluster.link import Answer
+from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.membership import Ask, Membership
 from nbdist.cluster.newcomers import Newcomers
 from nbdist.cluster.placement import Place, place
-from nbdist.cluster.roster import Roster
+from nbdist.cluster.rank_registry import Roster
 from nbdist.config import ClusterConfig
 from nbdist.errors import CellInterrupted, ChangeFailed, ScaleFailed, UsageError
+from nbdist.ipc import endpoints
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["Recovery"]
@@ -142,7 +143,9 @@ class Recovery:
             raise ChangeFailed("no rank is left")
         ranks = [info.rank for info in self._roster.living]
         answers = self._roster.ask(
-            "nbdist.engine.agent:where", ranks=ranks, timeout_s=ANSWER_TIMEOUT_S
+            endpoints.WHERE,
+            ranks=ranks,
+            timeout_s=ANSWER_TIMEOUT_S,
         )
         died = self._roster.died
         silent = [r for r, place in answers.items() if place is None and r not in died]
@@ -252,9 +255,7 @@ class Recovery:
         return place(config, this_host(), running=self.size)[self.size :]
 
     def _refuse_loss(self, size: int) -> None:
-        described = self._roster.ask(
-            "nbdist.engine.inspection:variables", timeout_s=DESCRIBE_TIMEOUT_S
-        )
+        described = self._roster.ask(endpoints.VARIABLES, timeout_s=DESCRIBE_TIMEOUT_S)
         kept: set[str] = set()
         lost: set[str] = set()
         for rank, variables in described.items():

@@ -11,14 +11,15 @@ from nbdist.cluster import transfer
 from nbdist.cluster.failures import cell_error, failures_of, summary
 from nbdist.cluster.lifecycle import Lifecycle, whole_loss
 from nbdist.cluster.observer import Observer, Quiet
-from nbdist.cluster.shortage import explained
-from nbdist.engine.shipping import discard
+from nbdist.cluster.oom_report import explained
 from nbdist.errors import CellError, ChangeFailed, ClusterError, RankDied
+from nbdist.ipc import endpoints
+from nbdist.ipc.shm_payload import discard
 from nbdist.wire import ElasticCall, Failure, Notice, format_ranks
 
 if TYPE_CHECKING:
-    from nbdist.cluster.rescue import LastCommit, Rescue
-    from nbdist.cluster.run import Run
+    from nbdist.cluster.call import Run
+    from nbdist.cluster.world_restart import LastCommit, Rescue
 
 __all__ = ["QUIET", "Requests"]
 
@@ -40,7 +41,7 @@ class Requests(Lifecycle):
         *,
         needs_all: bool = False,
     ) -> Run:
-        from nbdist.cluster.run import Run
+        from nbdist.cluster.call import Run
 
         roster = self._live()
         self._supervisor_of().admit(args)
@@ -123,7 +124,7 @@ class Requests(Lifecycle):
         self, run: Run, timeout_s: float | None
     ) -> tuple[CellError | None, Rescue | None]:
         """Why it was stopped, if it was, and what is saved if the world was lost."""
-        from nbdist.cluster.rescue import Rescue
+        from nbdist.cluster.world_restart import Rescue
 
         try:
             stopped = self._supervisor_of().see_through(run, timeout_s)
@@ -141,7 +142,7 @@ class Requests(Lifecycle):
 
     def _rescue(self, error: ChangeFailed, notices: Mapping[int, Notice]) -> Rescue:
         """What is saved of ranks that could not meet again."""
-        from nbdist.cluster.rescue import Rescue
+        from nbdist.cluster.world_restart import Rescue
 
         rescue = Rescue.from_survivors(self._live(), notices)
         if rescue.variables or rescue.call is not None:
@@ -171,7 +172,7 @@ class Requests(Lifecycle):
         if not kept:
             return "without the variables of before"
         lowest = min(kept)
-        target = "nbdist.engine.calls:store"
+        target = endpoints.STORE
         for rank in range(self.size):
             shipment = kept.get(rank, kept[lowest]).shipped(run_dir)
             try:
@@ -231,7 +232,7 @@ class Requests(Lifecycle):
 
     def _last_commit(self) -> LastCommit | None:
         """The last commit of a world that is lost."""
-        from nbdist.cluster.rescue import last_commit
+        from nbdist.cluster.world_restart import last_commit
 
         # The folder goes once `_commit` is set: so it is looked at first.
         with contextlib.suppress(OSError):
@@ -243,7 +244,9 @@ class Requests(Lifecycle):
         """The failures; those for want of a GPU's memory say who holds what."""
         roster = self._live()
         return explained(
-            failures, roster.infos, lambda: roster.ask("nbdist.engine.agent:memory")
+            failures,
+            roster.infos,
+            lambda: roster.ask(endpoints.MEMORY),
         )
 
 

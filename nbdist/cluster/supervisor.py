@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.link import Answer
+from nbdist.cluster.call import Run
+from nbdist.cluster.ipp_client import Answer
+from nbdist.cluster.rank_registry import Roster
 from nbdist.cluster.recovery import Recovery
-from nbdist.cluster.roster import Roster
-from nbdist.cluster.run import Run
-from nbdist.cluster.standstill import Standstill
+from nbdist.cluster.stall_detector import Standstill
 from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
+from nbdist.ipc import endpoints
 from nbdist.wire import CollectiveCall, format_ranks
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Supervisor:
             self._mourned |= {info.engine_uuid for info in dead}
             ranks = [info.rank for info in dead]
             reason = f"rank {format_ranks(ranks)} has died"
-            self._roster.tell("nbdist.engine.agent:release_from", ranks, reason)
+            self._roster.tell(endpoints.RELEASE_FROM, ranks, reason)
 
     def _release_waiting(self, run: Run, before: Waiting) -> Waiting:
         """Release ranks that wait in a collective for one that is at work no more.
@@ -151,7 +152,7 @@ class Supervisor:
         if busy >= {info.rank for info in self._roster.infos}:
             return {}
         ranks = busy & {info.rank for info in run.unfinished}
-        calls = self._roster.ask("nbdist.engine.agent:waiting", ranks=ranks)
+        calls = self._roster.ask(endpoints.WAITING, ranks=ranks)
         now = time.monotonic()
         waiting: Waiting = {}
         for rank, call in calls.items():
@@ -163,7 +164,7 @@ class Supervisor:
             missing = set(call.members) - busy
             if missing and now >= since + STEADY_S:
                 reason = self._reason(call, missing, set(run.processes))
-                self._roster.ask("nbdist.engine.agent:release", reason, ranks=[rank])
+                self._roster.ask(endpoints.RELEASE, reason, ranks=[rank])
         return waiting
 
     def _reason(self, call: CollectiveCall, missing: set[int], asked: set[int]) -> str:
@@ -214,7 +215,7 @@ class Supervisor:
             if not run.wait(begun + RELEASE_AFTER_S):
                 # A rank that waits in C++, as in DDP's backward, hears no signal.
                 ranks = [info.rank for info in run.unfinished]
-                release = "nbdist.engine.agent:release"
+                release = endpoints.RELEASE
                 self._roster.ask(release, "interrupted", ranks=ranks)
             run.wait(begun + INTERRUPT_GRACE_S)
         except KeyboardInterrupt:
@@ -245,7 +246,7 @@ class Supervisor:
         )
 
     def _places(self, ranks: Iterable[int]) -> str:
-        places = self._roster.ask("nbdist.engine.agent:where", ranks=ranks)
+        places = self._roster.ask(endpoints.WHERE, ranks=ranks)
         return "; ".join(
             f"rank {rank} at {place}" if place else f"rank {rank} does not answer"
             for rank, place in places.items()
@@ -269,7 +270,7 @@ class Supervisor:
             return
         link = self._roster.link
         asked = [
-            link.send(info.engine_uuid, "nbdist.engine.world:renew", what="renew")
+            link.send(info.engine_uuid, endpoints.RENEW, what="renew")
             for info in self._roster.living
         ]
         replies = [exchange.reply for exchange in asked]

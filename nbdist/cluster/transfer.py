@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nbdist.engine import codec, shipping
 from nbdist.errors import (
     CellInterrupted,
     CellTimeout,
@@ -19,6 +18,7 @@ from nbdist.errors import (
     message_of,
     text_of,
 )
+from nbdist.ipc import serialization, shm_payload
 from nbdist.wire import Failure, format_ranks
 
 __all__ = ["Allowance", "encode", "incoming", "outgoing", "refuse", "translate"]
@@ -131,13 +131,13 @@ def encode(value: object, what: str, allowance: Allowance) -> list[bytes]:
         CellInterrupted, CellTimeout: As `Allowance.step` does.
     """
     with allowance.step(f"pickling {what}"), _named(f"{what} cannot be pickled"):
-        return [bytes(frame) for frame in codec.dumps(value)]
+        return [bytes(frame) for frame in serialization.dumps(value)]
 
 
 @contextmanager
 def outgoing(
     values: Mapping[str, Any], run_dir: Path, allowance: Allowance
-) -> Iterator[shipping.Shipment]:
+) -> Iterator[shm_payload.Shipment]:
     """A shipment of named values; its file is removed at the end.
 
     Raises:
@@ -155,16 +155,16 @@ def outgoing(
         with allowance.step(f"pickling {name!r}"), _named(refusal):
             yield
 
-    frames = codec.dumps_named(values, each=each)
-    shipment = shipping.load(frames, run_dir)
+    frames = serialization.dumps_named(values, each=each)
+    shipment = shm_payload.load(frames, run_dir)
     try:
         yield shipment
     finally:
-        shipping.discard(shipment)
+        shm_payload.discard(shipment)
 
 
 def incoming(
-    shipments: Sequence[shipping.Shipment], what: str, allowance: Allowance
+    shipments: Sequence[shm_payload.Shipment], what: str, allowance: Allowance
 ) -> list[Any]:
     """The values that ranks packed for us.
 
@@ -179,9 +179,9 @@ def incoming(
         refuse(shipments)
 
 
-def _unpacked(shipment: shipping.Shipment) -> Any:
+def _unpacked(shipment: shm_payload.Shipment) -> Any:
     try:
-        return shipping.unload(shipment)
+        return shm_payload.unload(shipment)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -195,8 +195,8 @@ def _unpacked(shipment: shipping.Shipment) -> Any:
 def refuse(values: Iterable[Any]) -> None:
     """Discard the shipments among these."""
     for value in values:
-        if isinstance(value, shipping.Shipment):
-            shipping.discard(value)
+        if isinstance(value, shm_payload.Shipment):
+            shm_payload.discard(value)
 
 
 def translate(failures: Sequence[Failure]) -> TransferError | None:

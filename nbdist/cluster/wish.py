@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 
-from nbdist.cluster.run import Run
+from nbdist.cluster.call import Run
 from nbdist.errors import UsageError
 
 __all__ = ["Wish", "Wishes"]

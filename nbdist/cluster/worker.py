@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbdist.cluster.keeper import Keeper, how
+from nbdist.cluster.supervisor_client import Keeper, how
 
 __all__ = ["Report", "Worker"]
 

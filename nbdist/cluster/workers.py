@@ -19,11 +19,11 @@ from pathlib import Path
 
 from nbdist.cluster.awaited import Awaited, watch
 from nbdist.cluster.inventory import this_host
-from nbdist.cluster.keeper import Keeper
 from nbdist.cluster.scripts import checked_script
+from nbdist.cluster.supervisor_client import Keeper
 from nbdist.cluster.worker import Worker
-from nbdist.engine.roles import environment, role_of, tf_config
 from nbdist.errors import UsageError
+from nbdist.ipc.roles import environment, role_of, tf_config
 
 __all__ = [
     "await_workers", "launch_workers", "list_workers", "run_cluster", "stop_workers",

@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.engine.place import Assignment
-from nbdist.engine.process import JOINING, Process
+from nbdist.ipc.device_assignment import Assignment
+from nbdist.ipc.process_files import JOINING, Process
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def _become_engine(process: Process, assignment: Assignment) -> None:
     owns_gpu = device.type == "cuda" and not assignment.shares_gpu
     torch_group.start(process.run_dir, owns_gpu, process.generation)
     process.progress("registering")
-    from nbdist.engine.engine import run_engine
+    from nbdist.engine.kernel import run_engine
 
     run_engine(process, here, assignment, device)
 

@@ -10,19 +10,21 @@ import inspect
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from nbdist.engine import codec, shipping
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import step, transfer_step
 from nbdist.errors import TransferError, encodable, text_of
+from nbdist.ipc import serialization, shm_payload
 
 __all__ = ["call", "fetch", "show", "store"]
 
 
-async def call(payload: Sequence[bytes]) -> shipping.Shipment:
+async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
     """Call a function that travelled as (function, args, kwargs); its packed result."""
     rank = this_rank()
     with transfer_step("unpickling the function and its arguments"):
-        function, args, kwargs = codec.loads([bytearray(frame) for frame in payload])
+        function, args, kwargs = serialization.loads(
+            [bytearray(frame) for frame in payload]
+        )
     name = getattr(function, "__name__", "call")
     with rank.output.during(name):
         with rank.interrupts.armed():
@@ -32,11 +34,11 @@ async def call(payload: Sequence[bytes]) -> shipping.Shipment:
     return _packed("the result", value)
 
 
-def store(shipment: shipping.Shipment) -> None:
+def store(shipment: shm_payload.Shipment) -> None:
     """Put values from the notebook into this rank's namespace: all, or none."""
     rank = this_rank()
-    values = codec.loads_named(
-        shipping.frames_of(shipment),
+    values = serialization.loads_named(
+        shm_payload.frames_of(shipment),
         lambda name: transfer_step(f"unpickling {name!r}"),
     )
     with step("replacing the variables of these names"):  # their `__del__` runs
@@ -45,7 +47,7 @@ def store(shipment: shipping.Shipment) -> None:
     rank.tell_namespace()
 
 
-def fetch(expression: str) -> shipping.Shipment:
+def fetch(expression: str) -> shm_payload.Shipment:
     """An expression's value, packed for the notebook."""
     try:
         value = _evaluate(expression)
@@ -90,11 +92,11 @@ def _evaluate(expression: str) -> Any:
         return eval(expression, shell.user_global_ns, shell.user_ns)
 
 
-def _packed(what: str, value: object) -> shipping.Shipment:
+def _packed(what: str, value: object) -> shm_payload.Shipment:
     rank = this_rank()
     try:
         with transfer_step(f"pickling {what}"):
-            return shipping.load(codec.dumps(value), rank.run_dir)
+            return shm_payload.load(serialization.dumps(value), rank.run_dir)
     except TransferError as error:
         why = text_of(error.__cause__ or error)
         kind = type(value)

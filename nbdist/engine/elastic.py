@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbdist.engine import namespace, private_files
+from nbdist.engine import namespace
 from nbdist.engine.rank import this_rank
-from nbdist.engine.requests import describe, function_of
-from nbdist.engine.shipping import Shipment
+from nbdist.engine.rpc_server import describe, function_of
+from nbdist.ipc import private_files
+from nbdist.ipc.shm_payload import Shipment
 from nbdist.training.elastic.coordinator import install
 from nbdist.wire import ElasticCall, Notice, Resume, Verdict
 

@@ -20,9 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist.collectives import close_groups
-from nbdist.engine import torch_group, witness, world
+from nbdist.engine import torch_group, world
 from nbdist.engine.rank import this_rank
 from nbdist.errors import ClusterError
+from nbdist.ipc import rank_parent
 from nbdist.wire import Change, RankInfo
 
 __all__ = ["cancel", "change"]
@@ -148,7 +149,7 @@ def _split(comm: Any, number: int | None) -> Any:
 def _admit(comm: Any, plan: Change, number: int) -> Any:
     """Start the newcomers, and meet them."""
     commands = [
-        witness.command("--join", str(join.rank), str(plan.generation))
+        rank_parent.command("--join", str(join.rank), str(plan.generation))
         for join in plan.joins
     ]
     programs = [program for program, *_ in commands]

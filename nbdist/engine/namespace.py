@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nbdist.engine import codec, shipping
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import transfer_step
 from nbdist.errors import TransferError, text_of
+from nbdist.ipc import serialization, shm_payload
 
 __all__ = ["adopt", "export"]
 
@@ -24,7 +24,7 @@ TOTAL_LIMIT_S = 20.0
 """Seconds that all may take together, on the one rank and then on the other."""
 
 
-def export(skip: Collection[str] = ()) -> tuple[shipping.Shipment, dict[str, str]]:
+def export(skip: Collection[str] = ()) -> tuple[shm_payload.Shipment, dict[str, str]]:
     """The user's variables, as far as they can be pickled in time.
 
     They travel together, so that an optimizer still refers to its model's parameters.
@@ -46,21 +46,21 @@ def export(skip: Collection[str] = ()) -> tuple[shipping.Shipment, dict[str, str
     for name, value in list(good.items()):
         try:
             with clock.step(name):
-                codec.dumps(value, namespace)
+                serialization.dumps(value, namespace)
         except _CannotTravel as error:
             del good[name]
             bad[name] = str(error)
     while True:
         try:
-            frames = codec.dumps_named(good, namespace, clock.step)
+            frames = serialization.dumps_named(good, namespace, clock.step)
         except _CannotTravel as error:  # although it could be pickled alone
             del good[clock.name]
             bad[clock.name] = str(error)
         else:
-            return shipping.load(frames, rank.run_dir), bad
+            return shm_payload.load(frames, rank.run_dir), bad
 
 
-def adopt(shipment: shipping.Shipment) -> tuple[str, str] | None:
+def adopt(shipment: shm_payload.Shipment) -> tuple[str, str] | None:
     """Take the variables of another rank: all of them, or none.
 
     Returns:
@@ -72,7 +72,7 @@ def adopt(shipment: shipping.Shipment) -> tuple[str, str] | None:
     clock = _Clock("unpickle")
     rank = this_rank()
     try:
-        values = codec.loads_named(shipping.frames_of(shipment), clock.step)
+        values = serialization.loads_named(shm_payload.frames_of(shipment), clock.step)
     except _CannotTravel as error:
         return clock.name, str(error)
     rank.shell.push(values)

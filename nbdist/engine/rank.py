@@ -11,8 +11,8 @@ from typing import Any
 
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
-from nbdist.engine.place import Assignment
 from nbdist.errors import WrongProcess
+from nbdist.ipc.device_assignment import Assignment
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import Notice, RankInfo
 

@@ -16,9 +16,10 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from nbdist.collectives.torch_backend.process_group import original_error
-from nbdist.engine import cell_names, lent_group, roles
+from nbdist.engine import cell_names, shared_default_group
 from nbdist.engine.cells import CellReply
 from nbdist.engine.rank import this_rank
+from nbdist.ipc import roles
 from nbdist.wire import Failure
 
 __all__ = ["run_script"]
@@ -76,7 +77,7 @@ def _set_the_scene(
     stack.enter_context(_environment(info.rank, info.world_size, n_ps))
     stack.enter_context(_own_signals())
     stack.enter_context(_own_loop())
-    stack.enter_context(lent_group.own_groups(keep=keep))
+    stack.enter_context(shared_default_group.own_groups(keep=keep))
     stack.enter_context(cell_names.script(path))
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from nbdist.collectives import launched_without_mpi
 from nbdist.engine import torch_group, world
-from nbdist.engine.borrowed_place import join_mpi
-from nbdist.engine.lifeline import die_with_parent
-from nbdist.engine.place import launched_rank
 from nbdist.engine.script_end import end_together
+from nbdist.engine.torchrun_bootstrap import join_mpi
 from nbdist.errors import WrongProcess
+from nbdist.ipc.device_assignment import launched_rank
+from nbdist.ipc.prctl import die_with_parent
 
 __all__ = ["init"]
 

@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from nbdist.engine.borrowed_place import is_borrowed
+from nbdist.engine.torchrun_bootstrap import is_borrowed
 
 __all__ = ["end_together"]
 

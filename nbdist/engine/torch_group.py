@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from nbdist.collectives import default_group
 from nbdist.collectives.torch_backend.process_group import register
-from nbdist.engine import lent_group
+from nbdist.engine import shared_default_group
 
 __all__ = ["abort", "groups_made", "number_alike", "start", "stop"]
 
@@ -39,7 +39,7 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for groups of the user's
     group = default_group()
     seconds = group.config.timeout_s
-    lent_group.make(
+    shared_default_group.make(
         "cpu:nbdist,cuda:nccl" if owns_gpu else "nbdist",
         store=FileStore(str(run_dir / f"torch-store-{generation}"), group.size),
         rank=group.rank,
@@ -88,4 +88,4 @@ def abort() -> bool:
 
 def stop() -> None:
     """Give up every process group, whoever made it. No rank needs another for it."""
-    lent_group.give_up()
+    shared_default_group.give_up()

@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist.collectives import Group, any_spent, renew_groups, set_default_group
-from nbdist.engine import roles, torch_group
+from nbdist.engine import torch_group
 from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
+from nbdist.ipc import roles
 from nbdist.wire import RankInfo
 
 __all__ = [

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from nbdist.training.data.sampler import place_in
 from nbdist.training.elastic import State
 from nbdist.training.elastic import run as elastic_run
 from nbdist.training.gradients import GradientReducer
-from nbdist.training.sampler import place_in
 
 from ._world import init
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from nbdist.telemetry.pieces import bucket_steps, mark_of, piece_of
 from nbdist.telemetry.series import Metric
+from nbdist.telemetry.series_delta import bucket_steps, mark_of, piece_of
 from nbdist.widgets.source import Cursor, Piece, Snapshot
 from nbdist.wire import Batch, DeviceSample, RankInfo
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from nbdist.telemetry.limits import memory_limit
+from nbdist.ipc.resources import memory_limit
 from nbdist.wire import DeviceSample
 
 __all__ = ["CpuProbe", "GpuProbe", "Probe", "process_memory"]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from nbdist.errors import UsageError
 from nbdist.training._whole import whole
-from nbdist.training.sampler import place_in
+from nbdist.training.data.sampler import place_in
 
 __all__ = ["scale_lr", "warmup"]
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.telemetry.limits import memory_fraction, memory_limit
+from nbdist.ipc.resources import memory_fraction, memory_limit
 
 __all__ = ["Memory", "look", "memory"]
 

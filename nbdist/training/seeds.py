@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.training.sampler import place_in
+from nbdist.training.data.sampler import place_in
 
 __all__ = ["Seeds", "seed_all"]
 

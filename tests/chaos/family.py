@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from nbdist import Cluster
-from nbdist.engine.private_files import memory_folder
+from nbdist.ipc.private_files import memory_folder
 
 __all__ = ["Coming", "Family", "guards"]
 
@@ -18,7 +18,7 @@ __all__ = ["Coming", "Family", "guards"]
 def guards() -> set[psutil.Process]:
     """The guard processes that this process has started."""
     children = psutil.Process().children()
-    return {p for p in children if "nbdist.cluster.guard" in _command(p)}
+    return {p for p in children if "nbdist.cluster.process_supervisor" in _command(p)}
 
 
 class Family:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.cluster.start import Progress
+from nbdist.cluster.startup import Progress
 from nbdist.training import checkpoint
 from tests.chaos.draw import RANKS, STAGES, Draw
 from tests.chaos.family import Coming, Family, guards

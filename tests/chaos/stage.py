@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from nbdist import Cluster
-from nbdist.cluster.start import Progress
+from nbdist.cluster.startup import Progress
 from nbdist.wire import RankInfo
 from tests.chaos.draw import RANKS
 from tests.chaos.family import Family

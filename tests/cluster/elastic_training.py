@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nbdist.cluster.controller import Cluster
+from nbdist.cluster.cluster import Cluster
 
 SAMPLES = 240
 GLOBAL_BATCH = 12

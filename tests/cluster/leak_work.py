@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.engine.private_files import memory_folder
+from nbdist.ipc.private_files import memory_folder
 
 CELL = "x = torch.ones(3); dist.all_reduce(x); nbdist.log(x=x[0]); print('sum')"
 

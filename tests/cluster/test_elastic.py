@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from elastic_training import STEPS, assert_trained, prepare, weights
 
-from nbdist.cluster.controller import Cluster
+from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CellError, UsageError
 from tests.processes import wait_until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from elastic_training import STEPS, prepare
 
-from nbdist.cluster.controller import Cluster
+from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CellError, CellInterrupted, UsageError
 from tests.processes import wait_until
 

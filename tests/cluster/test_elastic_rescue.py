@@ -16,7 +16,7 @@ import pytest
 import torch
 from elastic_training import SETUP, STEPS, assert_trained, prepare, weights
 
-from nbdist.cluster.controller import Cluster
+from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CheckpointError, RankDied, StartError
 from nbdist.training import checkpoint
 from nbdist.training.elastic.state import State

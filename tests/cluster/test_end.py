@@ -178,9 +178,9 @@ def test_loader_workers_of_a_killed_rank_leave_no_files(
 
 def test_a_value_that_was_on_its_way_ends_too():
     packing = (
-        "from nbdist.engine import codec, shipping\n"
+        "from nbdist.ipc import serialization, shm_payload\n"
         "run_dir = cluster._started.keeper.run_dir\n"
-        "shipment = shipping.load(codec.dumps(b'x' * 3_000_000), run_dir)\n"
+        "shipment = shm_payload.load(serialization.dumps(b'x' * 3_000_000), run_dir)\n"
         "print(shipment.path, flush=True)\n"
         "time.sleep(100)"
     )

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
+from nbdist.cluster.call import Run
 from nbdist.cluster.observer import Event, Quiet
-from nbdist.cluster.run import Run
 from tests.processes import wait_until
 
 WITHIN_S = 4.0

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.cluster import rescue
-from nbdist.cluster.rescue import LastCommit, Rescue, last_commit
-from nbdist.engine import private_files
+from nbdist.cluster import world_restart
+from nbdist.cluster.world_restart import LastCommit, Rescue, last_commit
 from nbdist.errors import CheckpointError
+from nbdist.ipc import private_files
 from nbdist.training.elastic.state import State
 from nbdist.wire import ElasticCall
 
@@ -113,7 +113,7 @@ def test_without_room_in_memory_the_run_folder_takes_it(
     first, second = clusters.begin(), clusters.begin()
     training(first, weight=torch.ones(1000)).commit()
     commit = taken(first)
-    copy = rescue._copy
+    copy = world_restart._copy
     full = private_files.memory_folder(second)
 
     def copy_where_is_room(source: int, path: Path) -> None:
@@ -121,7 +121,7 @@ def test_without_room_in_memory_the_run_folder_takes_it(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         copy(source, path)
 
-    monkeypatch.setattr(rescue, "_copy", copy_where_is_room)
+    monkeypatch.setattr(world_restart, "_copy", copy_where_is_room)
     resume = commit.give(second)
     assert Path(resume.path).is_relative_to(second)
     assert not (full / "resume").exists()
@@ -135,7 +135,7 @@ def test_a_kept_commit_is_an_ordinary_file(
     training(run_dir, weight=torch.arange(4.0), step=3).commit()
     saved = Rescue(CALL, taken(run_dir))
     private_files.remove_folders(run_dir)
-    monkeypatch.setattr(rescue.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(world_restart.tempfile, "tempdir", str(tmp_path))
     told = saved.keep()
     assert "number 1" in told
     state = State(weight=torch.zeros(4), step=0)

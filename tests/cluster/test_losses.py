@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.cluster.controller import Cluster
+from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CellError, ScaleFailed, UsageError
 from tests.processes import wait_until
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import nbdist
-from nbdist.cluster.controller import Cluster
+from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CellError, CellInterrupted, RankDied, UsageError
 from tests.cluster.test_cells import Outcomes
 from tests.cluster.test_slow_values import SLOW, pressed_when

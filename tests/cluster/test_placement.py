@@ -10,7 +10,7 @@ from nbdist.cluster.inventory import Gpu, Host
 from nbdist.cluster.placement import place
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
-from nbdist.telemetry.limits import memory_fraction
+from nbdist.ipc.resources import memory_fraction
 
 GIB = 2**30
 CPU_HOST = Host("box", cores=8)

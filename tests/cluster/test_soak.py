@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from elastic_training import STEPS, prepare, weights
 
-from nbdist.cluster.controller import Cluster
+from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CellError
 
 ROUNDS = 20

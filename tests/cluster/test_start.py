@@ -16,7 +16,7 @@ import pytest
 
 from nbdist import Cluster, StartError, UsageError
 from nbdist.cluster.inventory import this_host
-from nbdist.cluster.start import Progress
+from nbdist.cluster.startup import Progress
 from nbdist.config import ClusterConfig
 from nbdist.errors import AlreadyRunning
 

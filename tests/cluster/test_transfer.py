@@ -12,7 +12,7 @@ import torch
 
 from nbdist import CellError, Cluster, TransferError, UsageError
 from nbdist.cluster.observer import Event, Quiet
-from nbdist.engine.private_files import memory_folder
+from nbdist.ipc.private_files import memory_folder
 
 HUNDRED_MB = 100_000_000
 

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import nbdist
-from nbdist.cluster.rescue import Rescue, last_commit
-from nbdist.engine.private_files import commit_folders
+from nbdist.cluster.world_restart import Rescue, last_commit
+from nbdist.ipc.private_files import commit_folders
 from nbdist.wire import ElasticCall
 
 TRAINING = """

@@ -56,7 +56,7 @@ def flat(model: nn.Module) -> Tensor:
 
 def train_alone(epochs: int, make: Make = sgd) -> nn.Module:
     """One process, the same global batches in the same order."""
-    from nbdist.training.sampler import epoch_order
+    from nbdist.training.data.sampler import epoch_order
 
     data, _, _ = samples()
     model = make_model()

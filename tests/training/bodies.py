@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 from nbdist.collectives import Group, barrier, default_group, set_default_group
 from nbdist.errors import SaveError
 from nbdist.training import files
+from nbdist.training.data.loader import loader
 from nbdist.training.elastic.state import State
-from nbdist.training.loader import loader
 from nbdist.training.seeds import seed_all
 from tests.process_group.worlds import process_group
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.errors import UsageError
-from nbdist.training.sampler import Sampler, epoch_order, share_of
+from nbdist.training.data.sampler import Sampler, epoch_order, share_of
 
 SIZES = st.integers(1, 8)
 LENGTHS = st.integers(0, 120)

@@ -26,10 +26,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from nbdist.errors import UsageError
-from nbdist.telemetry import note
-from nbdist.training import _structure
-from nbdist.training import loader as loaders
-from nbdist.training.loader import Loader, loader
+from nbdist.telemetry import internal_metrics
+from nbdist.training.data import loader as loaders
+from nbdist.training.data import structure
+from nbdist.training.data.loader import Loader, loader
 from tests.processes import wait_until
 
 SIZES = st.integers(1, 8)
@@ -238,7 +238,7 @@ def test_an_error_of_the_data_names_its_worker_and_line():
 
 RANK_WITH_WORKERS = """
 import os, time, torch
-from nbdist.training.loader import loader
+from nbdist.training.data.loader import loader
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 1000
     def __getitem__(self, index):
@@ -279,13 +279,13 @@ def test_waiting_is_counted_and_recorded():
             self.append(scalars)
 
     recorded = Recorded()
-    note.set_recorder(recorded)
+    internal_metrics.set_recorder(recorded)
     try:
         numbers = loader(Slow(6), 2, num_workers=0)
         for _ in numbers:
             time.sleep(0.03)
     finally:
-        note.set_recorder(None)
+        internal_metrics.set_recorder(None)
     waits = numbers.waits
     assert waits.steps == len(recorded) == 3
     assert waits.waited_s == pytest.approx(sum(r["data_wait_s"] for r in recorded))
@@ -342,7 +342,7 @@ def test_a_batch_without_samples_keeps_its_form():
         "point": Point(torch.ones(1, 4), ("b",)),
         "step": 7,
     }
-    empty = _structure.emptied(batch)
+    empty = structure.emptied(batch)
     assert empty["x"].shape == (0, 3)
     assert empty["names"] == []
     assert [tuple(each.shape) for each in empty["pairs"]] == [(0,), (0, 2)]
@@ -354,12 +354,12 @@ def test_a_batch_without_samples_keeps_its_form():
 def test_batches_move_with_their_containers():
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     batch = OrderedDict(a=torch.ones(2), b=(torch.ones(1), ["text"]), c=packed)
-    moved = _structure.moved(batch, torch.float64)
+    moved = structure.moved(batch, torch.float64)
     assert isinstance(moved, OrderedDict)
     assert moved["a"].dtype == moved["b"][0].dtype == torch.float64
     assert moved["b"][1] == ["text"]
     assert isinstance(moved["c"], PackedSequence)
-    assert len(list(_structure.tensors_in(batch))) == 4
+    assert len(list(structure.tensors_in(batch))) == 4
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbdist.training.loader import loader
+from nbdist.training.data.loader import loader
 from tests.collectives.ranks import launch
 from tests.training.bodies import samples
 

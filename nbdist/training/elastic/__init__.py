@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nbdist.training.data.sampler import Sampler
 from nbdist.training.elastic.run import run
 from nbdist.training.elastic.state import State
-from nbdist.training.sampler import Sampler
 
 __all__ = ["Sampler", "State", "run"]

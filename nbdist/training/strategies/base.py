@@ -20,11 +20,11 @@ from torch.utils.data import Dataset, default_collate
 
 from nbdist.collectives import all_reduce, broadcast, default_group
 from nbdist.errors import UsageError
-from nbdist.training._fetch import Fetching
 from nbdist.training._whole import whole
-from nbdist.training.loader import Loader
+from nbdist.training.data.fetch import Fetching
+from nbdist.training.data.loader import Loader
 
-from .divide import Divide
+from .replica_sampler import Divide
 
 __all__ = ["Strategy", "begin_alike"]
 

@@ -10,8 +10,8 @@ from nbdist.collectives import all_reduce
 from nbdist.errors import UsageError
 
 from .base import Strategy, begin_alike
-from .delegate import Delegate, trained_parameters
-from .packing import Pack
+from .flat_buffers import Pack
+from .wrapped_optimizer import Delegate, trained_parameters
 
 __all__ = ["LocalSGD"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..delegate import Delegate
+from ..wrapped_optimizer import Delegate
 
 __all__ = ["PushOptimizer"]
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from nbdist.collectives import Post
 from nbdist.errors import CollectiveAborted
-from nbdist.telemetry.note import note
+from nbdist.telemetry.internal_metrics import note
 from nbdist.training._uncut import uncut
 
-from .ledger import Decision, Ledger
 from .messages import Head, Kind, Receiving, packed, send, unpacked
 from .store import Store, on_host
+from .update_policy import Decision, Ledger
 
 __all__ = ["REDUCTIONS", "Server", "combine"]
 

@@ -17,9 +17,9 @@ from nbdist.collectives import (
     default_group,
 )
 
-from .ledger import Report
 from .roles import Roles
 from .store import Store
+from .update_policy import Report
 
 __all__ = ["Shards"]
 

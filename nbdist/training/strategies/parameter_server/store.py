@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..packing import Pack
+from ..flat_buffers import Pack
 
 __all__ = ["Store", "on_host"]
 

@@ -13,13 +13,13 @@ from nbdist.collectives import Post, all_gather_object, default_group
 from nbdist.errors import UsageError
 
 from ..base import Strategy, begin_alike
-from ..delegate import trained_parameters
-from .ledger import Async, Ledger, Report, Sync
+from ..wrapped_optimizer import trained_parameters
 from .optimizer import PushOptimizer
-from .peers import share
 from .roles import Roles, shards_by_bytes
 from .server import REDUCTIONS, Server, combine
+from .server_sync import share
 from .shards import Shards
+from .update_policy import Async, Ledger, Report, Sync
 from .worker import Worker
 
 __all__ = ["ParameterServer"]

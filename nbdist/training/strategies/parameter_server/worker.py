@@ -11,9 +11,9 @@ from torch import Tensor
 from nbdist.collectives import Post
 from nbdist.errors import CollectiveAborted
 
-from .ledger import Report
 from .messages import Head, Kind, Receiving, packed, send, unpacked
 from .store import on_host
+from .update_policy import Report
 
 __all__ = ["Worker"]
 

@@ -1,0 +1,266 @@
+"""Messages to the ranks and back: the one user of ipyparallel's client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ipyparallel import Client
+from jupyter_client.session import Session
+
+from nbdist.errors import RankDied
+from nbdist.ipc import serialization
+from nbdist.ipc.signed_messages import Gate, SignedSession, addressed, refusals
+from nbdist.wire import REFUSED, REPLY, REQUEST, TELEMETRY
+
+__all__ = ["Answer", "Exchange", "Link"]
+
+CONNECT_TIMEOUT_S = 30
+
+Message = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """What an engine replied."""
+
+    ok: bool
+    value: Any
+    """What the function returned; (class, message, traceback lines) if it raised."""
+    spent: bool
+    """Whether a collective was left halfway on that rank."""
+    groups: int = 0
+    """How many process groups torch has numbered there."""
+
+
+class Exchange:
+    """One request to one engine, until its reply and all that it printed are here.
+
+    `reply` is resolved by the link's thread; it fails with RankDied where the engine
+    ends first.
+    """
+
+    def __init__(
+        self, engine_uuid: str, on_output: Callable[[Message], None] | None
+    ) -> None:
+        self.engine_uuid = engine_uuid
+        self.name = ""
+        """Unique; set when the request is sent."""
+        self.reply: Future[Answer] = Future()
+        self._on_output = on_output
+        self._answer: Answer | None = None
+        # Output travels another way than the reply: "idle" marks its end.
+        self._idle = on_output is None
+
+    def output(self, message: Message) -> None:
+        if message["msg_type"] == "status":
+            self._idle |= message["content"]["execution_state"] == "idle"
+            self._settle()
+        elif self._on_output is not None:
+            self._on_output(message)
+
+    def answer(self, message: Message) -> None:
+        content = message["content"]
+        ok, value = content["status"] == "ok", None
+        try:
+            value = serialization.loads(
+                [bytearray(frame) for frame in message["buffers"]]
+            )
+        except Exception as error:  # noqa: BLE001 - a class's own unpickling may do anything
+            ok, value = False, ("TransferError", _cannot_arrive(error), [])
+        self._answer = Answer(ok, value, content["spent"], content["groups"])
+        self._settle()
+
+    def fail(self, error: Exception) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+    def _settle(self) -> None:
+        if self._idle and self._answer is not None and not self.reply.done():
+            self.reply.set_result(self._answer)
+
+
+def _cannot_arrive(error: Exception) -> str:
+    return (
+        f"the result cannot be unpickled in this process ({type(error).__name__}: "
+        f"{error}): return plain values, arrays or tensors"
+    )
+
+
+class Link:
+    """A connection to the controller, and through it to every engine."""
+
+    def __init__(
+        self, connection_file: Path, on_telemetry: Callable[[Any], None]
+    ) -> None:
+        self._client = _Client(
+            str(connection_file),
+            profile_dir=str(connection_file.parent.parent),
+            timeout=CONNECT_TIMEOUT_S,
+        )
+        self._client.on_telemetry = on_telemetry
+
+    def engines(self) -> dict[int, str]:
+        """The uuid of every registered engine, by ipyparallel's engine id."""
+        return {number: self._client._engines[number] for number in self._client.ids}
+
+    def on_registration(self, callback: Callable[[Message], None]) -> None:
+        """Hear of engines that come and go, on the link's thread."""
+        self._client._registration_callbacks.append(callback)
+
+    def send(
+        self,
+        engine_uuid: str,
+        target: str,
+        *args: object,
+        what: str = "",
+        control: bool = False,
+        on_output: Callable[[Message], None] | None = None,
+        **kwargs: object,
+    ) -> Exchange:
+        """Ask one engine to call `target` ("module:function" of nbdist.engine).
+
+        Args:
+            what: Names the request in the engine's status.
+            control: Ask the agent's thread, which answers while the engine is busy.
+            on_output: Takes each message that the call prints or displays, on the
+                link's thread.
+        """
+        exchange = Exchange(engine_uuid, on_output)
+        content = {"target": target, "what": what or target}
+        self._client.exchange(
+            exchange, content, serialization.dumps((args, kwargs)), control
+        )
+        return exchange
+
+    @property
+    def refused(self) -> int:
+        """Messages that the notebook's or the controller's sockets have refused."""
+        return refusals(self._client.gates) + self._client.refused_by_controller
+
+    def fail(self, engine_uuid: str, error: RankDied) -> None:
+        """Give up every exchange with an engine that is gone."""
+        self._client.fail(engine_uuid, error)
+
+    def close(self) -> None:
+        """Close the connection. A second close is harmless."""
+        self._client.close(linger=0)
+
+
+class _Client(Client):  # type: ignore[misc]
+    """ipyparallel's client, with our message type beside its own.
+
+    Its own handling of output keeps everything and costs quadratic time; ours hands
+    each message on.
+    """
+
+    on_telemetry: Callable[[Any], None]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._exchanges: dict[str, Exchange] = {}
+        self._gone: dict[str, RankDied] = {}
+        self._exchanges_lock = threading.Lock()
+        self.gates: list[Gate] = []
+        self.refused_by_controller = 0
+        super().__init__(*args, **kwargs)
+
+    @property
+    def session(self) -> SignedSession:
+        return self._session
+
+    @session.setter
+    def session(self, session: Session) -> None:
+        self._session = SignedSession.like(session)
+
+    def _setup_streams(self) -> None:
+        super()._setup_streams()
+        news = {REFUSED, *self._notification_handlers}
+        for stream, types, handle in (
+            (self._control_stream, {REPLY}, self._on_reply),
+            (self._mux_stream, {REPLY}, self._on_reply),
+            (self._iopub_stream, None, self._on_iopub),
+            (self._notification_stream, news, self._on_notification),
+        ):
+            gate = Gate(self.session, types=types)
+            self.gates.append(gate)
+            stream.on_recv(gate.before(self._unpacked(handle)), copy=False)
+        for stream in (self._query_stream, self._task_stream, self._broadcast_stream):
+            stream.stop_on_recv()  # nothing is asked there any more
+
+    def _unpacked(
+        self, handle: Callable[[Message], None]
+    ) -> Callable[[list[Any]], None]:
+        def on_message(frames: list[Any]) -> None:
+            _, frames = self.session.feed_identities(frames, copy=False)
+            handle(self.session.deserialize(frames, copy=False))
+
+        return on_message
+
+    def activate(self, targets: object = "all", suffix: str = "") -> None:
+        """ipyparallel would claim the %px magics here; they are not ours to take."""
+
+    def exchange(
+        self, exchange: Exchange, content: Message, frames: list[Any], control: bool
+    ) -> None:
+        stream = self._control_stream if control else self._mux_stream
+        address = f"{exchange.engine_uuid}/{'control' if control else 'shell'}"
+        message = self.session.msg(REQUEST, content, metadata=addressed(address))
+        exchange.name = message["header"]["msg_id"]
+        with self._exchanges_lock:
+            self._exchanges[exchange.name] = exchange
+            error = self._gone.get(exchange.engine_uuid)
+        if error is not None:
+            self._io_loop.add_callback(self._fail, exchange, error)
+        self._io_loop.add_callback(
+            self.session.send,
+            stream,
+            message,
+            ident=exchange.engine_uuid.encode(),
+            buffers=frames,
+        )
+
+    def fail(self, engine_uuid: str, error: RankDied) -> None:
+        with self._exchanges_lock:
+            self._gone[engine_uuid] = error
+            lost = [e for e in self._exchanges.values() if e.engine_uuid == engine_uuid]
+        for exchange in lost:
+            # On the link's thread, where answers are taken: one of the two comes first.
+            self._io_loop.add_callback(self._fail, exchange, error)
+
+    def _fail(self, exchange: Exchange, error: RankDied) -> None:
+        exchange.fail(error)
+        with self._exchanges_lock:
+            self._exchanges.pop(exchange.name, None)
+
+    def _exchange_of(self, message: Message) -> Exchange | None:
+        parent = message["parent_header"].get("msg_id", "")
+        with self._exchanges_lock:
+            return self._exchanges.get(parent)
+
+    def _forget_finished(self, message: Message, exchange: Exchange) -> None:
+        if exchange.reply.done():
+            with self._exchanges_lock:
+                self._exchanges.pop(message["parent_header"]["msg_id"], None)
+
+    def _on_reply(self, message: Message) -> None:
+        exchange = self._exchange_of(message)
+        if exchange is not None:
+            exchange.answer(message)
+            self._forget_finished(message, exchange)
+
+    def _on_notification(self, message: Message) -> None:
+        if message["msg_type"] == REFUSED:
+            self.refused_by_controller = message["content"]["count"]
+        else:
+            self._notification_handlers[message["msg_type"]](message)
+
+    def _on_iopub(self, message: Message) -> None:
+        if message["msg_type"] == TELEMETRY:
+            self.on_telemetry(serialization.loads(message["buffers"]))
+            return
+        exchange = self._exchange_of(message)
+        if exchange is not None:
+            exchange.output(message)
+            self._forget_finished(message, exchange)

@@ -1,0 +1,198 @@
+"""The process that owns everything a cluster starts, and outlives nobody.
+
+`python -m nbdist.cluster.process_supervisor RUN_DIR` reads one JSON object per line
+from its standard input, `{"start": name, "argv": [...], "env": {...}, "log": path}`,
+and starts that program, in the folder "cwd" and with at most "memory" bytes where those
+are given. It answers on its standard output with `{"started": name, "pid": pid}` and
+later `{"exited": name, "code": code}`. `{"stop": [name, ...]}` ends some of them.
+
+When its input closes or its parent ends, for whatever reason (the notebook stopped the
+cluster, restarted, or was killed), it ends every process below it, however deep and
+however unwilling, and removes RUN_DIR and the cluster's folder in shared memory. So
+cleaning up depends on nothing that the notebook must still be alive to do. When a
+program ends, all others end with it: none is of use alone, unless the guard was started
+with `--apart`. And should the guard itself be killed, Linux tells its programs to end.
+
+Imports the standard library and psutil alone: it must start fast and stay small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nbdist.ipc.prctl import adopt_orphans, die_with_parent
+from nbdist.ipc.private_files import remove_folders
+
+TERMINATE_GRACE_S = 2.0
+"""How long processes have to end by themselves after SIGTERM."""
+
+
+class Guard:
+    """Starts programs, reports their ends, and takes all of them down at the end."""
+
+    def __init__(self, run_dir: Path, *, together: bool = True) -> None:
+        self._run_dir = run_dir
+        self._together = together
+        self._programs: dict[str, subprocess.Popen[bytes]] = {}
+        self._seen: set[psutil.Process] = set()
+
+    def serve(self) -> None:
+        """Obey standard input until it closes; then end everything."""
+        adopt_orphans()
+        wakeup_read, wakeup_write = os.pipe()
+        os.set_blocking(wakeup_write, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for terminating in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(terminating, lambda *_: sys.exit(0))
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(0, selectors.EVENT_READ)
+                selector.register(wakeup_read, selectors.EVENT_READ)
+                if hasattr(os, "pidfd_open"):
+                    # A process that the notebook forked may hold our input open.
+                    selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ)
+                self._loop(selector, wakeup_read)
+        finally:
+            for terminating in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(terminating, signal.SIG_IGN)
+            self._end_processes()
+            remove_folders(self._run_dir)
+
+    def _loop(self, selector: selectors.BaseSelector, wakeup: int) -> None:
+        pending = b""
+        while True:
+            for key, _ in selector.select():
+                if key.fd == wakeup:
+                    os.read(wakeup, 4096)
+                    continue
+                received = os.read(0, 1 << 20) if key.fd == 0 else b""
+                if not received:
+                    return
+                *lines, pending = (pending + received).split(b"\n")
+                for line in lines:
+                    self._obey(json.loads(line))
+            self._report_exits()
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if "stop" in order:
+            self._stop(order["stop"])
+        else:
+            self._start(order)
+
+    def _start(self, order: dict[str, Any]) -> None:
+        with open(order["log"], "ab") as log:
+            program = subprocess.Popen(
+                order["argv"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=order["env"],
+                cwd=order.get("cwd"),
+                start_new_session=True,  # a Ctrl-C in a terminal is not for them
+                preexec_fn=lambda: _prepare(order.get("memory")),
+            )
+        self._programs[order["start"]] = program
+        self._tell({"started": order["start"], "pid": program.pid})
+
+    def _report_exits(self) -> None:
+        exited = {
+            name: code
+            for name, program in self._programs.items()
+            if (code := program.poll()) is not None
+        }
+        for name, code in exited.items():
+            del self._programs[name]
+            self._tell({"exited": name, "code": code})
+        if exited and self._together:
+            self._end_processes()
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        try:
+            sys.stdout.write(json.dumps(record) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            pass  # nobody listens any more: the end of the input will follow
+
+    def _remember_descendants(self) -> None:
+        """Keep hold of processes whose parent may be gone when the end comes."""
+        self._seen.update(psutil.Process().children(recursive=True))
+
+    def _stop(self, names: list[str]) -> None:
+        """End these programs, and what they have started, and no others."""
+        programs = [self._programs[name] for name in names if name in self._programs]
+        families = {program: _family(program.pid) for program in programs}
+        _terminated({process for each in families.values() for process in each})
+        deadline = time.monotonic() + TERMINATE_GRACE_S
+        for program, family in families.items():
+            # psutil's own wait would take the exit code away from the program.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(max(0.0, deadline - time.monotonic()))
+            _signal_all(family, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(TERMINATE_GRACE_S)
+            own = psutil.Process().children()
+            psutil.wait_procs(family & set(own), timeout=TERMINATE_GRACE_S)
+
+    def _end_processes(self) -> None:
+        self._remember_descendants()
+        living = _terminated(self._seen)
+        _, living_list = psutil.wait_procs(living, timeout=TERMINATE_GRACE_S)
+        self._seen = set(living_list)
+        self._remember_descendants()
+        living = _signal_all(self._seen, signal.SIGKILL)
+        psutil.wait_procs(living, timeout=TERMINATE_GRACE_S)
+
+
+def _family(pid: int) -> set[psutil.Process]:
+    """A process and all that it has started."""
+    try:
+        process = psutil.Process(pid)
+        return {process, *process.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _prepare(memory: int | None) -> None:
+    """In a new process, before its program begins."""
+    # These end what they have started themselves when asked to.
+    die_with_parent(signal.SIGTERM)
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+
+
+def _signal_all(processes: set[psutil.Process], signum: int) -> set[psutil.Process]:
+    """Signal those that still live; psutil tells a reused pid from its old owner."""
+    living = set()
+    for process in processes:
+        try:
+            process.send_signal(signum)
+            living.add(process)
+        except psutil.NoSuchProcess:
+            continue
+    return living
+
+
+def _terminated(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """Ask processes to end; those that still live."""
+    living = _signal_all(processes, signal.SIGTERM)
+    # A stopped process acts on SIGTERM only once it is continued.
+    _signal_all(living, signal.SIGCONT)
+    return living
+
+
+if __name__ == "__main__":
+    Guard(Path(sys.argv[1]), together="--apart" not in sys.argv).serve()

@@ -1,0 +1,236 @@
+"""Who the ranks are, which of them live, and asking their agents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import TimeoutError as NoAnswer
+from typing import Any
+
+import psutil
+
+from nbdist.cluster.deathwatch import Deathwatch
+from nbdist.cluster.launcher_pipes import LauncherPipes
+from nbdist.cluster.startup import Started
+from nbdist.cluster.startup_status import runs
+from nbdist.cluster.supervisor_client import Loss
+from nbdist.errors import ClusterError, RankDied, UsageError
+from nbdist.ipc.rank_parent import ending_of
+from nbdist.wire import RankInfo, format_ranks
+
+__all__ = ["Roster"]
+
+ANSWER_TIMEOUT_S = 2.0
+INSTRUCTION_TIMEOUT_S = 30.0
+OBITUARY_LINES = 5
+ENDING_TIMEOUT_S = 0.5
+
+
+class Roster:
+    """The ranks of a running cluster, in rank order."""
+
+    def __init__(self, started: Started) -> None:
+        self.link = started.link
+        self.run_dir = started.keeper.run_dir
+        self._infos = {info.rank: info for info in started.infos}
+        self._died: dict[int, RankDied] = {}
+        self.last_places: dict[int, tuple[str, float]] = {}
+        """Where each rank was last seen in a cell, and when on the monotonic clock."""
+        self.lost = ""
+        """Why all ranks have ended at once; "" as long as they have not."""
+        self._lock = threading.Lock()
+        self._watch = Deathwatch(started.infos, self._on_death)
+        self._pipes = LauncherPipes()
+        self._pipes.hold(started.infos)
+
+    def close(self) -> None:
+        """Stop watching. A second close is harmless."""
+        self._watch.close()
+        self._pipes.close()
+
+    @property
+    def infos(self) -> list[RankInfo]:
+        """Every rank, dead ones too."""
+        return list(self._infos.values())
+
+    @property
+    def living(self) -> list[RankInfo]:
+        """Every rank whose process runs."""
+        died = self.died
+        return [info for rank, info in self._infos.items() if rank not in died]
+
+    @property
+    def died(self) -> dict[int, RankDied]:
+        """The ranks whose processes have ended, and why."""
+        with self._lock:
+            return dict(self._died)
+
+    def __getitem__(self, rank: int) -> RankInfo:
+        return self._infos[rank]
+
+    def host_of(self, rank: int) -> str:
+        return self._infos[rank].host
+
+    def begin(self, infos: Iterable[RankInfo]) -> None:
+        """Take the ranks of a new generation in place of the old ones."""
+        self._watch.close()
+        with self._lock:
+            self._infos = {info.rank: info for info in infos}
+            self._died.clear()
+        self.last_places.clear()
+        self._pipes.hold(self.infos)
+        self._watch = Deathwatch(self.infos, self._on_death)
+
+    def update(self, infos: Iterable[RankInfo]) -> None:
+        """Take new descriptions of ranks."""
+        self._infos |= {info.rank: info for info in infos}
+
+    def select(self, ranks: Iterable[int] | None) -> list[int]:
+        """The ranks asked for, None for all; each exists and lives.
+
+        Raises:
+            UsageError: There is no such rank.
+            RankDied: One has died.
+        """
+        wanted = sorted(self._infos if ranks is None else set(ranks))
+        missing = [rank for rank in wanted if rank not in self._infos]
+        if missing or not wanted:
+            raise UsageError(
+                f"rank {format_ranks(missing) or '(none)'} is not one of "
+                f"0-{len(self._infos) - 1}"
+            )
+        if self.lost:
+            raise RankDied(f"{self.lost}: %dist_start begins anew")
+        died = self.died
+        dead = [rank for rank in wanted if rank in died]
+        if dead:
+            living = format_ranks(info.rank for info in self.living)
+            raise RankDied(
+                f"{'; '.join(str(died[rank]) for rank in dead)}. "
+                + (f"-r {living} reaches the others, " if living else "")
+                + "which keep their variables; %dist_stop and %dist_start begin anew"
+            )
+        return wanted
+
+    def ask(
+        self,
+        target: str,
+        *args: object,
+        ranks: Iterable[int] | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> dict[int, Any]:
+        """Ask the agents of living ranks, busy or not.
+
+        Returns:
+            An answer for each rank asked; None from one that does not answer in time,
+            or is dead.
+        """
+        deadline = time.monotonic() + timeout_s
+        chosen = set(self._infos if ranks is None else ranks)
+        exchanges = {
+            info.rank: self.link.send(info.engine_uuid, target, *args, control=True)
+            for info in self.living
+            if info.rank in chosen
+        }
+        answers: dict[int, Any] = dict.fromkeys(sorted(chosen))
+        for rank, exchange in exchanges.items():
+            try:
+                answer = exchange.reply.result(max(0.0, deadline - time.monotonic()))
+            except (NoAnswer, RankDied):
+                continue
+            answers[rank] = answer.value if answer.ok else None
+        return answers
+
+    def instruct(self, target: str, *args: object) -> None:
+        """Have the agents of all living ranks do something, and see that it is done.
+
+        A rank that dies meanwhile does nothing any more, and is no error.
+
+        Raises:
+            ClusterError: A rank refuses, or does not answer.
+        """
+        deadline = time.monotonic() + INSTRUCTION_TIMEOUT_S
+        exchanges = {
+            info.rank: self.link.send(info.engine_uuid, target, *args, control=True)
+            for info in self.living
+        }
+        for rank, exchange in exchanges.items():
+            try:
+                answer = exchange.reply.result(max(0.0, deadline - time.monotonic()))
+            except RankDied:
+                continue
+            except NoAnswer as error:
+                raise ClusterError(
+                    f"rank {rank} did not answer in {INSTRUCTION_TIMEOUT_S:g} s"
+                ) from error
+            if not answer.ok:
+                ename, evalue, _lines = answer.value
+                raise ClusterError(f"rank {rank} refused: {ename}: {evalue}")
+
+    def tell(
+        self, target: str, *args: object, ranks: Iterable[int] | None = None
+    ) -> None:
+        """Have the agents of living ranks do something, without waiting for it."""
+        chosen = None if ranks is None else set(ranks)
+        for info in self.living:
+            if chosen is None or info.rank in chosen:
+                self.link.send(info.engine_uuid, target, *args, control=True)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """End the processes of some ranks, as `kill -9` does, and see them dead."""
+        wanted = set(ranks)
+        for rank in wanted:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._infos[rank].pid, signal.SIGKILL)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not wanted <= self.died.keys():
+            if time.monotonic() > deadline:
+                late = format_ranks(wanted - self.died.keys())
+                raise RankDied(f"rank {late} does not end on signal 9: %dist_stop")
+            time.sleep(ENDING_TIMEOUT_S / 50)
+
+    def lose(self, loss: Loss) -> None:
+        """The cluster has ended: so have all ranks, or they are about to."""
+        self.lost = loss.reason
+        for info in self.living:
+            ended_itself = not loss.is_cause and not psutil.pid_exists(info.pid)
+            reason = self._obituary(info.rank) if ended_itself else loss.reason
+            self._bury(info.rank, RankDied(reason))
+
+    def _on_death(self, rank: int) -> None:
+        """Called by the watch's thread."""
+        self._bury(rank, RankDied(self._obituary(rank)))
+
+    def _bury(self, rank: int, error: RankDied) -> None:
+        with self._lock:
+            self._died.setdefault(rank, error)
+        self.link.fail(self._infos[rank].engine_uuid, error)
+
+    def _obituary(self, rank: int) -> str:
+        info = self._infos[rank]
+        path = self.run_dir / f"{info.name}.stderr"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines = text.rstrip().splitlines()[-OBITUARY_LINES:]
+        last = "".join(f"\n    {line}" for line in lines)
+        said = f"; the last lines of its stderr:{last}\n" if last else ""
+        who = f"rank {rank} (pid {info.pid} on {info.host})"
+        return f"{who} has died with {self._ending(info)}{said}"
+
+    def _ending(self, info: RankInfo) -> str:
+        """The exit code or signal; its parent process writes it down at once."""
+        deadline = time.monotonic() + ENDING_TIMEOUT_S
+        while time.monotonic() < deadline:
+            ending = ending_of(self.run_dir / f"{info.name}.ending")
+            if ending is not None:
+                return ending
+            if not runs(info.parent_pid):
+                return "an unknown exit code, for its parent process has ended too"
+            time.sleep(ENDING_TIMEOUT_S / 50)
+        # Only the end of the parent tells MPI, and with it the other ranks.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(info.parent_pid, signal.SIGKILL)
+        return "an unknown exit code, for its parent process does not answer"

@@ -1,0 +1,190 @@
+"""The ipyparallel engine that a rank becomes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ipyparallel.engine.app import IPEngine
+from mpi4py import MPI
+from traitlets.config import Config
+
+import nbdist
+from nbdist.collectives import set_cell_resolver
+from nbdist.engine import cell_names, cells, elastic, rank, rpc_server, shell_commands
+from nbdist.engine.interrupts import Interrupts
+from nbdist.engine.output import Output
+from nbdist.engine.world import World
+from nbdist.ipc import serialization
+from nbdist.ipc.device_assignment import Assignment
+from nbdist.ipc.process_files import Process
+from nbdist.ipc.signed_messages import SignedSession
+from nbdist.telemetry.internal_metrics import set_recorder
+from nbdist.telemetry.recorder import Recorder
+from nbdist.telemetry.sampler import Sampler
+from nbdist.wire import ELASTIC, TELEMETRY, Batch, Notice, RankInfo
+
+__all__ = ["run_engine"]
+
+REGISTRATION_TIMEOUT_S = 60
+
+
+class _Engine(IPEngine):  # type: ignore[misc]
+    """An engine whose output, signals and requests are nbdist's."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.process: Process = kwargs.pop("process")
+        self.interrupts = Interrupts()
+        self.rank_info: RankInfo = kwargs.pop("rank_info")
+        self.device: torch.device = kwargs.pop("device")
+        self.assignment: Assignment = kwargs.pop("assignment")
+        super().__init__(**kwargs)
+
+    def load_connection_file(self) -> None:
+        super().load_connection_file()
+        self.session = SignedSession(parent=self)
+
+    def redirect_output(self, iopub_socket: Any) -> None:
+        """Called by IPEngine once its kernel is there and before it runs."""
+        kernel = self.kernel
+        session, shell = kernel.session, kernel.shell
+
+        def publish(name: str, text: str) -> None:
+            content = {"name": name, "text": text}
+            parent = kernel.get_parent("shell")
+            session.send(iopub_socket, "stream", content, parent=parent)
+
+        def report(batch: Batch) -> None:
+            session.send(
+                iopub_socket, TELEMETRY, {}, buffers=serialization.dumps(batch)
+            )
+
+        def notify(notice: Notice) -> None:
+            parent = kernel.get_parent("shell")
+            frames = serialization.dumps(notice)
+            session.send(iopub_socket, ELASTIC, {}, parent=parent, buffers=frames)
+
+        run_dir = self.process.run_dir
+        output = Output(publish, self.process.captured, run_dir / "output")
+        sys.stdout, sys.stderr = output.stdout, output.stderr
+        info = self.rank_info
+        recorder = Recorder(info.rank, report)
+        set_recorder(recorder)
+        cell_names.learn_from(shell)
+        cells.arm(shell, self.interrupts)
+        shell_commands.install(shell, self.interrupts)
+        set_cell_resolver(cell_names.cell_of)
+        rank.become(
+            rank.Rank(
+                info=replace(info, engine_uuid=self.ident),
+                shell=shell,
+                output=output,
+                interrupts=self.interrupts,
+                recorder=recorder,
+                assignment=self.assignment,
+                run_dir=run_dir,
+                notify=notify,
+            )
+        )
+        # IPython's sign that somebody types here. Nobody does; and where a library
+        # believes it, as Lightning, it starts ranks of its own or refuses to train.
+        vars(sys).pop("ps1", None)
+        vars(sys).pop("ps2", None)
+        _keep_filled(shell, self.device)
+        rpc_server.answer_on(kernel)
+        elastic.attend()
+        self.sampler = Sampler(recorder, info.device, info.device_uuid)
+
+    def init_signal(self) -> None:
+        super().init_signal()
+        self.interrupts.install()
+
+
+def run_engine(
+    process: Process, world: World, assignment: Assignment, device: torch.device
+) -> None:
+    """Register with the controller and answer requests until the end."""
+    info = _describe(process.name, world, assignment, device)
+    security = process.run_dir / "security"
+    config = Config()
+    if world.generation == 0:  # later, the number may still be a dead engine's
+        config.IPEngine.id = world.rank
+    config.IPEngine.enable_nanny = False
+    config.IPEngine.timeout = REGISTRATION_TIMEOUT_S
+    # 0: no watch of the controller's beats, for which an engine would open a port. A
+    # paused laptop is no reason to end, and a dead notebook is the guard's business.
+    config.IPEngine.max_heartbeat_misses = 0
+    config.IPEngine.wait_for_url_file = REGISTRATION_TIMEOUT_S
+    config.IPEngine.url_file = str(security / "ipcontroller-engine.json")
+    config.IPEngine.log_level = "ERROR"
+    config.ProfileDir.location = str(process.run_dir)
+    _Engine.launch_instance(
+        argv=[],
+        config=config,
+        process=process,
+        rank_info=info,
+        device=device,
+        assignment=assignment,
+    )
+
+
+def _describe(
+    name: str, world: World, assignment: Assignment, device: torch.device
+) -> RankInfo:
+    limit = None
+    if assignment.memory_fraction is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        limit = int(total * assignment.memory_fraction)
+    return RankInfo(
+        rank=world.rank,
+        world_size=world.size,
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        engine_uuid="",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        parent_pid=os.getppid(),
+        name=name,
+        device=str(device),
+        device_name=assignment.gpu_name,
+        device_uuid=assignment.gpu_uuid,
+        memory_limit=limit,
+        threads=assignment.threads,
+        transport=world.group.describe(),
+        generation=world.generation,
+        mpi=MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
+    )
+
+
+def _keep_filled(shell: Any, device: torch.device) -> None:
+    """Give the namespace what every cell finds, now and after each `%reset`."""
+    begin_anew = shell.init_user_ns
+
+    def init_user_ns() -> None:
+        begin_anew()
+        fill()
+
+    def fill() -> None:
+        _fill_namespace(shell, device)
+        rank.this_rank().tell_namespace()
+
+    shell.init_user_ns = init_user_ns
+    fill()
+
+
+def _fill_namespace(shell: Any, device: torch.device) -> None:
+    """The names that every cell finds, hidden from %who and the like."""
+    names = {
+        "device": device,
+        "torch": torch,
+        "dist": dist,
+        "nbdist": nbdist,
+    }
+    shell.push(names, interactive=False)
+    # IPython's would end the engine; these end the cell.
+    shell.push({"exit": sys.exit, "quit": sys.exit}, interactive=False)

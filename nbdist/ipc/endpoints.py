@@ -1,0 +1,78 @@
+"""The functions that the notebook calls on a rank, each named once.
+
+An endpoint is "module:function", where the module is one of `nbdist.engine`. A request
+carries it, and `engine/rpc_server.py` calls it. The notebook imports this module
+instead of the functions themselves, because their modules import torch and MPI.
+"""
+
+__all__ = [
+    "ADOPT_VARIABLES",
+    "CALL",
+    "CANCEL_CHANGE",
+    "CHANGE",
+    "COMPLETE",
+    "ELASTIC_BEGIN_FROM",
+    "ELASTIC_DECIDE",
+    "ELASTIC_EXPECT",
+    "ELASTIC_HOLD",
+    "ELASTIC_ORDER",
+    "ELASTIC_VARIABLES",
+    "ELASTIC_WANT_RESIZE",
+    "END",
+    "EXPORT_VARIABLES",
+    "FETCH",
+    "INTERRUPT",
+    "MEMORY",
+    "RELEASE",
+    "RELEASE_FROM",
+    "RENEW",
+    "RUN_CELL",
+    "RUN_SCRIPT",
+    "SHOW",
+    "STACK",
+    "STANDING",
+    "STATUS",
+    "STORE",
+    "VARIABLES",
+    "WAITING",
+    "WHERE",
+]
+
+CALL = "nbdist.engine.calls:call"
+FETCH = "nbdist.engine.calls:fetch"
+SHOW = "nbdist.engine.calls:show"
+STORE = "nbdist.engine.calls:store"
+
+RUN_CELL = "nbdist.engine.cells:run_cell"
+
+COMPLETE = "nbdist.engine.control_handlers:complete"
+END = "nbdist.engine.control_handlers:end"
+INTERRUPT = "nbdist.engine.control_handlers:interrupt"
+MEMORY = "nbdist.engine.control_handlers:memory"
+RELEASE = "nbdist.engine.control_handlers:release"
+RELEASE_FROM = "nbdist.engine.control_handlers:release_from"
+STACK = "nbdist.engine.control_handlers:stack"
+STANDING = "nbdist.engine.control_handlers:standing"
+STATUS = "nbdist.engine.control_handlers:status"
+WAITING = "nbdist.engine.control_handlers:waiting"
+WHERE = "nbdist.engine.control_handlers:where"
+
+ELASTIC_BEGIN_FROM = "nbdist.engine.elastic:begin_from"
+ELASTIC_DECIDE = "nbdist.engine.elastic:decide"
+ELASTIC_EXPECT = "nbdist.engine.elastic:expect"
+ELASTIC_HOLD = "nbdist.engine.elastic:hold"
+ELASTIC_ORDER = "nbdist.engine.elastic:order"
+ELASTIC_VARIABLES = "nbdist.engine.elastic:variables"
+ELASTIC_WANT_RESIZE = "nbdist.engine.elastic:want_resize"
+
+VARIABLES = "nbdist.engine.inspection:variables"
+
+CANCEL_CHANGE = "nbdist.engine.membership:cancel"
+CHANGE = "nbdist.engine.membership:change"
+
+ADOPT_VARIABLES = "nbdist.engine.namespace:adopt"
+EXPORT_VARIABLES = "nbdist.engine.namespace:export"
+
+RUN_SCRIPT = "nbdist.engine.run_script:run_script"
+
+RENEW = "nbdist.engine.world:renew"

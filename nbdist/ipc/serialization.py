@@ -1,0 +1,162 @@
+"""Values in transit: pickle protocol 5, with arrays and tensors beside the stream.
+
+Both sides use this, and neither imports torch for it: a process that holds a tensor has
+torch loaded already, and one that receives a tensor needs it. Functions and classes of
+`__main__` travel by value, through cloudpickle. Elements are never pickled one by one.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["Each", "dumps", "dumps_named", "loads", "loads_named"]
+
+Each = Callable[[str], AbstractContextManager[None]]
+"""Gives the context in which the value of this name is pickled, or unpickled."""
+
+
+def _unchanged(_name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class _Namespace(dict[str, Any]):
+    """Stands for the globals of a rank's cells, while a function of theirs travels."""
+
+
+def dumps(value: object, namespace: object = None) -> list[Any]:
+    """A pickle stream, then the raw buffers it refers to, without copying them.
+
+    Args:
+        namespace: A dict of globals. Functions that have it for theirs get those of
+            the receiving rank's cells, as if they had been defined there.
+
+    Raises:
+        Whatever the value's own pickling raises; usually TypeError or PicklingError.
+    """
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    _pickler(stream, buffers, namespace).dump(value)
+    return [stream.getbuffer(), *buffers]
+
+
+def loads(frames: list[Any]) -> Any:
+    """The value that `dumps` took apart. Writable where its buffers are writable."""
+    return pickle.loads(frames[0], buffers=frames[1:])
+
+
+def dumps_named(
+    values: Mapping[str, Any], namespace: object = None, each: Each = _unchanged
+) -> list[Any]:
+    """Named values as frames for `loads_named`, one pickle stream after another.
+
+    What several of them refer to is pickled once, so that an optimizer still refers to
+    its model's parameters. `namespace` is that of `dumps`.
+    """
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    pickler = _pickler(stream, buffers, namespace)
+    for name, value in values.items():
+        with each(name):
+            pickler.dump(value)
+    names = pickle.dumps(list(values))
+    return [names, stream.getbuffer(), *buffers]
+
+
+def loads_named(frames: list[Any], each: Each = _unchanged) -> dict[str, Any]:
+    """The values that `dumps_named` took apart, by name."""
+    names, stream, *buffers = frames
+    unpickler = pickle.Unpickler(io.BytesIO(stream), buffers=buffers)
+    values = {}
+    for name in pickle.loads(names):
+        with each(name):
+            values[name] = unpickler.load()
+    return values
+
+
+def _pickler(
+    stream: io.BytesIO, buffers: list[memoryview], namespace: object
+) -> _Pickler:
+    def keep(buffer: pickle.PickleBuffer) -> None:
+        buffers.append(buffer.raw())
+
+    pickler = _Pickler(stream, protocol=5, buffer_callback=keep)
+    if namespace is not None:
+        pickler.globals_ref[id(namespace)] = _Namespace()
+    return pickler
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _Namespace:
+            return _cells_namespace, ()
+        torch = sys.modules.get("torch")
+        if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter):
+            reduced = _reduce_tensor(obj, torch)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(obj)
+
+
+def _cells_namespace() -> Any:
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    assert shell is not None  # a rank has one
+    return shell.user_global_ns
+
+
+def _reduce_tensor(tensor: Any, torch: Any) -> Any:
+    """(rebuild, arguments) with the storage as a buffer; None where torch knows better.
+
+    Sparse, nested, quantised and meta tensors have no plain bytes to send.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return None
+    if tensor.is_nested:
+        return None
+    on_device = tensor.device.type != "cpu"
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # A tensor of one element counts as contiguous whatever its stride is.
+    flat = plain.as_strided((plain.numel(),), (1,))
+    octets = flat.view(torch.uint8).numpy()
+    dtype = str(plain.dtype).removeprefix("torch.")
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return _rebuild_tensor, (
+        pickle.PickleBuffer(octets),
+        dtype,
+        tuple(plain.shape),
+        tensor.requires_grad,
+        is_parameter,
+        on_device,
+    )
+
+
+def _rebuild_tensor(
+    octets: Any,
+    dtype: str,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+    on_device: bool,
+) -> Any:
+    import torch
+
+    if memoryview(octets).readonly:
+        octets = bytearray(octets)
+    kind = getattr(torch, dtype)
+    if memoryview(octets).nbytes:
+        tensor = torch.frombuffer(octets, dtype=torch.uint8).view(kind).reshape(shape)
+    else:
+        tensor = torch.empty(shape, dtype=kind, device="cpu")
+    if on_device and torch.cuda.is_available():
+        tensor = tensor.cuda()
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)

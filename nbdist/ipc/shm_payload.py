@@ -1,0 +1,119 @@
+"""Large values between processes of one host: one file in memory, mapped by all.
+
+A shipment is either the pickled frames themselves or the path of a file that holds
+them. The file lies in the cluster's folder in shared memory where there is room, else
+in its run folder; where neither has room, the frames travel in the message. Receivers
+map the file copy-on-write, so nobody copies and nobody sees another's changes. The file
+is removed as soon as everybody has mapped it, and at the latest with its folder.
+
+Frames are unpickled, so a file is opened only if this user alone can have written it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbdist.ipc import private_files, serialization
+
+__all__ = ["Shipment", "discard", "frames_of", "load", "unload"]
+
+FILE_FROM_BYTES = 1 << 20
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Frames of `serialization.dumps`, or where they lie."""
+
+    frames: tuple[bytes, ...] = ()
+    path: str | None = None
+    sizes: tuple[int, ...] = ()
+    """Bytes of each frame in the file; each begins at a multiple of 64."""
+
+
+def load(frames: list[Any], run_dir: Path) -> Shipment:
+    """Pack frames: in the message when small, else in a file of the cluster's."""
+    sizes = tuple(memoryview(frame).nbytes for frame in frames)
+    if sum(sizes) >= FILE_FROM_BYTES:
+        for folder in _folders(sum(map(_padded, sizes)), run_dir):
+            with contextlib.suppress(OSError):  # no room after all
+                return Shipment(path=_write(frames, folder), sizes=sizes)
+    return Shipment(frames=tuple(bytes(frame) for frame in frames))
+
+
+def unload(shipment: Shipment) -> Any:
+    """The value that `serialization.dumps` took. Its arrays are writable copies.
+
+    Raises:
+        OSError: The file is gone, or another user may have written it.
+    """
+    return serialization.loads(frames_of(shipment))
+
+
+def frames_of(shipment: Shipment) -> list[Any]:
+    """The frames, writable, and this process's own.
+
+    Raises:
+        OSError: The file is gone, or another user may have written it.
+    """
+    if shipment.path is None:
+        return [bytearray(frame) for frame in shipment.frames]
+    descriptor = private_files.open_file(Path(shipment.path))
+    try:
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    view, frames, begin = memoryview(mapped), [], 0
+    for size in shipment.sizes:
+        frames.append(view[begin : begin + size])
+        begin += _padded(size)
+    return frames
+
+
+def discard(shipment: Shipment) -> None:
+    """Remove the file's name, once everybody who needs it has mapped it."""
+    if shipment.path is not None:
+        Path(shipment.path).unlink(missing_ok=True)
+
+
+def _write(frames: list[Any], folder: Path) -> str:
+    """Write frames to a new file, each at a multiple of 64 bytes; its path."""
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    try:
+        # Written, not mapped: a full disk is an error here, not a crash at a page.
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            for frame in frames:
+                octets = memoryview(frame).cast("B")
+                _write_all(file, octets)
+                file.seek(_padded(octets.nbytes) - octets.nbytes, os.SEEK_CUR)
+            file.truncate()
+    except BaseException:
+        os.unlink(path)
+        raise
+    return path
+
+
+def _write_all(file: io.FileIO, octets: memoryview) -> None:
+    while octets:
+        octets = octets[file.write(octets) :]
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _folders(total: int, run_dir: Path) -> Iterator[Path]:
+    """Where a file of so many bytes may go: memory, unless that would fill it."""
+    memory = private_files.memory_folder(run_dir)
+    if memory != run_dir and shutil.disk_usage(memory).free > 2 * total:
+        yield memory
+    yield run_dir

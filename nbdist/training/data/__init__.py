@@ -1,0 +1,1 @@
+"""Loading data on each rank: sampler, loader, transfer to the device."""

@@ -1,0 +1,92 @@
+"""Data that can only be read from its beginning, item by item, divided among ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from nbdist.training.data.fetch import Collate, Fetching, Part
+
+__all__ = ["StreamPosition", "from_stream", "is_stream"]
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set cannot be asked for its i-th sample."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+@dataclass
+class StreamPosition:
+    """Where the ranks are in a stream; as for `nbdist.Sampler`."""
+
+    epoch: int = 0
+    position: int = 0
+    """Items of this epoch that were handed out, all ranks together."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; within it already, nothing happens."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which items of a stream are whose: item i goes to rank i % size.
+
+    A global batch is a run of items, whoever they go to. Every rank reads all of the
+    stream, and so each knows how large a global batch is, the last one too.
+    """
+
+    rank: int
+    size: int
+    batch_size: int
+    """Items of a global batch."""
+    begin: int
+    """The first item to hand out; those before it are read and left."""
+    drop_last: bool
+
+
+def from_stream(items: Iterable[Any], whose: Division, how: Fetching) -> Iterator[Part]:
+    """The rest of a stream, in parts of this rank."""
+    stream = _Stream(items, whose, how.collate)
+    return how.batches(stream, batch_size=None, collate_fn=_as_it_is)
+
+
+class _Stream(IterableDataset[Part]):
+    """Parts, made where the stream is read: in a worker process, or in the rank."""
+
+    def __init__(self, items: Iterable[Any], whose: Division, collate: Collate) -> None:
+        self._items, self._whose, self._collate = items, whose, collate
+
+    def __iter__(self) -> Iterator[Part]:
+        items = itertools.islice(enumerate(self._items), self._whose.begin, None)
+        while part := self._next(items):
+            yield part
+
+    def _next(self, items: Iterator[tuple[int, Any]]) -> Part | None:
+        whose = self._whose
+        mine: list[Any] = []
+        form: list[Any] = []
+        total = 0
+        for number, item in itertools.islice(items, whose.batch_size):
+            total += 1
+            form = form or [item]
+            if number % whose.size == whose.rank:
+                mine.append(item)
+        if total == 0 or (whose.drop_last and total < whose.batch_size):
+            return None
+        return Part(self._collate(mine or form), len(mine), total)
+
+
+def _as_it_is(part: Part) -> Part:
+    return part

@@ -1,0 +1,39 @@
+"""Each replica's share of every global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbdist.errors import UsageError
+from nbdist.training.data.sampler import Sampler
+
+__all__ = ["Divide"]
+
+
+class Divide(Sampler):
+    """A sampler that divides global batches among the replicas of a strategy.
+
+    Args:
+        data, batch_size, options: as of `nbdist.Sampler`.
+        place: (replica, number of replicas), as they are when it is called.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        place: Callable[[], tuple[int, int]],
+        **options: Any,
+    ) -> None:
+        if not hasattr(data, "__len__"):
+            raise UsageError(
+                f"distribute({type(data).__name__}): expected a data set with a length"
+            )
+        super().__init__(data, batch_size, **options)
+        self._place = place
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(replica, number of replicas)."""
+        return self._place()
