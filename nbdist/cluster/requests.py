@@ -195,7 +195,8 @@ class Requests(Lifecycle):
         call = rescue.call
         if call is not None:
             self._check_may_begin_again(call, rescue, restarts)
-        size = self.size
+        size, died = self.size, self._live().died
+        lost = f"{whole_loss(died)}. A" if died else "a"
         try:
             self.restart()
             told = self._give_back(rescue)
@@ -208,7 +209,7 @@ class Requests(Lifecycle):
         name = "the cell" if call is None else call.name
         goes_on = "begins again" if rescue.commit is None else "goes on from its commit"
         self.on_note(
-            f"all {size} ranks were lost, and started again: {told}; {name} {goes_on}"
+            f"{lost}ll {size} ranks were started again, {told}; {name} {goes_on}"
         )
 
     def _check_may_begin_again(
