@@ -35,9 +35,14 @@ class Family:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Family:
-        """That of a running cluster, of which there is one in this process."""
-        assert cluster.running
-        (guard,) = guards()
+        """That of a running cluster; this process may have others.
+
+        Raises:
+            ValueError, psutil.NoSuchProcess: No rank lives.
+        """
+        first, *_ = cluster.ranks
+        above = psutil.Process(first.pid).parents()
+        (guard,) = guards().intersection(above)
         return cls(guard)
 
     def helper(self, name: str) -> psutil.Process | None:
@@ -131,6 +136,6 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _kind(command: str) -> str:
-    words = ("cluster.guard", "controller", "--with-ft", "-m nbdist.engine")
+    words = ("process_supervisor", "controller", "--with-ft", "-m nbdist.engine")
     known = next((word for word in words if word in command), "")
     return known or ("a rank's parent" if " -S " in command else command)

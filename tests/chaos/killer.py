@@ -12,7 +12,7 @@ import psutil
 from nbdist import Cluster
 from nbdist.errors import NotRunning
 from tests.chaos import faults
-from tests.chaos.family import Coming, Family, guards
+from tests.chaos.family import Coming, Family
 
 __all__ = ["KINDS", "Killer"]
 
@@ -89,8 +89,7 @@ class Killer:
                 return
 
     def _strike(self, kind: str) -> None:
-        (guard,) = guards()
-        family = Family(guard)
+        family = Family.of(self._cluster)
         infos = self._cluster.ranks
         ranks = [psutil.Process(info.pid) for info in infos]
         if kind in ("controller", "mpiexec", "guard"):

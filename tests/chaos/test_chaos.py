@@ -60,7 +60,6 @@ def _param(seed: int, *marks: pytest.MarkDecorator) -> ParameterSet:
     return pytest.param(draw(seed), marks=marks, id=str(draw(seed)))
 
 
-@pytest.mark.slow  # it wants no other cluster of this process beside it
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("drawn", _params())
 def test_a_draw(stage: Stage, report: Report, drawn: Draw) -> None:

@@ -144,7 +144,6 @@ def _assert_survives(
         assert (weight - reference).abs().max() < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_survives_some_kills(tmp_path: Path) -> None:
     notes: list[str] = []
