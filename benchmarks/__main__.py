@@ -1,4 +1,4 @@
-"""Run benchmarks one after the other, and put their tables into docs/benchmarks.md."""
+"""Run benchmarks one after the other, and put their tables into the pages."""
 
 from __future__ import annotations
 

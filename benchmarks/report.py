@@ -1,4 +1,4 @@
-"""Where results go: out/bench/NAME.json and NAME.md, and docs/benchmarks.md."""
+"""Where results go: out/bench/NAME.json and NAME.md, and a page of docs/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["publish", "save", "section_path", "table"]
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "out" / "bench"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = ROOT / "docs"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -40,19 +40,21 @@ def section_path(name: str) -> Path:
 
 
 def publish(name: str) -> None:
-    """Put a saved section between its markers in docs/benchmarks.md.
+    """Put a saved section between its markers, into the page of docs/ that has them.
 
     Raises:
-        ValueError: The page has no such markers.
+        ValueError: No page has one pair of such markers.
     """
     begin, end = f"<!-- {name}: measured -->", f"<!-- {name}: end -->"
     section = section_path(name).read_text(encoding="utf-8")
-    page, count = re.subn(
-        f"{re.escape(begin)}.*?{re.escape(end)}",
-        lambda _match: f"{begin}\n{section}{end}",
-        PAGE.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    if count != 1:
-        raise ValueError(f"{PAGE} needs one pair of markers: {begin} {end}")
-    PAGE.write_text(page, encoding="utf-8")
+    for path in sorted(PAGES.glob("*.md")):
+        page, count = re.subn(
+            f"{re.escape(begin)}.*?{re.escape(end)}",
+            lambda _match: f"{begin}\n{section}{end}",
+            path.read_text(encoding="utf-8"),
+            flags=re.DOTALL,
+        )
+        if count == 1:
+            path.write_text(page, encoding="utf-8")
+            return
+    raise ValueError(f"a page of {PAGES} needs the markers {begin} {end}, once")
