@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.placement import Place
 from nbdist.cluster.rank_registry import Roster
-from nbdist.cluster.reserve import Reserve
 from nbdist.cluster.startup import write_places
 from nbdist.cluster.startup_status import Arrival
 from nbdist.errors import ChangeFailed, RankDied
@@ -277,3 +279,38 @@ def _value(reply: Future[Answer]) -> Any:
         ename, evalue, _lines = answer.value
         raise ChangeFailed(f"a rank could not join the others: {ename}: {evalue}")
     return answer.value
+
+
+RESERVE_BYTES = 4 << 20
+"""A rank that joins writes about 0.1 MB to the run folder: what it is doing, where its
+torch meets the others', and Open MPI's tables."""
+
+
+class Reserve:
+    """A file in the run folder that holds space, and gives it back while ranks join.
+
+    So ranks can be replaced after the disk has become full. Where there is no room for
+    the file either, there is no reserve.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "reserve"
+        self._take()
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Give the space back for the time of a `with`."""
+        with contextlib.suppress(OSError):
+            os.truncate(self._path, 0)
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _take(self) -> None:
+        with contextlib.suppress(OSError):  # no room, or the cluster is gone already
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
+            finally:
+                os.close(descriptor)

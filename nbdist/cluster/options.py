@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from nbdist.errors import UsageError
 from nbdist.training import checkpoint
 from nbdist.wire import Resume
 
-__all__ = ["configured", "resume_of", "suggests_keywords"]
+__all__ = ["checked_script", "configured", "resume_of", "suggests_keywords"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,3 +90,23 @@ def resume_of(config: ClusterConfig) -> Resume | None:
         return None
     checkpoint.check(Path(config.resume))
     return Resume(str(Path(config.resume).resolve()))
+
+
+def checked_script(path: str | os.PathLike[str], n_ps: int, size: int) -> Path:
+    """A script for `size` ranks, of which `n_ps` are parameter servers.
+
+    Raises:
+        UsageError: There is no such file, or no worker is left.
+    """
+    if isinstance(n_ps, bool) or not isinstance(n_ps, int) or not 0 <= n_ps < size:
+        raise UsageError(
+            f"--n-ps {n_ps!r}: of {size} ranks, 0 to {size - 1} can be parameter "
+            "servers, for one must work"
+        )
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise UsageError(
+            f"no script {os.fspath(path)!r}: looked for {file}; write its path from "
+            "the notebook's folder, or a whole one"
+        )
+    return file

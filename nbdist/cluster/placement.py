@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbdist.cluster.inventory import Gpu, Host
+from nbdist.cluster.hosts import Gpu, Host
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
 from nbdist.ipc.resources import memory_fraction

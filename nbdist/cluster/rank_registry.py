@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
 import psutil
 
-from nbdist.cluster.deathwatch import Deathwatch
-from nbdist.cluster.launcher_pipes import LauncherPipes
 from nbdist.cluster.startup import Started
 from nbdist.cluster.startup_status import runs
 from nbdist.cluster.supervisor_client import Loss
@@ -234,3 +233,106 @@ class Roster:
         with contextlib.suppress(ProcessLookupError):
             os.kill(info.parent_pid, signal.SIGKILL)
         return "an unknown exit code, for its parent process does not answer"
+
+
+POLL_S = 0.5
+
+
+class Deathwatch:
+    """Calls `on_death(rank)` from a thread of its own, once for each rank that ends."""
+
+    def __init__(
+        self, infos: Sequence[RankInfo], on_death: Callable[[int], None]
+    ) -> None:
+        self._on_death = on_death
+        self._wake_read, self._wake_write = os.pipe()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._watch_descriptors
+            if hasattr(os, "pidfd_open")
+            else self._watch_by_polling,
+            args=(list(infos),),
+            name="nbdist-deathwatch",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching. A second close is harmless."""
+        if not self._closed:
+            self._closed = True
+            os.write(self._wake_write, b"x")
+            self._thread.join()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _watch_descriptors(self, infos: list[RankInfo]) -> None:
+        """Linux: a descriptor per process becomes readable when the process ends."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            for info in infos:
+                try:
+                    descriptor = os.pidfd_open(info.pid)
+                except ProcessLookupError:
+                    self._on_death(info.rank)
+                else:
+                    selector.register(descriptor, selectors.EVENT_READ, info.rank)
+            while not self._closed:
+                for key, _ in selector.select():
+                    if key.data is not None:
+                        selector.unregister(key.fd)
+                        os.close(key.fd)
+                        self._on_death(key.data)
+            for key in list(selector.get_map().values()):
+                if key.data is not None:
+                    os.close(key.fd)
+
+    def _watch_by_polling(self, infos: list[RankInfo]) -> None:
+        """Elsewhere: look twice a second."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            living = infos
+            while not self._closed and not selector.select(POLL_S):
+                ended = [info for info in living if not psutil.pid_exists(info.pid)]
+                living = [info for info in living if info not in ended]
+                for info in ended:
+                    self._on_death(info.rank)
+
+
+OUTPUTS = (1, 2)
+
+
+class LauncherPipes:
+    """Holds the pipes that connect the ranks' parent processes with the MPI launcher.
+
+    Open MPI's daemon (PRRTE 3) forgets a process when it has ended and its output is
+    closed. When the rank, or a child that it has forked, is still connected to the
+    daemon at that moment, the daemon stops serving all ranks. It forgets nobody while
+    somebody else holds the output open. It tells the other ranks of the end all the
+    same.
+
+    Only Linux lets a process open another one's pipes; elsewhere nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[int]] = {}
+
+    def hold(self, infos: Iterable[RankInfo]) -> None:
+        """Hold the pipes of these ranks too; those that are held already stay."""
+        for info in infos:
+            if info.parent_pid not in self._held:
+                self._held[info.parent_pid] = list(_opened(info.parent_pid))
+
+    def close(self) -> None:
+        """Let go of all pipes. A second close is harmless."""
+        for descriptors in self._held.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._held.clear()
+
+
+def _opened(pid: int) -> Iterable[int]:
+    for output in OUTPUTS:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            path = f"/proc/{pid}/fd/{output}"
+            yield os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

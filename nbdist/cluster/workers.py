@@ -9,25 +9,176 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist.cluster.awaited import Awaited, watch
-from nbdist.cluster.inventory import this_host
-from nbdist.cluster.scripts import checked_script
-from nbdist.cluster.supervisor_client import Keeper
-from nbdist.cluster.worker import Worker
+from nbdist.cluster.hosts import this_host
+from nbdist.cluster.options import checked_script
+from nbdist.cluster.supervisor_client import Keeper, how
 from nbdist.errors import UsageError
 from nbdist.ipc.roles import environment, role_of, tf_config
 
 __all__ = [
-    "await_workers", "launch_workers", "list_workers", "run_cluster", "stop_workers",
+    "Awaited", "Report", "Worker", "await_workers", "launch_workers", "list_workers",
+    "run_cluster", "stop_workers",
 ]  # fmt: skip
+
+LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a worker fared, as of one moment."""
+
+    id: int
+    rank: int
+    role: str
+    status: str
+    """As `Worker.status`."""
+    exit_code: int | None
+    """Negative for a signal; None where it has not ended, or nobody knows."""
+    reason: str
+    """Why it is not a success: "exit code 3", "SIGKILL"; "" where it is one."""
+    last_lines: tuple[str, ...]
+    """Of what it has printed."""
+
+    def __str__(self) -> str:
+        reason = f" ({self.reason})" if self.reason else ""
+        head = f"worker {self.id}: {self.status}{reason}"
+        lines = self.last_lines if self.status in ("failed", "lost") else ()
+        return "\n".join([head, *(f"    {line}" for line in lines)])
+
+
+class Worker:
+    """A handle on a process that `nbdist.launch_workers` has started."""
+
+    def __init__(self, number: int, rank: int, role: str, keeper: Keeper) -> None:
+        self.id = number
+        """Its number among all that this notebook has launched."""
+        self.rank = rank
+        """Its number among those that were launched with it."""
+        self.role = role
+        """"worker" or "ps"."""
+        self.name = f"worker{number}"
+        self.keeper = keeper
+        self.stopped = False
+        """Whether `stop_workers` was asked to end it."""
+        self.told = False
+        """Whether somebody has waited for its end, and learnt of it."""
+        self._read = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Its process; None until it has begun."""
+        return self.keeper.pid(self.name)
+
+    @property
+    def exit_code(self) -> int | None:
+        """What it ended with, negative for a signal; None while it runs."""
+        return self.keeper.exit_code(self.name)
+
+    @property
+    def ended(self) -> bool:
+        return self.exit_code is not None or not self.keeper.alive
+
+    @property
+    def status(self) -> str:
+        """ "starting", "running", "succeeded", "failed", "stopped" or "lost".
+
+        It is lost when the process that guards the workers was killed, and all of them
+        with it.
+        """
+        code = self.exit_code
+        if code is None:
+            if not self.keeper.alive:
+                return "lost"
+            return "starting" if self.pid is None else "running"
+        if code == 0:
+            return "succeeded"
+        return "stopped" if self.stopped else "failed"
+
+    @property
+    def output(self) -> str:
+        """All that it has printed so far, on standard output and error."""
+        path = self.keeper.log(self.name)
+        return (
+            path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        )
+
+    def new_lines(self) -> list[str]:
+        """The lines that it has printed since the last call.
+
+        One that it has not finished comes with its rest, or with its own end.
+        """
+        ended = self.ended  # asked first: nothing comes after what is read then
+        path = self.keeper.log(self.name)
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        if not ended:
+            data = data[: data.rfind(b"\n") + 1]
+        self._read += len(data)
+        return data.decode("utf-8", "replace").splitlines()
+
+    def report(self) -> Report:
+        """How it fares now."""
+        status, code = self.status, self.exit_code
+        reason = "" if code in (None, 0) else how(code)
+        if status == "lost":
+            reason = "the guard process was killed"
+        lines = tuple(self.output.splitlines()[-LAST_LINES:])
+        return Report(self.id, self.rank, self.role, status, code, reason, lines)
+
+    def __repr__(self) -> str:
+        return f"<{self.role} {self.id}, rank {self.rank}: {self.status}>"
+
+
+SHOW_PERIOD_S = 0.1
+"""How often their files are looked at for new text, which raises no event."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """How the workers fared that were waited for."""
+
+    workers: list[Report]
+
+    @property
+    def ok(self) -> bool:
+        """Whether none has failed, was stopped, or was lost."""
+        return not self.failures
+
+    @property
+    def succeeded(self) -> list[Report]:
+        return [report for report in self.workers if report.status == "succeeded"]
+
+    @property
+    def failures(self) -> list[Report]:
+        """Those that ended otherwise; `reason` and `last_lines` say why."""
+        ways = ("failed", "stopped", "lost")
+        return [report for report in self.workers if report.status in ways]
+
+    @property
+    def unfinished(self) -> list[Report]:
+        """Those that have not ended."""
+        ways = ("starting", "running")
+        return [report for report in self.workers if report.status in ways]
+
+    def __str__(self) -> str:
+        return "\n".join(str(report) for report in self.workers) or "no workers"
+
+    __repr__ = __str__
+
 
 Chosen = Worker | int | Iterable[Worker | int]
 """Workers, by their handles or ids."""
@@ -292,3 +443,46 @@ def _running_keeper() -> Keeper:
         )
         atexit.register(_keeper.close)
     return _keeper
+
+
+def watch(
+    workers: Sequence[Worker],
+    to_the_end: bool,
+    timeout_s: float | None,
+    *,
+    show: bool,
+) -> bool:
+    """Wait until every worker has ended, or begun; whether that came in time.
+
+    Args:
+        show: Print their lines as they come.
+    """
+
+    def done() -> bool:
+        return all(
+            worker.ended or (not to_the_end and worker.pid is not None)
+            for worker in workers
+        )
+
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        come = _wait(workers, done, min(left, SHOW_PERIOD_S) if show else left)
+        if show:
+            _show(workers)
+        if come or left == 0:
+            return come
+
+
+def _wait(workers: Sequence[Worker], done: Callable[[], bool], left_s: float) -> bool:
+    """Wait for an event that makes it true; whether it is."""
+    for worker in workers:
+        if not worker.ended:  # those that have not share the one guard that lives
+            return worker.keeper.wait(done, None if math.isinf(left_s) else left_s)
+    return done()
+
+
+def _show(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        for line in worker.new_lines():
+            print(f"[{worker.role} {worker.id}] {line}", flush=True)

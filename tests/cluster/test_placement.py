@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.cluster.inventory import Gpu, Host
+from nbdist.cluster.hosts import Gpu, Host
 from nbdist.cluster.placement import place
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nbdist import Cluster, StartError, UsageError
-from nbdist.cluster.inventory import this_host
+from nbdist.cluster.hosts import this_host
 from nbdist.cluster.startup import Progress
 from nbdist.config import ClusterConfig
 from nbdist.errors import AlreadyRunning
