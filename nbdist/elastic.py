@@ -1,7 +1,9 @@
-"""Training that outlives its ranks: `nbdist.elastic`, or `import nbdist.elastic`."""
+"""Elastic training, which survives a rank's death: `nbdist.elastic`."""
 
 from __future__ import annotations
 
-from nbdist.training.elastic import Sampler, State, run
+from nbdist.training.data.sampler import Sampler
+from nbdist.training.elastic.run import run
+from nbdist.training.elastic.state import State
 
 __all__ = ["Sampler", "State", "run"]

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from nbdist.cluster.hosts import parse_hosts, slots_here
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
-from nbdist.training import checkpoint
+from nbdist.training.elastic import checkpoint
 from nbdist.wire import Resume
 
 __all__ = ["checked_script", "configured", "resume_of", "suggests_keywords"]

@@ -1,9 +1,9 @@
 """What is saved of a world that cannot go on, for the one that is started in its place.
 
 The last commit of an elastic run lies in files of the cluster's, which rank 0 writes
-(`nbdist.training.commit_files`). They are there however the ranks have ended. Where
-survivors could not meet anew, their agents, which answer even while the main thread is
-stuck in MPI, write the variables.
+(`nbdist.training.elastic.commit_files`). They are there however the ranks have ended.
+Where survivors could not meet anew, their agents, which answer even while the main
+thread is stuck in MPI, write the variables.
 
 A commit and a shipment hold pickles, so they lie in the cluster's private folders only
 (`nbdist.ipc.private_files`), and are read only if nobody else can have written them.
@@ -33,8 +33,13 @@ from nbdist.ipc.private_files import (
     read_file,
 )
 from nbdist.ipc.shm_payload import Shipment
-from nbdist.training import checkpoint
-from nbdist.training.commit_files import RECORD, Record, read_record, write_record
+from nbdist.training.elastic import checkpoint
+from nbdist.training.elastic.commit_files import (
+    RECORD,
+    Record,
+    read_record,
+    write_record,
+)
 from nbdist.wire import ElasticCall, Notice, Resume
 
 __all__ = ["LastCommit", "Rescue", "last_commit"]

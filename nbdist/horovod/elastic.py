@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Sampler
 
 from nbdist.training.data.sampler import place_in
-from nbdist.training.elastic import State
-from nbdist.training.elastic import run as elastic_run
+from nbdist.training.elastic.run import run as elastic_run
+from nbdist.training.elastic.state import State
 from nbdist.training.gradients import GradientReducer
 
 from ._world import init

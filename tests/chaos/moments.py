@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nbdist.cluster.startup import Progress
-from nbdist.training import checkpoint
+from nbdist.training.elastic import checkpoint
 from tests.chaos.draw import RANKS, STAGES, Draw
 from tests.chaos.family import Coming, Family, guards
 from tests.chaos.on_ranks import BIG, SlowToArrive

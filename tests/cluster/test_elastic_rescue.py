@@ -19,7 +19,7 @@ from elastic_training import SETUP, STEPS, assert_trained, prepare, weights
 
 from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CheckpointError, RankDied, StartError
-from nbdist.training import checkpoint
+from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
 from tests.processes import wait_until
 

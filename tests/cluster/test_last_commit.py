@@ -155,8 +155,8 @@ def test_what_others_can_write_is_not_taken(clusters: Clusters) -> None:
 def test_a_record_that_names_a_file_elsewhere_is_refused(
     clusters: Clusters, tmp_path: Path
 ) -> None:
-    from nbdist.training import checkpoint
-    from nbdist.training.commit_files import read_record
+    from nbdist.training.elastic import checkpoint
+    from nbdist.training.elastic.commit_files import read_record
 
     path = tmp_path / "record"
     header = {"commit": 1, "size": 1, "names": [], "time": 0, "parts": []}

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from nbdist.training import checkpoint
+from nbdist.training.elastic import checkpoint
 
 SHARED = (Path("/tmp"), Path("/dev/shm"))
 OURS = re.compile(r"nbdist-[\w.-]*")

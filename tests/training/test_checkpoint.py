@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from nbdist.errors import CheckpointError
-from nbdist.training import checkpoint
+from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
 
 HEADER: dict[str, Any] = {"commit": 1, "size": 2, "names": ["step"], "time": 1e9}

@@ -15,8 +15,7 @@ from torch import nn
 
 import nbdist
 from nbdist.errors import CheckpointError, UsageError
-from nbdist.training import checkpoint
-from nbdist.training.elastic import tree
+from nbdist.training.elastic import checkpoint, tree
 from nbdist.training.elastic.state import State
 
 

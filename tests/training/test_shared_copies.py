@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 import nbdist
 from nbdist.errors import CheckpointError
-from nbdist.training import checkpoint, commit_files
+from nbdist.training.elastic import checkpoint, commit_files, shared_copies
 from nbdist.training.elastic import coordinator as coordinators
-from nbdist.training.elastic import shared_copies
 from nbdist.training.elastic.shared_copies import read_shared
 from nbdist.training.elastic.state import State
 from nbdist.wire import Resume

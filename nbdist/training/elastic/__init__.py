@@ -1,9 +1,5 @@
-"""Elastic training: it outlives a rank's death, and changes of the world's size."""
+"""Elastic training, which survives a rank's death and a change of the world's size.
 
-from __future__ import annotations
-
-from nbdist.training.data.sampler import Sampler
-from nbdist.training.elastic.run import run
-from nbdist.training.elastic.state import State
-
-__all__ = ["Sampler", "State", "run"]
+This file imports nothing: the notebook reads `checkpoint` and `commit_files`, which
+need no torch. `nbdist.elastic` has the public names.
+"""

@@ -27,19 +27,19 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait for all ranks, which all must be in this call."""
 
-    def agree(self, wanted: bool) -> bool:
+    def any(self, wanted: bool) -> bool:
         """Whether any rank wants it; the same on all. All must call."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. All must call."""
 
-    def send(self, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         """The source's value, on all ranks. All must call."""
 
-    def send_tensor(self, tensor: Tensor, source: int) -> None:
+    def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with the source's. All must call."""
 
 
@@ -59,7 +59,7 @@ def broadcast_tree(value: Any, source: int) -> Any:
     world = ranks()
     is_source = world.rank == source
     skeleton, tensors = tree.split(value) if is_source else (None, [])
-    skeleton, slots = world.send(
+    skeleton, slots = world.broadcast(
         (skeleton, [_slot(i, each) for i, each in enumerate(tensors)]), source
     )
     if not is_source:
@@ -68,7 +68,7 @@ def broadcast_tree(value: Any, source: int) -> Any:
         # As bytes: no dtype is special.
         octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if octets.numel():
-            world.send_tensor(octets, source)
+            world.broadcast_tensor(octets, source)
     return tree.unite(skeleton, tensors)
 
 
@@ -84,22 +84,22 @@ class _World:
         self.rank, self.size = group.rank, group.size
         self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         kind = signature(what, None, None, None, (), "none")
         self._group.run(kind, lambda: None)
 
-    def agree(self, wanted: bool) -> bool:
+    def any(self, wanted: bool) -> bool:
         self._flag[0] = wanted
         collectives.all_reduce(self._flag, "max", group=self._group)
         return bool(self._flag[0])
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return collectives.all_gather_object(value, group=self._group)
 
-    def send(self, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         return collectives.broadcast_object(value, source, group=self._group)
 
-    def send_tensor(self, tensor: Tensor, source: int) -> None:
+    def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
         collectives.broadcast(tensor, source, group=self._group)
 
 
@@ -109,26 +109,26 @@ class _Torch:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         dist.barrier()
 
-    def agree(self, wanted: bool) -> bool:
+    def any(self, wanted: bool) -> bool:
         on_gpu = dist.get_backend() == "nccl"
         flag = torch.tensor([int(wanted)], device="cuda" if on_gpu else "cpu")
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
-    def send(self, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         values = [value]
         dist.broadcast_object_list(values, source)
         return values[0]
 
-    def send_tensor(self, tensor: Tensor, source: int) -> None:
+    def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
         if dist.get_backend() != "nccl" or tensor.is_cuda:
             dist.broadcast(tensor, source)
             return
@@ -142,17 +142,17 @@ class _Alone:
 
     rank, size = 0, 1
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         pass
 
-    def agree(self, wanted: bool) -> bool:
+    def any(self, wanted: bool) -> bool:
         return wanted
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def send(self, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         return value
 
-    def send_tensor(self, tensor: Tensor, source: int) -> None:
+    def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
         pass

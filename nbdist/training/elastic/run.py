@@ -14,7 +14,6 @@ from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.errors import CollectiveAborted, RestartsSpent, UsageError
 from nbdist.training._whole import whole
 from nbdist.training.elastic.coordinator import coordinator
-from nbdist.training.elastic.meeting import meet
 from nbdist.training.elastic.ranks import ranks
 from nbdist.training.elastic.state import SizeChange, State
 from nbdist.wire import ElasticCall
@@ -101,7 +100,7 @@ def _check(state: object, name: str) -> None:
             f"{name} got a {type(state).__name__}: the first argument of an elastic "
             "function is an nbdist.elastic.State"
         )
-    if state._runs:
+    if state._in_run:
         raise UsageError(f"{name} was called within an elastic run of the same State")
     for key, value in state._objects.items():
         if isinstance(value, DistributedDataParallel):
@@ -126,29 +125,29 @@ class _Run:
         begun = coordinator().enter(self._call)
         if begun == "skip":
             return None
-        self._state._runs = True
+        self._state._in_run = True
         self._state._share(coordinator().commit_folders)
         try:
             return self._repeat(joins=begun == "join")
         finally:
-            self._state._runs = False
+            self._state._in_run = False
             self._state._unshare()
             self._state._unwrap()
             coordinator().leave()
 
     def _repeat(self, *, joins: bool) -> Any:
         if joins:  # what it may have from a file is not what the others have
-            self._state._forget()
+            self._state._drop_commit()
         before = self._state.commits
         while True:
             value, reason, released = None, "failure", None
             try:
                 begins = self._state.commits == before
                 joins = joins and begins  # until it has got a commit
-                meet(self._state, self._call.name, joins=joins, begins=begins)
+                self._state._rendezvous(self._call.name, joins=joins, begins=begins)
                 value = self._body()
                 reason = "finished"
-                ranks().meet("elastic_end")
+                ranks().barrier("elastic_end")
                 return value
             except SizeChange:
                 reason = "resize"

@@ -36,10 +36,14 @@ import torch
 from torch import Tensor
 
 from nbdist.errors import CheckpointError
-from nbdist.training import checkpoint
-from nbdist.training.commit_files import RECORD, Record, read_record, write_record
-from nbdist.training.elastic import tree
-from nbdist.training.elastic.commit import Commit
+from nbdist.training.elastic import checkpoint, tree
+from nbdist.training.elastic.commit_files import (
+    RECORD,
+    Commit,
+    Record,
+    read_record,
+    write_record,
+)
 
 __all__ = ["NotShared", "SharedCopies", "read_shared"]
 

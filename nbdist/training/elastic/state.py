@@ -1,21 +1,25 @@
-"""What a training must not lose, and its last commit."""
+"""The values that elastic training protects, and their last commit."""
 
 from __future__ import annotations
 
+import io
 import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
 from nbdist.errors import CheckpointError, UsageError
-from nbdist.training import checkpoint, commit_files
 from nbdist.training._uncut import uncut
 from nbdist.training._whole import whole
-from nbdist.training.elastic import tree
-from nbdist.training.elastic.commit import Commit, read_values, write_commit
+from nbdist.training.elastic import checkpoint, tree
+from nbdist.training.elastic.commit_files import Commit, is_record
 from nbdist.training.elastic.coordinator import coordinator
 from nbdist.training.elastic.ranks import Ranks, broadcast_tree, ranks
 from nbdist.training.elastic.shared_copies import (
@@ -23,41 +27,43 @@ from nbdist.training.elastic.shared_copies import (
     SharedCopies,
     read_shared,
 )
-from nbdist.training.elastic.values import captured, put, unwrapped
 from nbdist.training.files import write_on_rank_0
 
 __all__ = ["SizeChange", "State"]
 
 OnReset = Callable[[int, int], object]
+_NO_COMMIT = Commit(0, 0, {})
 
 
 class SizeChange(BaseException):
-    """Leaves the training at a commit, so that the world can change its size.
+    """Leaves the training function at a commit, so that the world can change its size.
 
-    No `except Exception` of the training may catch it.
+    It derives from BaseException so that no `except Exception` of the training function
+    catches it.
     """
 
 
 class State:
-    """Values that survive the death of a rank, and a change of the world's size.
+    """Values that survive the death of a rank and a change of the world's size.
 
-    `commit` keeps a copy of all of them in each rank's memory; `restore` puts the last
-    one back. Each value is an attribute: `state.epoch += 1`.
+    `commit` keeps a copy of all values in each rank's memory. `restore` puts the last
+    copy back. Each value is an attribute: `state.epoch += 1`.
 
-    Two copies are kept beside the live values, so that one of them is always whole. In
-    a notebook's elastic run, those of rank 0 lie in files that outlive all ranks.
+    A state keeps two copies beside the live values, so that one of them is always
+    complete. In a notebook's elastic run, rank 0's copies lie in files that outlive all
+    ranks.
 
     Args:
-        path: where each commit that is due is also written, by rank 0.
-        save_every: how many commits make one due.
-        objects: what has `state_dict` and `load_state_dict` (modules, optimizers,
+        path: a file to which rank 0 also writes commits.
+        save_every: rank 0 writes every `save_every`-th commit to `path`.
+        objects: objects with `state_dict` and `load_state_dict` (modules, optimizers,
             schedulers, samplers, gradient scalers), tensors, and plain values, which
-            are deep-copied. A module in DDP is saved and restored as the module it
-            wraps.
+            are deep-copied. For a module in DDP, the wrapped module is saved and
+            restored.
 
     Raises:
-        UsageError: a name is taken, or a number out of range.
-        CheckpointError: the cluster resumes from a file that does not fit.
+        UsageError: a name is taken, or a number is out of range.
+        CheckpointError: the cluster resumes from a file that does not fit this state.
     """
 
     _objects: dict[str, Any]
@@ -66,10 +72,11 @@ class State:
     _callbacks: list[OnReset]
     _committed: Commit
     _staged: Commit
-    _runs: bool
+    _in_run: bool
     _loaded: bool
+    """Whether the values come from a file, and no run has synchronized them yet."""
     _folders: Sequence[Path]
-    """Where rank 0's copies may lie; none where they need not outlive it."""
+    """The folders for rank 0's copies; empty where the copies need not outlive it."""
     _shared: SharedCopies | None
 
     def __init__(
@@ -83,17 +90,17 @@ class State:
                 raise UsageError(
                     f"State has a {name!r} of its own: give the value another name"
                 )
-        put = super().__setattr__
-        put("_objects", dict(objects))
-        put("_path", None if path is None else Path(path))
-        put("_save_every", whole("save_every", save_every, 1))
-        put("_callbacks", [])
-        put("_committed", Commit(0, 0, {}))
-        put("_staged", Commit(0, 0, {}))
-        put("_runs", False)
-        put("_loaded", False)
-        put("_folders", ())
-        put("_shared", None)
+        set_attribute = super().__setattr__
+        set_attribute("_objects", dict(objects))
+        set_attribute("_path", None if path is None else Path(path))
+        set_attribute("_save_every", whole("save_every", save_every, 1))
+        set_attribute("_callbacks", [])
+        set_attribute("_committed", _NO_COMMIT)
+        set_attribute("_staged", _NO_COMMIT)
+        set_attribute("_in_run", False)
+        set_attribute("_loaded", False)
+        set_attribute("_folders", ())
+        set_attribute("_shared", None)
         resume = coordinator().resume
         if resume is not None:
             self._resume(Path(resume.path), trusted=resume.trusted)
@@ -122,23 +129,24 @@ class State:
         return f"<nbdist.elastic.State of {names}; commit {self._committed.number}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a rank that joins: the values travel, the copies do not."""
-        nothing = Commit(0, 0, {})
-        fresh = {"_committed": nothing, "_staged": nothing, "_runs": False}
+        """Return the values without the copies, for a rank that joins."""
+        fresh = {"_committed": _NO_COMMIT, "_staged": _NO_COMMIT, "_in_run": False}
         return {**self.__dict__, **fresh, "_folders": (), "_shared": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def on_reset(self, callback: OnReset) -> None:
-        """Have `callback(old_size, new_size)` called on every rank after a restore.
+        """Register a function that every rank calls after a restore.
 
-        `old_size` is that of the world which made the commit that was restored: so a
-        learning rate can be scaled to the new size.
+        Args:
+            callback: called as `callback(old_size, new_size)`. `old_size` is the size
+                of the world that made the restored commit, so that the callback can
+                scale a learning rate.
         """
         self._callbacks.append(callback)
 
-    # -- in memory -----------------------------------------------------------------
+    # -- commits in memory ---------------------------------------------------------
 
     @property
     def commits(self) -> int:
@@ -148,48 +156,49 @@ class State:
     def commit(self) -> None:
         """Keep the values as they are now. Every rank must call, with equal values.
 
-        In two phases: each rank copies, then all agree that each has. So whenever a
-        rank dies, all others have the values of the same commit. Within
-        `nbdist.elastic.run`, a change of the world's size takes place here.
+        A commit has two phases: each rank copies its values, then all ranks agree that
+        each has. So whenever a rank dies, all other ranks have the values of the same
+        commit. Within `nbdist.elastic.run`, a change of the world's size takes place
+        here.
         """
         world = ranks()
         self._stage(world)
-        wanted = world.agree(self._runs and coordinator().resize_wanted)
-        self._swap()
+        wanted = world.any(self._in_run and coordinator().resize_wanted)
+        self._complete()
         self._save_if_due(world)
-        if wanted and self._runs:
+        if wanted and self._in_run:
             raise SizeChange
 
     def restore(self) -> None:
-        """Put the values of the last commit back. No rank needs another for it.
+        """Put the values of the last commit back. Any rank may call, alone too.
 
         Raises:
-            UsageError: there was no commit.
+            UsageError: there is no commit.
         """
         if not self._committed.number:
             raise UsageError("there is nothing to restore: call commit() first")
         for name, values in self._committed.values.items():
-            self._put(name, values)
+            self._load_object(name, values)
 
     def sync(self, source: int = 0) -> None:
-        """Give every rank the source's values, and commit them. All ranks must call."""
+        """Give all ranks the source's values, and commit them. Every rank must call."""
         world = ranks()
         own = self._capture() if world.rank == source else {}
         values = broadcast_tree(own, source)
-        number = max(world.gather(self._committed.number)) + 1
+        number = max(world.all_gather(self._committed.number)) + 1
         if world.rank != source:
             for name, value in values.items():
-                self._put(name, value)
+                self._load_object(name, value)
         self._stage(world)
         self._staged = replace(self._staged, number=number)
-        world.meet("elastic_sync")
-        self._swap()
+        world.barrier("elastic_sync")
+        self._complete()
 
     def _stage(self, world: Ranks) -> None:
-        """The first phase: copy the values into the copy that is not the commit."""
+        """Do the first phase: copy the values over the older of the two copies."""
         shares = world.rank == 0 and self._folders
         spare = {} if shares else self._staged.values
-        self._staged = Commit(0, 0, {})  # it holds a mixture until the end
+        self._staged = _NO_COMMIT  # the copy is incomplete until the end
         current = self._capture()
         values = self._stage_shared(current) if shares else None
         if values is None:
@@ -200,7 +209,7 @@ class State:
         self._staged = Commit(self._committed.number + 1, world.size, values)
 
     def _stage_shared(self, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Copy to where it outlives this process; None where it cannot."""
+        """Copy the values to a file that outlives this process; None on failure."""
         if self._shared is None:
             self._shared = SharedCopies(self._folders)
         try:
@@ -209,8 +218,8 @@ class State:
             self._give_up_sharing(reason)
             return None
 
-    def _swap(self) -> None:
-        """The second phase: what was staged is the commit."""
+    def _complete(self) -> None:
+        """Do the second phase: the staged copy becomes the commit."""
         with uncut():
             self._committed, self._staged = self._staged, self._committed
             self._forget_staged()
@@ -221,16 +230,16 @@ class State:
                 self._give_up_sharing(reason)
 
     def _share(self, folders: Sequence[Path]) -> None:
-        """From the next commit on, keep rank 0's copies in one of these folders."""
+        """Keep rank 0's copies in one of these folders, from the next commit on."""
         self._folders = folders
 
     def _unshare(self) -> None:
-        """Keep the copies in this process's memory; the files stay as they are."""
+        """Keep the copies in this process's memory. Existing files stay."""
         shared, self._shared, self._folders = self._shared, None, ()
         if shared is not None:
             own = tree.clone(self._committed.values)
             self._committed = replace(self._committed, values=own)
-            self._staged = Commit(0, 0, {})
+            self._staged = _NO_COMMIT
 
     def _give_up_sharing(self, reason: NotShared) -> None:
         shared = self._shared
@@ -243,90 +252,154 @@ class State:
         )
 
     def _forget_staged(self) -> None:
-        """Keep the memory, not the number."""
+        """Drop the staged commit's number; its memory is used again."""
         self._staged = replace(self._staged, number=0)
 
-    def _forget(self) -> None:
-        """Have no commit."""
-        self._committed = Commit(0, 0, {})
+    def _drop_commit(self) -> None:
+        self._committed = _NO_COMMIT
 
     def _capture(self) -> dict[str, Any]:
-        """The values as a tree that shares their tensors."""
-        return {name: captured(value) for name, value in self._objects.items()}
+        """Return the values as a tree that shares the live tensors."""
+        return {name: _captured(value) for name, value in self._objects.items()}
 
-    def _put(self, name: str, values: Any) -> None:
-        self._objects[name] = put(self._objects[name], values)
+    def _load_object(self, name: str, values: Any) -> None:
+        self._objects[name] = _load_into(self._objects[name], values)
 
     def _call_back(self, old_size: int, new_size: int) -> None:
         for callback in self._callbacks:
             callback(old_size, new_size)
 
     def _unwrap(self) -> None:
-        """Take modules out of a DDP that belongs to ranks of before."""
+        """Replace each DDP module, whose ranks may be gone, by the wrapped module."""
         for name, value in self._objects.items():
-            self._objects[name] = unwrapped(value)
+            self._objects[name] = _unwrapped(value)
 
-    # -- in files ------------------------------------------------------------------
+    # -- the rendezvous of an elastic run ------------------------------------------
+
+    def _rendezvous(self, function: str, *, joins: bool, begins: bool) -> None:
+        """Agree with all ranks on one commit, and restore it. Every rank must call.
+
+        When all ranks begin, rank 0's values become the commit. Later, the commit is
+        the last one that any rank has completed. When one rank has completed a commit,
+        all others have at least staged it. Ranks that lack the commit get it from the
+        lowest rank that has it.
+
+        Args:
+            function: the name of the elastic function, which must agree on all ranks.
+            joins: whether this rank was started while the others were in the run.
+            begins: whether this rank has made no commit in the run yet.
+
+        Raises:
+            UsageError: the ranks have called different functions, or have states with
+                different names.
+        """
+        world = ranks()
+        world.barrier("elastic_meeting")
+        numbers = self._committed.number, self._staged.number
+        mine = _Progress(function, tuple(self._objects), *numbers, joins, begins)
+        every: list[_Progress] = world.all_gather(mine)
+        _check_agreement(every)
+        old = [rank for rank, each in enumerate(every) if not each.joins]
+        if all(every[rank].begins for rank in old):
+            self._begin_run(world, old[0])
+            return
+        last = max(every[rank].committed for rank in old)
+        if not joins and self._committed.number < last == self._staged.number:
+            self._complete()  # another rank has completed it
+        self._forget_staged()
+        lacks = [
+            each.joins or last not in (each.committed, each.staged) for each in every
+        ]
+        if any(lacks):
+            self._send_commit(world, lacks)
+        self._unwrap()
+        self.restore()
+        self._call_back(self._committed.size, world.size)
+
+    def _begin_run(self, world: Ranks, source: int) -> None:
+        before, loaded = self._committed.size, self._loaded
+        self._loaded = False
+        self.sync(source)
+        if loaded and before != world.size:
+            self._call_back(before, world.size)
+
+    def _send_commit(self, world: Ranks, lacks: Sequence[bool]) -> None:
+        """Send the commit from the lowest rank that has it to the ranks that do not.
+
+        Args:
+            lacks: whether each rank lacks the commit, in rank order.
+        """
+        commit = self._committed
+        source = lacks.index(False)
+        number, size = world.broadcast((commit.number, commit.size), source)
+        values = broadcast_tree(commit.values, source)
+        if lacks[world.rank]:
+            self._committed = Commit(number, size, values)
+
+    # -- files ---------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the values as they are now to a file. Every rank must call.
 
-        Rank 0 writes its own values, and the others wait: when this returns, any rank
-        can load the file. The file that was there before stays as PATH.previous. A file
-        is whole or not there.
+        Rank 0 writes its own values, and the other ranks wait. When this returns, any
+        rank can load the file. The previous file is kept as PATH.previous. A reader
+        never sees an incomplete file.
 
         Raises:
-            SaveError: rank 0 could not write; raised on every rank, with the reason.
+            SaveError: rank 0 could not write. Every rank raises it, with the reason.
         """
         world = ranks()
 
         def write() -> None:
             commit = Commit(self._committed.number, world.size, self._capture())
-            write_commit(Path(path), commit)
+            _write_commit(Path(path), commit)
 
-        write_on_rank_0(path, write, world.rank, lambda told: world.send(told, 0))
+        write_on_rank_0(
+            path, write, world.rank, lambda problem: world.broadcast(problem, 0)
+        )
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        """Take the values from a file, written in a world of any size.
+        """Load the values from a file that was written in a world of any size.
 
-        Each rank reads it by itself. A damaged or half-written file is refused, and the
-        previous one is used, with a warning.
+        Any rank may call, alone too. If the file is damaged or incomplete, the previous
+        file is loaded, with a warning.
 
         Args:
-            trusted: also load objects other than tensors and plain values, as pickle
-                does: the file can then run any code.
+            trusted: also load objects other than tensors and plain values, by pickle.
+                The file can then run any code.
 
         Raises:
-            CheckpointError: neither file is whole, or it is that of another State.
+            CheckpointError: neither file is complete, or the file has other names than
+                this state.
         """
         opened = checkpoint.check(Path(path))
         if opened.refused:
             warnings.warn(
                 f"{opened.refused}; {opened.path} is used instead", stacklevel=2
             )
-        self._take(opened, trusted=trusted)
+        self._load_file(opened, trusted=trusted)
 
     def _resume(self, path: Path, *, trusted: bool) -> None:
         opened = checkpoint.check(path)
         if trusted and set(opened.header["names"]) != self._objects.keys():
-            return  # a commit that the cluster has kept itself, of another state
-        self._take(opened, trusted=trusted)
+            return  # a commit that the cluster itself has kept, of another state
+        self._load_file(opened, trusted=trusted)
         if ranks().rank == 0 and not trusted:
             when = time.strftime(
                 "%Y-%m-%d %H:%M", time.localtime(opened.header["time"])
             )
             print(f"resumed from {opened.path}: commit {self.commits} of {when}")
 
-    def _take(self, opened: checkpoint.Opened, *, trusted: bool) -> None:
+    def _load_file(self, opened: checkpoint.Opened, *, trusted: bool) -> None:
         names = opened.header["names"]
         if sorted(names) != sorted(self._objects):
             raise CheckpointError(
                 f"{opened.path} holds {', '.join(names)}, and this State has "
                 f"{', '.join(self._objects)}: give State the same names"
             )
-        values = _values_of(opened, trusted=trusted)
+        values = _values_in(opened, trusted=trusted)
         for name in names:
-            self._put(name, values[name])
+            self._load_object(name, values[name])
         header = opened.header
         self._committed = Commit(max(1, header["commit"]), header["size"], values)
         self._loaded = True
@@ -336,12 +409,118 @@ class State:
         due = self._path is not None and self.commits % self._save_every == 0
         if world.rank == 0 and due:
             assert self._path is not None
-            write_commit(self._path, self._committed)
+            _write_commit(self._path, self._committed)
 
 
-def _values_of(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
-    if not commit_files.is_record(opened.header):
-        return read_values(opened, trusted=trusted)
+def _unknown(name: str, objects: dict[str, Any]) -> str:
+    has = ", ".join(objects) or "nothing"
+    return f"this State has no {name!r} but {has}: give it to State({name}=...)"
+
+
+# -- the values of one object ------------------------------------------------------
+
+
+def _unwrapped(value: Any) -> Any:
+    """The module that a DDP wraps; any other value unchanged."""
+    return value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def _captured(live: Any) -> Any:
+    """The values of an object as a tree that shares its tensors."""
+    live = _unwrapped(live)
+    return live.state_dict() if _is_stateful(live) else live
+
+
+def _load_into(live: Any, values: Any) -> Any:
+    """Load values into an object. The object keeps no reference to them.
+
+    Returns:
+        The object itself if it could be changed in place, else a copy of the values.
+    """
+    inner = _unwrapped(live)
+    if isinstance(inner, nn.Module):
+        inner.load_state_dict(values)
+    elif _is_stateful(inner):
+        # An optimizer keeps the very tensors that it is given.
+        inner.load_state_dict(tree.clone(values))
+    elif isinstance(inner, Tensor) and _is_alike(inner, values):
+        with torch.no_grad():
+            inner.copy_(values)
+    else:
+        return tree.clone(values)
+    return live
+
+
+def _is_stateful(value: object) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _is_alike(live: Tensor, values: object) -> bool:
+    return (
+        isinstance(values, Tensor)
+        and live.shape == values.shape
+        and live.dtype == values.dtype
+    )
+
+
+# -- what the ranks compare --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What a rank tells the other ranks at the rendezvous."""
+
+    function: str
+    """The name of the elastic function."""
+    names: tuple[str, ...]
+    """The names of the state's values."""
+    committed: int
+    staged: int
+    joins: bool
+    begins: bool
+
+    def __str__(self) -> str:
+        return f"{self.function} with a State of {', '.join(self.names) or 'nothing'}"
+
+
+def _check_agreement(every: Sequence[_Progress]) -> None:
+    """Raise UsageError unless all ranks have called the same function alike."""
+    first = every[0]
+    for rank, other in enumerate(every):
+        if (other.function, other.names) != (first.function, first.names):
+            raise UsageError(
+                f"rank 0 called {first}, and rank {rank} {other}: all ranks must call "
+                "the same elastic function, with the same values"
+            )
+
+
+# -- files of saved state ----------------------------------------------------------
+
+
+def _write_commit(path: Path, commit: Commit) -> None:
+    """Write a commit to a file of saved state."""
+    payload = io.BytesIO()
+    torch.save(commit.values, payload)
+    header = {
+        "commit": commit.number,
+        "size": commit.size,
+        "names": list(commit.values),
+        "time": time.time(),
+    }
+    checkpoint.write(path, header, payload.getbuffer())
+
+
+def _values_in(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
+    """The values in a file of saved state, or in a record of a running cluster.
+
+    Args:
+        trusted: also load objects other than tensors and plain values.
+
+    Raises:
+        CheckpointError: the values cannot be loaded.
+    """
+    if not is_record(opened.header):
+        return _read_values(opened, trusted=trusted)
     if not trusted:
         raise CheckpointError(
             f"{opened.path} is a part of a running cluster: load a file that "
@@ -350,6 +529,21 @@ def _values_of(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
     return read_shared(opened)
 
 
-def _unknown(name: str, objects: dict[str, Any]) -> str:
-    has = ", ".join(objects) or "nothing"
-    return f"this State has no {name!r} but {has}: give it to State({name}=...)"
+def _read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+    with checkpoint.read(opened) as file:
+        payload = io.BytesIO(file.read())
+    try:
+        values: dict[str, Any] = torch.load(
+            payload, map_location=None if on_gpu else "cpu", weights_only=not trusted
+        )
+    except Exception as error:  # unpickling may raise anything; the digest was right
+        hint = (
+            "" if trusted else "; if you trust the file, state.load(path, trusted=True)"
+        )
+        raise CheckpointError(
+            f"{opened.path} cannot be loaded: {error}{hint}"
+        ) from error
+    if not isinstance(values, dict) or values.keys() != set(opened.header["names"]):
+        raise CheckpointError(f"{opened.path} does not hold what its header names")
+    return values

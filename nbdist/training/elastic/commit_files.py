@@ -1,13 +1,14 @@
-"""The files in which the last commit of an elastic run outlives the ranks.
+"""A commit, and the files in which rank 0's last commit outlives all ranks.
 
-    FOLDER/record    which values the commit has: a file as `checkpoint` describes. Its
-                     payload is the pickle that `torch.save` writes as `data.pkl`
-    FOLDER/DATA      the bytes of its tensors; the record's header gives the name
+    FOLDER/record    describes the commit, in the format of `checkpoint`. Its payload is
+                     the pickle that `torch.save` writes as `data.pkl`
+    FOLDER/DATA      the bytes of the commit's tensors; the record's header has the name
 
 In the header, `parts` lists the offset and the size of each storage in the data file,
-in bytes; the pickle refers to a storage by its place in that list. A record is renamed
-into its place, so a reader finds one that is whole. This file imports no torch, so that
-the notebook can make an ordinary file of saved state from the two.
+in bytes. The pickle refers to a storage by its index in that list. A record is renamed
+into place, so a reader always finds a complete one. `shared_copies` writes the files,
+on rank 0. This file imports no torch, so that the notebook can turn the two files into
+an ordinary file of saved state.
 """
 
 from __future__ import annotations
@@ -23,30 +24,43 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nbdist.errors import CheckpointError
-from nbdist.training import checkpoint
+from nbdist.training.elastic import checkpoint
 
-__all__ = ["RECORD", "Record", "is_record", "read_record", "write_record"]
+__all__ = ["RECORD", "Commit", "Record", "is_record", "read_record", "write_record"]
 
 RECORD = "record"
 _CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
+class Commit:
+    """The values of one commit, in memory."""
+
+    number: int
+    """The number of the commit, from 1; 0 where the values belong to no commit."""
+    size: int
+    """The size of the world that made the commit."""
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Record:
-    """What a commit consists of."""
+    """Describes a commit whose tensors lie in a data file."""
 
     commit: int
-    """Its number, from 1."""
+    """The number of the commit, from 1."""
     size: int
-    """Of the world that made it."""
+    """The size of the world that made the commit."""
     names: tuple[str, ...]
+    """The names of the values."""
     time: float
-    """When it was made, in seconds since 1970."""
+    """When the commit was made, in seconds since 1970."""
     data: str
-    """The name of the file that holds the tensors, in the same folder."""
+    """The name of the data file, in the same folder."""
     parts: tuple[tuple[int, int], ...]
-    """Offset and size of each storage in that file, in bytes."""
+    """Offset and size of each storage in the data file, in bytes."""
     pickled: bytes
+    """The pickled values, which refer to the storages."""
 
     def packed(self) -> bytes:
         """The content of the record's file."""
@@ -54,13 +68,14 @@ class Record:
         return checkpoint.packed(header, self.pickled)
 
     def write_state(self, file: BinaryIO, data: int) -> None:
-        """Write the commit as `state.save` does, to a file that is empty.
+        """Write the commit as a file of saved state, as `state.save` does.
 
         Args:
+            file: empty and seekable.
             data: a descriptor of the data file.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the file could not be written, or the data file is too short.
         """
         with (
             checkpoint.payload_of(file, self._header()) as payload,
@@ -73,7 +88,7 @@ class Record:
                         out.write(chunk)
 
     def _entries(self, data: int) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """Names and contents in the archive that `torch.load` reads."""
+        """The names and contents of the archive that `torch.load` reads."""
         yield "data.pkl", iter([self.pickled])
         yield "byteorder", iter([sys.byteorder.encode()])
         for key, (offset, size) in enumerate(self.parts):
@@ -90,18 +105,18 @@ class Record:
 
 
 def is_record(header: dict[str, Any]) -> bool:
-    """Whether a header is that of a record, and not of a file of saved state."""
+    """Whether a header belongs to a record, rather than to a file of saved state."""
     return "data" in header
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Put a record in place of the one that is there, or leave that one as it is.
+    """Replace the record in a folder. A reader sees the old record or the new one.
 
-    It is not brought to the disk: it is to outlive its process, and no crash of the
-    machine.
+    The record is not flushed to the disk: it outlives this process, but no crash of
+    the machine.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the record could not be written. The old one is unchanged.
     """
     part = folder / f".{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -116,10 +131,10 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(opened: checkpoint.Opened) -> Record:
-    """The record in a file that was found whole.
+    """Read the record in a file that `checkpoint.check` has opened.
 
     Raises:
-        CheckpointError: its header is not that of a record.
+        CheckpointError: the header is not that of a record.
     """
     header = opened.header
     data: Any = header.get("data")
@@ -140,7 +155,7 @@ def read_record(opened: checkpoint.Opened) -> Record:
 
 
 def _is_name(value: object) -> bool:
-    """Whether it names a file of the same folder."""
+    """Whether a value is the name of a file in the same folder."""
     return isinstance(value, str) and value == Path(value).name != ""
 
 
