@@ -18,7 +18,7 @@ from nbdist.cluster.startup import Started
 from nbdist.cluster.startup_status import runs
 from nbdist.cluster.supervisor_client import Loss
 from nbdist.errors import ClusterError, RankDied, UsageError
-from nbdist.ipc.rank_parent import ending_of
+from nbdist.ipc.process_files import read_exit_report
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["Roster"]
@@ -223,7 +223,7 @@ class Roster:
         """The exit code or signal; its parent process writes it down at once."""
         deadline = time.monotonic() + ENDING_TIMEOUT_S
         while time.monotonic() < deadline:
-            ending = ending_of(self.run_dir / f"{info.name}.ending")
+            ending = read_exit_report(self.run_dir, info.name)
             if ending is not None:
                 return ending
             if not runs(info.parent_pid):

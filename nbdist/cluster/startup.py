@@ -17,9 +17,10 @@ from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.placement import Place
 from nbdist.cluster.startup_status import Arrival, End, tail_of
 from nbdist.cluster.supervisor_client import Keeper
-from nbdist.engine.loopback import confine
 from nbdist.errors import StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
+from nbdist.ipc.loopback import confine
+from nbdist.ipc.process_files import describe_exit
 from nbdist.wire import RankInfo
 
 if TYPE_CHECKING:
@@ -203,9 +204,10 @@ class _Start:
         )
 
     def _ended(self, program: str, code: int) -> str:
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
         log = tail_of(self._keeper.log(program).read_text(errors="replace"))
-        return f"{program} ended with {how} while it was starting:\n{log}"
+        return (
+            f"{program} ended with {describe_exit(code)} while it was starting:\n{log}"
+        )
 
     def _late(self, timeout_s: float) -> str:
         late = []

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from nbdist.ipc.process_files import process_name
-from nbdist.ipc.rank_parent import ending_of
+from nbdist.ipc.process_files import process_name, read_exit_report
 
 __all__ = ["Arrival", "End", "runs", "tail_of"]
 
@@ -62,7 +61,7 @@ class Arrival:
 
         One that was killed together with its witness is missed within a second.
         """
-        how = ending_of(self._path.with_suffix(".ending"))
+        how = read_exit_report(self._path.parent, self._path.name)
         if how is None and self._is_gone():
             how = "an unknown exit code (its parent process has ended too)"
         return self.failure or (how and End(how, self.last_lines())) or None

@@ -16,8 +16,9 @@ import psutil
 
 from nbdist.errors import ClusterError
 from nbdist.ipc.private_files import remove_folders
+from nbdist.ipc.process_files import describe_exit
 
-__all__ = ["Keeper", "Loss", "how"]
+__all__ = ["Keeper", "Loss"]
 
 
 class Loss(NamedTuple):
@@ -194,13 +195,9 @@ class Keeper:
             callback = None if self._closed else self._on_loss
             self._on_loss = None if callback else self._on_loss
         if callback is not None:
-            reason = f"{name} has ended with {how(code)}, and all ranks with it"
+            how = describe_exit(code)
+            reason = f"{name} has ended with {how}, and all ranks with it"
             callback(Loss(reason, is_cause=name != "mpiexec" or code < 0))
-
-
-def how(code: int) -> str:
-    """How a process has ended, in words: "exit code 1", or "SIGKILL"."""
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 LOOK_S = 0.5

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from nbdist.cluster.hosts import this_host
 from nbdist.cluster.options import checked_script
-from nbdist.cluster.supervisor_client import Keeper, how
+from nbdist.cluster.supervisor_client import Keeper
 from nbdist.errors import UsageError
+from nbdist.ipc.process_files import describe_exit
 from nbdist.ipc.roles import environment, role_of, tf_config
 
 __all__ = [
@@ -133,7 +134,7 @@ class Worker:
     def report(self) -> Report:
         """How it fares now."""
         status, code = self.status, self.exit_code
-        reason = "" if code in (None, 0) else how(code)
+        reason = "" if code in (None, 0) else describe_exit(code)
         if status == "lost":
             reason = "the guard process was killed"
         lines = tuple(self.output.splitlines()[-LAST_LINES:])

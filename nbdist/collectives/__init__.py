@@ -7,7 +7,7 @@ order and the in-place conventions of torch.distributed.
 from __future__ import annotations
 
 # First, for it decides whether an import of mpi4py starts MPI.
-from nbdist.collectives.before_mpi import launched_without_mpi
+from nbdist.collectives import before_mpi  # noqa: F401
 from nbdist.collectives.call_site import set_cell_resolver
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
@@ -67,7 +67,6 @@ __all__ = [
     "gather",
     "irecv",
     "isend",
-    "launched_without_mpi",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbdist.ipc import loopback
 from nbdist.ipc.device_assignment import Assignment
 from nbdist.ipc.process_files import JOINING, Process
 
@@ -59,12 +60,12 @@ def _keep_sockets_in(run_dir: Path) -> None:
 
 def _become_engine(process: Process, assignment: Assignment) -> None:
     # Only now: these initialise thread pools and look at CUDA_VISIBLE_DEVICES.
-    process.progress("loading torch")
+    process.report_stage("loading torch")
     import torch
 
     torch.set_num_threads(assignment.threads)
-    process.progress(JOINING)
-    from nbdist.engine import loopback, torch_group, world
+    process.report_stage(JOINING)
+    from nbdist.engine import torch_group, world
 
     if process.generation:
         here = world.join_running(process.rank, process.generation)
@@ -73,10 +74,10 @@ def _become_engine(process: Process, assignment: Assignment) -> None:
     loopback.confine(os.getpid())
     here.publish_environment()
     device = _take_device(assignment)
-    process.progress("starting torch.distributed")
+    process.report_stage("starting torch.distributed")
     owns_gpu = device.type == "cuda" and not assignment.shares_gpu
     torch_group.start(process.run_dir, owns_gpu, process.generation)
-    process.progress("registering")
+    process.report_stage("registering")
     from nbdist.engine.kernel import run_engine
 
     run_engine(process, here, assignment, device)

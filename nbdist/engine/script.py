@@ -1,21 +1,25 @@
-"""A rank without a notebook: the world of a plain `mpiexec` or `torchrun`."""
+"""A rank without a notebook: `nbdist.init()` under a plain `mpiexec` or `torchrun`."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
-from nbdist.collectives import launched_without_mpi
-from nbdist.engine import torch_group, world
-from nbdist.engine.script_end import end_together
-from nbdist.engine.torchrun_bootstrap import join_mpi
+from nbdist.engine import torch_group, torchrun_bootstrap, world
 from nbdist.errors import WrongProcess
-from nbdist.ipc.device_assignment import launched_rank
+from nbdist.ipc.launch_environment import is_launched_by_mpi, is_launched_by_torchrun
 from nbdist.ipc.prctl import die_with_parent
 
 __all__ = ["init"]
@@ -25,7 +29,7 @@ def init() -> None:
     """Join the world that `mpiexec` or `torchrun` made. Every rank must call, once.
 
     Afterwards nbdist's collectives and torch.distributed work as they do in a cell, so
-    that a cell's code moves to a script unchanged; a default process group that the
+    that a cell's code moves to a script unchanged. A default process group that the
     script has made before stays as it is. On a rank of a notebook's cluster, and when
     called again, this does nothing.
 
@@ -36,32 +40,30 @@ def init() -> None:
     """
     if world.is_joined():
         return
-    if launched_without_mpi():
-        folder = join_mpi()
+    if is_launched_by_torchrun():
+        folder = torchrun_bootstrap.join_mpi()
         here = world.join()
     else:
         here = _join_launched()
         here.publish_environment()
-        folder = _meeting_place(here)
+        folder = _make_shared_folder(here)
     if not dist.is_initialized():
         torch_group.start(folder, _owns_gpu(here))
-    end_together()
+    _end_together()
 
 
 def _join_launched() -> world.World:
-    try:
-        launched_rank()
-    except RuntimeError as error:
+    if not is_launched_by_mpi():
         raise WrongProcess(
             "nbdist.init() joins the ranks of a launcher: start the script with "
             "mpiexec -n 4 python train.py, or torchrun --nproc-per-node 4 train.py"
-        ) from error
+        )
     # An mpiexec that tolerates faults ends before the ranks that wait for a dead one.
     die_with_parent()
     return world.join()
 
 
-def _meeting_place(here: world.World) -> Path:
+def _make_shared_folder(here: world.World) -> Path:
     """A folder that all ranks of this host know, removed at the end."""
     folder = tempfile.mkdtemp(prefix="nbdist-") if here.rank == 0 else None
     if folder is not None:
@@ -70,10 +72,75 @@ def _meeting_place(here: world.World) -> Path:
 
 
 def _owns_gpu(here: world.World) -> bool:
-    """Take this rank's GPU, where there are enough for each rank of the host."""
-    import torch
-
+    """Select this rank's GPU, where there is one for each rank of the host."""
     if not torch.cuda.is_available() or torch.cuda.device_count() < here.local_size:
         return False
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return True
+
+
+# -- the end ---------------------------------------------------------------------------
+#
+# MPI's finalisation waits for every rank. A rank that fails must not wait there, for
+# the others may wait for it in a collective: it ends all of them.
+
+_status = 0
+"""The exit code that this process ends with, as far as it is known."""
+
+
+def _end_together() -> None:
+    """From now on all ranks end when this one fails: by an error, or `sys.exit(code)`.
+
+    torchrun ends the others by itself. A `raise SystemExit(code)` is not noticed.
+    """
+    sys.excepthook = partial(_end_by_error, sys.excepthook)
+    sys.exit = _exit
+    atexit.register(_end_by_status, os.getpid())
+
+
+def _end_by_error(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show the error that this rank fails with, and end."""
+    show(kind, error, trace)
+    _end(1)
+
+
+def _end_by_status(pid: int) -> None:
+    if _status and os.getpid() == pid:  # not in a child that was forked
+        _end(_status)
+
+
+def _end(status: int) -> NoReturn:
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not torchrun_bootstrap.has_joined():
+        MPI.COMM_WORLD.Abort(status)
+    os._exit(status)
+
+
+class _Exit(SystemExit):
+    """Notices when Python itself reads the code, in order to end with it.
+
+    A handler that reads it does so from a Python frame; the interpreter's own end has
+    none.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        global _status
+        value = super().__getattribute__(name)
+        if name == "code" and sys._getframe().f_back is None:
+            _status = value if isinstance(value, int) else int(value is not None)
+        return value
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """In place of `sys.exit`."""
+    if threading.current_thread() is threading.main_thread():
+        raise _Exit(status)
+    raise SystemExit(status)  # ends the thread, silently only if it is of this class

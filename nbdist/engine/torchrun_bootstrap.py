@@ -1,9 +1,10 @@
 """Joining MPI from a process that torchrun has started.
 
-MPI knows only processes that its own launcher starts. So rank 0 starts that launcher
-too: `mpiexec` runs one placeholder for each rank, which does nothing but tell what MPI
-would have known it by. torchrun's process of the same number takes this identity on,
-and starts MPI in the placeholder's stead; the placeholder ends with it.
+MPI knows only processes that its own launcher has started. So rank 0 runs that launcher
+too: `mpiexec` starts one *placeholder* for each rank (`main` of this module), which
+writes the variables that MPI knows it by to a file, and waits. torchrun's process of
+the same number reads the file, sets the variables and initialises MPI in the
+placeholder's stead. The placeholder ends with that process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,34 +20,41 @@ import time
 from pathlib import Path
 
 from nbdist.errors import StartError, WrongProcess
+from nbdist.ipc.atomic_files import write_atomically
+from nbdist.ipc.launch_environment import launched_rank
 from nbdist.ipc.prctl import die_with_parent
 from nbdist.ipc.private_files import check_folder
 
-__all__ = ["is_borrowed", "join_mpi"]
+__all__ = ["has_joined", "join_mpi", "main"]
 
-LAUNCHER = "nbdist.cluster.launchers.places"
-START_TIMEOUT_S = 60.0
+LAUNCHER = "nbdist.cluster.launchers.placeholders"
+MPI_PREFIXES = ("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI4PY_")
+START_TIMEOUT_S = 60
 END_TIMEOUT_S = 10.0
 POLL_S = 0.02
-_line: int | None = None
-"""A pipe to this rank's placeholder, which ends when it closes, however it does."""
+
+_pipe: int | None = None
+"""The write end of a pipe to this rank's placeholder, which ends when it is closed."""
 
 
-def is_borrowed() -> bool:
-    """Whether this process stands in another's place."""
-    return _line is not None
+# -- in torchrun's process -------------------------------------------------------------
+
+
+def has_joined() -> bool:
+    """Whether this process has joined MPI by `join_mpi`."""
+    return _pipe is not None
 
 
 def join_mpi() -> Path:
-    """Start MPI as the rank that torchrun says. Every rank must call.
+    """Initialise MPI with the rank that torchrun has given. Every rank must call.
 
     Returns:
         A folder that all ranks know, which is removed at the end.
 
     Raises:
-        WrongProcess: The ranks are on several hosts, or MPI has started already.
+        WrongProcess: The ranks are on several hosts, or MPI is initialised already.
         StartError: The placeholders did not come up.
-        PermissionError: Another user has named a folder of his.
+        PermissionError: The folder that the ranks agreed on is another user's.
     """
     from mpi4py import MPI
 
@@ -63,14 +72,14 @@ def join_mpi() -> Path:
     die_with_parent()  # a torchrun that is killed would leave its workers behind
     folder = _agree_on_folder(rank)
     launcher = _Launcher(folder, size) if rank == 0 else None
-    os.environ.update(_take_place(folder / str(rank), launcher))
+    os.environ.update(_take_identity(folder / str(rank), launcher))
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
     atexit.register(_leave, launcher)
     return folder
 
 
 def _agree_on_folder(rank: int) -> Path:
-    """A folder of rank 0's, known to all by way of torchrun's store."""
+    """A folder that rank 0 makes; the others learn of it from torchrun's store."""
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -85,14 +94,14 @@ def _agree_on_folder(rank: int) -> Path:
 
 
 class _Launcher:
-    """The `mpiexec` of the placeholders, and what it says."""
+    """The `mpiexec` of the placeholders, and what it prints."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - it lives with this
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - it lives with this
         self._process = subprocess.Popen(
             [sys.executable, "-m", LAUNCHER, str(folder), str(size)],
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
+            stdout=self._printed,
             stderr=subprocess.STDOUT,
         )
 
@@ -100,43 +109,71 @@ class _Launcher:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def said(self) -> str:
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace").strip()
+    def printed(self) -> str:
+        self._printed.seek(0)
+        return self._printed.read().decode(errors="replace").strip()
 
     def end(self) -> None:
-        """Wait for it, as long as it takes to end in good order."""
+        """Wait until it has ended by itself; kill it after `END_TIMEOUT_S`."""
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
 
-def _take_place(identity: Path, launcher: _Launcher | None) -> dict[str, str]:
-    """What this rank's placeholder was started with.
+def _take_identity(identity: Path, launcher: _Launcher | None) -> dict[str, str]:
+    """The variables that MPI knows this rank's placeholder by.
 
     Raises:
-        StartError: It did not come up.
+        StartError: The placeholder did not come up.
     """
-    global _line
+    global _pipe
     end = time.monotonic() + START_TIMEOUT_S
     while not identity.exists():
         ended = launcher is not None and launcher.ended
         if ended or time.monotonic() > end:
-            said = "see the error of rank 0" if launcher is None else launcher.said()
-            raise StartError(f"mpiexec has given this process no place: {said}")
+            why = "see the error of rank 0" if launcher is None else launcher.printed()
+            raise StartError(f"mpiexec did not start a process for this rank: {why}")
         time.sleep(POLL_S)  # a file that appears raises no event
-    _line = os.open(f"{identity}.line", os.O_WRONLY | os.O_CLOEXEC)
+    _pipe = os.open(f"{identity}.pipe", os.O_WRONLY | os.O_CLOEXEC)
     found: dict[str, str] = json.loads(identity.read_text())
     return found
 
 
 def _leave(launcher: _Launcher | None) -> None:
-    """End MPI, which waits for all ranks, then what was started for it."""
+    """Finalise MPI, which waits for all ranks, then end what was started for it."""
     from mpi4py import MPI
 
     MPI.Finalize()
-    if _line is not None:
-        os.close(_line)
+    if _pipe is not None:
+        os.close(_pipe)
     if launcher is not None:
         launcher.end()
+
+
+# -- in a placeholder ------------------------------------------------------------------
+
+
+def main() -> None:
+    """Be one placeholder: `python -m nbdist.engine.torchrun_bootstrap FOLDER`."""
+    folder, rank = Path(sys.argv[1]), launched_rank()
+    os.mkfifo(folder / f"{rank}.pipe")
+    identity = json.dumps(_identity()).encode()
+    write_atomically(folder / str(rank), lambda file: file.write(identity), mode=0o600)
+    signal.alarm(START_TIMEOUT_S)  # ends this process
+    with (folder / f"{rank}.pipe").open("rb") as pipe:
+        signal.alarm(0)
+        pipe.read()  # returns when torchrun's process has closed it, or has ended
+
+
+def _identity() -> dict[str, str]:
+    """The variables of this process's environment that MPI knows it by."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(MPI_PREFIXES) or name == "LD_LIBRARY_PATH"
+    }
+
+
+if __name__ == "__main__":
+    main()

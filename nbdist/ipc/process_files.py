@@ -1,38 +1,56 @@
-"""Which process of a cluster this is, and the files by which it says how it fares."""
+"""The files by which a rank's process reports to the notebook.
+
+All lie in the cluster's run folder and begin with the process's name, such as `rank2`:
+
+    rank2.stage            how far the start is, as JSON
+    rank2.failed           the traceback of a start that has failed
+    rank2.exit             the exit code, written by the rank's parent process
+    rank2.refused          the ranks that this one was to join have given it up
+    rank2.stdout, .stderr  what goes to descriptors 1 and 2
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import signal
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist.ipc.device_assignment import launched_rank
+from nbdist.ipc.atomic_files import write_atomically
+from nbdist.ipc.launch_environment import launched_rank
 
-__all__ = ["CAPTURED", "JOINING", "Process", "process_name"]
+__all__ = [
+    "CAPTURED",
+    "JOINING",
+    "Process",
+    "describe_exit",
+    "process_name",
+    "read_exit_report",
+]
 
-ENDING_BYTES = 16
+EXIT_REPORT_BYTES = 16
 JOINING = "joining MPI"
 """The stage in which a process waits for the ranks that it joins."""
 CAPTURED = ("stdout", "stderr")
-"""What goes to files of this suffix: the descriptors 1 and 2."""
+"""Suffixes of the files that take what is written to descriptors 1 and 2."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Which process this is, in the eyes of those who started it."""
+    """One process of a rank: where its files lie, and its number."""
 
     run_dir: Path
     rank: int
     generation: int
-    """Of the world it enters: 0, or a later one that runs already."""
+    """Of the world that it enters: 0, or a later one that runs already."""
 
     @classmethod
     def of_arguments(cls, arguments: list[str]) -> Process:
-        """From `--join RANK GENERATION`, or from the MPI launcher."""
+        """From `--join RANK GENERATION`, or from the MPI launcher's environment."""
         run_dir = Path(os.environ["NBDIST_RUN_DIR"])
         if arguments[:1] == ["--join"]:
             return cls(run_dir, int(arguments[1]), int(arguments[2]))
@@ -40,19 +58,13 @@ class Process:
 
     @property
     def name(self) -> str:
-        """Of its files in the cluster's folder."""
+        """The beginning of its files' names."""
         return process_name(self.rank, self.generation)
 
     @property
     def captured(self) -> dict[str, Path]:
-        """Where what C code and child processes print goes, by `CAPTURED`."""
-        return {name: self.run_dir / f"{self.name}.{name}" for name in CAPTURED}
-
-    def progress(self, stage: str) -> None:
-        """Tell the notebook how far this is, by a file that is never half written."""
-        record = {"pid": os.getpid(), "stage": stage, "time": time.time()}
-        with contextlib.suppress(OSError):  # a full disk is no reason to end
-            _write(self.run_dir / f"{self.name}.stage", json.dumps(record))
+        """The files of descriptors 1 and 2, by `CAPTURED`."""
+        return {name: self.path(name) for name in CAPTURED}
 
     @property
     def is_refused(self) -> bool:
@@ -63,37 +75,66 @@ class Process:
         """One of its files in the cluster's folder."""
         return self.run_dir / f"{self.name}.{suffix}"
 
+    def report_stage(self, stage: str) -> None:
+        """Tell the notebook how far the start is."""
+        record = {"pid": os.getpid(), "stage": stage, "time": time.time()}
+        self._write("stage", json.dumps(record))
+
     def report_failure(self, error: BaseException) -> None:
-        """Tell the notebook why this has ended."""
+        """Tell the notebook which error has ended the start."""
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        with contextlib.suppress(OSError):  # `error` is what must be seen
-            _write(self.run_dir / f"{self.name}.failed", "".join(lines))
+        self._write("failed", "".join(lines))
 
-    def reserve_ending(self) -> None:
-        """Take the room for `report_ending`: the disk may be full by then."""
-        self._write_ending("")
+    def reserve_exit_report(self) -> None:
+        """Take the disk space of `report_exit`: the disk may be full by then."""
+        self._write_exit_report("")
 
-    def report_ending(self, code: int) -> None:
+    def report_exit(self, code: int) -> None:
         """Tell the notebook the exit code, negative for a signal."""
-        self._write_ending(str(code))
+        self._write_exit_report(str(code))
 
-    def _write_ending(self, text: str) -> None:
-        path = self.run_dir / f"{self.name}.ending"
-        with contextlib.suppress(OSError):  # no room, or the cluster is gone already
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    def _write(self, suffix: str, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk is no reason to end
+            write_atomically(
+                self.path(suffix),
+                lambda file: file.write(text.encode("utf-8", "backslashreplace")),
+                mode=0o600,
+                durable=False,
+            )
+
+    def _write_exit_report(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # no room, or the folder has been removed
+            descriptor = os.open(self.path("exit"), os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                # In place: the blocks that are taken already suffice.
-                os.pwrite(descriptor, text.ljust(ENDING_BYTES).encode(), 0)
+                # In place: the blocks that are reserved suffice.
+                os.pwrite(descriptor, text.ljust(EXIT_REPORT_BYTES).encode(), 0)
             finally:
                 os.close(descriptor)
 
 
 def process_name(rank: int, generation: int) -> str:
-    """What the files of a rank's process are called."""
+    """The beginning of the names of a process's files."""
     return f"rank{rank}-{generation}" if generation else f"rank{rank}"
 
 
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.rename(path)
+def read_exit_report(run_dir: Path, name: str) -> str | None:
+    """How a rank's process has ended, in words; None while nothing is written.
+
+    Args:
+        name: The process's, as of `process_name`.
+    """
+    try:
+        text = (run_dir / f"{name}.exit").read_text().strip()
+    except FileNotFoundError:
+        return None
+    return describe_exit(int(text)) if text else None
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words: "exit code 1"; "SIGKILL" for -9, as subprocess has it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {-code}"

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from nbdist.ipc.prctl import die_with_parent  # noqa: E402 - once it is found
 from nbdist.ipc.process_files import Process  # noqa: E402
 
-__all__ = ["command", "ending_of"]
+__all__ = ["command"]
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -37,22 +37,14 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-S", __file__, *arguments]
 
 
-def ending_of(ending: Path) -> str | None:
-    """How a rank has ended, in words; None when nothing was written (yet)."""
-    if not ending.exists() or not (text := ending.read_text().strip()):
-        return None
-    code = int(text)
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
 def main(arguments: list[str]) -> None:
     """Start the rank, and stay until it has ended."""
     die_with_parent()
     process = Process.of_arguments(arguments)
-    process.progress("starting Python")
+    process.report_stage("starting Python")
     if process.is_refused:
         os._exit(0)
-    process.reserve_ending()
+    process.reserve_exit_report()
     child = os.fork()
     if child == 0:
         _become_rank(process, arguments)
@@ -60,7 +52,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(signum, lambda number, _frame: _pass_on(child, number))
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    process.report_ending(code)
+    process.report_exit(code)
     if code != 0:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)

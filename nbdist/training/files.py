@@ -2,67 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbdist.errors import SaveError, WrongProcess
+from nbdist.ipc.atomic_files import write_atomically
 
 if TYPE_CHECKING:
     from nbdist.collectives import Group
 
-__all__ = ["load", "save", "write_atomically", "write_on_rank_0"]
+__all__ = ["load", "save", "write_on_rank_0"]
 
 MapLocation = torch.device | str | dict[str, str] | Callable[[Any, str], Any] | None
-
-
-def write_atomically(
-    path: str | os.PathLike[str],
-    write: Callable[[BinaryIO], object],
-    *,
-    mode: int | None = None,
-) -> None:
-    """Replace a file by what `write` writes; a reader sees the old one or the new one.
-
-    It is written beside the file, brought to the disk, and only then given its name.
-    So a crash, of this process or of the machine, leaves one of the two whole. Several
-    processes may do so at once; the last one stays.
-
-    Args:
-        path: in a folder that exists.
-        write: gets the open file. When it raises, the old file is left as it was.
-        mode: of the file; None for what the umask leaves of 0o666. Until the file has
-            its name, only this user can read it.
-    """
-    target = Path(path)
-    # A random name, opened with O_EXCL and O_NOFOLLOW: in a folder that others can
-    # write to, nobody can put a file or a link in its place.
-    descriptor, part = tempfile.mkstemp(".part", f".{target.name}.", target.parent)
-    beside = Path(part)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-            file.flush()
-            os.fchmod(descriptor, 0o666 & ~_umask() if mode is None else mode)
-            os.fsync(descriptor)
-        beside.replace(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    _sync_folder(target.parent)
 
 
 def save(obj: object, path: str | os.PathLike[str]) -> None:
     """Save an object as `torch.save` does: rank 0 writes its own, the others wait.
 
     Every rank must call; in a script without ranks, this process writes. When this
-    returns, the file is whole and on the disk; see `write_atomically`. For state that
+    returns, the file is whole and on the disk; see `ipc.atomic_files`. For state that
     is divided among ranks, as FSDP's is, take torch.distributed.checkpoint.
 
     Args:
@@ -163,24 +125,3 @@ def _group() -> Group | None:
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _umask() -> int:
-    """This process's umask. To ask with `os.umask` would change it for a moment."""
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a folder's new name for a file to the disk, where folders can be synced."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

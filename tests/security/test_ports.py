@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nbdist import Cluster
-from nbdist.engine import loopback
+from nbdist.ipc import loopback
 from tests.security.attack import processes
 
 

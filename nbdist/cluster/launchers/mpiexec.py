@@ -61,7 +61,7 @@ class Mpiexec(Launcher):
         variables |= {
             # One host: loopback is all that is announced. But a rank's tcp transport,
             # over which a replaced rank joins, and PRRTE's daemon each bind an IPv4 and
-            # an IPv6 port to every address, whatever these say: engine.loopback mends.
+            # an IPv6 port to every address, whatever these say: ipc.loopback mends.
             "OMPI_MCA_btl": "self,sm,tcp" if self.is_fault_tolerant else "self,vader",
             "OMPI_MCA_btl_tcp_if_include": "lo",
             "OMPI_MCA_btl_tcp_disable_family": "6",

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from nbdist.errors import CheckpointError
+from nbdist.ipc.atomic_files import write_atomically
 
 __all__ = [
     "Opened",
@@ -75,8 +76,6 @@ def write(path: Path, header: dict[str, Any], payload: memoryview | bytes) -> No
     Raises:
         OSError: it could not be written; what was there before is untouched.
     """
-    # Only here, for it imports torch.
-    from nbdist.training.files import write_atomically
 
     def fill(file: BinaryIO) -> None:
         with payload_of(file, header) as out:

@@ -1,8 +1,9 @@
-"""Run an `mpiexec` that keeps places for ranks which others have started.
+"""Run an `mpiexec` of placeholders for ranks that torchrun has started.
 
-    python -m nbdist.cluster.launchers.places FOLDER N
+    python -m nbdist.cluster.launchers.placeholders FOLDER N
 
-It ends, and removes the folder, once those ranks have ended.
+`nbdist.engine.torchrun_bootstrap` says what a placeholder is. This program ends, and
+removes the folder, once the ranks have ended.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from nbdist.config import ClusterConfig
 
 __all__ = ["main"]
 
+PLACEHOLDER = "nbdist.engine.torchrun_bootstrap"
+
 
 def main() -> None:
     """Start one placeholder for each rank; wait for all of them."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # The ranks get it too, and when they end, so does this. Not ignored: mpiexec
-        # would inherit that.
+        # The ranks get the signal too, and when they end, so does this. A handler, for
+        # mpiexec would inherit a signal that is ignored.
         signal.signal(number, lambda *_: None)
     folder, n = Path(sys.argv[1]), int(sys.argv[2])
     try:
         launcher = Mpiexec(ClusterConfig.from_environment().mpiexec)
-        command = [sys.executable, "-m", "nbdist.engine.placeholder", str(folder)]
+        command = [sys.executable, "-m", PLACEHOLDER, str(folder)]
         environment = {**os.environ, **launcher.environment(n, folder)}
         code = subprocess.call(launcher.argv(n, command), env=environment)
     finally:

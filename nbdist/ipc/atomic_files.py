@@ -1,0 +1,79 @@
+"""Files that a reader sees whole or not at all.
+
+Imports little of the standard library: the parent process of each rank needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["write_atomically"]
+
+
+def write_atomically(
+    path: str | os.PathLike[str],
+    write: Callable[[BinaryIO], object],
+    *,
+    mode: int | None = None,
+    durable: bool = True,
+) -> None:
+    """Replace a file by what `write` writes; a reader sees the old one or the new one.
+
+    The content goes to a second file in the same folder, which is then renamed. Several
+    processes may do so at once; the last one stays.
+
+    Args:
+        path: In a folder that exists.
+        write: Gets the open file. When it raises, the old file is left as it was.
+        mode: Permissions of the file; None for what the umask leaves of 0o666. Until
+            the file has its name, only this user can read it.
+        durable: Bring the content to the disk before the rename, so that a crash of the
+            machine leaves the old file or the new one. Costs milliseconds.
+
+    Raises:
+        OSError: The file could not be written. The old file is left as it was.
+    """
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
+    # A random name, with O_EXCL and O_NOFOLLOW: in a folder that others can write to,
+    # nobody can put a file or a link in its place.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(beside, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fchmod(descriptor, 0o666 & ~_umask() if mode is None else mode)
+            if durable:
+                os.fsync(descriptor)
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_folder(target.parent)
+
+
+def _umask() -> int:
+    """This process's umask. To ask with `os.umask` would change it for a moment."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a folder's new name for a file to the disk, where folders can be synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,41 @@
+"""What a launcher says of a process in its environment, before MPI is initialised."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["is_launched_by_mpi", "is_launched_by_torchrun", "launched_rank"]
+
+MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+"""Set by Open MPI, by MPICH and Intel MPI, by a PMIx launcher, and by Slurm's srun."""
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_launched_by_mpi() -> bool:
+    """Whether a launcher of MPI's has started this process."""
+    return any(name in os.environ for name in MPI_RANK_VARIABLES)
+
+
+def is_launched_by_torchrun() -> bool:
+    """Whether torchrun, or what sets its variables, has started this process alone.
+
+    False where a launcher of MPI's has started it: torchrun's variables may be there
+    as well then.
+    """
+    by_torchrun = all(name in os.environ for name in TORCHRUN_VARIABLES)
+    return by_torchrun and not is_launched_by_mpi()
+
+
+def launched_rank() -> int:
+    """The rank that the MPI launcher gave this process.
+
+    Raises:
+        RuntimeError: No MPI launcher has started this process.
+    """
+    for name in MPI_RANK_VARIABLES:
+        if name in os.environ:
+            return int(os.environ[name])
+    raise RuntimeError(
+        f"no MPI launcher has started this process: none of "
+        f"{', '.join(MPI_RANK_VARIABLES)} is set"
+    )
