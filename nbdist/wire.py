@@ -172,7 +172,7 @@ class Join:
     """A process that is to join the world."""
 
     rank: int
-    """The number it takes; its place is that entry of places.json."""
+    """The number that it takes; its device is that entry of assignments.json."""
 
 
 @dataclass(frozen=True)

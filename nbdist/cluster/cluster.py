@@ -24,7 +24,7 @@ from nbdist.cluster.options import (
     resume_of,
     suggests_keywords,
 )
-from nbdist.cluster.placement import place
+from nbdist.cluster.placement import assign_devices
 from nbdist.cluster.result import CellResult, Collected
 from nbdist.cluster.startup import Progress, Started, start
 from nbdist.cluster.supervisor_client import Loss
@@ -124,7 +124,7 @@ class Cluster:
         self.config = configured(n, options)
         self._resume = resume_of(self.config)
         self._launcher = Mpiexec(self.config.mpiexec)
-        self._places = place(self.config, this_host())
+        self._assignments = assign_devices(self.config, this_host())
         self.collector = Collector()
         self._started: Started | None = None
         self._roster: Roster | None = None
@@ -167,7 +167,7 @@ class Cluster:
             )
         self._started = start(
             self._launcher,
-            self._places,
+            self._assignments,
             self.config.timeout_s,
             self.collector.receive,
             on_progress,
@@ -181,7 +181,7 @@ class Cluster:
         self.collector.set_ranks(self._started.infos)
         self._roster = Roster(self._started)
         self._recovery = Recovery(
-            self._roster, self._places, self.config, self._on_change
+            self._roster, self._assignments, self.config, self._on_change
         )
         self._supervisor = Supervisor(self._roster, self._recovery)
         self._recovery.setup = self._setup
@@ -325,7 +325,7 @@ class Cluster:
     @property
     def size(self) -> int:
         """The world size."""
-        return len(self._places)
+        return len(self._assignments)
 
     @property
     def ranks(self) -> list[RankInfo]:

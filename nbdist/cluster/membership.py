@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.ipp_client import Answer
-from nbdist.cluster.placement import Place
 from nbdist.cluster.rank_registry import Roster
-from nbdist.cluster.startup import write_places
 from nbdist.cluster.startup_status import Arrival
 from nbdist.errors import ChangeFailed, RankDied
 from nbdist.ipc import endpoints
+from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.process_files import JOINING
 from nbdist.wire import Change, Join, RankInfo, format_ranks
 
@@ -42,13 +41,15 @@ class Membership:
 
     Args:
         roster: The ranks; it is brought up to date.
-        places: Where each rank runs, by rank; changed in place.
+        assignments: What each rank may use, by rank; changed in place.
         timeout_s: Seconds until newcomers must be up.
     """
 
-    def __init__(self, roster: Roster, places: list[Place], timeout_s: float) -> None:
+    def __init__(
+        self, roster: Roster, assignments: list[DeviceAssignment], timeout_s: float
+    ) -> None:
         self._roster = roster
-        self._places = places
+        self._assignments = assignments
         self._timeout_s = timeout_s
         self._base = self._generation = 0
         self._reserve = Reserve(roster.run_dir)
@@ -65,7 +66,7 @@ class Membership:
             ChangeFailed: A further rank has died, or a newcomer did not come up.
         """
         numbers = {info.engine_uuid: info.rank for info in self._roster.living}
-        return self._change(numbers, self._places, sorted(self._roster.died), ask)
+        return self._change(numbers, self._assignments, sorted(self._roster.died), ask)
 
     def drop_dead(self, ask: Ask) -> None:
         """Go on with the living, renumbered in their old order.
@@ -75,17 +76,19 @@ class Membership:
         """
         living = self._roster.living
         numbers = {info.engine_uuid: rank for rank, info in enumerate(living)}
-        self._change(numbers, [self._places[info.rank] for info in living], [], ask)
+        self._change(
+            numbers, [self._assignments[info.rank] for info in living], [], ask
+        )
 
-    def grow(self, places: Sequence[Place], ask: Ask) -> list[RankInfo]:
-        """Add ranks at these places; the newcomers.
+    def grow(self, assignments: Sequence[DeviceAssignment], ask: Ask) -> list[RankInfo]:
+        """Add ranks with these assignments; the newcomers.
 
         Raises:
             ChangeFailed: A rank has died, or a newcomer did not come up.
         """
         numbers = {info.engine_uuid: info.rank for info in self._roster.living}
-        joins = range(len(self._places), len(self._places) + len(places))
-        return self._change(numbers, [*self._places, *places], joins, ask)
+        joins = range(len(self._assignments), len(self._assignments) + len(assignments))
+        return self._change(numbers, [*self._assignments, *assignments], joins, ask)
 
     def cut(self, size: int, ask: Ask) -> None:
         """Let all ranks from `size` on go.
@@ -95,7 +98,7 @@ class Membership:
         """
         living = self._roster.living
         numbers = {info.engine_uuid: info.rank for info in living if info.rank < size}
-        self._change(numbers, self._places[:size], [], ask)
+        self._change(numbers, self._assignments[:size], [], ask)
         for info in living:
             if info.rank >= size:
                 target = endpoints.END
@@ -104,23 +107,23 @@ class Membership:
     def _change(
         self,
         numbers: Mapping[str, int],
-        places: Sequence[Place],
+        assignments: Sequence[DeviceAssignment],
         joins: Sequence[int],
         ask: Ask,
     ) -> list[RankInfo]:
         """Have all ranks that live carry out one change; the newcomers."""
         with self._reserve.released():  # newcomers write files, to a full disk too
-            return self._carry_out(numbers, places, joins, ask)
+            return self._carry_out(numbers, assignments, joins, ask)
 
     def _carry_out(
         self,
         numbers: Mapping[str, int],
-        places: Sequence[Place],
+        assignments: Sequence[DeviceAssignment],
         joins: Sequence[int],
         ask: Ask,
     ) -> list[RankInfo]:
         self._interrupted.clear()
-        write_places(self._roster.run_dir, places)
+        write_assignments(self._roster.run_dir, assignments)
         self._generation = 1 + max(
             [self._generation, *(info.generation for info in self._roster.infos)]
         )
@@ -137,7 +140,7 @@ class Membership:
             attempt.cancel(error)
             raise
         self._base = plan.generation
-        self._places[:] = places
+        self._assignments[:] = assignments
         self._roster.begin(sorted([*infos, *newcomers], key=lambda info: info.rank))
         return newcomers
 

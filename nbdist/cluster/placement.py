@@ -1,15 +1,14 @@
-"""Which rank runs where: pure arithmetic over a configuration and a host."""
+"""Which device each rank gets: pure arithmetic over a configuration and a host."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from nbdist.cluster.hosts import Gpu, Host
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
+from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.resources import memory_fraction
 
-__all__ = ["Place", "place"]
+__all__ = ["assign_devices"]
 
 DEFAULT_CPU_RANKS = 4
 RANKS_PER_CORE = 8
@@ -19,21 +18,12 @@ RANK_BYTES = 250_000_000
 torch 2.13 as PSS: each of four idle ranks had 186 MB, after a step with DDP 262."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one rank runs, and what it may take there."""
+def assign_devices(
+    config: ClusterConfig, host: Host, running: int = 0
+) -> list[DeviceAssignment]:
+    """The assignment of every rank, in rank order.
 
-    rank: int
-    host: str
-    gpu: Gpu | None
-    shares_gpu: bool
-    memory_fraction: float | None
-    """Cap on this rank's part of the GPU's memory; None for no cap."""
-    threads: int
-
-
-def place(config: ClusterConfig, host: Host, running: int = 0) -> list[Place]:
-    """Places for every rank, in rank order. Pure: the same input, the same places.
+    Pure: the same input gives the same assignments.
 
     Args:
         running: How many of the ranks run already, and have their memory.
@@ -61,21 +51,22 @@ def place(config: ClusterConfig, host: Host, running: int = 0) -> list[Place]:
     )
     used = host.gpus[: -(-n // per_gpu)] if on_gpu else ()
     _check_caps(config, used, per_gpu, n)
-    places = []
+    assignments = []
     for rank in range(n):
         # Neighbouring ranks share a GPU, so that a ring crosses between GPUs least.
         gpu = used[rank * len(used) // n] if used else None
-        places.append(
-            Place(
+        assignments.append(
+            DeviceAssignment(
                 rank=rank,
                 host=host.name,
-                gpu=gpu,
+                gpu_uuid=gpu.uuid if gpu else None,
+                gpu_name=gpu.name if gpu else "CPU",
                 shares_gpu=len(used) < n,
                 memory_fraction=_fraction(config, gpu, per_gpu),
                 threads=threads,
             )
         )
-    return places
+    return assignments
 
 
 def _positive(option: str, value: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from nbdist.cluster.hosts import this_host
 from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.membership import Ask, Membership
-from nbdist.cluster.placement import Place, place
+from nbdist.cluster.placement import assign_devices
 from nbdist.cluster.rank_registry import Roster
 from nbdist.config import ClusterConfig
 from nbdist.errors import (
@@ -21,6 +21,7 @@ from nbdist.errors import (
     UsageError,
 )
 from nbdist.ipc import endpoints
+from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.shm_payload import discard
 from nbdist.wire import RankInfo, format_ranks
 
@@ -41,7 +42,7 @@ class Recovery:
 
     Args:
         roster: The ranks.
-        places: Where each rank runs, by rank; kept up to date.
+        assignments: What each rank may use, by rank; kept up to date.
         config: As the cluster was started.
         on_change: Called when the roster has changed.
     """
@@ -49,16 +50,16 @@ class Recovery:
     def __init__(
         self,
         roster: Roster,
-        places: list[Place],
+        assignments: list[DeviceAssignment],
         config: ClusterConfig,
         on_change: Callable[[], None],
     ) -> None:
         self._roster = roster
-        self._places = places
+        self._assignments = assignments
         self._config = config
         self._on_change = on_change
         self._newcomers = Newcomers(roster)
-        self._membership = Membership(roster, places, config.timeout_s)
+        self._membership = Membership(roster, assignments, config.timeout_s)
         self._unprepared: set[str] = set()
         """The engines that have joined and lack the setup cells and variables."""
         self.is_broken = False
@@ -69,7 +70,7 @@ class Recovery:
     @property
     def size(self) -> int:
         """The world size."""
-        return len(self._places)
+        return len(self._assignments)
 
     @property
     def is_needed(self) -> bool:
@@ -154,7 +155,7 @@ class Recovery:
             timeout_s=ANSWER_TIMEOUT_S,
         )
         died = self._roster.died
-        silent = [r for r, place in answers.items() if place is None and r not in died]
+        silent = [r for r, where in answers.items() if where is None and r not in died]
         if silent:
             raise ChangeFailed(
                 f"rank {format_ranks(silent)} does not answer: it is stopped, or in "
@@ -255,10 +256,10 @@ class Recovery:
         told = self._bring_up_to_date([f"the world is {size} ranks now"], ask)
         return "; ".join(told)
 
-    def _wider(self, size: int) -> list[Place]:
-        """The places of the ranks that a wider world has more."""
+    def _wider(self, size: int) -> list[DeviceAssignment]:
+        """The assignments of the ranks that a wider world adds."""
         config = replace(self._config, n=size)
-        return place(config, this_host(), running=self.size)[self.size :]
+        return assign_devices(config, this_host(), running=self.size)[self.size :]
 
     def _refuse_loss(self, size: int) -> None:
         described = self._roster.ask(endpoints.VARIABLES, timeout_s=DESCRIBE_TIMEOUT_S)

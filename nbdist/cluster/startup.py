@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster.launchers.base import Launcher
-from nbdist.cluster.placement import Place
 from nbdist.cluster.startup_status import Arrival, End, tail_of
 from nbdist.cluster.supervisor_client import Keeper
 from nbdist.errors import StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
+from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.loopback import confine
 from nbdist.ipc.process_files import describe_exit
 from nbdist.wire import RankInfo
@@ -26,7 +26,7 @@ from nbdist.wire import RankInfo
 if TYPE_CHECKING:
     from nbdist.cluster.ipp_client import Link
 
-__all__ = ["Progress", "Started", "start", "write_places"]
+__all__ = ["Progress", "Started", "start"]
 
 POLL_S = 0.02
 
@@ -39,7 +39,7 @@ class Progress:
     stages: Mapping[int, str]
     """What each rank is doing, for those that have begun."""
     ready: int
-    places: Sequence[Place]
+    assignments: Sequence[DeviceAssignment]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Started:
 
 def start(
     launcher: Launcher,
-    places: Sequence[Place],
+    assignments: Sequence[DeviceAssignment],
     timeout_s: float,
     on_telemetry: Callable[[Any], None],
     on_progress: Callable[[Progress], None],
@@ -70,7 +70,7 @@ def start(
     keeper = Keeper(run_dir)
     try:
         private_files.make_memory_folder(run_dir)
-        startup = _Start(keeper, places, time.monotonic() + timeout_s, on_progress)
+        startup = _Start(keeper, assignments, time.monotonic() + timeout_s, on_progress)
         startup.begin(launcher)
         return startup.finish(on_telemetry, timeout_s)
     except BaseException:
@@ -82,29 +82,29 @@ class _Start:
     def __init__(
         self,
         keeper: Keeper,
-        places: Sequence[Place],
+        assignments: Sequence[DeviceAssignment],
         deadline: float,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._keeper = keeper
         self._run_dir = keeper.run_dir
-        self._places = places
+        self._assignments = assignments
         self._deadline = deadline
         self._on_progress = on_progress
-        self._arrivals = [Arrival(self._run_dir, place.rank) for place in places]
+        self._arrivals = [Arrival(self._run_dir, each.rank) for each in assignments]
         self._ready = 0
         self._shown: Progress | None = None
 
     def begin(self, launcher: Launcher) -> None:
         """Start the controller and the ranks side by side."""
-        write_places(self._run_dir, self._places)
+        write_assignments(self._run_dir, self._assignments)
         controller = "nbdist.cluster.ipcontroller"
         self._keeper.start(
             "controller",
             [sys.executable, "-m", controller, str(self._run_dir)],
             dict(os.environ),
         )
-        n = len(self._places)
+        n = len(self._assignments)
         environment = {
             **os.environ,
             **launcher.environment(n, self._run_dir),
@@ -138,7 +138,7 @@ class _Start:
                 self._ready = len(link.engines())
                 changed.wait(POLL_S)
                 changed.clear()
-                return self._ready >= len(self._places)
+                return self._ready >= len(self._assignments)
 
             self._wait(all_here, timeout_s)
             infos = self._greet(link, timeout_s)
@@ -176,7 +176,7 @@ class _Start:
                 if (stage := arrival.stage) is not None
             },
             ready=self._ready,
-            places=self._places,
+            assignments=self._assignments,
         )
         if progress != self._shown:
             self._shown = progress
@@ -197,9 +197,9 @@ class _Start:
                 raise StartError(self._failed(arrival.rank, end))
 
     def _failed(self, rank: int, end: End) -> str:
-        place = self._places[rank]
+        host = self._assignments[rank].host
         return (
-            f"rank {rank} of {len(self._places)} on {place.host} ended with {end.how} "
+            f"rank {rank} of {len(self._assignments)} on {host} ended with {end.how} "
             f"while it was starting; its last lines:\n{end.last_lines}"
         )
 
@@ -211,34 +211,18 @@ class _Start:
 
     def _late(self, timeout_s: float) -> str:
         late = []
-        for place, arrival in zip(self._places, self._arrivals, strict=True):
+        for assignment, arrival in zip(self._assignments, self._arrivals, strict=True):
             stage = arrival.stage or "not begun"
-            late.append(f"  rank {place.rank} on {place.host}: {stage}")
+            late.append(f"  rank {assignment.rank} on {assignment.host}: {stage}")
             late += [f"    {line}" for line in arrival.last_lines().splitlines()]
         late += tail_of(
             self._keeper.log("mpiexec").read_text(errors="replace")
         ).splitlines()
         return (
-            f"{self._ready} of {len(self._places)} ranks were up after "
+            f"{self._ready} of {len(self._assignments)} ranks were up after "
             f"{timeout_s:g} s: give --timeout more seconds, or see where they are:\n"
             + "\n".join(late)
         )
-
-
-def write_places(run_dir: Path, places: Sequence[Place]) -> None:
-    """Say in the cluster's folder where each rank runs."""
-    records = [
-        {
-            "rank": place.rank,
-            "gpu_uuid": place.gpu.uuid if place.gpu else None,
-            "gpu_name": place.gpu.name if place.gpu else "CPU",
-            "shares_gpu": place.shares_gpu,
-            "memory_fraction": place.memory_fraction,
-            "threads": place.threads,
-        }
-        for place in places
-    ]
-    (run_dir / "places.json").write_text(json.dumps(records), encoding="utf-8")
 
 
 def _is_written(path: Path) -> bool:

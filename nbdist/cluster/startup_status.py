@@ -17,8 +17,8 @@ from nbdist.ipc.process_files import process_name, read_exit_report
 __all__ = ["Arrival", "End", "runs", "tail_of"]
 
 TAIL_LINES = 12
-WITNESS_S = 0.5
-"""How long the witness of a rank that is gone may take to say how it has ended."""
+EXIT_REPORT_TIMEOUT_S = 0.5
+"""Seconds that the parent of a rank that has ended may take to report its exit."""
 
 
 class End(NamedTuple):
@@ -59,7 +59,7 @@ class Arrival:
     def end(self) -> End | None:
         """How it has ended; None as long as it has not.
 
-        One that was killed together with its witness is missed within a second.
+        A rank that was killed together with its parent is noticed within a second.
         """
         how = read_exit_report(self._path.parent, self._path.name)
         if how is None and self._is_gone():
@@ -85,13 +85,13 @@ class Arrival:
         return json.loads(path.read_text()) if path.exists() else None
 
     def _is_gone(self) -> bool:
-        """Whether it has ended so long ago that its witness must be gone as well."""
+        """Whether it has ended so long ago that its parent must have ended as well."""
         record = self._record()
         if record is None or runs(record["pid"]):
             self._gone_since = None
             return False
         self._gone_since = self._gone_since or time.monotonic()
-        return time.monotonic() > self._gone_since + WITNESS_S
+        return time.monotonic() > self._gone_since + EXIT_REPORT_TIMEOUT_S
 
 
 def tail_of(text: str) -> str:

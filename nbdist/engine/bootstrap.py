@@ -1,4 +1,4 @@
-"""A rank's first seconds: pin the device, join MPI, start torch, become an engine."""
+"""The start of a rank: its device, MPI, torch.distributed, and then its engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.ipc import loopback
-from nbdist.ipc.device_assignment import Assignment
+from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.process_files import JOINING, Process
 
 if TYPE_CHECKING:
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-MOST_OF_A_SOCKET_PATH = 107
-SOCKET_NAME_LENGTH = len("/pymp-abcd1234/listener-abcd1234")
+MAX_SOCKET_PATH_BYTES = 107
+SOCKET_NAME_BYTES = len("/pymp-abcd1234/listener-abcd1234")
 
 
 def main() -> None:
-    """Become one rank of the cluster in $NBDIST_RUN_DIR; returns when it ends."""
+    """Be one rank of the cluster in $NBDIST_RUN_DIR; return when the rank ends."""
     process = Process.of_arguments(sys.argv[1:])
-    _enter(os.environ["NBDIST_WORK_DIR"], os.environ["NBDIST_PATH"])
+    _use_notebook_paths(os.environ["NBDIST_WORK_DIR"], os.environ["NBDIST_PATH"])
     try:
-        assignment = Assignment.read(process.run_dir, process.rank)
-        assignment.pin()
+        assignment = DeviceAssignment.read(process.run_dir, process.rank)
+        assignment.apply()
         _keep_sockets_in(process.run_dir)
         _become_engine(process, assignment)
     except BaseException as error:
@@ -36,30 +36,30 @@ def main() -> None:
         raise
 
 
-def _enter(work_dir: str, path: str) -> None:
-    """Work where the notebook does: relative paths and imports mean the same here."""
+def _use_notebook_paths(work_dir: str, path: str) -> None:
+    """Take the notebook's working directory and `sys.path`."""
     os.chdir(work_dir)
     sys.path[:] = path.split(os.pathsep)
 
 
 def _keep_sockets_in(run_dir: Path) -> None:
-    """Have multiprocessing's sockets, as of a DataLoader's workers, in our folder.
+    """Put multiprocessing's sockets, such as a DataLoader's, into the run folder.
 
-    A process that is killed leaves them behind; the folder is removed at the end. The
-    user's own temporary files stay where they always are.
+    A process that is killed leaves its sockets behind; the run folder is removed at the
+    end. Other temporary files go where they usually go.
     """
-    if len(str(run_dir)) + SOCKET_NAME_LENGTH > MOST_OF_A_SOCKET_PATH:
+    if len(str(run_dir)) + SOCKET_NAME_BYTES > MAX_SOCKET_PATH_BYTES:
         return
     before = tempfile.tempdir
     tempfile.tempdir = str(run_dir)
     try:
-        multiprocessing.util.get_temp_dir()  # made once, for the workers too
+        multiprocessing.util.get_temp_dir()  # makes and remembers the folder
     finally:
         tempfile.tempdir = before
 
 
-def _become_engine(process: Process, assignment: Assignment) -> None:
-    # Only now: these initialise thread pools and look at CUDA_VISIBLE_DEVICES.
+def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
+    # torch reads the variables that `apply` has set when it is imported.
     process.report_stage("loading torch")
     import torch
 
@@ -73,7 +73,7 @@ def _become_engine(process: Process, assignment: Assignment) -> None:
         here = world.join()
     loopback.confine(os.getpid())
     here.publish_environment()
-    device = _take_device(assignment)
+    device = _select_device(assignment)
     process.report_stage("starting torch.distributed")
     owns_gpu = device.type == "cuda" and not assignment.shares_gpu
     torch_group.start(process.run_dir, owns_gpu, process.generation)
@@ -83,8 +83,8 @@ def _become_engine(process: Process, assignment: Assignment) -> None:
     run_engine(process, here, assignment, device)
 
 
-def _take_device(assignment: Assignment) -> torch.device:
-    """This rank's torch device, selected, and capped where it is shared."""
+def _select_device(assignment: DeviceAssignment) -> torch.device:
+    """Select this rank's torch device, and cap its memory where it is shared."""
     import torch
 
     if assignment.gpu_uuid is None:

@@ -21,7 +21,7 @@ from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.world import World
 from nbdist.ipc import serialization
-from nbdist.ipc.device_assignment import Assignment
+from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.process_files import Process
 from nbdist.ipc.signed_messages import SignedSession
 from nbdist.telemetry.internal_metrics import set_recorder
@@ -42,7 +42,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         self.interrupts = Interrupts()
         self.rank_info: RankInfo = kwargs.pop("rank_info")
         self.device: torch.device = kwargs.pop("device")
-        self.assignment: Assignment = kwargs.pop("assignment")
+        self.assignment: DeviceAssignment = kwargs.pop("assignment")
         super().__init__(**kwargs)
 
     def load_connection_file(self) -> None:
@@ -106,7 +106,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
 
 
 def run_engine(
-    process: Process, world: World, assignment: Assignment, device: torch.device
+    process: Process, world: World, assignment: DeviceAssignment, device: torch.device
 ) -> None:
     """Register with the controller and answer requests until the end."""
     info = _describe(process.name, world, assignment, device)
@@ -134,7 +134,7 @@ def run_engine(
 
 
 def _describe(
-    name: str, world: World, assignment: Assignment, device: torch.device
+    name: str, world: World, assignment: DeviceAssignment, device: torch.device
 ) -> RankInfo:
     limit = None
     if assignment.memory_fraction is not None:

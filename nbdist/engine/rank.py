@@ -12,7 +12,7 @@ from typing import Any
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.errors import WrongProcess
-from nbdist.ipc.device_assignment import Assignment
+from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import Notice, RankInfo
 
@@ -37,7 +37,7 @@ class Rank:
     output: Output
     interrupts: Interrupts
     recorder: Recorder
-    assignment: Assignment
+    assignment: DeviceAssignment
     run_dir: Path
     notify: Callable[[Notice], None]
     """Tells the notebook something out of turn, as part of the request that runs."""

@@ -1,33 +1,62 @@
-"""Where this process runs: read and applied before torch or MPI is imported."""
+"""Which device and how many threads each rank gets: decided before the ranks start.
+
+The notebook writes the assignments of all ranks to `assignments.json` in the cluster's
+run folder. A rank reads its own and applies it before it imports torch or MPI.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Assignment"]
+from nbdist.ipc.atomic_files import write_atomically
+
+__all__ = ["DeviceAssignment", "write_assignments"]
+
+FILE_NAME = "assignments.json"
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """One entry of RUN_DIR/places.json: what the notebook decided for a rank."""
+class DeviceAssignment:
+    """What one rank may use of its host."""
 
     rank: int
+    host: str
     gpu_uuid: str | None
+    """NVML's UUID of the GPU or MIG device; None for a rank on the CPU."""
     gpu_name: str
+    """"CPU" for a rank on the CPU."""
     shares_gpu: bool
     memory_fraction: float | None
+    """Cap on this rank's part of the GPU's memory; None for no cap."""
     threads: int
+    """torch's intra-op threads."""
 
     @classmethod
-    def read(cls, run_dir: Path, rank: int) -> Assignment:
-        places = json.loads((run_dir / "places.json").read_text(encoding="utf-8"))
-        return cls(**places[rank])
+    def read(cls, run_dir: Path, rank: int) -> DeviceAssignment:
+        """The assignment of a rank, as `write_assignments` has written it."""
+        records = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
+        return cls(**records[rank])
 
-    def pin(self) -> None:
-        """Show CUDA this rank's device alone, and bound the thread pools."""
+    def apply(self) -> None:
+        """Let CUDA see this rank's device alone, and bound the thread pools.
+
+        Must be called before torch is imported.
+        """
         os.environ["CUDA_VISIBLE_DEVICES"] = self.gpu_uuid or ""
         os.environ["OMP_NUM_THREADS"] = str(self.threads)
         os.environ["MKL_NUM_THREADS"] = str(self.threads)
+
+
+def write_assignments(run_dir: Path, assignments: Sequence[DeviceAssignment]) -> None:
+    """Write the assignments of all ranks, in rank order, to the cluster's folder."""
+    text = json.dumps([asdict(each) for each in assignments])
+    write_atomically(
+        run_dir / FILE_NAME,
+        lambda file: file.write(text.encode()),
+        mode=0o600,
+        durable=False,
+    )

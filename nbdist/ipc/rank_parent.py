@@ -1,11 +1,13 @@
-"""A rank's parent process, which sees how the rank ends and says so.
+"""A rank's parent process, which reports how the rank ends.
 
+The MPI launcher starts this program; it starts the rank and waits for it. Then it
+writes the exit code to the exit report, for no launcher tells the notebook the code.
 Open MPI tells the survivors of a process that a signal has ended, but not of one that
-has left with an exit code, and they would wait for that one for ever. And no launcher
-tells the notebook the code. So the launcher starts this program, which starts the rank
-and does nothing but wait: it writes the end down, and ends by a signal itself unless
-all was well. It runs without Python's `site`, so that whatever breaks there breaks the
-rank alone, and is seen.
+has left with an exit code: they would wait for it without end. So unless the code is
+0, this program ends itself by a signal.
+
+It runs without Python's `site`. What breaks there breaks the rank alone, and is
+reported.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 """The folder that nbdist can be imported from."""
 
 if __name__ == "__main__":
-    # Not this file's folder, whose modules would stand before those of Python.
+    # This file's folder would hide modules of the standard library.
     sys.path[0:1] = []
     sys.path.append(str(ROOT))
 
@@ -38,7 +40,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Start the rank, and stay until it has ended."""
+    """Start the rank, wait until it has ended, and report its exit."""
     die_with_parent()
     process = Process.of_arguments(arguments)
     process.report_stage("starting Python")
@@ -59,7 +61,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _become_rank(process: Process, arguments: list[str]) -> None:
-    """In the child: go on as the rank, which outlives this program by nothing."""
+    """In the child: run the rank, which ends when this program ends."""
     die_with_parent()
     _capture_descriptors(process)
     os.chdir(ROOT)
@@ -68,9 +70,10 @@ def _become_rank(process: Process, arguments: list[str]) -> None:
 
 
 def _capture_descriptors(process: Process) -> None:
-    """Send descriptors 1 and 2, also those of C code and child processes, to files.
+    """Redirect descriptors 1 and 2 to files, and descriptor 0 from /dev/null.
 
-    Descriptor 0 is at its end: nobody can answer to `input()`, and so it fails at once.
+    The files take what C code and child processes write, too. `input()` fails at once,
+    for nobody can answer it.
     """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -38,8 +38,7 @@ class StartView:
     def show(self, progress: Any) -> None:
         """Show a `cluster.start.Progress`."""
         devices = Counter(
-            f"{place.gpu.name if place.gpu else 'CPU'} on {place.host}"
-            for place in progress.places
+            f"{each.gpu_name} on {each.host}" for each in progress.assignments
         )
         where = ", ".join(f"{count} × {device}" for device, count in devices.items())
         stages = Counter(progress.stages.values())

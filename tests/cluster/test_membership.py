@@ -287,7 +287,7 @@ def test_a_bad_size_is_refused(cluster: Cluster, n: object) -> None:
         ("os._exit(3)", "exit code 3"),
         ("os.kill(os.getppid(), 9); time.sleep(600)", "an unknown exit code"),
     ],
-    ids=["by itself", "with its witness"],
+    ids=["by itself", "with its parent"],
 )
 def test_a_new_rank_that_dies_while_it_joins_is_named_and_given_up(
     death: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

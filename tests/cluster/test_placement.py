@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.cluster.hosts import Gpu, Host
-from nbdist.cluster.placement import place
+from nbdist.cluster.placement import assign_devices
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
+from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.resources import memory_fraction
 
 GIB = 2**30
@@ -21,41 +22,47 @@ def gpu_host(gpus: int, gib: int = 80) -> Host:
     return Host("box", cores=16, gpus=tuple(cards))
 
 
-def gpus_of(config: ClusterConfig, host: Host) -> list[str]:
-    return [p.gpu.uuid for p in place(config, host) if p.gpu is not None]
+def gpus_of(assigned: list[DeviceAssignment]) -> list[str]:
+    return [each.gpu_uuid for each in assigned if each.gpu_uuid is not None]
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (3, 3), (4, 4), (64, 4)])
 def test_without_gpus_n_is_the_cores_but_at_most_four(cores: int, expected: int):
-    assert len(place(ClusterConfig(), Host("box", cores))) == expected
+    assert len(assign_devices(ClusterConfig(), Host("box", cores))) == expected
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_with_gpus_n_is_one_per_gpu(gpus: int):
-    places = place(ClusterConfig(), gpu_host(gpus))
-    assert [p.gpu.uuid for p in places if p.gpu] == [f"GPU-{i}" for i in range(gpus)]
-    assert not any(p.shares_gpu for p in places)
-    assert {p.memory_fraction for p in places} == {None}
+    assigned = assign_devices(ClusterConfig(), gpu_host(gpus))
+    assert gpus_of(assigned) == [f"GPU-{i}" for i in range(gpus)]
+    assert not any(p.shares_gpu for p in assigned)
+    assert {p.memory_fraction for p in assigned} == {None}
 
 
 def test_device_cpu_leaves_the_gpus_alone():
-    assert gpus_of(ClusterConfig(n=2, device="cpu"), gpu_host(2)) == []
+    assigned = assign_devices(ClusterConfig(n=2, device="cpu"), gpu_host(2))
+    assert gpus_of(assigned) == []
 
 
 def test_ranks_that_share_a_gpu_are_neighbours_and_share_its_memory():
-    places = place(ClusterConfig(n=4, ranks_per_gpu=2), gpu_host(2))
-    assert [p.gpu.uuid for p in places if p.gpu] == ["GPU-0", "GPU-0", "GPU-1", "GPU-1"]
-    assert all(p.shares_gpu for p in places)
-    assert {p.memory_fraction for p in places} == {0.5}
+    assigned = assign_devices(ClusterConfig(n=4, ranks_per_gpu=2), gpu_host(2))
+    assert gpus_of(assigned) == [
+        "GPU-0",
+        "GPU-0",
+        "GPU-1",
+        "GPU-1",
+    ]
+    assert all(p.shares_gpu for p in assigned)
+    assert {p.memory_fraction for p in assigned} == {0.5}
 
 
 def test_default_n_counts_the_ranks_per_gpu():
-    assert len(place(ClusterConfig(ranks_per_gpu=3), gpu_host(2))) == 6
+    assert len(assign_devices(ClusterConfig(ranks_per_gpu=3), gpu_host(2))) == 6
 
 
 def test_a_cap_by_hand_replaces_the_share():
     config = ClusterConfig(n=2, ranks_per_gpu=2, gpu_memory="8GiB")
-    assert {p.memory_fraction for p in place(config, gpu_host(1))} == {0.1}
+    assert {p.memory_fraction for p in assign_devices(config, gpu_host(1))} == {0.1}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,7 @@ def test_what_cannot_be_met_is_refused_with_the_value_and_the_next_step(
     config: ClusterConfig, host: Host, parts: list[str]
 ):
     with pytest.raises(UsageError) as refused:
-        place(config, host)
+        assign_devices(config, host)
     assert [part for part in parts if part not in str(refused.value)] == []
 
 
@@ -123,12 +130,12 @@ def test_what_cannot_be_met_is_refused_with_the_value_and_the_next_step(
 )
 def test_what_a_host_carries_is_started(n: int, running: int, memory: int | None):
     host = Host("box", 2, memory_available=memory)
-    assert len(place(ClusterConfig(n=n), host, running)) == n
+    assert len(assign_devices(ClusterConfig(n=n), host, running)) == n
 
 
 def test_more_than_a_host_carries_is_started_where_the_user_says_so():
     host = Host("box", 2, memory_available=1)
-    assert len(place(ClusterConfig(n=32, oversubscribe=True), host)) == 32
+    assert len(assign_devices(ClusterConfig(n=32, oversubscribe=True), host)) == 32
 
 
 @pytest.mark.parametrize(
@@ -160,12 +167,12 @@ def test_every_placement_is_complete_and_fits(
     config = ClusterConfig(n=n, ranks_per_gpu=per_gpu, threads=threads)
     if n > gpus * per_gpu:
         with pytest.raises(UsageError, match="--ranks-per-gpu"):
-            place(config, gpu_host(gpus))
+            assign_devices(config, gpu_host(gpus))
         return
-    places = place(config, gpu_host(gpus))
-    assert [p.rank for p in places] == list(range(n))
-    on_gpu = [p.gpu.uuid for p in places if p.gpu]
+    assigned = assign_devices(config, gpu_host(gpus))
+    assert [p.rank for p in assigned] == list(range(n))
+    on_gpu = [p.gpu_uuid for p in assigned if p.gpu_uuid]
     assert len(on_gpu) == n
     assert max(map(on_gpu.count, on_gpu)) <= per_gpu
     assert on_gpu == sorted(on_gpu)
-    assert all(p.threads == (threads or max(1, 16 // n)) for p in places)
+    assert all(p.threads == (threads or max(1, 16 // n)) for p in assigned)

@@ -201,7 +201,7 @@ LAST_WORDS = "print('disk full', file=sys.stderr, flush=True); "
     ],
     ids=[
         *("exit", "exit before all", "raise", "raise before all"),
-        *("crash", "crash before all", "with its witness", "with it before all"),
+        *("crash", "crash before all", "with its parent", "with it before all"),
     ],
 )
 def test_a_rank_that_ends_is_named_with_its_exit_code_and_last_words(

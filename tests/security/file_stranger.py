@@ -32,7 +32,7 @@ INSIDE = (
     "commits",
     "commits/record",
     "resume/record",
-    "places.json",
+    "assignments.json",
     "security/ipcontroller-client.json",
     "output",
 )
