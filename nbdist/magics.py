@@ -22,7 +22,7 @@ from IPython.core.magic_arguments import (
 from IPython.display import display
 
 from nbdist.errors import UsageError
-from nbdist.horovod._launch import set_cluster_finder
+from nbdist.horovod.launch import set_cluster_finder
 from nbdist.session import Session
 
 __all__ = ["DistMagics", "parse_ranks", "register", "unregister"]

@@ -25,7 +25,7 @@ from nbdist.collectives.ops.reduce_scatter import reduce_scatter, reduce_scatter
 from nbdist.collectives.ops.scatter import scatter
 from nbdist.collectives.reduction import ReduceOp
 from nbdist.collectives.registry import (
-    any_spent,
+    any_broken,
     calls_made,
     close_groups,
     current_call,
@@ -55,7 +55,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
-    "any_spent",
+    "any_broken",
     "barrier",
     "broadcast",
     "broadcast_object",

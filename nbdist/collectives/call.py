@@ -22,17 +22,17 @@ _HEADINGS: tuple[str, ...] = (
 class Call:
     """What this rank is doing. Cheap to make: its place is found on demand."""
 
-    __slots__ = ("kind", "place", "sequence", "thread", "timeout")
+    __slots__ = ("call_site", "kind", "sequence", "thread", "timeout")
 
     def __init__(
         self,
         kind: Signature,
         timeout: float | timedelta | None = None,
-        place: CallSite | None = None,
+        call_site: CallSite | None = None,
     ) -> None:
         self.kind = kind
         self.timeout = timeout
-        self.place = place
+        self.call_site = call_site
         self.thread = threading.get_ident()
         self.sequence = 0
 
@@ -44,7 +44,7 @@ class Call:
     def record(self, rank: int) -> CollectiveCall:
         """The call as `rank` reports it. May be called from any thread meanwhile."""
         kind = self.kind
-        place = self.place or find_call_site(sys._current_frames().get(self.thread))
+        site = self.call_site or find_call_site(sys._current_frames().get(self.thread))
         return CollectiveCall(
             rank=rank,
             sequence=self.sequence,
@@ -54,8 +54,8 @@ class Call:
             dtype=kind.dtype,
             shape=kind.shape,
             device=kind.device,
-            cell=place.cell,
-            line=place.line,
+            cell=site.cell,
+            line=site.line,
         )
 
 

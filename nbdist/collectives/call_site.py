@@ -43,13 +43,9 @@ def find_call_site(frame: FrameType | None) -> CallSite:
 
     Both parts are None where there is no such frame, as in an autograd thread.
     """
-    while frame is not None and _is_library(frame):
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not isinstance(module, str) or module.partition(".")[0] not in _LIBRARIES:
+            return CallSite(_resolver(frame.f_code.co_filename), frame.f_lineno)
         frame = frame.f_back
-    if frame is None:
-        return CallSite(None, None)
-    return CallSite(_resolver(frame.f_code.co_filename), frame.f_lineno)
-
-
-def _is_library(frame: FrameType) -> bool:
-    module = frame.f_globals.get("__name__", "")
-    return isinstance(module, str) and module.split(".", 1)[0] in _LIBRARIES
+    return CallSite(None, None)

@@ -221,7 +221,7 @@ class Group:
         meets: bool = False,
         async_op: bool = False,
         timeout: float | timedelta | None = None,
-        place: CallSite | None = None,
+        call_site: CallSite | None = None,
     ) -> Handle | None:
         """Make one collective call. Every rank must, with an equal `kind`.
 
@@ -231,7 +231,7 @@ class Group:
             meets: whether `body` passes the gate itself (`Transport.meets`).
             async_op: return at once, with a handle.
             timeout: seconds; None takes the configured one.
-            place: where the user called from, if not from this thread.
+            call_site: where the user called from, if not from this thread.
 
         Raises:
             CollectiveMismatch: the ranks made different calls. No data was touched,
@@ -239,7 +239,7 @@ class Group:
             CollectiveTimeout: some ranks did not come in time.
             CollectiveAborted: the call was released.
         """
-        call = Call(kind, timeout, place)
+        call = Call(kind, timeout, call_site)
         if async_op or self._worker.last is not None:
             return self._queue(call, body, meets, async_op)
         if self._connection.gpu is not None and kind.device == "cuda":
@@ -260,7 +260,7 @@ class Group:
             if not async_op and (self._worker.is_current or not self._worker.busy):
                 self._run(call, body, meets)
                 return None
-            call.place = call.place or find_call_site(sys._getframe())
+            call.call_site = call.call_site or find_call_site(sys._getframe())
             handle = Handle(call.kind.operation, self.abort)
             if call.kind.device == "cuda":
                 body = on_side_stream(body, self._check)
@@ -375,7 +375,7 @@ class Group:
         self._connection.abort()
 
     @property
-    def spent(self) -> bool:
+    def broken(self) -> bool:
         """Whether a call was left halfway: later calls raise until `renew`."""
         return self._error is not None
 
@@ -457,7 +457,7 @@ class Group:
         end = time.monotonic() + _FINISH_WITHIN_S
 
         def check() -> None:
-            if self.spent or time.monotonic() > end:
+            if self.broken or time.monotonic() > end:
                 raise _OutOfTime
 
         with contextlib.suppress(_OutOfTime):

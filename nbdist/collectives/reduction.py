@@ -1,20 +1,25 @@
-"""Reduce-ops: their names, where they are defined, how tensors are combined."""
+"""Reduce-ops: what carries each out, for which dtypes, and the reduction of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from torch import Tensor
 
 from nbdist.errors import UnsupportedCollective, UsageError
 
 __all__ = [
+    "REDUCE_OPS",
     "ReduceOp",
     "accumulation_dtype",
+    "c10d_name",
     "combine",
     "finish",
+    "neutral_element",
     "parse_op",
     "reduce_rows",
 ]
@@ -22,30 +27,34 @@ __all__ = [
 ReduceOp = str | dist.ReduceOp
 """A name ("sum", "mean", "product", "min", "max", "band", "bor", "bxor") or c10d's."""
 
-_FROM_C10D = {
-    "SUM": "sum",
-    "AVG": "avg",
-    "PRODUCT": "product",
-    "MIN": "min",
-    "MAX": "max",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
+
+class Definition(NamedTuple):
+    """What carries a reduce-op out in each library."""
+
+    combine: Callable[..., Tensor]
+    """torch's function of two operands. A mean is a sum that `finish` divides."""
+    mpi: MPI.Op
+    nccl: Any = None
+    """c10d's op for NCCL; None where NCCL has none."""
+
+
+REDUCE_OPS: dict[str, Definition] = {
+    "sum": Definition(torch.add, MPI.SUM, dist.ReduceOp.SUM),
+    "mean": Definition(torch.add, MPI.SUM, dist.ReduceOp.AVG),
+    "avg": Definition(torch.add, MPI.SUM, dist.ReduceOp.AVG),
+    "product": Definition(torch.mul, MPI.PROD, dist.ReduceOp.PRODUCT),
+    "min": Definition(torch.minimum, MPI.MIN, dist.ReduceOp.MIN),
+    "max": Definition(torch.maximum, MPI.MAX, dist.ReduceOp.MAX),
+    "band": Definition(torch.bitwise_and, MPI.BAND),
+    "bor": Definition(torch.bitwise_or, MPI.BOR),
+    "bxor": Definition(torch.bitwise_xor, MPI.BXOR),
 }
-_NAMES = frozenset({*_FROM_C10D.values(), "mean"})
+"""Every reduce-op. "avg" is c10d's AVG, which is also defined for integers."""
+_FROM_C10D = {
+    getattr(dist.ReduceOp, name.upper()): name for name in REDUCE_OPS if name != "mean"
+}
 _BITWISE = frozenset({"band", "bor", "bxor"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
-_COMBINE: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 _DTYPES = frozenset(
     {
         torch.float64,
@@ -66,21 +75,20 @@ _accepted: set[tuple[str, torch.dtype]] = set()
 
 
 def parse_op(op: ReduceOp, dtype: torch.dtype) -> str:
-    """The reduce-op's name, once it is known to be defined for `dtype`.
+    """The name of a reduce-op, after a check that it is defined for `dtype`.
 
-    A sum of bools is "or" and a product "and", as adding and multiplying bool tensors
-    is in torch. c10d's AVG, "avg" here, is also defined for integers, as NCCL has it:
-    rounded towards zero. Libraries that know NCCL count on that.
+    A sum of bools is "or" and a product "and", as in torch. c10d's AVG, "avg" here, is
+    also defined for integers and rounds towards zero, as in NCCL.
 
     Raises:
-        UsageError: there is no such op.
-        UnsupportedCollective: it is not defined for this dtype.
+        UsageError: There is no such op.
+        UnsupportedCollective: The op is not defined for this dtype.
     """
     if (op, dtype) in _accepted:
         return op  # type: ignore[return-value]
-    name = op if isinstance(op, str) else _c10d_name(op)
-    if name not in _NAMES:
-        raise UsageError(f"reduce-op {op!r}: expected one of {sorted(_NAMES)}")
+    name = op if isinstance(op, str) else c10d_name(op)
+    if name not in REDUCE_OPS:
+        raise UsageError(f"reduce-op {op!r}: expected one of {sorted(REDUCE_OPS)}")
     if name == "avg" and (dtype.is_floating_point or dtype.is_complex):
         name = "mean"
     _check_defined(name, dtype)
@@ -88,10 +96,9 @@ def parse_op(op: ReduceOp, dtype: torch.dtype) -> str:
     return name
 
 
-def _c10d_name(op: dist.ReduceOp) -> str:
-    # An op is the enum itself, or a ReduceOp object wrapped around it.
-    label = str(getattr(op, "op", op)).rsplit(".", 1)[-1]
-    return _FROM_C10D.get(label, label)
+def c10d_name(op: dist.ReduceOp) -> str | None:
+    """The name of one of c10d's ops; None where there is none."""
+    return _FROM_C10D.get(getattr(op, "op", op))  # the enum, or an object around it
 
 
 def _check_defined(name: str, dtype: torch.dtype) -> None:
@@ -109,18 +116,35 @@ def _check_defined(name: str, dtype: torch.dtype) -> None:
     raise UnsupportedCollective(f"{name} of {dtype}: expected {expected}")
 
 
+def neutral_element(op: str, dtype: torch.dtype) -> float | int:
+    """The operand that changes no result of `op`."""
+    if op == "product":
+        return 1
+    if op not in ("min", "max"):
+        return 0
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("inf") if op == "min" else float("-inf")
+    bounds = torch.iinfo(dtype)
+    return bounds.max if op == "min" else bounds.min
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for the half types, whose own sums would lose digits; else `dtype`."""
+    """float32 for the half types, whose sums would lose digits; `dtype` for others."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def combine(op: str, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
     """`out = first (op) second`, elementwise; `out` may be either operand."""
-    return _COMBINE[op](first, second, out=out)
+    return REDUCE_OPS[op].combine(first, second, out=out)
 
 
 def finish(op: str, total: Tensor, size: int) -> None:
-    """Turn a sum over `size` ranks into the result, in place: only means have work."""
+    """Turn the combined operands of `size` ranks into the result, in place.
+
+    Only a mean changes: it is divided.
+    """
     if op == "mean":
         total.div_(size)
     elif op == "avg":
@@ -128,21 +152,20 @@ def finish(op: str, total: Tensor, size: int) -> None:
 
 
 def reduce_rows(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
-    """Reduce equal tensors in the order given into `out`.
+    """Reduce tensors in the given order into `out`.
 
-    Every rank that calls this with the same rows gets the same bits. Half types are
-    accumulated in float32 and rounded once.
+    The same rows give the same bits on every rank. Half types are accumulated in
+    float32 and rounded once.
 
     Args:
-        op: a parsed reduce-op.
-        rows: two tensors or more, same shape, dtype and device.
-        out: receives the result; may be one of `rows` only if it is the first or
-            the second.
+        op: A name that `parse_op` has returned.
+        rows: Two tensors or more of one shape, dtype and device.
+        out: Receives the result. It may be the first or second of `rows`.
     """
     if out.dtype in _HALF:
         out.copy_(_reduce_wide(op, rows))
     else:
-        step = _COMBINE[op]
+        step = REDUCE_OPS[op].combine
         step(rows[0], rows[1], out=out)
         for row in rows[2:]:
             step(out, row, out=out)
@@ -152,6 +175,6 @@ def reduce_rows(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
 def _reduce_wide(op: str, rows: Sequence[Tensor]) -> Tensor:
     total = rows[0].float()
     for row in rows[1:]:
-        _COMBINE[op](total, row, out=total)
+        REDUCE_OPS[op].combine(total, row, out=total)
     finish(op, total, len(rows))
     return total

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nbdist.collectives.group import Group
 
 __all__ = [
-    "any_spent",
+    "any_broken",
     "calls_made",
     "close_groups",
     "current_call",
@@ -85,9 +85,9 @@ def close_groups() -> None:
     set_default_group(None)
 
 
-def any_spent() -> bool:
+def any_broken() -> bool:
     """Whether a group of this process waits to be renewed."""
-    return any(each.spent for each in _waited_in())
+    return any(each.broken for each in _waited_in())
 
 
 def release_calls(error: BaseException) -> None:

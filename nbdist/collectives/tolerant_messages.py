@@ -198,7 +198,7 @@ class Post:
         return replace(call.record(self.rank), members=(self.rank, *others))
 
     @property
-    def spent(self) -> bool:
+    def broken(self) -> bool:
         """Whether it was left halfway, and the ranks must meet anew."""
         return self._error is not None
 

@@ -19,7 +19,7 @@ class Waiter(Protocol):
         """What this process waits for there right now."""
 
     @property
-    def spent(self) -> bool:
+    def broken(self) -> bool:
         """Whether it was left halfway."""
 
     def abort(self, error: BaseException) -> None:

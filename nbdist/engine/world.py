@@ -13,7 +13,7 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from nbdist.collectives import Group, any_spent, renew_groups, set_default_group
+from nbdist.collectives import Group, any_broken, renew_groups, set_default_group
 from nbdist.engine import torch_group
 from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
@@ -82,7 +82,7 @@ class World:
     @property
     def spent(self) -> bool:
         """Whether something of this rank's waits to be renewed."""
-        return self._shared_revoked or self._nccl_aborted or any_spent()
+        return self._shared_revoked or self._nccl_aborted or any_broken()
 
     def renew(self) -> None:
         """Begin the next generation with the same ranks. Every rank must call."""

@@ -10,21 +10,20 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from nbdist.horovod.basics import init
 from nbdist.training.data.sampler import place_in
 from nbdist.training.elastic.run import run as elastic_run
 from nbdist.training.elastic.state import State
 from nbdist.training.gradients import GradientReducer
 
-from ._world import init
-
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a training function go on after a rank's death, and after a resize.
+    """Make a training function continue after a rank's death and after a resize.
 
-    As `nbdist.elastic.run`, with its defaults. Each time the function begins, the ranks
-    are those of then: `hvd.rank()` and `hvd.size()` may have changed.
+    This is `nbdist.elastic.run` with its defaults. `hvd.rank()` and `hvd.size()` may
+    differ each time the function starts.
 
     Args:
         func: Its first argument is a `TorchState`.
@@ -33,14 +32,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def begin(state: State, *args: Any, **kwargs: Any) -> Any:
         init()
-        _agree_anew(state)
+        _forget_bucket_order(state)
         return func(state, *args, **kwargs)
 
     return elastic_run(begin)
 
 
-def _agree_anew(state: State) -> None:
-    """Rank 0, whose order all follow, may be another; a newcomer knows of none."""
+def _forget_bucket_order(state: State) -> None:
+    """Have the ranks agree again, as a new rank knows no order of buckets."""
     for value in state._objects.values():
         reducer = getattr(value, "_reducer", None)
         if isinstance(reducer, GradientReducer):
@@ -48,11 +47,11 @@ def _agree_anew(state: State) -> None:
 
 
 class TorchState(State):
-    """What survives: a model, an optimizer, samplers and plain values.
+    """The state that survives: a model, an optimizer, samplers and plain values.
 
     Args:
         model, optimizer: Committed and restored by their state.
-        kwargs: Further values, such as `epoch=0`; attributes, as the two are.
+        kwargs: Further values, such as `epoch=0`. Each is an attribute.
     """
 
     def __init__(
@@ -66,27 +65,28 @@ class TorchState(State):
         super().__init__(None, 1, **known, **kwargs)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have functions called on every rank after the ranks have changed."""
+        """Register functions to call on every rank after the ranks have changed."""
         for callback in callbacks:
             self.on_reset(functools.partial(_without_sizes, callback))
 
 
 def _without_sizes(callback: Callable[[], Any], _old: int, _new: int) -> None:
-    init()  # with the ranks of now, for whom the callback may ask
+    init()  # the callback may ask for the new ranks
     callback()
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides an epoch's samples among the ranks, and what is left of it anew.
+    """Divides an epoch's samples among the ranks, and the rest after a change of ranks.
 
     Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch`
-    at the end of each epoch. Every rank gets as many samples: the last few may be
-    repeated, as in `DistributedSampler`. `nbdist.elastic.Sampler` repeats none.
+    at the end of each epoch. Every rank gets the same number of samples, of which the
+    last few may be repeated, as in `DistributedSampler`. `nbdist.elastic.Sampler`
+    repeats none.
 
     Args:
-        dataset: Of a length that does not change.
+        dataset: Its length must not change.
         shuffle: Whether the order depends on seed and epoch.
-        seed: The same on all ranks.
+        seed: Equal on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -95,16 +95,16 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, of which nothing is processed."""
+        """Start an epoch, with no samples processed."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch that every rank has processed, of so many samples on each."""
+        """Count a batch of `batch_size` samples that every rank has processed."""
         self.processed_num += batch_size * self.num_replicas
 
     def reset(self) -> None:
-        """Divide what is left among the ranks that there are now."""
+        """Divide the remaining samples among the present ranks."""
         self.rank, self.num_replicas = place_in(None)
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -114,11 +114,11 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and the samples of it that are processed."""
+        """The epoch, and the number of its samples that are processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from a state, with the ranks that there are now."""
+        """Continue from a state, with the present ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         size as size,
     )
     from nbdist.keras import callbacks as callbacks
-    from nbdist.keras._optimizer import DistributedOptimizer as DistributedOptimizer
-    from nbdist.keras._variables import (
+    from nbdist.keras.optimizer import DistributedOptimizer as DistributedOptimizer
+    from nbdist.keras.variables import (
         broadcast_global_variables as broadcast_global_variables,
     )
     from nbdist.keras.callbacks import (
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     )
 else:
     _homes = {
-        "nbdist.keras._optimizer": ("DistributedOptimizer",),
+        "nbdist.keras.optimizer": ("DistributedOptimizer",),
         "nbdist.keras.callbacks": (
             "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
             "LearningRateWarmupCallback", "MetricAverageCallback", "ModelCheckpoint",
         ),
-        "nbdist.keras._variables": ("broadcast_global_variables",),
+        "nbdist.keras.variables": ("broadcast_global_variables",),
         "nbdist.keras": ("callbacks",),
         "nbdist.horovod": ("run",),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Callbacks that keep the ranks together while `model.fit` runs."""
+"""Callbacks that keep the ranks in step while `model.fit` runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import keras
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.horovod._allreduce import allreduce
-from nbdist.horovod._world import rank, size
-
-from ._backend import check_backend
-from ._variables import broadcast_global_variables
+from nbdist.horovod.basics import rank, size
+from nbdist.horovod.ops.allreduce import allreduce
+from nbdist.keras.variables import broadcast_global_variables, check_backend
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -27,13 +25,13 @@ Logs = dict[str, Any] | None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks one rank's weights and optimizer state, as training begins.
+    """Copies one rank's weights and optimizer state to all ranks as training starts.
 
-    Weights that exist are sent before the first batch; after it everything is, for
-    layers and optimizers make their variables only then.
+    Existing weights are sent before the first batch. All variables are sent after it,
+    because layers and optimizers may create theirs in the first batch.
 
     Args:
-        root_rank: The rank that has them, from a checkpoint or at random.
+        root_rank: The rank whose variables are sent.
     """
 
     def __init__(self, root_rank: int) -> None:
@@ -55,7 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces an epoch's metrics by their averages over the ranks.
 
-    Put it before callbacks that look at them, such as `ReduceLROnPlateau`.
+    Put it before the callbacks that use metrics, such as `ReduceLROnPlateau`.
     """
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -71,12 +69,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     Args:
         initial_lr: The learning rate that is multiplied.
         multiplier: The factor, or a function of the epoch.
-        start_epoch, end_epoch: From and up to which epoch, the last one excluded.
-        staircase: Whether the rate changes only as an epoch begins; else with each
-            batch, for which `multiplier` gets a fraction of an epoch.
-        momentum_correction: Whether the momentum is scaled with the rate, for the one
-            batch that follows a change (Goyal et al., 2017).
-        steps_per_epoch: Batches of an epoch; default what `fit` knows of it.
+        start_epoch, end_epoch: The first epoch, and the one after the last.
+        staircase: Whether the rate changes at the start of an epoch only. If not, it
+            changes with each batch, and `multiplier` gets a fractional epoch.
+        momentum_correction: Whether the momentum is scaled with the rate for the batch
+            that follows a change (Goyal et al., 2017).
+        steps_per_epoch: Batches of an epoch; default the number that `fit` knows.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
     def factor(self, epoch: float) -> float:
-        """What the initial rate is multiplied with."""
+        """The factor of the initial rate."""
         if callable(self._multiplier):
             return self._multiplier(epoch)
         return self._multiplier
@@ -150,14 +148,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr / size()` to `initial_lr`, by batches.
 
-    After Goyal et al., "Accurate, Large Minibatch SGD" (2017): a rate that is scaled
-    with the number of ranks is too large for the first epochs.
+    A rate that is scaled with the number of ranks is too large for the first epochs:
+    Goyal et al., "Accurate, Large Minibatch SGD" (2017).
 
     Args:
         initial_lr: The scaled rate, such as `0.01 * hvd.size()`.
-        warmup_epochs: Epochs until it is reached.
+        warmup_epochs: Epochs until `initial_lr` is reached.
         momentum_correction, steps_per_epoch: As for `LearningRateScheduleCallback`.
-        verbose: 1 to print once it is reached, on rank 0.
+        verbose: 1 to print a line on rank 0 when it is reached.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.warmup_epochs, self.verbose = warmup_epochs, verbose
 
     def _rise(self, epoch: float) -> float:
-        # One batch ahead, so that the last one of the warm-up has the whole rate.
+        # One batch ahead, so that the last batch of the warm-up has the full rate.
         epoch += 1 / self._steps()
         return 1 / size() * (epoch * (size() - 1) / self.warmup_epochs + 1)
 
@@ -191,7 +189,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keras's `ModelCheckpoint`, which saves on rank 0 alone."""
+    """Keras's `ModelCheckpoint`. It saves on rank 0 only."""
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if rank() == 0:

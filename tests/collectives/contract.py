@@ -72,7 +72,7 @@ def run(transport: str) -> dict[str, list[str | None]]:
         except BaseException:  # noqa: BLE001 - it is the outcome of the case
             error = traceback.format_exc()
         outcomes[name] = COMM.allgather(error)
-        if any(COMM.allgather(group.spent)):
+        if any(COMM.allgather(group.broken)):
             group.renew(group.generation + 1)
             if stand_in:
                 stand_ins.install(transport, group)

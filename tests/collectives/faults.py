@@ -129,7 +129,7 @@ def interrupt(transport: str) -> None:
             ):
                 call()
             assert time.monotonic() - start < PROMPT_S
-            assert group.spent
+            assert group.broken
         COMM.Barrier()
         usable_again(group)
     group.close()

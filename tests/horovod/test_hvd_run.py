@@ -10,13 +10,13 @@ import pytest
 import nbdist.horovod as hvd
 from nbdist import Cluster
 from nbdist.errors import CellError, UsageError
-from nbdist.horovod import _launch
+from nbdist.horovod import launch
 
 
 @pytest.fixture
 def running(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """The shared cluster stands for the notebook's."""
-    monkeypatch.setattr(_launch, "_find_cluster", lambda: cluster)
+    monkeypatch.setattr(launch, "_find_cluster", lambda: cluster)
     return cluster
 
 

@@ -73,7 +73,7 @@ import os, sys, types
 keras = types.ModuleType("keras")
 keras.backend = types.SimpleNamespace(backend=lambda: "jax")
 sys.modules["keras"] = keras
-from nbdist.keras._backend import check_backend
+from nbdist.keras.variables import check_backend
 try:
     check_backend()
 except ValueError as error:

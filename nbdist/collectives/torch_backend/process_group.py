@@ -37,6 +37,7 @@ from nbdist.collectives.ops.reduce import reduce
 from nbdist.collectives.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from nbdist.collectives.ops.scatter import scatter
 from nbdist.collectives.ops.validation import split_evenly
+from nbdist.collectives.reduction import c10d_name
 from nbdist.collectives.torch_backend.rendezvous import members_of
 from nbdist.collectives.torch_backend.work import (
     CollectiveWork,
@@ -58,16 +59,6 @@ __all__ = [
 NAME = "nbdist"
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _Type = dist.ProcessGroup.BackendType
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
 _Operation = Callable[..., dist.Work]
 _Call = Callable[..., Handle | None]
 
@@ -514,7 +505,7 @@ def _reduction(
     """
     op = getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op)  # the enum, or an object around it
-    name = "sum" if kind is None else _OPS.get(kind)
+    name = "sum" if kind is None else c10d_name(op)
     if name is not None:
         return functools.partial(plain, *arguments, name)
     if kind == dist.ReduceOp.PREMUL_SUM:

@@ -44,7 +44,7 @@ class _Meeting:
         self._ranks = tuple(ranks)
         self._error: BaseException | None = None
         self._call = Call(signature("new_group", None, None, None, (), "none"))
-        self._call.place = find_call_site(sys._getframe())
+        self._call.call_site = find_call_site(sys._getframe())
 
     def wait(self) -> None:
         # Not the group's name: torch counts groups on each rank for itself, and the
@@ -75,7 +75,7 @@ class _Meeting:
         return replace(self._call.record(self._world.rank), members=self._ranks)
 
     @property
-    def spent(self) -> bool:
+    def broken(self) -> bool:
         """Whether it was left halfway; then the world's group tells so."""
         return False
 

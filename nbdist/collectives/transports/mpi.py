@@ -9,7 +9,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from nbdist.collectives.reduction import accumulation_dtype, combine, finish
+from nbdist.collectives.reduction import (
+    REDUCE_OPS,
+    accumulation_dtype,
+    combine,
+    finish,
+)
 from nbdist.collectives.sync.mpi_buffers import moved, reduced
 from nbdist.collectives.sync.wait import Check, complete
 from nbdist.collectives.transports.base import Transport
@@ -22,17 +27,6 @@ __all__ = [
 ]
 
 _TAG = 3
-_MPI_OPS = {
-    "sum": MPI.SUM,
-    "mean": MPI.SUM,
-    "avg": MPI.SUM,
-    "product": MPI.PROD,
-    "min": MPI.MIN,
-    "max": MPI.MAX,
-    "band": MPI.BAND,
-    "bor": MPI.BOR,
-    "bxor": MPI.BXOR,
-}
 _NATIVE_FLOATS = frozenset({"sum", "mean", "product"})
 """MPI's own min and max of floats lose NaN."""
 _NATIVE_INTEGERS = frozenset({torch.int32, torch.int64})
@@ -182,7 +176,7 @@ class MpiTransport(RingTransport):
         if not _is_native(op, work.dtype):
             super().all_reduce_flat(tensor, op)
             return
-        mpi_op = _MPI_OPS[op]
+        mpi_op = REDUCE_OPS[op].mpi
         self._wait([self._comm.Iallreduce(MPI.IN_PLACE, reduced(work), mpi_op)], work)
         finish(op, work, self._comm.size)
         if work is not tensor:

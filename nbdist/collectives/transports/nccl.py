@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from nbdist.collectives.reduction import REDUCE_OPS
 from nbdist.collectives.sync.cuda_peers import Swap
 from nbdist.collectives.sync.wait import Check, wait_until
 from nbdist.collectives.transports.base import Transport
@@ -24,14 +25,6 @@ from nbdist.config import environment
 __all__ = ["NcclTransport"]
 
 _NO_TIMEOUT = timedelta(days=7)
-_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 _LOSE_NAN = frozenset({"min", "max"})
 _DTYPES = frozenset(
     {
@@ -124,7 +117,7 @@ class NcclTransport(Transport):
             self._fallback.all_reduce_flat(tensor, op)
             return
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = REDUCE_OPS[op].nccl
         with self._keeping_nan(numbers, op, [numbers]):
             self._queue(self._group.allreduce([numbers], options))
 
@@ -134,7 +127,7 @@ class NcclTransport(Transport):
             self._fallback.reduce(tensor, op, root)
             return
         options = dist.ReduceOptions()
-        options.reduceOp, options.rootRank = _OPS[op], root
+        options.reduceOp, options.rootRank = REDUCE_OPS[op].nccl, root
         outputs = [numbers] if self._group.rank() == root else []
         with self._keeping_nan(numbers, op, outputs):
             self._queue(self._group.reduce([numbers], options))
@@ -146,7 +139,7 @@ class NcclTransport(Transport):
             self._fallback.reduce_scatter(output, inputs, op)
             return
         options = dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = REDUCE_OPS[op].nccl
         self._queue(self._group.reduce_scatter(numbers[:1], [numbers[1:]], options))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -209,7 +202,7 @@ class NcclTransport(Transport):
             return
         lost = numbers.isnan().to(torch.uint8)
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS["max"]
+        options.reduceOp = REDUCE_OPS["max"].nccl
         self._queue(self._group.allreduce([lost], options))
         yield
         for output in outputs:
@@ -218,7 +211,7 @@ class NcclTransport(Transport):
 
 def _as_nccl(tensor: Tensor, op: str) -> Tensor | None:
     """The tensor as one of a dtype that NCCL has; None where it cannot reduce it."""
-    if op not in _OPS or tensor.dtype not in _DTYPES:
+    if REDUCE_OPS[op].nccl is None or tensor.dtype not in _DTYPES:
         return None
     if not tensor.is_complex():
         return tensor

@@ -153,7 +153,7 @@ class ParameterServer(Strategy):
         """
         if self._shards is None:
             raise UsageError("run(): call setup(model, optimizer) first")
-        if self._post is None or self._post.spent:
+        if self._post is None or self._post.broken:
             self._meet()
         assert self._post is not None
         if self.replica is None:

@@ -95,7 +95,7 @@ class Worker:
 
     def leave(self) -> None:
         """Say that this worker has failed."""
-        if not self._post.spent:
+        if not self._post.broken:
             self._send_all(Head(Kind.LEFT), [])
 
     def _send_all(self, head: Head, bodies: Sequence[Tensor]) -> None:

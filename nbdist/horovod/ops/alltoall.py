@@ -1,4 +1,4 @@
-"""alltoall: each rank has some rows for each other rank."""
+"""alltoall: sends some rows of each rank to each other rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import Tensor
 from nbdist.collectives import Group
 from nbdist.collectives.ops.validation import resolve
 from nbdist.errors import UsageError
-
-from ._autograd import apply
-from ._handles import begin, complete
-from ._process_sets import ProcessSet, coordinator_of, global_process_set
-from ._request import Request, named
+from nbdist.horovod.handles import begin, complete
+from nbdist.horovod.negotiation import Request, named
+from nbdist.horovod.process_sets import ProcessSet, coordinator_of, global_process_set
 
 __all__ = ["alltoall", "alltoall_async"]
 
@@ -28,23 +26,23 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send rows to each rank, and join what comes from each. Every rank must call.
+    """Send rows to each rank and join the received ones. Every rank must call.
 
-    Gradients flow through: they go back where the rows have come from.
+    Gradients flow through, back to the ranks that sent the rows.
 
     Args:
-        tensor: One dimension or more, all but the first equal on all ranks; kept.
-        splits: How many rows go to each rank, in rank order; default equally many.
+        tensor: At least one dimension, all but the first equal on all ranks; kept.
+        splits: The number of rows for each rank, in rank order; default equal numbers.
         name, process_set: As for `allreduce`.
 
     Returns:
-        The received rows, in the order of the ranks that sent them; where `splits` was
-        given, also how many have come from each rank.
+        The received rows, in the order of the ranks that sent them. If `splits` was
+        given, also the number of rows received from each rank.
 
     Raises:
-        UsageError: The splits do not add up to the rows.
+        UsageError: The splits do not add up to the number of rows.
     """
-    output, received = apply(_Alltoall, tensor, splits, name, process_set)
+    output, received = _Alltoall.apply(tensor, splits, name, process_set)
     return output if splits is None else (output, received)
 
 
@@ -54,7 +52,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an `alltoall`; a handle. `synchronize` returns both values in any case."""
+    """Start an `alltoall`; returns a handle. `synchronize` returns both values."""
     handle: int = _start(begin, tensor, splits, name, process_set)
     return handle
 
@@ -116,7 +114,7 @@ def _start(
 
 
 def _checked(tensor: Tensor, splits: Splits, group: Group) -> list[int]:
-    """How many rows go to each rank."""
+    """The number of rows for each rank."""
     if tensor.dim() == 0:
         raise UsageError("alltoall of a 0-d tensor: give it a dimension, t.view(1)")
     if splits is None:

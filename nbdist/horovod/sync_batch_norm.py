@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of all ranks' samples."""
+"""Batch normalisation over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from nbdist.errors import UsageError
-
-from ._allreduce import allreduce
-from ._process_sets import ProcessSet, global_process_set
-from ._reduce_ops import Sum
+from nbdist.horovod.ops.allreduce import allreduce
+from nbdist.horovod.process_sets import ProcessSet, global_process_set
+from nbdist.horovod.reduce_ops import Sum
 
 __all__ = ["SyncBatchNorm"]
 
@@ -17,12 +16,13 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """`torch.nn.BatchNorm` over the samples of all ranks. Every rank must call it.
 
-    In training, two sums for each channel travel in the forward pass, and two in the
+    In training, the forward pass reduces two sums for each channel, and so does the
     backward pass. The ranks' batches may differ in size. In evaluation each rank uses
-    the running statistics, which are equal everywhere.
+    the running statistics, which are equal on all ranks.
 
     Args:
-        num_features: Channels: the input is of shape (N, C) or (N, C, ...), floating.
+        num_features: Channels C of the input, which is floating and of shape (N, C) or
+            (N, C, ...).
         eps, momentum, affine, track_running_stats: As for `torch.nn.BatchNorm1d`.
         process_set: The ranks.
     """
@@ -65,10 +65,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         return normalised.to(input.dtype)
 
     def _statistics(self, input: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Mean and variance of each channel, and the samples of one, of all ranks.
+        """Mean, variance and number of values of a channel, over all ranks.
 
-        In two passes: to subtract the mean's square instead would lose all digits where
-        the mean is large. Gradients flow through the sums.
+        Two passes: the difference of mean square and squared mean would lose all digits
+        where the mean is large. Gradients flow through the sums.
         """
         wide = input.float() if input.dtype.itemsize < 4 else input
         rows = wide.transpose(0, 1).reshape(self.num_features, -1)
@@ -94,7 +94,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         share = self.momentum
-        if share is None:  # the plain average over all batches
+        if share is None:  # the average over all batches
             share = 1 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         unbiased = variance * (count / (count - 1))
@@ -102,5 +102,5 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
 
 def _spread(channels: Tensor, like: Tensor) -> Tensor:
-    """One value for each channel, in a shape that goes with an (N, C, ...) tensor."""
+    """One value for each channel, in a shape that broadcasts to (N, C, ...)."""
     return channels.view(1, -1, *[1] * (like.dim() - 2))

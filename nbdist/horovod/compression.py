@@ -1,4 +1,4 @@
-"""Sending fewer bytes: tensors are rounded to 16 bits for their way."""
+"""Compression: tensors are rounded to 16 bits before they are sent."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """What is done to a tensor before and after it is reduced. This one does nothing.
+    """Changes a tensor before and after its reduction. The base class changes nothing.
 
-    To make another, override both; whatever `compress` returns second is given to
-    `decompress`.
+    A subclass overrides both methods. The second value of `compress` is the second
+    argument of `decompress`.
     """
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What is to be sent, and what `decompress` needs to know."""
+        """The tensor to send, and a context for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The received tensor as it was before `compress`."""
+        """The reduced tensor in the form that it had before `compress`."""
         return tensor
 
 
 class FP16Compressor(Compressor):
-    """Floating tensors travel as float16: 5 bits of exponent, 11 of mantissa."""
+    """Sends floating tensors as float16: 5 bits of exponent, 11 of mantissa."""
 
     dtype = torch.float16
 
@@ -45,13 +45,13 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(FP16Compressor):
-    """Floating tensors travel as bfloat16: float32's range, 8 bits of mantissa."""
+    """Sends floating tensors as bfloat16: the range of float32, 8 bits of mantissa."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressors there are."""
+    """The compressors of this package."""
 
     none = Compressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: any optimizer of Keras's, with gradients of all ranks."""
+"""DistributedOptimizer: any optimizer of Keras's, with the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from nbdist.errors import UsageError
-from nbdist.horovod._allreduce import grouped_allreduce
-from nbdist.horovod._compression import Compression, Compressor
-from nbdist.horovod._process_sets import ProcessSet, global_process_set
-from nbdist.horovod._reduce_ops import Average, ReduceOp, Sum
-
-from ._backend import check_backend, tensors_of
+from nbdist.horovod.compression import Compression, Compressor
+from nbdist.horovod.ops.allreduce import grouped_allreduce
+from nbdist.horovod.process_sets import ProcessSet, global_process_set
+from nbdist.horovod.reduce_ops import Average, ReduceOp, Sum
+from nbdist.keras.variables import check_backend, tensors_of
 
 __all__ = ["DistributedOptimizer"]
 
@@ -27,21 +26,22 @@ def DistributedOptimizer(
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Optimizer:
-    """An optimizer that applies the gradients of all ranks. Every rank must train.
+    """Make an optimizer that applies the gradients of all ranks. All must train.
 
-    It is of a subclass of the given optimizer's class, with the same options and state.
-    The gradients of a step travel together, as one tensor for each dtype, before
-    clipping, weight decay and accumulation. A variable without a gradient takes part
-    with zeros. A model saved with it loads with the plain optimizer.
+    The class of the result is a subclass of the given optimizer's. It has the same
+    options and state. The gradients of a step are reduced together, as one tensor for
+    each dtype, before clipping, weight decay and accumulation. The gradient of a
+    variable that has none counts as zero. A model saved with this optimizer loads with
+    the plain one.
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`.
-        compression: What is done to the gradients on their way.
+        compression: Compresses the gradients before they are sent.
         op: Average or Sum.
         process_set: The ranks.
 
     Raises:
-        UsageError: Keras does not compute with torch, or an op that is not defined.
+        UsageError: Keras does not compute with torch, or the op is another.
     """
     check_backend()
     if op not in (Average, Sum):

@@ -1,4 +1,4 @@
-"""reducescatter: each rank gets some rows of the reduction."""
+"""reducescatter: gives each rank some rows of the reduction."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from nbdist.collectives import Group, chunk_bounds
 from nbdist.collectives.ops.validation import resolve
 from nbdist.collectives.reduction import parse_op
 from nbdist.errors import UsageError
-
-from ._allgather import grouped_allgather
-from ._autograd import apply
-from ._compression import Compression, Compressor
-from ._handles import begin, complete
-from ._process_sets import ProcessSet, coordinator_of, global_process_set
-from ._reduce_ops import Adasum, Average, ReduceOp, Sum, chosen_op
-from ._request import Request, named
-from ._scaling import Scaling, finish, scale
+from nbdist.horovod.compression import Compression, Compressor
+from nbdist.horovod.handles import begin, complete
+from nbdist.horovod.negotiation import Request, named
+from nbdist.horovod.ops.allgather import grouped_allgather
+from nbdist.horovod.process_sets import ProcessSet, coordinator_of, global_process_set
+from nbdist.horovod.reduce_ops import (
+    Adasum,
+    Average,
+    ReduceOp,
+    Scaling,
+    Sum,
+    chosen_op,
+    scale,
+)
 
 __all__ = [
     "grouped_reducescatter",
@@ -39,20 +44,20 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's rows of the reduction. Every rank of the set must call.
+    """Return this rank's rows of the reduction. Every rank of the set must call.
 
     Where the rows cannot be divided evenly, the first ranks get one more. Gradients
-    flow through as in Horovod: they are gathered from all ranks, and for Sum multiplied
-    by their number.
+    flow through as in Horovod: they are gathered from all ranks, and multiplied by the
+    number of ranks for Sum.
 
     Args:
-        tensor: One dimension or more, equal shape and dtype on all ranks; kept.
+        tensor: At least one dimension, equal shape and dtype on all ranks; kept.
         name, compression, process_set: As for `allreduce`.
         op: Average, Sum, Min, Max or Product.
         prescale_factor, postscale_factor: As for `allreduce`.
 
     Returns:
-        A tensor of as many dimensions, on the same device.
+        A tensor with the same number of dimensions, on the same device.
     """
     return grouped_reducescatter(
         [tensor],
@@ -73,7 +78,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin a `reducescatter`; a handle for `synchronize` and `poll`. No gradients."""
+    """Start a `reducescatter`; returns a handle. No gradients flow through."""
     scaling = Scaling(chosen_op(op, None), prescale_factor, postscale_factor)
     handle: int = _start(
         begin, [tensor], scaling, name, process_set, lambda found: found[0]
@@ -93,8 +98,8 @@ def grouped_reducescatter(
     """`reducescatter` of each of several tensors, as one call."""
     scaling = Scaling(chosen_op(op, None), prescale_factor, postscale_factor)
     packed = [compression.compress(tensor) for tensor in tensors]
-    reduced = apply(
-        _Reducescatter, scaling, name, process_set, *(each for each, _ in packed)
+    reduced = _Reducescatter.apply(
+        scaling, name, process_set, *(each for each, _ in packed)
     )
     return [
         compression.decompress(tensor, context)
@@ -110,7 +115,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin a `grouped_reducescatter`; a handle. No gradients."""
+    """Start a `grouped_reducescatter`; returns a handle. No gradients flow through."""
     scaling = Scaling(chosen_op(op, None), prescale_factor, postscale_factor)
     handle: int = _start(begin, tensors, scaling, name, process_set, list)
     return handle
@@ -173,7 +178,7 @@ def _start(
 
 def _reduce_rows(rows: Tensor, scaling: Scaling, group: Group) -> Tensor:
     bounds = chunk_bounds(len(rows), group.size)
-    most = bounds[0][1]  # the first rank's are as many as any's
+    most = bounds[0][1]  # no rank has more than the first one
     pieces = [_padded(rows[begin:end], most) for begin, end in bounds]
     output = rows.new_empty((most, *rows.shape[1:]))
     group.transport(rows.device.type).reduce_scatter(
@@ -181,12 +186,12 @@ def _reduce_rows(rows: Tensor, scaling: Scaling, group: Group) -> Tensor:
     )
     begin, end = bounds[group.rank]
     mine = output[: end - begin]
-    finish(mine, scaling, group.size)
+    scaling.finish(mine, group.size)
     return mine
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """The rows, and zeros for those that are missing; flat."""
+    """The rows, flat, followed by zeros for `length` rows in all."""
     if len(rows) == length:
         return rows.reshape(-1)
     padded = rows.new_zeros((length, *rows.shape[1:]))

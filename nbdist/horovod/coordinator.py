@@ -1,12 +1,11 @@
-"""Matching the ranks' calls by name.
+"""Matches the ranks' calls by name.
 
 Calls go to the collectives in the order in which this rank makes them. While all ranks
-make them in one order, as almost every program does, nothing else is sent: the names
-are compared by the gate that each collective passes anyway. Only when the gate finds
-that the ranks have come with different calls, which touches no data, they tell each
-other what they have and make those calls that all of them have, in one order. The same
-serves `join`: a rank without data tells so, and from then on stands in with neutral
-elements for whatever the others reduce.
+make them in one order, as almost every program does, nothing else is sent: the barrier
+of each collective compares the names. When the barrier finds that the ranks' calls
+differ, which touches no data, the ranks exchange lists of their calls and make those
+that all of them have, in one order. `join` works in the same way: a rank without data
+says so, and takes part in the others' reductions with neutral elements from then on.
 """
 
 from __future__ import annotations
@@ -20,9 +19,15 @@ from contextlib import contextmanager
 
 from nbdist.collectives import Group, all_gather_object, signature
 from nbdist.errors import CollectiveAborted, CollectiveMismatch, UsageError
-
-from ._offers import JOIN, Offer, Offers, in_common, needs_all, nothing_in_common
-from ._request import Request
+from nbdist.horovod.negotiation import (
+    JOIN,
+    Offer,
+    Offers,
+    Request,
+    in_common,
+    needs_all,
+    nothing_in_common,
+)
 
 __all__ = ["Coordinator"]
 
@@ -31,21 +36,21 @@ class Coordinator:
     """The calls of this rank on one group, and their order."""
 
     def __init__(self, group: Group) -> None:
-        """Take over a group on which nobody else makes calls."""
+        """Take over a group. Nothing else may make calls on it."""
         self.group = group
         self._pending: dict[str, Request] = {}
         self._changed = threading.Condition()
         self._turn = threading.Lock()
-        """Held by the thread that makes the calls."""
+        """Held by the thread that makes calls."""
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """Whether to go on, for the thread: one for each call that was submitted."""
+        """True for each submitted call; False ends the thread."""
         self._unnamed: Counter[str] = Counter()
         self.optimizers = itertools.count()
-        """Numbers for those whose gradients are reduced here."""
+        """Numbers of the optimizers whose gradients are reduced here."""
         self._waiting = 0
         self._stirred = False
-        """Whether there may be something new to tell the others."""
+        """Whether there may be something new to tell the other ranks."""
         self._joined: frozenset[int] = frozenset()
         self._last_joined = -1
         self._generation = group.generation
@@ -53,17 +58,17 @@ class Coordinator:
     # -- calls ---------------------------------------------------------------------
 
     def name(self, operation: str, given: str | None) -> str:
-        """What a call is known by: a name of the user's, or its number."""
+        """The name of a call on all ranks: the user's, or the number of the call."""
         if given is not None:
             return f"{operation}.{given}"
         self._unnamed[operation] += 1
         return f"{operation}.noname.{self._unnamed[operation]}"
 
     def submit(self, request: Request) -> None:
-        """Begin a call; return at once.
+        """Start a call and return at once.
 
         Raises:
-            UsageError: One of this name is under way.
+            UsageError: A call of this name is under way.
         """
         self._add(request)
         if self._thread is None:
@@ -74,17 +79,17 @@ class Coordinator:
         self._work.put(True)
 
     def run(self, request: Request) -> None:
-        """Make a call, and return when it is done.
+        """Make a call and wait for its end.
 
         Raises:
-            UsageError: One of this name is under way.
-            BaseException: What ended it.
+            UsageError: A call of this name is under way.
+            BaseException: The call has failed with it.
         """
         if self._pending or not self._turn.acquire(blocking=False):
             self.submit(request)
             self.wait(request)
             return
-        try:  # on this very thread: that saves two changes of threads
+        try:  # on this thread, which saves two changes of threads
             self._add(request)
             with self._waits():
                 while not request.handle.is_completed():
@@ -97,10 +102,10 @@ class Coordinator:
         request.handle.wait()
 
     def wait(self, request: Request) -> None:
-        """Wait until a call is done.
+        """Wait for the end of a call.
 
         Raises:
-            BaseException: What ended it.
+            BaseException: The call has failed with it.
         """
         if not request.handle.is_completed():
             with self._waits():
@@ -109,28 +114,28 @@ class Coordinator:
             request.handle.wait()
 
     def poll(self, request: Request) -> bool:
-        """Whether a call is done. Does not wait."""
+        """Whether a call has ended. Does not wait."""
         if not request.handle.is_completed():
             self._stir()
         return request.handle.is_completed()
 
     def join(self) -> int:
-        """Stand in for this rank until all have joined.
+        """Take part in the others' reductions until all ranks have joined.
 
         Returns:
-            The rank within the group that was the last to join.
+            The last rank to join, by its position in the group.
         """
         kind = signature(JOIN, None, None, None, (), "none")
         self.run(Request(JOIN, kind, self._all_joined_at_once, self.abort))
         return self._last_joined
 
     def abort(self, error: BaseException) -> None:
-        """Release whoever waits for the other ranks. Any thread may call."""
+        """Release this process's waits for other ranks. Any thread may call."""
         self.group.abort(error)
         self._stir()
 
     def close(self) -> None:
-        """End all calls, and the thread. Safe to call twice."""
+        """End all calls and the thread. Safe to call twice."""
         self.group.close()
         self._stir()
         self._work.put(False)
@@ -149,10 +154,10 @@ class Coordinator:
                 self._changed.notify_all()
 
     def _refresh(self) -> None:
-        """Give up what is left from before the ranks have met anew."""
+        """Fail the calls that were made before the group was renewed."""
         if self._generation != self.group.generation:
             self._generation, self._joined = self.group.generation, frozenset()
-            self._fail_all(CollectiveAborted("the ranks have met anew"))
+            self._fail_all(CollectiveAborted("the group of ranks was renewed"))
 
     def _stir(self) -> None:
         with self._changed:
@@ -161,7 +166,7 @@ class Coordinator:
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
-        """This thread makes no call until one is done."""
+        """While this thread waits for the end of a call, it makes no other."""
         with self._changed:
             self._waiting += 1
             if self._waiting == 1:
@@ -181,7 +186,7 @@ class Coordinator:
                     self._step()
 
     def _step(self) -> None:
-        """Make this rank's oldest call, or all those that the ranks agree on."""
+        """Make this rank's oldest call, or all calls that the ranks have in common."""
         self._refresh()
         request = next(iter(self._pending.values()), None)
         if request is None:
@@ -195,22 +200,25 @@ class Coordinator:
             self._negotiate(mismatch)
 
     def _make(self, request: Request) -> None:
-        """One call, on all ranks; it is done afterwards, well or not.
+        """Make one call on all ranks, to its end or its error.
 
         Raises:
-            CollectiveMismatch: The ranks have come with different ones. It still waits.
+            CollectiveMismatch: The ranks' calls differ. The call is still pending.
         """
         error: BaseException | None = None
         try:
             self.group.run(
-                request.kind, request.body, meets=request.meets, place=request.place
+                request.kind,
+                request.body,
+                meets=request.meets,
+                call_site=request.call_site,
             )
         except CollectiveMismatch:
             raise
-        except BaseException as failure:  # noqa: BLE001 - whoever waits for it raises it
+        except BaseException as failure:  # noqa: BLE001 - the waiter raises it
             error = failure
         self._finish(request, error)
-        if self.group.spent:
+        if self.group.broken:
             assert error is not None
             self._fail_all(error)
 
@@ -225,9 +233,9 @@ class Coordinator:
     # -- negotiation ---------------------------------------------------------------
 
     def _negotiate(self, mismatch: CollectiveMismatch | None) -> None:
-        """Make the calls that all ranks have, once there are some.
+        """Make the calls that all ranks have in common, once there are some.
 
-        Every rank of the group is here. What each decides follows from what all told.
+        Every rank of the group runs this, and decides by the same table of offers.
         """
         while self._pending and self._generation == self.group.generation:
             try:
@@ -235,8 +243,8 @@ class Coordinator:
                     self._offers(), group=self.group
                 )
             except CollectiveMismatch:
-                continue  # a rank comes a call later
-            except BaseException as failure:  # noqa: BLE001 - whoever waits raises it
+                continue  # a rank is one call behind
+            except BaseException as failure:  # noqa: BLE001 - the waiter raises it
                 self._fail_all(failure)
                 return
             if self._settle(table, mismatch):
@@ -246,20 +254,17 @@ class Coordinator:
     def _offers(self) -> Offers:
         with self._changed:
             self._stirred = False
-            calls = {
-                name: Offer(request.kind, request.meets, request.stand_in)
-                for name, request in self._pending.items()
-            }
+            calls = {name: request.offer for name, request in self._pending.items()}
             return Offers(calls, self._waiting > 0, self._unnamed)
 
     def _settle(self, table: list[Offers], mismatch: CollectiveMismatch | None) -> bool:
-        """Act on what the ranks have told. Whether that was all there is to say."""
+        """Act on the ranks' offers. Returns whether the negotiation has ended."""
         joined = frozenset(rank for rank, each in enumerate(table) if each.joined)
         newly = joined - self._joined or joined
         self._joined = joined
         active = [each for rank, each in enumerate(table) if rank not in joined]
         if not active:
-            for each in table:  # a rank that had joined has not counted on
+            for each in table:  # a joined rank has not counted the others' calls
                 self._unnamed |= each.unnamed
             self._end_join(max(newly))
             return True
@@ -281,11 +286,11 @@ class Coordinator:
             request = self._stand_in(name, offer)
         try:
             self._make(request)
-        except CollectiveMismatch as error:  # one name for two things
+        except CollectiveMismatch as error:  # one name for two different calls
             self._finish(request, error)
 
     def _stand_in(self, name: str, offer: Offer) -> Request:
-        """A call of others', with elements that change nothing."""
+        """This rank's part in a reduction of the others, after it has joined."""
         assert offer.stand_in is not None
         body = offer.stand_in.body(self.group.transport(offer.stand_in.device))
         return Request(name, offer.kind, body, self.abort, meets=offer.meets)
@@ -300,8 +305,8 @@ class Coordinator:
             self._finish(request, error)
 
     def _await_news(self) -> None:
-        """Until this rank has made a call since it last told, or waits for one."""
+        """Wait until this rank has made another call or waits for one."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._stirred or self._waiting or self.group.spent
+                lambda: self._stirred or self._waiting or self.group.broken
             )

@@ -1,21 +1,22 @@
-"""One rank's parameters, optimizer state and objects, on all ranks."""
+"""Copies one rank's parameters, optimizer state and objects to all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbdist.errors import UsageError
-
-from ._allgather import allgather
-from ._broadcast import broadcast_, broadcast_async_
-from ._handles import synchronize
-from ._process_sets import ProcessSet, global_process_set
-from ._world import rank
+from nbdist.horovod.basics import rank
+from nbdist.horovod.handles import synchronize
+from nbdist.horovod.ops.allgather import allgather
+from nbdist.horovod.ops.broadcast import broadcast_, broadcast_async_
+from nbdist.horovod.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "allgather_object",
@@ -35,7 +36,7 @@ def broadcast_parameters(
 
     Args:
         params: Such as `model.state_dict()`, `model.named_parameters()` or
-            `model.parameters()`; what is no tensor in it is passed over.
+            `model.parameters()`. Values that are no tensors are skipped.
         root_rank: A world rank.
         process_set: The ranks.
     """
@@ -65,71 +66,46 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks a copy of rank `root_rank`'s optimizer state. All must call.
 
-    No step is taken anywhere. An optimizer without state on the root has none on the
-    others afterwards. Tensors go to the device that `load_state_dict` gives them.
+    No rank takes a step. If the root's optimizer has no state, the others' have none
+    afterwards. `load_state_dict` chooses the device of each tensor.
 
     Args:
-        optimizer: Any, distributed or not, over the same parameters on all ranks.
+        optimizer: Any of torch's, over the same parameters on all ranks.
         root_rank: A world rank.
-        model: Of Horovod's signature; not needed.
+        model: Part of Horovod's signature; not used.
         process_set: The ranks.
     """
     is_root = rank() == root_rank
-    tensors: list[Tensor] = []
-    plan = _unfilled(optimizer.state_dict(), tensors) if is_root else None
-    plan = broadcast_object(plan, root_rank, process_set=process_set)
+    state: Any = optimizer.state_dict() if is_root else None
+    layout = tree_map_only(Tensor, _Empty.like, state)
+    layout = broadcast_object(layout, root_rank, process_set=process_set)
     if not is_root:
-        plan = _made(plan, tensors)
+        state = tree_map_only(_Empty, _Empty.make, layout)
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     handles = [
-        broadcast_async_(tensor, root_rank, None, process_set) for tensor in tensors
+        broadcast_async_(tensor.detach(), root_rank, None, process_set)
+        for tensor in tensors
     ]
     for handle in handles:
         synchronize(handle)
     if not is_root:
-        optimizer.load_state_dict(plan)
+        optimizer.load_state_dict(state)
 
 
-class _Place:
-    """Where a tensor of the state goes: all of it but its values."""
+@dataclass(frozen=True)
+class _Empty:
+    """A tensor of the root's state without its values."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.device = tensor.device.type
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> _Empty:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
     def make(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-def _unfilled(value: Any, tensors: list[Tensor]) -> Any:
-    """A state with places instead of its tensors, which are collected."""
-
-    def take(tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        tensors.append(tensor.detach())
-        return _Place(tensor)
-
-    return _mapped(value, take)
-
-
-def _made(value: Any, tensors: list[Tensor]) -> Any:
-    """The reverse: a state with new tensors in its places."""
-
-    def make(place: Any) -> Any:
-        if not isinstance(place, _Place):
-            return place
-        tensors.append(place.make())
-        return tensors[-1]
-
-    return _mapped(value, make)
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_mapped(each, change) for each in value)
-    return change(value)
 
 
 def broadcast_object(
@@ -138,10 +114,10 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank `root_rank`'s object, on all ranks. Every rank of the set must call.
+    """Send rank `root_rank`'s object to all ranks. Every rank of the set must call.
 
     Args:
-        obj: What cloudpickle can pickle on the root; not looked at elsewhere.
+        obj: An object that cloudpickle can pickle, on the root; ignored elsewhere.
         root_rank: A world rank.
         name: As for `broadcast`.
         process_set: The ranks.
@@ -164,7 +140,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """`broadcast_object` with all arguments but the object."""
+    """`broadcast_object` with every argument but the object given."""
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -173,10 +149,10 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Every rank's object, in rank order. Every rank of the set must call.
+    """Gather every rank's object, in rank order. Every rank of the set must call.
 
     Args:
-        obj: What cloudpickle can pickle.
+        obj: An object that cloudpickle can pickle.
         name: As for `allgather`.
         process_set: The ranks.
     """

@@ -1,4 +1,4 @@
-"""allgather: the ranks' tensors, one below the other."""
+"""allgather: joins the ranks' tensors along the first dimension."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from torch import Tensor
 from nbdist.collectives import Group
 from nbdist.collectives.ops.validation import flatten, resolve
 from nbdist.errors import UsageError
-
-from ._allreduce import grouped_allreduce
-from ._autograd import apply
-from ._handles import begin, complete
-from ._process_sets import ProcessSet, coordinator_of, global_process_set
-from ._reduce_ops import Average
-from ._request import Request, named
+from nbdist.horovod.handles import begin, complete
+from nbdist.horovod.negotiation import Request, named
+from nbdist.horovod.ops.allreduce import grouped_allreduce
+from nbdist.horovod.process_sets import ProcessSet, coordinator_of, global_process_set
+from nbdist.horovod.reduce_ops import Average
 
 __all__ = [
     "allgather",
@@ -32,19 +30,19 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """All ranks' tensors, joined along the first dimension. Every rank must call.
+    """Join all ranks' tensors along the first dimension. Every rank must call.
 
     Gradients flow through: the result's gradients are averaged over the ranks, and each
-    rank takes the rows that are its own, as Horovod does since 0.22.
+    rank takes its own rows, as in Horovod since 0.22.
 
     Args:
-        tensor: One dimension or more, all but the first equal on all ranks; kept.
+        tensor: At least one dimension, all but the first equal on all ranks; kept.
         name, process_set: As for `allreduce`.
 
     Returns:
         A tensor of the same dtype and device, in rank order.
     """
-    gathered: Tensor = apply(_Allgather, False, name, process_set, tensor)[0]
+    gathered: Tensor = _Allgather.apply(False, name, process_set, tensor)[0]
     return gathered
 
 
@@ -53,7 +51,7 @@ def allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an `allgather`; a handle for `synchronize` and `poll`. No gradients."""
+    """Start an `allgather`; returns a handle. No gradients flow through."""
     handle: int = _start(
         begin, [tensor], False, name, process_set, lambda found, _: found[0]
     )
@@ -66,7 +64,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allgather` of each of several tensors, as one call."""
-    return list(apply(_Allgather, True, name, process_set, *tensors))
+    return list(_Allgather.apply(True, name, process_set, *tensors))
 
 
 def grouped_allgather_async(
@@ -74,7 +72,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin a `grouped_allgather`; a handle. No gradients."""
+    """Start a `grouped_allgather`; returns a handle. No gradients flow through."""
     handle: int = _start(
         begin, tensors, True, name, process_set, lambda found, _: found
     )
@@ -115,7 +113,7 @@ def _start(
     process_set: ProcessSet,
     pick: Callable[[list[Tensor], list[list[int]]], Any],
 ) -> Any:
-    """Gather by `begin` or `complete`; `pick` has the results and each one's rows."""
+    """Gather by `begin` or `complete`; `pick` takes results and row counts."""
     coordinator = coordinator_of(process_set)
     group = coordinator.group
     for tensor in tensors:
@@ -150,14 +148,14 @@ def _check(tensor: Tensor, group: Group) -> None:
 
 
 def _widths(tensors: Sequence[Tensor], grouped: bool) -> tuple[int, ...]:
-    """What must agree: all dimensions but the first."""
+    """The dimensions that must agree between ranks: all but the first."""
     if not grouped:
         return (-1, *tensors[0].shape[1:])
     return tuple(size for tensor in tensors for size in (-1, *tensor.shape[1:]))
 
 
 def _row_counts(tensors: Sequence[Tensor], group: Group) -> list[list[int]]:
-    """For each tensor, how many rows each rank has."""
+    """For each tensor, the number of rows on each rank."""
     mine = torch.tensor([len(tensor) for tensor in tensors], device="cpu")
     table = mine.new_empty(group.size, len(tensors))
     group.transport("cpu").all_gather(list(table), mine)

@@ -1,4 +1,4 @@
-"""broadcast: one rank's tensor, on all ranks of a process set."""
+"""broadcast: copies one rank's tensor to all ranks of a process set."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from torch import Tensor
 
 from nbdist.collectives.ops.validation import Flat, resolve
 from nbdist.errors import UsageError
-
-from ._allreduce import allreduce
-from ._autograd import apply
-from ._handles import begin, complete
-from ._process_sets import ProcessSet, coordinator_of, global_process_set
-from ._reduce_ops import Average
-from ._request import Request, copied, named
-from ._world import rank
+from nbdist.horovod.basics import rank
+from nbdist.horovod.handles import begin, complete
+from nbdist.horovod.negotiation import Request, copied, named
+from nbdist.horovod.ops.allreduce import allreduce
+from nbdist.horovod.process_sets import ProcessSet, coordinator_of, global_process_set
+from nbdist.horovod.reduce_ops import Average
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 
@@ -28,17 +26,17 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """A copy of rank `root_rank`'s tensor. Every rank of the set must call.
+    """Return a copy of rank `root_rank`'s tensor. Every rank of the set must call.
 
-    Gradients flow through: the root takes the average of the ranks' gradients, as
-    Horovod does since 0.22, and the others zero.
+    Gradients flow through: the root gets the average of the ranks' gradients and the
+    others get zero, as in Horovod since 0.22.
 
     Args:
         tensor: Any shape, equal shape and dtype on all ranks; kept.
-        root_rank: A world rank, a member of the set.
+        root_rank: A world rank in the set.
         name, process_set: As for `allreduce`.
     """
-    received: Tensor = apply(_Broadcast, tensor, root_rank, name, process_set)
+    received: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
     return received
 
 
@@ -48,7 +46,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin a `broadcast`; a handle for `synchronize` and `poll`. No gradients."""
+    """Start a `broadcast`; returns a handle. No gradients flow through."""
     handle: int = _start(begin, copied(tensor), root_rank, name, process_set)
     return handle
 
@@ -59,7 +57,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """`broadcast` in place; the tensor itself. No gradients."""
+    """`broadcast` in place; returns the tensor. No gradients flow through."""
     received: Tensor = _start(complete, tensor, root_rank, name, process_set)
     return received
 
@@ -70,7 +68,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin a `broadcast_`; a handle. The tensor is not to be touched until then."""
+    """Start a `broadcast_`; returns a handle. Leave the tensor alone until its end."""
     handle: int = _start(begin, tensor, root_rank, name, process_set)
     return handle
 

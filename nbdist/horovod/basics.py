@@ -1,29 +1,44 @@
-"""The ranks, as Horovod counts them."""
+"""The world as Horovod describes it: start and end, ranks, and what can be used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 import nbdist
 from nbdist.collectives import default_group
 from nbdist.errors import WrongProcess
-
-from . import _process_sets
-from ._process_sets import ProcessSet, add_process_set
+from nbdist.horovod import process_sets as sets
+from nbdist.horovod.process_sets import ProcessSet, add_process_set
 
 __all__ = [
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
+    "rocm_built",
     "shutdown",
     "size",
 ]
+
+
+# -- start and end ---------------------------------------------------------------------
 
 
 def init(
@@ -43,11 +58,11 @@ def init(
         WrongProcess: Nothing has started this process as a rank.
     """
     nbdist.init()
-    if _process_sets.is_begun():
+    if sets.is_begun():
         return
-    _process_sets.end()
+    sets.end()
     ranks = comm if comm is None or isinstance(comm, Sequence) else _ranks_of(comm)
-    _process_sets.begin(default_group(), ranks or None)
+    sets.begin(default_group(), ranks or None)
     if process_sets is not None and not isinstance(process_sets, str):
         for each in process_sets:
             add_process_set(each)
@@ -61,7 +76,7 @@ def _ranks_of(comm: Any) -> list[int]:
 
 def shutdown() -> None:
     """Leave the world again. Calls under way end. Safe to call twice."""
-    _process_sets.end()
+    sets.end()
 
 
 def is_initialized() -> bool:
@@ -70,7 +85,10 @@ def is_initialized() -> bool:
         default_group()
     except WrongProcess:
         return False
-    return _process_sets.is_begun()
+    return sets.is_begun()
+
+
+# -- ranks -----------------------------------------------------------------------------
 
 
 def rank() -> int:
@@ -79,12 +97,12 @@ def rank() -> int:
     Raises:
         UsageError: Before `init`. So do all the functions here.
     """
-    return _process_sets.members().rank
+    return sets.members().rank
 
 
 def size() -> int:
     """The number of ranks."""
-    return _process_sets.members().size
+    return sets.members().size
 
 
 def local_rank() -> int:
@@ -114,7 +132,7 @@ def is_homogeneous() -> bool:
 
 
 def _hosts() -> tuple[int, ...]:
-    return _process_sets.members().hosts
+    return sets.members().hosts
 
 
 def _neighbours() -> list[int]:
@@ -130,3 +148,61 @@ def _peers() -> list[int]:
         if hosts[:peer].count(host) == local:
             found.append(peer)
     return found
+
+
+# -- what can be used ------------------------------------------------------------------
+
+
+def mpi_built() -> bool:
+    """Whether MPI can be used: always, for the ranks meet by it."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI is used: always."""
+    return True
+
+
+def mpi_threads_supported() -> bool:
+    """Whether other code may use MPI from any thread meanwhile."""
+    from mpi4py import MPI
+
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+def gloo_built() -> bool:
+    """Whether torch.distributed has gloo. nbdist's own transports take its place."""
+    return dist.is_gloo_available()
+
+
+def gloo_enabled() -> bool:
+    """Whether gloo carries these collectives: never."""
+    return False
+
+
+def nccl_built() -> int:
+    """NCCL's version as Horovod counts it (22304 for 2.23.4); 0 where there is none."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def cuda_built() -> bool:
+    """Whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built with ROCm."""
+    return torch.version.hip is not None
+
+
+def ddl_built() -> bool:
+    """Whether IBM's DDL can be used: never."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Whether Intel's oneCCL can be used: never."""
+    return False

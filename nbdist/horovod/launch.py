@@ -1,4 +1,4 @@
-"""`hvd.run`: a function on every rank, from the notebook."""
+"""`hvd.run`: calls a function on every rank, from the notebook or a script."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _find_cluster: Callable[[], Any] = _no_cluster
 
 
 def set_cluster_finder(finder: Callable[[], Any]) -> None:
-    """Say how to find the notebook's running cluster.
+    """Set the function that finds the notebook's running cluster.
 
     Args:
-        finder: Returns it, or None where none is running.
+        finder: Returns the cluster, or None where none is running.
     """
     global _find_cluster
     _find_cluster = finder
@@ -40,26 +40,26 @@ def run(
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` on every rank, from the notebook or a script.
 
-    It runs on the notebook's cluster where one is running, and keeps it; else a cluster
-    is started for it and stopped afterwards. What the ranks print appears here, with
-    the rank's number before each line.
+    The call uses the notebook's running cluster. Where there is none, it starts one and
+    stops it at the end. The ranks' output is printed, with the rank's number before
+    each line.
 
     Args:
-        func: Travels by value where the ranks cannot import it.
+        func: Pickled by value where the ranks cannot import it.
         args, kwargs: Copied to each rank.
-        np: The number of ranks; default that of the running cluster, or of `hosts`, or
-            as `%dist_start` chooses.
+        np: The number of ranks. The default is that of the running cluster, or of
+            `hosts`, or what `%dist_start` chooses.
         hosts: Such as "localhost:4", as `%dist_start -H` takes it.
         start_timeout: Seconds until every rank must be up.
 
     Returns:
-        What each rank returned, in rank order.
+        Each rank's return value, in rank order.
 
     Raises:
-        CellError: It raised on a rank.
+        CellError: `func` raised on a rank.
         UsageError: The running cluster has another number of ranks.
-        StartError: The ranks did not come up.
-        WrongProcess: This is a rank.
+        StartError: The ranks did not start.
+        WrongProcess: This process is a rank.
     """
     world = sys.modules.get("nbdist.engine.world")
     if world is not None and world.is_joined():
@@ -89,7 +89,7 @@ def _call(
 
 
 class _Printer:
-    """Prints whole lines of the ranks as they come."""
+    """Prints the ranks' output line by line."""
 
     def __init__(self) -> None:
         self._rest: dict[tuple[int, str], str] = {}

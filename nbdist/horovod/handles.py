@@ -1,4 +1,4 @@
-"""Handles of asynchronous calls: numbers, as in Horovod."""
+"""Handles of asynchronous calls, which are numbers in Horovod."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from nbdist.errors import UsageError
-
-from ._coordinator import Coordinator
-from ._request import Request
+from nbdist.horovod.coordinator import Coordinator
+from nbdist.horovod.negotiation import Request
 
 __all__ = ["begin", "complete", "poll", "synchronize"]
 
@@ -19,10 +18,10 @@ _open: dict[int, tuple[Coordinator, Request, Result]] = {}
 
 
 def begin(coordinator: Coordinator, request: Request, result: Result) -> int:
-    """Begin a call.
+    """Start a call.
 
     Returns:
-        Its handle, with which `synchronize` returns `result()`.
+        The call's handle. `synchronize` returns `result()` for it.
     """
     coordinator.submit(request)
     handle = next(_numbers)
@@ -31,7 +30,7 @@ def begin(coordinator: Coordinator, request: Request, result: Result) -> int:
 
 
 def complete(coordinator: Coordinator, request: Request, result: Result) -> Any:
-    """Make a call; `result()` when it is done."""
+    """Make a call, wait for its end and return `result()`."""
     coordinator.run(request)
     return result()
 
@@ -40,11 +39,11 @@ def synchronize(handle: int) -> Any:
     """Wait for an asynchronous call.
 
     Returns:
-        The tensor or tensors that the same call without "async" returns; None for a
-        handle that was synchronized before.
+        The result of the same call without "async" in its name; None for a handle that
+        was synchronized before.
 
     Raises:
-        CollectiveError: What ended it.
+        CollectiveError: The call has failed.
     """
     found = _open.pop(handle, None)
     if found is None:
@@ -58,7 +57,7 @@ def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once. Does not wait.
 
     Raises:
-        UsageError: It was synchronized before, or never made.
+        UsageError: There is no such handle, or it was synchronized before.
     """
     found = _open.get(handle)
     if found is None:

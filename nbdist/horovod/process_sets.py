@@ -1,4 +1,4 @@
-"""Process sets: all ranks, or some of them, that reduce among themselves."""
+"""Process sets: all ranks, or some of them, with collectives of their own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from nbdist.collectives import Group, all_gather_object, default_group
 from nbdist.errors import UsageError
-
-from ._coordinator import Coordinator
+from nbdist.horovod.coordinator import Coordinator
 
 __all__ = [
     "ProcessSet",
@@ -28,15 +27,15 @@ __all__ = [
 
 
 class ProcessSet:
-    """Some ranks.
+    """A set of ranks.
 
     Args:
-        ranks_or_comm: Ranks of the world, or an mpi4py communicator over them.
+        ranks_or_comm: World ranks, or an mpi4py communicator over them.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any = ()) -> None:
         self.process_set_id: int | None = None
-        """None until it is added."""
+        """None until the set is added."""
         self._comm = None if isinstance(ranks_or_comm, Sequence) else ranks_or_comm
         self._ranks = () if self._comm is not None else tuple(ranks_or_comm)
 
@@ -55,7 +54,7 @@ class ProcessSet:
         """This rank's number among the members.
 
         Raises:
-            UsageError: It is none of them.
+            UsageError: This rank is not a member.
         """
         own = _running().members.rank
         if own not in self.ranks:
@@ -67,7 +66,7 @@ class ProcessSet:
         return _running().members.rank in self.ranks
 
     def _resolve(self, world: Group) -> list[int]:
-        """The members, once a communicator's are known."""
+        """The members. Ranks of a communicator are translated first."""
         if self._comm is not None:
             members = self._comm.group.Translate_ranks(None, world.comm.group)
             self._ranks = tuple(members)
@@ -89,13 +88,13 @@ class ProcessSet:
 
 
 class _Running:
-    """What `init` begins and `shutdown` ends."""
+    """The state between `init` and `shutdown`."""
 
     def __init__(self, parent: Group, members: Group) -> None:
         self.parent = parent
-        """Of nbdist's world; another one stands there after a change of membership."""
+        """The default group at `init`. A change of membership makes another."""
         self.members = members
-        """The ranks that take part; nothing is called on this group but `new`."""
+        """The ranks that take part. `new` is the only method called on this group."""
         self.sets: dict[int, tuple[ProcessSet, Coordinator | None]] = {}
         self.numbers = itertools.count()
 
@@ -118,14 +117,13 @@ _now: _Running | None = None
 
 
 def begin(parent: Group, ranks: Sequence[int] | None) -> None:
-    """Begin with these ranks of a group, or with all.
+    """Start with these ranks of a group, or with all.
 
-    Every rank of it must call where only some are named. The group that calls go to is
-    made with the first of them, for a rank that joins a running world is alone when it
-    calls `init`.
+    Every rank of the group must call where `ranks` are given. The group for the calls
+    is made by the first call, for a rank that joins a running world is alone in `init`.
 
     Raises:
-        UsageError: This rank is none of them.
+        UsageError: This rank is not among `ranks`.
     """
     global _now
     chosen = range(parent.size) if ranks is None else ranks
@@ -148,7 +146,7 @@ def end() -> None:
 
 
 def is_begun() -> bool:
-    """Whether there is a world, and still the one of `begin`."""
+    """Whether `begin` was called, and the ranks have not changed since."""
     return _now is not None and _now.parent is default_group()
 
 
@@ -161,23 +159,24 @@ def _running() -> _Running:
 
 
 def coordinator_of(process_set: ProcessSet) -> Coordinator:
-    """Where the calls among a set's members go.
+    """The coordinator of a set's calls.
 
     Raises:
-        UsageError: It was not added, or this rank is no member.
+        UsageError: The set was not added, or this rank is not a member.
     """
-    known = _running().sets.get(-1 if (number := process_set.process_set_id) is None
-                                else number)  # fmt: skip
+    now, number = _running(), process_set.process_set_id
+    known = None if number is None else now.sets.get(number)
     if known is None:
         raise UsageError("this process set is not known: add_process_set() it first")
-    if known[0] is global_process_set and known[1] is None:
-        return _begin_world(_running())
-    if known[1] is None:
-        raise UsageError(
-            f"rank {_running().members.rank} is not in the process set "
-            f"{process_set.ranks}: call it on those ranks alone"
-        )
-    return known[1]
+    added, coordinator = known
+    if coordinator is not None:
+        return coordinator
+    if added is global_process_set:
+        return _begin_world(now)
+    raise UsageError(
+        f"rank {now.members.rank} is not in the process set {process_set.ranks}: call "
+        "it on those ranks alone"
+    )
 
 
 def _begin_world(now: _Running) -> Coordinator:
@@ -191,7 +190,7 @@ def _begin_world(now: _Running) -> Coordinator:
 
 
 def members() -> Group:
-    """The ranks that `init` began with. No calls may be made on it."""
+    """The group of the ranks at `init`. No calls may be made on it."""
     return _running().members
 
 
@@ -202,7 +201,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set: The set, or its ranks.
 
     Raises:
-        UsageError: No ranks, ranks that are not there, or the ranks of another set.
+        UsageError: The set is empty, has unknown ranks or the ranks of another set.
     """
     added = (
         process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -221,10 +220,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give a process set up. Every rank must call, in the same order.
+    """Remove a process set. Every rank must call, in the same order.
 
     Returns:
-        Whether it was there; the set of all ranks cannot be removed.
+        Whether the set was removed. The set of all ranks cannot be.
     """
     number = process_set.process_set_id
     if number is None or process_set is global_process_set:
@@ -237,14 +236,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """The ranks of each process set, by its number."""
+    """The ranks of each process set, by the set's number."""
     return {number: added.ranks for number, (added, _) in _running().sets.items()}
 
 
 def _with_gpus(group: Group) -> Group:
-    """Let the members find their transport for GPUs now, where all have some.
+    """Connect the transport for GPUs now, if all members have a GPU.
 
-    They have to meet for it, which they could not in the middle of other calls.
+    Every member must call for that, which is not possible in the middle of a call.
     """
     if all(all_gather_object(torch.cuda.is_available(), group=group)):
         group.transport("cuda")

@@ -1,0 +1,202 @@
+"""A rank's calls, and what the ranks tell each other when their calls differ."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nbdist.collectives import Handle, Signature, signature
+from nbdist.collectives.call_site import CallSite, find_call_site
+from nbdist.collectives.reduction import neutral_element
+from nbdist.collectives.sync.cuda_events import on_side_stream
+from nbdist.collectives.transports.base import Transport
+from nbdist.errors import CollectiveMismatch, UnsupportedCollective, UsageError
+
+__all__ = [
+    "JOIN",
+    "Offer",
+    "Offers",
+    "Request",
+    "StandIn",
+    "copied",
+    "in_common",
+    "named",
+    "needs_all",
+    "nothing_in_common",
+]
+
+JOIN = "join"
+
+
+# -- one call --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """How a rank that has joined takes part in a reduction of the others."""
+
+    op: str
+    parts: tuple[tuple[torch.dtype, int], ...]
+    """Data type and number of elements of each tensor that is reduced."""
+    device: str
+
+    @classmethod
+    def of(cls, op: str, tensors: Sequence[Tensor]) -> StandIn:
+        """For a reduction of these flat tensors."""
+        parts = tuple((each.dtype, each.numel()) for each in tensors)
+        return cls(op, parts, tensors[0].device.type)
+
+    def body(self, transport: Transport) -> Callable[[], None]:
+        """A function that reduces elements which change no result."""
+        device = torch.device(self.device)
+        tensors = [
+            torch.full(
+                (length,), neutral_element(self.op, dtype), dtype=dtype, device=device
+            )
+            for dtype, length in self.parts
+        ]
+
+        def stand_in() -> None:
+            for tensor in tensors:
+                transport.all_reduce(tensor, self.op)
+
+        return stand_in
+
+
+class Request:
+    """A collective call of this rank, from its submission until its end.
+
+    Args:
+        name: Identifies the call on all ranks.
+        kind: What must agree between the ranks.
+        body: Moves the data. It changes nothing until all ranks have met, so that it
+            can be started again.
+        on_leave: As for `Handle`.
+        meets: As for `Group.run`.
+        reduces: Op and flat tensors of a reduction that can go on without the ranks
+            that have joined; None for any other call.
+    """
+
+    __slots__ = ("body", "call_site", "handle", "kind", "meets", "name", "reduces")
+
+    def __init__(
+        self,
+        name: str,
+        kind: Signature,
+        body: Callable[[], object],
+        on_leave: Callable[[BaseException], object],
+        *,
+        meets: bool = False,
+        reduces: tuple[str, Sequence[Tensor]] | None = None,
+    ) -> None:
+        self.name, self.kind = name, kind
+        self.meets, self.reduces = meets, reduces
+        self.handle = Handle(kind.operation, on_leave)
+        on_gpu = kind.device == "cuda"
+        self.body = on_side_stream(body, _nothing) if on_gpu else body
+        self.call_site: CallSite = find_call_site(sys._getframe())
+
+    @property
+    def offer(self) -> Offer:
+        """The call as the other ranks see it."""
+        stand_in = None if self.reduces is None else StandIn.of(*self.reduces)
+        return Offer(self.kind, self.meets, stand_in)
+
+
+def _nothing() -> None:
+    """The wait for a device ends by itself: with NCCL, once the group was aborted."""
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy without gradients, for an operation that works in place.
+
+    Raises:
+        UsageError: The argument is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"expected a tensor, got {type(tensor).__name__}")
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def named(
+    operation: str,
+    name: str | None,
+    op: str | None,
+    root: int | None,
+    like: Tensor,
+    shape: tuple[int, ...],
+) -> Signature:
+    """The signature of a call, of which a name given by the user is a part."""
+    label = operation if name is None else f"{operation}[{name}]"
+    return signature(label, op, root, like.dtype, shape, like.device.type)
+
+
+# -- what ranks tell each other --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A call that a rank has made and that has not ended."""
+
+    kind: Signature
+    meets: bool
+    stand_in: StandIn | None
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What one rank tells the others."""
+
+    calls: dict[str, Offer]
+    """By name, in the order in which they were made."""
+    waits: bool
+    """Whether the rank makes no further call before one of these has ended."""
+    unnamed: Counter[str]
+    """How many calls without a name the rank has made so far, by operation."""
+
+    @property
+    def joined(self) -> bool:
+        return JOIN in self.calls
+
+
+def in_common(table: Sequence[Offers]) -> dict[str, Offer]:
+    """The calls that all of these ranks have made, in the first one's order."""
+    first = table[0].calls
+    return {
+        name: offer
+        for name, offer in first.items()
+        if all(name in each.calls for each in table)
+    }
+
+
+def needs_all(kind: Signature) -> UnsupportedCollective:
+    """The error of a call in which a rank that has joined cannot take part."""
+    return UnsupportedCollective(
+        f"{kind.operation}: a rank has joined, and only Sum, Average, Min, Max and "
+        "Product can go on without it; make this call before any rank joins"
+    )
+
+
+def nothing_in_common(
+    table: list[Offers],
+    ranks: tuple[int, ...],
+    mismatch: CollectiveMismatch | None,
+) -> CollectiveMismatch:
+    """The error of all calls when every rank waits and no call is common to all.
+
+    Args:
+        table: Every rank's offers.
+        ranks: Their numbers in the world.
+        mismatch: The barrier's error, if it has found that the calls differ.
+    """
+    lines = ["every rank waits, and no call was made by all of them:"]
+    for rank, offers in zip(ranks, table, strict=True):
+        lines.append(f"rank {rank} waits for {', '.join(offers.calls)}")
+    if mismatch is not None:
+        lines.append(str(mismatch))
+    return CollectiveMismatch("\n".join(lines))

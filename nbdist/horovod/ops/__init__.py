@@ -1,0 +1,1 @@
+"""Horovod's operations on tensors, one a file."""

@@ -1,0 +1,90 @@
+"""Horovod's reduce-ops, and how each is carried out by the collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from nbdist.errors import UsageError
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Scaling",
+    "Sum",
+    "chosen_op",
+    "scale",
+]
+
+
+class ReduceOp(Enum):
+    """How the tensors of several ranks become one. The value is the collectives' op."""
+
+    AVERAGE = "mean"
+    SUM = "sum"
+    ADASUM = "adasum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
+Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
+
+
+def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """The op of a call, which may give Horovod's older argument `average` instead.
+
+    Raises:
+        UsageError: Both are given, or `op` is not one of Horovod's.
+    """
+    if average is not None:
+        if op is not None:
+            raise UsageError(f"op={op} and average={average}: give op alone")
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"op={op!r}: expected hvd.Average, Sum, Min, Max, Product or "
+                         "Adasum")  # fmt: skip
+    return op
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A reduce-op, and the factors that tensors are multiplied with."""
+
+    op: ReduceOp
+    before: float = 1.0
+    """Multiplies each rank's tensor."""
+    after: float = 1.0
+    """Multiplies the result."""
+
+    def transport_op(self, dtype: torch.dtype) -> str:
+        """The transport's op. An average of integers is a sum, divided by `finish`."""
+        if self.op is Average and not (dtype.is_floating_point or dtype.is_complex):
+            return "sum"
+        return self.op.value
+
+    def finish(self, total: Tensor, size: int) -> None:
+        """Turn what the transport left into the result of `size` ranks, in place."""
+        if self.transport_op(total.dtype) != self.op.value:
+            total.copy_(total.div(size, rounding_mode="trunc"))
+        if self.after != 1.0:
+            scale(total, self.after)
+
+
+def scale(tensor: Tensor, factor: float) -> Tensor:
+    """Multiply in place; integers in double precision, as Horovod does."""
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.mul_(factor)
+    return tensor.copy_(tensor.double() * factor)
