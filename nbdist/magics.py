@@ -22,8 +22,7 @@ from IPython.core.magic_arguments import (
 from IPython.display import display
 
 from nbdist.errors import UsageError
-from nbdist.horovod.launch import set_cluster_finder
-from nbdist.session import Session
+from nbdist.session import Session, set_notebook_session
 
 __all__ = ["DistMagics", "parse_ranks", "register", "unregister"]
 
@@ -280,7 +279,7 @@ def register(shell: InteractiveShell) -> None:
     shell.register_magics(magics)
     matcher = _matcher(magics.session)
     shell.Completer.custom_matchers.append(matcher)
-    set_cluster_finder(lambda: magics.session.cluster_if_running)
+    set_notebook_session(magics.session)
     _registered[id(shell)] = magics, matcher
 
 

@@ -1,4 +1,4 @@
-"""This notebook's cluster, of which there is one, and what hangs on it."""
+"""The one cluster of a notebook, and what the notebook shows of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,20 @@ if TYPE_CHECKING:
     from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.monitor import Monitor
 
-__all__ = ["Session"]
+__all__ = ["Session", "running_cluster", "set_notebook_session"]
+
+_notebook_session: Session | None = None
+
+
+def set_notebook_session(session: Session) -> None:
+    """Make this session the one that the notebook's magics use."""
+    global _notebook_session
+    _notebook_session = session
+
+
+def running_cluster() -> Cluster | None:
+    """The notebook's cluster; None where none is running, as in a script."""
+    return None if _notebook_session is None else _notebook_session.cluster_if_running
 
 
 class Session:

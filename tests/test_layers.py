@@ -1,6 +1,16 @@
-"""The folder layout is the architecture: imports run one way only."""
+"""The folder layout is the architecture: imports run one way only.
+
+All checks follow the imports of the source text, at every depth: also those inside of
+functions, which run later, and those that other modules make in turn. Imports under
+`TYPE_CHECKING` never run. They must respect the layers, and count nowhere else.
+"""
+
+from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -8,60 +18,123 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "nbdist"
 SHARED = {"config", "errors", "lazy", "wire"}
 LAYERS = [
-    "magics", "session", "cluster", "engine", "keras", "horovod", "elastic",
-    "strategies", "training", "collectives", "telemetry", "ipc", "widgets",
+    "keras", "horovod", "magics", "session", "cluster", "engine", "elastic",
+    "strategies", "training", "collectives", "telemetry", "widgets", "ipc",
 ]  # fmt: skip
-NOTEBOOK_SIDE = {"magics", "session", "cluster", "widgets"}
-RANK_ONLY = {"mpi4py", "torch"}
+NOTEBOOK_SIDE = {"", "magics", "session", "cluster", "widgets"} | SHARED
+RANK_SIDE = {"torch", "mpi4py", "nbdist.engine", "nbdist.collectives"}
+ON_DEMAND = {
+    # Unpickles a tensor of a rank's, where the user has asked for one.
+    ("nbdist.ipc.serialization", "torch"),
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room(path: Path) -> str:
-    """The layer or shared file a source file belongs to; "" for the face."""
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "" if first == "__init__" else first
+def module_of(path: Path) -> str:
+    """The dotted name of a source file."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_modules(path: Path) -> list[str]:
-    """Dotted names that a file imports, anywhere in it, TYPE_CHECKING included."""
-    names = []
-    package = ["nbdist", *path.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+MODULES = {module_of(path): path for path in FILES}
+
+
+def room(module: str) -> str:
+    """The layer or shared file that a module belongs to; "" for nbdist itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def nodes(tree: ast.AST, *, type_checking: bool) -> Iterator[ast.AST]:
+    """All nodes below one, with or without what stands under `TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if (
+            not type_checking
+            and isinstance(node, ast.If)
+            and "TYPE_CHECKING" in ast.unparse(node.test)
+        ):
+            for branch in node.orelse:
+                yield branch
+                yield from nodes(branch, type_checking=type_checking)
+        else:
+            yield from nodes(node, type_checking=type_checking)
+
+
+@cache
+def imports(module: str, *, type_checking: bool = False) -> frozenset[str]:
+    """The modules that a module names in its imports, as fully as they exist."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    names: set[str] = set()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in nodes(tree, type_checking=type_checking):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            prefix = ".".join([*base, *([node.module] if node.module else [])])
-            names.append(prefix)
-            names += [f"{prefix}.{alias.name}" for alias in node.names]
-    return names
+            base = ".".join(package.split(".")[: 1 - node.level or None])
+            prefix = ".".join(filter(None, [base if node.level else "", node.module]))
+            full = {f"{prefix}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else prefix for name in full}
+    return frozenset(names)
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms = {n.split(".")[1] for n in imported_modules(path) if n.startswith("nbdist.")}
-    return rooms & (SHARED | set(LAYERS))
+def loaded_with(module: str) -> Iterator[str]:
+    """The modules that importing this one runs: its packages, and itself."""
+    parts = module.split(".")
+    yield from (".".join(parts[: n + 1]) for n in range(len(parts)))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_one_way(path: Path) -> None:
-    own = room(path)
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module: str) -> None:
+    own = room(module)
     if own == "":
         return  # the face names every room, lazily
     assert own in SHARED or own in LAYERS, f"{own} is not a room of the design"
-    for other in imported_rooms(path) - {own} - SHARED:
+    named = imports(module, type_checking=True)
+    rooms = {room(name) for name in named if name.startswith("nbdist.")}
+    for other in rooms - {own} - SHARED:
         assert own not in SHARED, f"shared file {own} imports {other}"
         assert LAYERS.index(other) > LAYERS.index(own), f"{own} imports {other}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_the_notebook_side_never_imports_torch_or_mpi(path: Path) -> None:
-    if room(path) in NOTEBOOK_SIDE | SHARED:
-        tops = {name.split(".")[0] for name in imported_modules(path)}
-        assert not tops & RANK_ONLY
+def test_nothing_of_the_notebook_side_reaches_torch_or_mpi() -> None:
+    chains = {name: [name] for name in MODULES if room(name) in NOTEBOOK_SIDE}
+    waiting = list(chains)
+    used = set()
+    while waiting:
+        module = waiting.pop()
+        for name in imports(module):
+            top = ".".join(name.split(".")[: 2 if name.startswith("nbdist.") else 1])
+            if (module, top) in ON_DEMAND:
+                used.add((module, top))
+                continue
+            assert top not in RANK_SIDE, " imports ".join([*chains[module], name])
+            for loaded in loaded_with(name):
+                if loaded in MODULES and loaded not in chains:
+                    chains[loaded] = [*chains[module], loaded]
+                    waiting.append(loaded)
+    assert used == ON_DEMAND
+
+
+def test_imports_make_no_circle() -> None:
+    graph = {module: imports(module) & set(MODULES) for module in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_underscore_modules_are_imported_in_their_own_package_only(module: str) -> None:
+    for name in imports(module, type_checking=True):
+        package, underscore, _ = name.partition("._")
+        if underscore and name in MODULES:
+            assert f"{module}.".startswith(f"{package}."), f"imports {name}"
 
 
 def test_only_cluster_imports_the_client_side_of_ipyparallel() -> None:
-    for path in FILES:
-        if room(path) not in {"cluster", "engine"}:
-            modules = imported_modules(path)
-            assert not [m for m in modules if m.split(".")[0] == "ipyparallel"], path
+    for module in MODULES:
+        if room(module) not in {"cluster", "engine"}:
+            named = imports(module, type_checking=True)
+            tops = {name.partition(".")[0] for name in named}
+            assert "ipyparallel" not in tops, module

@@ -1,13 +1,16 @@
-"""Functions and values from the notebook, on the main thread of a rank.
+"""Functions and values that travel between the notebook and a rank.
 
-Whatever of the user's runs here, such as the `__reduce__` of a value, is interruptible.
+Pickling, unpickling and printing a value may run the user's code, such as its
+`__reduce__`. All of it runs on the main thread, where an interrupt reaches it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nbdist.engine.rank import this_rank
@@ -15,7 +18,16 @@ from nbdist.engine.user_code import step, transfer_step
 from nbdist.errors import TransferError, encodable, text_of
 from nbdist.ipc import serialization, shm_payload
 
-__all__ = ["call", "fetch", "show", "store"]
+__all__ = ["adopt_variables", "call", "export_variables", "fetch", "show", "store"]
+
+VARIABLE_LIMIT_S = 5.0
+"""Seconds that one variable may take to travel to a new rank."""
+TOTAL_LIMIT_S = 20.0
+"""Seconds that all variables may take: to pickle on one rank, or to unpickle on the
+other."""
+
+
+# -- functions and single values -------------------------------------------------------
 
 
 async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
@@ -61,12 +73,12 @@ def show(expression: str) -> str:
     value = _evaluate(expression)
     with step(f"printing {expression!r}"):
         bundle, _metadata = this_rank().shell.display_formatter.format(value)
-        # Without a text, IPython has kept to itself what `repr` raises.
+        # IPython gives no text where `repr` raises. This call raises the same error.
         return encodable(bundle.get("text/plain") or repr(value))
 
 
 async def _interruptible(value: Awaitable[Any]) -> Any:
-    """What it awaits to; SIGINT reaches it as it reaches a function."""
+    """Await a value; SIGINT reaches the coroutine as it reaches a function."""
     task = asyncio.ensure_future(_caught(value))
     with this_rank().interrupts.armed(task):
         try:
@@ -105,3 +117,112 @@ def _packed(what: str, value: object) -> shm_payload.Shipment:
             f"pickled ({why}): fetch what you need of it, such as a state_dict() or a "
             "plain attribute"
         ) from error
+
+
+# -- all variables of a rank, for one that has joined ----------------------------------
+#
+# The other ranks wait meanwhile, so a variable that takes long is left out.
+
+
+def export_variables(
+    skip: Collection[str] = (),
+) -> tuple[shm_payload.Shipment, dict[str, str]]:
+    """Pack the user's variables, as far as they can be pickled in time.
+
+    They are pickled together, so that an optimizer still refers to its model's
+    parameters.
+
+    Args:
+        skip: Names that are left out.
+
+    Returns:
+        The variables, and the reason for each one that could not be packed, by name.
+
+    Raises:
+        TransferError: It was interrupted; the message says in what.
+    """
+    limits = _TimeLimits("pickle")
+    rank = this_rank()
+    namespace = rank.shell.user_global_ns
+    good = {name: v for name, v in _variables().items() if name not in skip}
+    bad: dict[str, str] = {}
+    for name, value in list(good.items()):
+        try:
+            with limits.step(name):
+                serialization.dumps(value, namespace)
+        except _CannotTravel as error:
+            del good[name]
+            bad[name] = str(error)
+    while True:
+        try:
+            frames = serialization.dumps_named(good, namespace, limits.step)
+        except _CannotTravel as error:  # although it could be pickled alone
+            del good[limits.name]
+            bad[limits.name] = str(error)
+        else:
+            return shm_payload.load(frames, rank.run_dir), bad
+
+
+def adopt_variables(shipment: shm_payload.Shipment) -> tuple[str, str] | None:
+    """Take the variables of another rank: all of them, or none.
+
+    Returns:
+        None if all were taken; else the name of a variable that could not be unpickled
+        in time, and the reason.
+
+    Raises:
+        TransferError: It was interrupted; the message says in what.
+    """
+    limits = _TimeLimits("unpickle")
+    rank = this_rank()
+    try:
+        values = serialization.loads_named(shm_payload.frames_of(shipment), limits.step)
+    except _CannotTravel as error:
+        return limits.name, str(error)
+    rank.shell.push(values)
+    # A function from another rank brings the globals that it uses, `rank` among them.
+    rank.tell_namespace()
+    return None
+
+
+class _CannotTravel(TransferError):
+    """A variable is left out; the message gives the reason, without its name."""
+
+
+class _TimeLimits:
+    """Bounds the time of each variable, and of all together."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._end = time.monotonic() + TOTAL_LIMIT_S
+        self.name = ""
+        """The variable that was begun last."""
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        self.name = name
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise _CannotTravel(f"not begun: all may take {TOTAL_LIMIT_S:g} s")
+        limit_s = min(left, VARIABLE_LIMIT_S)
+        try:
+            with transfer_step(f"{self._verb[:-1]}ing {name!r}", limit_s):
+                yield
+        except KeyboardInterrupt as interrupt:
+            # A rank that is paused in an elastic run answers with an error only.
+            raise TransferError(f"interrupted {interrupt}") from None
+        except TransferError as error:
+            if error.__cause__ is None:
+                why = f"did not {self._verb} within {limit_s:.2g} s"
+                raise _CannotTravel(why) from None
+            raise _CannotTravel(text_of(error.__cause__)) from error
+
+
+def _variables() -> dict[str, Any]:
+    """The variables that the user has made, by name."""
+    shell = this_rank().shell
+    return {
+        name: value
+        for name, value in shell.user_ns.items()
+        if not name.startswith("_") and name not in shell.user_ns_hidden
+    }

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbdist.engine import namespace
+from nbdist.engine.calls import export_variables
 from nbdist.engine.rank import this_rank
 from nbdist.engine.rpc_server import describe, function_of
 from nbdist.ipc import private_files
@@ -181,7 +181,7 @@ def variables() -> Shipment:
 
     The agent packs them: the main thread, which may be stuck in MPI, changes nothing.
     """
-    shipment, _lost = namespace.export()
+    shipment, _lost = export_variables()
     return shipment
 
 

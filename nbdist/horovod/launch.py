@@ -6,27 +6,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import nbdist
 from nbdist.errors import UsageError, WrongProcess
+from nbdist.session import running_cluster
 
-__all__ = ["run", "set_cluster_finder"]
-
-
-def _no_cluster() -> Any:
-    return None
-
-
-_find_cluster: Callable[[], Any] = _no_cluster
-
-
-def set_cluster_finder(finder: Callable[[], Any]) -> None:
-    """Set the function that finds the notebook's running cluster.
-
-    Args:
-        finder: Returns the cluster, or None where none is running.
-    """
-    global _find_cluster
-    _find_cluster = finder
+__all__ = ["run"]
 
 
 def run(
@@ -64,7 +47,7 @@ def run(
     world = sys.modules.get("nbdist.engine.world")
     if world is not None and world.is_joined():
         raise WrongProcess("hvd.run() starts ranks, and this is one: call the function")
-    cluster = _find_cluster()
+    cluster = running_cluster()
     if cluster is not None:
         if np not in (None, cluster.size) or hosts is not None:
             raise UsageError(
@@ -72,7 +55,9 @@ def run(
                 f"{cluster.size} ranks: leave both out, or %dist_stop it first"
             )
         return _call(cluster, func, args, kwargs or {})
-    with nbdist.Cluster(np, hosts=hosts, timeout_s=start_timeout) as own:
+    from nbdist.cluster.cluster import Cluster  # imports ipyparallel
+
+    with Cluster(np, hosts=hosts, timeout_s=start_timeout) as own:
         return _call(own, func, args, kwargs or {})
 
 

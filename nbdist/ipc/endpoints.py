@@ -38,7 +38,9 @@ __all__ = [
     "WHERE",
 ]
 
+ADOPT_VARIABLES = "nbdist.engine.calls:adopt_variables"
 CALL = "nbdist.engine.calls:call"
+EXPORT_VARIABLES = "nbdist.engine.calls:export_variables"
 FETCH = "nbdist.engine.calls:fetch"
 SHOW = "nbdist.engine.calls:show"
 STORE = "nbdist.engine.calls:store"
@@ -69,9 +71,6 @@ VARIABLES = "nbdist.engine.inspection:variables"
 
 CANCEL_CHANGE = "nbdist.engine.membership:cancel"
 CHANGE = "nbdist.engine.membership:change"
-
-ADOPT_VARIABLES = "nbdist.engine.namespace:adopt"
-EXPORT_VARIABLES = "nbdist.engine.namespace:export"
 
 RUN_SCRIPT = "nbdist.engine.run_script:run_script"
 

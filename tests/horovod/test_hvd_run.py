@@ -16,7 +16,7 @@ from nbdist.horovod import launch
 @pytest.fixture
 def running(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """The shared cluster stands for the notebook's."""
-    monkeypatch.setattr(launch, "_find_cluster", lambda: cluster)
+    monkeypatch.setattr(launch, "running_cluster", lambda: cluster)
     return cluster
 
 
