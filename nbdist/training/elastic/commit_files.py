@@ -13,9 +13,7 @@ an ordinary file of saved state.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nbdist.errors import CheckpointError
+from nbdist.ipc.atomic_files import write_atomically
 from nbdist.training.elastic import checkpoint
 
 __all__ = ["RECORD", "Commit", "Record", "is_record", "read_record", "write_record"]
@@ -118,16 +117,12 @@ def write_record(folder: Path, record: Record) -> None:
     Raises:
         OSError: the record could not be written. The old one is unchanged.
     """
-    part = folder / f".{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    try:
-        with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
-            file.write(record.packed())
-        part.replace(folder / RECORD)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+    write_atomically(
+        folder / RECORD,
+        lambda file: file.write(record.packed()),
+        mode=0o600,
+        durable=False,
+    )
 
 
 def read_record(opened: checkpoint.Opened) -> Record:
