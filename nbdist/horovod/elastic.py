@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import Sampler
 
 from nbdist.horovod.basics import init
+from nbdist.horovod.gradients import GradientReducer
 from nbdist.training.data.sampler import place_in
 from nbdist.training.elastic.run import run as elastic_run
 from nbdist.training.elastic.state import State
-from nbdist.training.gradients import GradientReducer
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from nbdist.errors import ReductionPending, UsageError
 from nbdist.horovod.compression import Compression, Compressor
-from nbdist.horovod.coordinator import Coordinator
-from nbdist.horovod.ops.allgather import allgather
-from nbdist.horovod.ops.allreduce import allreduce_, grouped_allreduce_, reduction
-from nbdist.horovod.process_sets import ProcessSet, coordinator_of, global_process_set
-from nbdist.horovod.reduce_ops import Adasum, Average, ReduceOp, Scaling, Sum
-from nbdist.training.buckets import BUCKET_BYTES
-from nbdist.training.gradients import GradientReducer
+from nbdist.horovod.gradients import BUCKET_BYTES, GradientReducer, NamedReduction
+from nbdist.horovod.ops.allreduce import grouped_allreduce_
+from nbdist.horovod.process_sets import ProcessSet, global_process_set
+from nbdist.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
 
 __all__ = ["DistributedOptimizer"]
 
@@ -89,7 +86,7 @@ def DistributedOptimizer(
         _Adasum.prepare(adasum, compression, backward_passes_per_step, process_set)
         return adasum
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    reduction = _NamedReduction(
+    reduction = NamedReduction(
         op,
         gradient_predivide_factor,
         compression,
@@ -183,79 +180,6 @@ class _Distributed:
         self._synchronized = False
         base: Any = super()
         base.load_state_dict(state_dict)
-
-
-class _NamedReduction:
-    """Reduces buckets of gradients by named calls: a `nbdist.training` `Reduction`.
-
-    Args:
-        op, predivide: As for `DistributedOptimizer`.
-        compression: Compresses whole buckets.
-        process_set: The ranks.
-    """
-
-    def __init__(
-        self,
-        op: ReduceOp,
-        predivide: float,
-        compression: type[Compressor],
-        process_set: ProcessSet,
-    ) -> None:
-        self._op = op
-        self._owner: Coordinator | None = None
-        self._number = 0
-        self._scaling = Scaling(op, 1 / predivide, predivide)
-        self._compression = compression
-        self._set = process_set
-
-    @property
-    def _name(self) -> str:
-        """A name that is equal on all ranks.
-
-        Optimizers are numbered in the order of their first use. The numbers start again
-        when the ranks have changed, for a new rank has used fewer optimizers.
-        """
-        coordinator = coordinator_of(self._set)
-        if self._owner is not coordinator:
-            self._owner = coordinator
-            self._number = next(coordinator.optimizers)
-        return f"gradients.{self._number}"
-
-    @property
-    def size(self) -> int:
-        return self._set.size()
-
-    def agree(self, numbers: Tensor) -> None:
-        leads = self._set.rank() == 0
-        if not leads:
-            numbers[0] = 0
-        name = f"{self._name}.order"
-        allreduce_(numbers, name=name, op=Sum, process_set=self._set)
-
-    def begin(self, index: int, bucket: Tensor) -> Callable[[], object]:
-        coordinator = coordinator_of(self._set)
-        packed, context = self._compression.compress(bucket)
-        request = reduction(
-            coordinator, [packed], self._scaling, "allreduce", f"{self._name}.{index}"
-        )
-        coordinator.submit(request)
-
-        def wait() -> None:
-            coordinator.wait(request)
-            if packed is not bucket:
-                bucket.copy_(self._compression.decompress(packed, context))
-
-        return wait
-
-    def sparse(self, index: int, gradient: Tensor) -> Tensor:
-        own = gradient.coalesce()
-        name = f"{self._name}.sparse.{index}"
-        # allgather joins along the first dimension; indices have one column for each.
-        indices = allgather(own.indices().T.contiguous(), f"{name}.indices", self._set)
-        values = allgather(own.values(), f"{name}.values", self._set)
-        if self._op is Average:
-            values = values / self.size
-        return torch.sparse_coo_tensor(indices.T, values, own.shape).coalesce()
 
 
 class _Adasum:

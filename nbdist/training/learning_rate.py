@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 from nbdist.errors import UsageError
-from nbdist.training._whole import whole
 from nbdist.training.data.sampler import place_in
+from nbdist.training.validation import whole_number
 
 __all__ = ["scale_lr", "warmup"]
 
@@ -68,7 +68,7 @@ def warmup(
     Raises:
         UsageError: a number is out of range.
     """
-    steps = whole("steps", steps, 1)
+    steps = whole_number("steps", steps, 1)
     start = 1 / place_in(None)[1] if start_factor is None else start_factor
     if not 0 < start <= 1:
         raise UsageError(f"start_factor={start!r}: expected above 0, and 1 at most")

@@ -20,7 +20,7 @@ from nbdist.errors import (
     UnsupportedCollective,
     UsageError,
 )
-from nbdist.training.adasum import combine_pair
+from nbdist.horovod.adasum import combine_pair
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import nbdist.horovod as hvd
 from nbdist.errors import ReductionPending, UsageError
-from nbdist.training.adasum import combine_pair
+from nbdist.horovod.adasum import combine_pair
 
 STEPS = 5
 BATCH = 8

@@ -12,13 +12,13 @@ from nbdist.collectives import Group
 from nbdist.collectives.ops.validation import Flat, resolve
 from nbdist.collectives.reduction import parse_op
 from nbdist.errors import UsageError
+from nbdist.horovod.adasum import adasum
 from nbdist.horovod.compression import Compression, Compressor
 from nbdist.horovod.coordinator import Coordinator
 from nbdist.horovod.handles import begin, complete
 from nbdist.horovod.negotiation import Request, copied, named
 from nbdist.horovod.process_sets import ProcessSet, coordinator_of, global_process_set
 from nbdist.horovod.reduce_ops import Adasum, ReduceOp, Scaling, chosen_op, scale
-from nbdist.training.adasum import adasum
 
 __all__ = [
     "allreduce",

@@ -15,13 +15,13 @@ from torch.utils.data import TensorDataset, default_collate
 from nbdist.collectives import Group
 from nbdist.errors import UsageError
 from nbdist.ipc.resources import cores
-from nbdist.training._whole import whole
 from nbdist.training.data.device_prefetch import on_device
 from nbdist.training.data.fetch import Collate, Fetching, Part, by_index, first_item
 from nbdist.training.data.sampler import Sampler, place_in
 from nbdist.training.data.stream import Division, StreamPosition, from_stream, is_stream
 from nbdist.training.data.structure import emptied
 from nbdist.training.data.wait_stats import Waits
+from nbdist.training.validation import whole_number
 
 __all__ = ["Loader", "loader"]
 
@@ -230,7 +230,7 @@ def loader(
     how = Fetching(
         collate=collate_fn or (first_item if total is None else default_collate),
         workers=_workers(num_workers, dataset, stream, size),
-        ahead=whole("prefetch", prefetch, 1),
+        ahead=whole_number("prefetch", prefetch, 1),
         pin=_pin(pin_memory, target),
     )
     sampler: Sampler | StreamPosition = StreamPosition()
@@ -262,8 +262,8 @@ def _global_size(each: int | None, together: int | None, size: int) -> int | Non
             f"the first is each rank's, the second that of all {size} together"
         )
     if each is not None:
-        return whole("batch_size", each, 1) * size
-    return None if together is None else whole("global_batch_size", together, 1)
+        return whole_number("batch_size", each, 1) * size
+    return None if together is None else whole_number("global_batch_size", together, 1)
 
 
 def _workers(wanted: int | str, dataset: Any, stream: bool, size: int) -> int:
@@ -274,7 +274,7 @@ def _workers(wanted: int | str, dataset: Any, stream: bool, size: int) -> int:
             return 0
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
         return max(0, min(most, cores() // ranks_here - 1))
-    number = whole("num_workers", wanted, 0, ' or "auto"')
+    number = whole_number("num_workers", wanted, 0, ' or "auto"')
     return min(number, most) if stream else number
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler as TorchSampler
 
 from nbdist.collectives import Group, chunk_bounds, default_group
 from nbdist.errors import UsageError, WrongProcess
-from nbdist.training._whole import whole
+from nbdist.training.validation import whole_number
 
 __all__ = ["Sampler", "epoch_order", "place_in", "share_of"]
 
@@ -92,10 +92,10 @@ class Sampler(TorchSampler[list[int]]):
         group: Group | None = None,
     ) -> None:
         length = len(data) if isinstance(data, Sized) else data
-        self.length = whole("data", length, 0)
-        self.batch_size = whole("batch_size", batch_size, 1)
+        self.length = whole_number("data", length, 0)
+        self.batch_size = whole_number("batch_size", batch_size, 1)
         self.shuffle = shuffle
-        self.seed = whole("seed", seed, 0)
+        self.seed = whole_number("seed", seed, 0)
         self.drop_last = drop_last
         self.epoch = 0
         self.position = 0
@@ -147,7 +147,7 @@ class Sampler(TorchSampler[list[int]]):
         So a loop over epochs may call it each time, also where it goes on in the middle
         of one.
         """
-        if whole("epoch", epoch, 0) != self.epoch:
+        if whole_number("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position = epoch, 0
 
     def end_epoch(self) -> None:

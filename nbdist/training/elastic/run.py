@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.errors import CollectiveAborted, RestartsSpent, UsageError
-from nbdist.training._whole import whole
 from nbdist.training.elastic.coordinator import coordinator
 from nbdist.training.elastic.ranks import ranks
 from nbdist.training.elastic.state import SizeChange, State
+from nbdist.training.validation import whole_number
 from nbdist.wire import ElasticCall
 
 __all__ = ["run"]
@@ -73,9 +73,9 @@ def run(
         raise UsageError(f"timeout_s={timeout_s!r}: expected seconds above 0")
     limits = ElasticCall(
         name="",
-        max_restarts=whole("max_restarts", max_restarts, 0),
-        min_ranks=whole("min_ranks", min_ranks, 1),
-        max_ranks=max_ranks and whole("max_ranks", max_ranks, min_ranks),
+        max_restarts=whole_number("max_restarts", max_restarts, 0),
+        min_ranks=whole_number("min_ranks", min_ranks, 1),
+        max_ranks=max_ranks and whole_number("max_ranks", max_ranks, min_ranks),
         timeout_s=timeout_s,
     )
     if function is None:

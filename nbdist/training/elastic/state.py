@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.training._uncut import uncut
-from nbdist.training._whole import whole
 from nbdist.training.elastic import checkpoint, tree
 from nbdist.training.elastic.commit_files import Commit, is_record
 from nbdist.training.elastic.coordinator import coordinator
@@ -28,6 +27,7 @@ from nbdist.training.elastic.shared_copies import (
     read_shared,
 )
 from nbdist.training.files import write_on_rank_0
+from nbdist.training.validation import whole_number
 
 __all__ = ["SizeChange", "State"]
 
@@ -93,7 +93,7 @@ class State:
         set_attribute = super().__setattr__
         set_attribute("_objects", dict(objects))
         set_attribute("_path", None if path is None else Path(path))
-        set_attribute("_save_every", whole("save_every", save_every, 1))
+        set_attribute("_save_every", whole_number("save_every", save_every, 1))
         set_attribute("_callbacks", [])
         set_attribute("_committed", _NO_COMMIT)
         set_attribute("_staged", _NO_COMMIT)

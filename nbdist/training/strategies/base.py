@@ -20,9 +20,9 @@ from torch.utils.data import Dataset, default_collate
 
 from nbdist.collectives import all_reduce, broadcast, default_group
 from nbdist.errors import UsageError
-from nbdist.training._whole import whole
 from nbdist.training.data.fetch import Fetching
 from nbdist.training.data.loader import Loader
+from nbdist.training.validation import whole_number
 
 from .replica_sampler import Divide
 
@@ -100,7 +100,7 @@ class Strategy(ABC):
         )
         how = Fetching(
             collate=collate_fn or default_collate,
-            workers=whole("num_workers", num_workers, 0),
+            workers=whole_number("num_workers", num_workers, 0),
         )
         self._batches = Loader(dataset, how, order, global_batch_size, self._place)
         return self._batches

@@ -1,4 +1,4 @@
-"""Arguments that must be whole numbers."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import operator
 
 from nbdist.errors import UsageError
 
-__all__ = ["whole"]
+__all__ = ["whole_number"]
 
 
-def whole(name: str, value: object, least: int, other: str = "") -> int:
-    """The argument as an int; numpy's integers are whole numbers too.
+def whole_number(name: str, value: object, least: int, other: str = "") -> int:
+    """Return an argument as an int. numpy's integers are whole numbers too.
 
     Args:
         name: of the argument, for the error.
-        least: the smallest that makes sense.
-        other: what else may stand there, such as ' or "auto"'.
+        least: the smallest value that is allowed.
+        other: what else the argument may be, for the error, such as ' or "auto"'.
 
     Raises:
-        UsageError: it is none, or too small.
+        UsageError: the argument is no whole number, or it is too small.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
