@@ -1,4 +1,4 @@
-"""How ranks train one model together: `nbdist.strategies`."""
+"""Strategies by which ranks train one model together: `nbdist.strategies`."""
 
 from __future__ import annotations
 

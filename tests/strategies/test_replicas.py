@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("replicas.py"))
+FUNCTIONS = str(Path(__file__).with_name("replica_functions.py"))
 RANKS = 4
 EXACT = [
     "mirrored sgd", "mirrored adam", "mirrored ring", "central sgd", "central adam",
@@ -20,7 +20,7 @@ EXACT = [
 @cache
 def found() -> list[dict[str, Any]]:
     """What each rank found: one launch for all cases."""
-    return launch(RANKS, BODY, "run_all", deadline_s=120)
+    return launch(RANKS, FUNCTIONS, "run_all", deadline_s=120)
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -79,7 +79,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
         "call setup", "reduce('xor'", "reduce() got a str", "global batch size",
         "a data set with a length", "LBFGS",
     ]  # fmt: skip
-    for messages in launch(2, BODY, "refusals"):
+    for messages in launch(2, FUNCTIONS, "refusals"):
         assert len(messages) == len(expected), messages
         for part, message in zip(expected, messages, strict=True):
             assert part in message

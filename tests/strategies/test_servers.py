@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("servers.py"))
+FUNCTIONS = str(Path(__file__).with_name("server_functions.py"))
 RANKS, SERVER = 4, 3
 SCRIPT = [0, 0, 1, 2, 0, 1, 1, 2, 2, 2, 0, 2, 1]
 
@@ -18,7 +18,7 @@ SCRIPT = [0, 0, 1, 2, 0, 1, 1, 2, 2, 2, 0, 2, 1]
 @cache
 def found() -> list[dict[str, Any]]:
     """What each rank found: one launch for all cases."""
-    return launch(RANKS, BODY, "run_all", deadline_s=150)
+    return launch(RANKS, FUNCTIONS, "run_all", deadline_s=150)
 
 
 @pytest.mark.parametrize("case", ["sync sgd", "sync adam", "sync, 2 servers"])
@@ -99,7 +99,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
         "mode='fast'", "max_staleness=1", "max_staleness=-1", "replicas=2",
         "n_ps=2 of 2 ranks", "replicas=3", "call setup", "outside of run()",
     ]  # fmt: skip
-    for messages in launch(2, BODY, "refusals"):
+    for messages in launch(2, FUNCTIONS, "refusals"):
         assert len(messages) == len(expected), messages
         for part, message in zip(expected, messages, strict=True):
             assert part in message

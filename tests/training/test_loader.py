@@ -1,6 +1,6 @@
 """A loader hands every sample to one rank, once an epoch, and says how long it took.
 
-The ranks of a world only differ in their number here; tests/training/test_worlds.py
+The ranks of a world only differ in their number here; tests/training/test_on_ranks.py
 has real ones.
 """
 

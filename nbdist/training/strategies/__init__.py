@@ -1,11 +1,11 @@
-"""Ways in which ranks train one model together; public as `nbdist.strategies`."""
+"""Strategies: how ranks train one model together. `nbdist.strategies` has the names."""
 
 from __future__ import annotations
 
-from .base import Strategy
-from .central_storage import CentralStorage
-from .local_sgd import LocalSGD
-from .mirrored import Mirrored
-from .parameter_server import ParameterServer
+from nbdist.training.strategies.base import Strategy
+from nbdist.training.strategies.central_storage import CentralStorage
+from nbdist.training.strategies.local_sgd import LocalSGD
+from nbdist.training.strategies.mirrored import Mirrored
+from nbdist.training.strategies.parameter_server import ParameterServer
 
 __all__ = ["CentralStorage", "LocalSGD", "Mirrored", "ParameterServer", "Strategy"]

@@ -1,7 +1,8 @@
-"""What every strategy offers: one way to write a training that several ranks do.
+"""The base class of all strategies.
 
-The shape is tf.distribute's, with Lightning Fabric's `setup`: a strategy takes model
-and optimizer and gives back what to train with; the loop stays the user's.
+Its interface is that of tf.distribute, with Lightning Fabric's `setup`: a strategy
+takes a model and an optimizer, and returns those to train with. The training loop is
+the user's.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from nbdist.collectives import all_reduce, broadcast, default_group
 from nbdist.errors import UsageError
 from nbdist.training.data.fetch import Fetching
 from nbdist.training.data.loader import Loader
+from nbdist.training.strategies.replica_sampler import ReplicaSampler
 from nbdist.training.validation import whole_number
-
-from .replica_sampler import Divide
 
 __all__ = ["Strategy", "begin_alike"]
 
@@ -33,9 +33,9 @@ REDUCTIONS = ("sum", "mean", "min", "max")
 
 
 class Strategy(ABC):
-    """How ranks train one model together. All ranks make the same calls on it.
+    """How ranks train one model together. All ranks make the same calls.
 
-    A rank that computes gradients is a *replica*; in most strategies all ranks are.
+    A rank that computes gradients is a *replica*. In most strategies every rank is one.
     """
 
     def __init__(self) -> None:
@@ -43,22 +43,21 @@ class Strategy(ABC):
 
     @property
     def replica(self) -> int | None:
-        """This rank's number among the replicas; None on one that is none."""
+        """The number of this rank among the replicas; None if it is no replica."""
         return default_group().rank
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks compute gradients."""
+        """The number of ranks that compute gradients."""
         return default_group().size
 
     @abstractmethod
     def setup(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[nn.Module, Optimizer]:
-        """What to train with in place of a model and its optimizer.
+        """Return the model and the optimizer to train with. Every rank must call.
 
-        Every rank must call. All begin with rank 0's parameters and buffers, which are
-        changed in place.
+        Rank 0's parameters and buffers are copied to all ranks, in place.
 
         Args:
             model: on the device where this rank computes.
@@ -76,21 +75,21 @@ class Strategy(ABC):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
     ) -> Loader:
-        """A loader of this replica's shares of global batches, as `nbdist.loader`'s.
+        """Return a loader of this replica's part of each global batch.
 
-        Every sample is in one replica's share; the last batch may be a smaller one. A
-        replica for which nothing is left there gets a batch of no samples, so that all
-        take equally many steps.
+        Every sample is in the part of one replica. The last batch may be smaller. A
+        replica whose part is empty gets a batch of no samples, so that all replicas
+        take the same number of steps.
 
         Args:
             dataset: map-style, the same on all ranks.
             global_batch_size: samples of all replicas together in one step.
-            shuffle: a new order in each epoch, the same on all ranks.
-            seed: of the order.
-            drop_last: leave out a last batch that is not full.
-            collate_fn, num_workers: as DataLoader's.
+            shuffle: use a new order in each epoch, the same on all ranks.
+            seed: seed of the order.
+            drop_last: drop the last batch if it is not full.
+            collate_fn, num_workers: as for DataLoader.
         """
-        order = Divide(
+        order = ReplicaSampler(
             dataset,
             global_batch_size,
             self._place,
@@ -106,7 +105,7 @@ class Strategy(ABC):
         return self._batches
 
     def _place(self) -> tuple[int, int]:
-        """(replica, number of replicas), as they are now."""
+        """The current (replica, number of replicas)."""
         return self.replica or 0, self.num_replicas
 
     def run(
@@ -119,15 +118,15 @@ class Strategy(ABC):
 
         Args:
             fn: a training step, or a whole training.
-            args, kwargs: what to call it with.
+            args, kwargs: arguments of `fn`.
 
         Returns:
-            What it returned here.
+            The result of `fn` on this rank.
         """
         return fn(*args, **(kwargs or {}))
 
     def reduce(self, op: str, value: Any) -> Any:
-        """One value out of every replica's. Every replica must call.
+        """Reduce a value over the replicas. Every replica must call.
 
         Args:
             op: "sum", "mean", "min" or "max".
@@ -135,7 +134,10 @@ class Strategy(ABC):
                 or dict of these.
 
         Returns:
-            The same on all: floats for numbers, and new tensors.
+            The same value on all replicas, with floats for numbers and new tensors.
+
+        Raises:
+            UsageError: the op or a value's type is not one of these.
         """
         if op not in REDUCTIONS:
             raise UsageError(f"reduce({op!r}, ...): expected one of {REDUCTIONS}")
@@ -151,31 +153,32 @@ class Strategy(ABC):
         )
 
     def _combine(self, op: str, tensor: Tensor) -> Tensor:
-        """Reduce a tensor of this strategy's own over the replicas."""
+        """Reduce a tensor over the replicas; it may be overwritten."""
         all_reduce(tensor, op)
         return tensor
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of `run` that this process has: here a process is one replica."""
+        """The results of `run` in this process, which is one replica."""
         return (value,)
 
     def average_loss(
         self, per_example_loss: Tensor, global_batch_size: int | None = None
     ) -> Tensor:
-        """A loss whose gradients, averaged over the replicas, are the global mean's.
+        """Return a loss whose mean over the replicas is the mean over the global batch.
 
-        The plain mean of each replica's share would give a sample in a smaller share
-        more weight. This stays exact for shares of any size, also of none.
+        Averaged over the replicas, its gradients are those of the global mean. A plain
+        mean over each replica's part would give samples in a smaller part more weight.
+        This loss is exact for parts of any size, also for empty ones.
 
         Args:
-            per_example_loss: any shape, the first dimension counting this replica's
-                samples, as of `cross_entropy(..., reduction="none")`.
+            per_example_loss: the loss of each of this replica's samples, shape
+                (samples, ...), as of `cross_entropy(..., reduction="none")`.
             global_batch_size: samples of all replicas together. Default: those of the
-                batch that came last out of `distribute`'s loader.
+                last batch from `distribute`'s loader.
 
         Returns:
-            A scalar: the sum over this replica's samples, times the replicas, through
-            the global batch size. Its mean over the replicas is the global mean loss.
+            A scalar: the mean loss of each sample, summed over this replica's samples,
+            times the number of replicas, divided by the global batch size.
 
         Raises:
             UsageError: no size is given, and no loader has handed out a batch.
@@ -193,10 +196,10 @@ class Strategy(ABC):
 
 
 def begin_alike(model: nn.Module) -> None:
-    """Give all ranks rank 0's parameters and buffers, in place. All must call.
+    """Copy rank 0's parameters and buffers to all ranks. Every rank must call.
 
     Raises:
-        UsageError: the model's backward meets all ranks; this strategy's does not.
+        UsageError: the model is in DDP, which would average gradients a second time.
     """
     if isinstance(model, DistributedDataParallel):
         raise UsageError(

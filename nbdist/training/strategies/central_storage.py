@@ -11,23 +11,25 @@ from torch.optim import Optimizer
 
 from nbdist.collectives import broadcast, default_group, reduce
 from nbdist.errors import UsageError
-
-from .base import Strategy, begin_alike
-from .flat_buffers import Pack
-from .wrapped_optimizer import Delegate, trained_parameters
+from nbdist.training.strategies.base import Strategy, begin_alike
+from nbdist.training.strategies.flat_buffers import FlatBuffers
+from nbdist.training.strategies.wrapped_optimizer import (
+    WrappedOptimizer,
+    trained_parameters,
+)
 
 __all__ = ["CentralStorage"]
 
 
 class CentralStorage(Strategy):
-    """One rank keeps parameters and optimizer state in its host's memory.
+    """One rank keeps the parameters and the optimizer's state in its host's memory.
 
-    In a step gradients are averaged there, the optimizer runs there, and all replicas
-    read the new parameters. So the optimizer's state costs the memory of one host,
-    once, and no GPU's.
+    In each step, gradients are averaged on that rank, the optimizer runs there, and all
+    replicas read the new parameters. The optimizer's state takes memory on one host
+    only, and on no GPU.
 
     Args:
-        root: the rank that keeps them; it computes gradients too.
+        root: the rank that keeps the parameters. It computes gradients too.
     """
 
     def __init__(self, root: int = 0) -> None:
@@ -37,10 +39,9 @@ class CentralStorage(Strategy):
     def setup(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[nn.Module, Optimizer]:
-        """The model itself, and an optimizer whose `step` goes by way of the root.
+        """Return the model, and an optimizer whose step runs on the root.
 
-        Every rank must call. `state_dict()` of the optimizer holds state on the root
-        alone.
+        Every rank must call. The optimizer's `state_dict()` has state on the root only.
 
         Raises:
             UsageError: there is no such rank.
@@ -52,22 +53,22 @@ class CentralStorage(Strategy):
         return model, _CentralOptimizer(optimizer, self.root)
 
 
-class _CentralOptimizer(Delegate):
-    """Averages gradients to the root, steps there, and sends the parameters out."""
+class _CentralOptimizer(WrappedOptimizer):
+    """Averages gradients on the root, steps there, and broadcasts the parameters."""
 
     def __init__(self, inner: Optimizer, root: int) -> None:
         super().__init__(inner)
         self._replica = trained_parameters(inner)
         self._root = root
-        # A scheduler changes these; the root's step takes its options from them.
+        # A scheduler changes these options; the root copies them before its step.
         self._groups = [dict(group) for group in inner.param_groups]
         self._kept = self._replica
         if self._is_root:
             self._kept = _move_to_host(inner, self._replica)
         else:
             inner.state.clear()
-        self._gradients = Pack(self._replica)
-        self._values = Pack(self._replica)
+        self._gradients = FlatBuffers(self._replica)
+        self._values = FlatBuffers(self._replica)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -75,7 +76,7 @@ class _CentralOptimizer(Delegate):
         return self._groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """On the root, state and options; elsewhere the options alone."""
+        """Load state and options on the root, and the options alone elsewhere."""
         self.inner.load_state_dict(state_dict)
         for mine, kept in zip(self._groups, self.inner.param_groups, strict=True):
             mine.update(_options(kept))
@@ -89,7 +90,7 @@ class _CentralOptimizer(Delegate):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Average, step on the root, read back."""
+        """Average gradients on the root, step there, and read the parameters back."""
         self._gradients.fill([parameter.grad for parameter in self._replica])
         for buffer in self._gradients.buffers:
             reduce(buffer, self._root, "mean")
@@ -99,12 +100,12 @@ class _CentralOptimizer(Delegate):
         for buffer in self._values.buffers:
             broadcast(buffer, self._root)
         if not self._is_root or self._kept is not self._replica:
-            self._values.spill(self._replica)
+            self._values.copy_to(self._replica)
 
     def _step(self) -> None:
         for mine, kept in zip(self._groups, self.inner.param_groups, strict=True):
             kept.update(_options(mine))
-        self._gradients.spill_gradients(self._kept)
+        self._gradients.set_gradients(self._kept)
         self.inner.step()
 
 
@@ -113,10 +114,10 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _move_to_host(optimizer: Optimizer, parameters: list[Tensor]) -> list[Tensor]:
-    """Let an optimizer work on the parameters' copies in host memory.
+    """Let an optimizer work on copies of the parameters in host memory.
 
     Returns:
-        The copies; the parameters themselves where they lie there already.
+        The copies; the parameters themselves if they are in host memory already.
     """
     if all(parameter.device.type == "cpu" for parameter in parameters):
         return parameters

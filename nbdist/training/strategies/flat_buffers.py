@@ -1,8 +1,8 @@
-"""Tensors laid end to end in one buffer for each dtype, so that one message takes all.
+"""Flat buffers hold many tensors end to end, so that one message sends all of them.
 
-Sending many small tensors one by one costs a latency each; see "tensor fusion" in
-Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
-2018, arXiv:1802.05799.
+Sent one by one, each small tensor costs the latency of a message. See "tensor fusion"
+in Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in
+TensorFlow", 2018, arXiv:1802.05799.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Pack"]
+__all__ = ["FlatBuffers"]
 
 
 class _Part:
-    """The tensors of one dtype and device: their places in a list, and a buffer."""
+    """The tensors of one dtype and device, which share a buffer.
+
+    Args:
+        places: indices of the tensors in the list that `FlatBuffers` was made for.
+        shapes: shapes of the tensors.
+        dtype, device: of the tensors.
+    """
 
     def __init__(
         self,
@@ -35,22 +41,22 @@ class _Part:
         ]
 
 
-class Pack:
-    """Room for tensors shaped as some others, as a few one-dimensional buffers.
+class FlatBuffers:
+    """One-dimensional buffers for a list of tensors, one for each dtype and device.
 
-    Behind the tensors of a buffer stands one element for each of them: 1 where `fill`
-    had a tensor, 0 where it had None. So a sum or a mean of buffers also says which
-    tensors nobody had.
+    A buffer ends with one flag for each of its tensors: 1 where `fill` was given a
+    tensor, 0 where it was given None. So a sum or a mean of buffers also tells which
+    tensors were None on all ranks.
 
     Args:
-        like: tensors whose shapes, dtypes and devices the room has.
+        like: tensors with the shapes, dtypes and devices of those to hold.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self._shapes = [(each.shape, each.dtype, each.device) for each in like]
-        self._make_room()
+        self._allocate()
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, (_, dtype, device) in enumerate(self._shapes):
             kinds.setdefault((dtype, device), []).append(place)
@@ -60,21 +66,21 @@ class Pack:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors that share memory would come back as tensors that do not.
+        # Pickling would separate the views from their buffers.
         return {"_shapes": self._shapes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._make_room()
+        self._allocate()
 
     @property
     def buffers(self) -> list[Tensor]:
-        """One for each dtype and device, in the order in which they first came."""
+        """The buffers, in the order in which their dtype and device first occur."""
         return [part.buffer for part in self._parts]
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copy tensors in; where there is None, zeros."""
+        """Copy tensors into the buffers; zeros where there is None."""
         for part in self._parts:
             part.buffer.zero_()
             views, given = [], []
@@ -89,27 +95,27 @@ class Pack:
             if views:
                 torch._foreach_copy_(views, given)
 
-    def add(self, other: Pack) -> None:
-        """Add another room's buffers, flags included, to this one's."""
+    def add(self, other: FlatBuffers) -> None:
+        """Add other buffers, flags included, to these."""
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine.add_(theirs)
 
     def scale(self, factor: float) -> None:
-        """Multiply all by a number; a flag stays above 0."""
+        """Multiply all elements by a positive number; set flags stay above 0."""
         for buffer in self.buffers:
             buffer.mul_(factor)
 
     @torch.no_grad()
-    def spill(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what the room holds over other tensors, whatever their device."""
+    def copy_to(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the buffers' content into tensors on any device."""
         for part in self._parts:
             torch._foreach_copy_([tensors[place] for place in part.places], part.views)
 
     @torch.no_grad()
-    def spill_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Make the parameters' `grad` what the room holds, None where nobody had one.
+    def set_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Set the parameters' `grad` to the buffers' content; None where the flag is 0.
 
-        The gradients of parameters on the buffers' device alias the buffers.
+        Gradients of parameters on the buffers' device are views of the buffers.
         """
         for part in self._parts:
             had = part.flags.tolist()

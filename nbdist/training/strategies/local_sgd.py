@@ -1,4 +1,4 @@
-"""LocalSGD: every rank trains by itself, and now and then the models are averaged."""
+"""LocalSGD: every rank trains by itself, and the models are averaged at intervals."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from torch.optim import Optimizer
 
 from nbdist.collectives import all_reduce
 from nbdist.errors import UsageError
-
-from .base import Strategy, begin_alike
-from .flat_buffers import Pack
-from .wrapped_optimizer import Delegate, trained_parameters
+from nbdist.training.strategies.base import Strategy, begin_alike
+from nbdist.training.strategies.flat_buffers import FlatBuffers
+from nbdist.training.strategies.wrapped_optimizer import (
+    WrappedOptimizer,
+    trained_parameters,
+)
 
 __all__ = ["LocalSGD"]
 
@@ -19,9 +21,9 @@ __all__ = ["LocalSGD"]
 class LocalSGD(Strategy):
     """Averages the ranks' parameters after every k-th step.
 
-    Between two averagings nothing is sent. With `every=1` and plain SGD this is
-    synchronous SGD to rounding. With `every=None` it averages when the training calls
-    `average`, such as at the end of each epoch or once at the end (Zinkevich et al.,
+    Ranks send nothing between two averages. With `every=1` and plain SGD, this equals
+    synchronous SGD up to rounding. With `every=None`, the training calls `average`,
+    for instance at the end of each epoch or once at the end (Zinkevich et al.,
     "Parallelized Stochastic Gradient Descent", NIPS 2010; McMahan et al.,
     "Communication-Efficient Learning of Deep Networks", AISTATS 2017,
     arXiv:1602.05629). On averaging every k steps: Zhou and Cong, "On the Convergence
@@ -31,14 +33,14 @@ class LocalSGD(Strategy):
     Floating-point buffers, such as BatchNorm's running statistics, are averaged too.
 
     Args:
-        every: steps between two averagings; None for averaging by hand.
-        optimizer_state: average the optimizer's state too, such as momenta, after Yu,
+        every: steps between two averages; None to average in `average` only.
+        optimizer_state: also average the optimizer's state, such as momenta, after Yu,
             Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient
             Momentum SGD for Distributed Non-Convex Optimization", ICML 2019,
-            arXiv:1905.03817; otherwise each rank keeps its own.
+            arXiv:1905.03817. If False, each rank keeps its own.
 
     Raises:
-        UsageError: `every` is no number of steps.
+        UsageError: `every` is not a positive int or None.
     """
 
     def __init__(self, every: int | None = 1, *, optimizer_state: bool = False) -> None:
@@ -53,16 +55,19 @@ class LocalSGD(Strategy):
     def setup(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[nn.Module, Optimizer]:
-        """The model itself, and an optimizer that averages. Every rank must call.
+        """Return the model, and an optimizer that averages. Every rank must call.
 
-        All ranks must take equally many steps, as they do over `distribute`'s batches.
+        All ranks must take the same number of steps, as they do with a loader from
+        `distribute`.
         """
         begin_alike(model)
         self._model, self._optimizer = model, optimizer
         return model, _AveragingOptimizer(optimizer, self)
 
     def average(self) -> None:
-        """Average now: parameters, buffers and, if wanted, state. Every rank must call.
+        """Average parameters and buffers now. Every rank must call.
+
+        With `optimizer_state`, the optimizer's state is averaged too.
 
         Raises:
             UsageError: `setup` was not called.
@@ -73,15 +78,15 @@ class LocalSGD(Strategy):
         tensors += [each for each in self._model.buffers() if each.is_floating_point()]
         if self.optimizer_state:
             tensors += _state_of(self._optimizer)
-        pack = Pack(tensors)
+        pack = FlatBuffers(tensors)
         pack.fill(tensors)
         for buffer in pack.buffers:
             all_reduce(buffer, "mean")
-        pack.spill(tensors)
+        pack.copy_to(tensors)
 
 
-class _AveragingOptimizer(Delegate):
-    """Steps by itself, and averages after every k-th step."""
+class _AveragingOptimizer(WrappedOptimizer):
+    """Steps on each rank alone, and averages after every k-th step."""
 
     def __init__(self, inner: Optimizer, strategy: LocalSGD) -> None:
         super().__init__(inner)
@@ -90,7 +95,7 @@ class _AveragingOptimizer(Delegate):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """The rank's own step, and an averaging when it is due."""
+        """Step with this rank's gradients, and average if it is due."""
         self.inner.step()
         self._steps += 1
         every = self._strategy.every
@@ -99,7 +104,7 @@ class _AveragingOptimizer(Delegate):
 
 
 def _state_of(optimizer: Optimizer) -> list[Tensor]:
-    """The state that can be averaged, in an order that is the same on all ranks."""
+    """The optimizer state that can be averaged, in the same order on all ranks."""
     return [
         value
         for parameter in trained_parameters(optimizer)

@@ -1,4 +1,4 @@
-"""Mirrored: the model on every rank, its gradients averaged while backward runs."""
+"""Mirrored: every rank has the model, and gradients are averaged during backward."""
 
 # No `annotations` from __future__: DDP compares a hook's annotations with the types.
 from typing import Any, Literal
@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from nbdist.collectives import all_reduce, default_group
 from nbdist.collectives.torch_backend.process_group import CollectiveWork
 from nbdist.errors import UsageError
-
-from .base import Strategy
+from nbdist.training.strategies.base import Strategy
 
 __all__ = ["Mirrored"]
 
@@ -24,14 +23,15 @@ ALGORITHMS = ("auto", "ring", "nccl")
 class Mirrored(Strategy):
     """Every rank holds the model and the optimizer's state, and takes the same steps.
 
-    The model is torch's DistributedDataParallel (Li et al., "PyTorch Distributed:
-    Experiences on Accelerating Data Parallel Training", VLDB 2020, arXiv:2006.15704),
-    with all that this offers: `no_sync`, hooks, `join`.
+    The model is wrapped in torch's DistributedDataParallel (Li et al., "PyTorch
+    Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+    arXiv:2006.15704), with its `no_sync`, hooks and `join`.
 
     Args:
-        algorithm: of the all-reduce: "auto" takes the process group's best one, "ring"
-            and "nccl" (on GPUs) that one.
-        options: DistributedDataParallel's, such as `find_unused_parameters=True`.
+        algorithm: algorithm of the all-reduce: "auto" for the process group's best
+            one, "ring", or "nccl" (on GPUs).
+        options: options of DistributedDataParallel, such as
+            `find_unused_parameters=True`.
 
     Raises:
         UsageError: there is no such algorithm.
@@ -47,12 +47,12 @@ class Mirrored(Strategy):
     def setup(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[nn.Module, Optimizer]:
-        """The model in DistributedDataParallel, and the optimizer itself.
+        """Return the model in DistributedDataParallel, and the optimizer unchanged.
 
         Every rank must call.
 
         Raises:
-            UsageError: the algorithm cannot be had for the model's device.
+            UsageError: the algorithm is not available on the model's device.
         """
         replica = DistributedDataParallel(model, **self._options)
         if self.algorithm != "auto":
@@ -63,7 +63,7 @@ class Mirrored(Strategy):
 
 
 def _average_bucket(algorithm: str, bucket: GradBucket) -> Future[Tensor]:
-    """Average one of DDP's buckets by a certain algorithm, beside the backward."""
+    """Average one of DDP's buckets with this algorithm, while backward runs."""
     gradients = bucket.buffer()
     handle = all_reduce(gradients, "mean", algorithm=algorithm, async_op=True)
     averaged = CollectiveWork(handle, [gradients]).get_future()

@@ -1,4 +1,4 @@
-"""Each replica's share of every global batch."""
+"""A sampler over the replicas of a strategy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 from nbdist.errors import UsageError
 from nbdist.training.data.sampler import Sampler
 
-__all__ = ["Divide"]
+__all__ = ["ReplicaSampler"]
 
 
-class Divide(Sampler):
+class ReplicaSampler(Sampler):
     """A sampler that divides global batches among the replicas of a strategy.
 
     Args:
-        data, batch_size, options: as of `nbdist.Sampler`.
-        place: (replica, number of replicas), as they are when it is called.
+        data, batch_size, options: as for `nbdist.Sampler`.
+        place: returns the current (replica, number of replicas).
+
+    Raises:
+        UsageError: the data set has no length.
     """
 
     def __init__(
@@ -35,5 +38,5 @@ class Divide(Sampler):
 
     @property
     def place(self) -> tuple[int, int]:
-        """(replica, number of replicas)."""
+        """The current (replica, number of replicas)."""
         return self._place()

@@ -1,4 +1,4 @@
-"""An optimizer that stands before another one and changes what a step means."""
+"""An optimizer that wraps another optimizer and replaces its step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.optim import LBFGS, Optimizer
 
 from nbdist.errors import UsageError
 
-__all__ = ["Delegate", "trained_parameters"]
+__all__ = ["WrappedOptimizer", "trained_parameters"]
 
 
-class Delegate(Optimizer):
-    """Another optimizer's parameters, options and state, and a step of its own.
+class WrappedOptimizer(Optimizer):
+    """Wraps an optimizer: same parameters, options and state, another step.
 
-    It is an `Optimizer` of its own, so that learning rate schedulers and gradient
-    scalers take it.
+    A wrapped optimizer is an `Optimizer`, so learning rate schedulers and gradient
+    scalers accept it. Derived classes implement `exchange`.
 
     Args:
         inner: the optimizer that does the arithmetic.
@@ -37,13 +37,13 @@ class Delegate(Optimizer):
                 "LBFGS evaluates the loss several times in a step, and a strategy "
                 "exchanges gradients once: take SGD, Adam or another first-order one"
             )
-        # Not Optimizer.__init__, for the groups and the state are the other one's. This
-        # makes the hooks that an optimizer has.
+        # Optimizer.__init__ would make groups and state, which are those of `inner`
+        # here. __setstate__ makes the hooks of an optimizer.
         self.__setstate__({"inner": inner, "defaults": inner.defaults})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups: what a scheduler changes, it changes there."""
+        """The inner optimizer's groups, in which a scheduler changes options."""
         return self.inner.param_groups
 
     @property
@@ -52,7 +52,7 @@ class Delegate(Optimizer):
         return self.inner.state
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks stay behind, and a `step` that a scheduler has bound to this object.
+        # Hooks cannot be pickled, nor can a `step` that a scheduler has replaced.
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -63,25 +63,25 @@ class Delegate(Optimizer):
         return f"{type(self).__name__}({self.inner!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, as far as this rank holds it."""
+        """The inner optimizer's `state_dict`, with the state that this rank holds."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, on this rank."""
+        """Load on this rank what `state_dict` has returned."""
         self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the strategy has counted the parameters already."""
+        """Raise UsageError: the strategy has laid out its parameters already."""
         raise UsageError("add parameter groups before strategy.setup, not after")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with the other replicas. Each of them must call.
+        """Take a step together with the other replicas. Every replica must call.
 
         Args:
-            closure: evaluates the loss once, gradients included.
+            closure: computes the gradients, and returns the loss. It is called once.
 
         Returns:
-            What the closure has returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
@@ -92,11 +92,11 @@ class Delegate(Optimizer):
 
     @abstractmethod
     def exchange(self) -> None:
-        """The step, with the gradients in place."""
+        """Take the step, once the gradients are computed."""
 
 
 def trained_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all groups that want gradients, in their order."""
+    """The parameters of all groups that require gradients, in their order."""
     return [
         parameter
         for group in optimizer.param_groups

@@ -1,7 +1,7 @@
-"""Parameter servers: some ranks hold the parameters, the others train with them."""
+"""Parameter servers: some ranks hold the parameters, the other ranks train."""
 
 from __future__ import annotations
 
-from .strategy import ParameterServer
+from nbdist.training.strategies.parameter_server.strategy import ParameterServer
 
 __all__ = ["ParameterServer"]

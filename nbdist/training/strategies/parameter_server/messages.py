@@ -1,8 +1,8 @@
-"""What workers and servers say to each other.
+"""Messages between workers and servers.
 
-A worker's message is a head of integers, and then what the head announces. A server
-answers in the same way. Between two ranks MPI keeps the order of messages of one tag
-and kind.
+A message is a head of integers, followed by the bodies that the head announces. Workers
+send requests and servers send answers in this form. MPI keeps the order of messages of
+one tag between two ranks.
 """
 
 from __future__ import annotations
@@ -18,28 +18,38 @@ from torch import Tensor
 
 from nbdist.collectives import Message, Post
 from nbdist.errors import NbdistError
+from nbdist.training.strategies.flat_buffers import FlatBuffers
 
-__all__ = ["Head", "Kind", "Receiving", "packed", "send", "unpacked"]
+__all__ = [
+    "Head",
+    "Kind",
+    "Receiver",
+    "host_buffers",
+    "packed",
+    "send",
+    "unpacked",
+]
 
 _HEAD, _BODY = 1, 2
 _FIELDS = 4
 
 
 class Kind(IntEnum):
-    """What a worker wants, and what the answer to it is."""
+    """The kind of a worker's request, and of the answer to it."""
 
     PUSH = 1
-    """Gradients follow. Answered by parameters."""
+    """Gradients follow. The answer is parameters."""
     OPTIONS = 2
-    """Learning rates and the like follow. Not answered."""
+    """Options such as learning rates follow. There is no answer."""
     REDUCE = 3
-    """Numbers to be reduced over the workers follow. Answered by the result."""
+    """Numbers to reduce over the workers follow. The answer is the result."""
     DONE = 4
-    """The worker has finished; its result follows. Answered when all have."""
+    """The worker has finished, and its result follows. The server answers once no
+    worker is left."""
     LEFT = 5
-    """The worker has failed. Not answered."""
+    """The worker has failed. There is no answer."""
     BYE = 6
-    """The worker has got the answer to that. Not answered."""
+    """The worker has received the answer to DONE. There is no answer."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +58,35 @@ class Head:
 
     kind: Kind
     version: int = 0
-    """Of the parameters that a gradient was computed with, or that follow."""
+    """Version of the parameters that a gradient was computed with, or that follow."""
     size: int = 0
-    """Bytes or elements of a part whose length the other end does not know."""
+    """Bytes or elements of a body whose length the receiver does not know."""
     detail: int = 0
-    """Which reduction."""
+    """Index of the reduction."""
 
     def to_tensor(self) -> Tensor:
-        """int64, of 4 elements."""
+        """The head as an int64 tensor of 4 elements."""
         return torch.tensor(
             [self.kind, self.version, self.size, self.detail], device="cpu"
         )
 
     @classmethod
     def of(cls, tensor: Tensor) -> Head:
-        """The head in a tensor that was received."""
+        """The head in a received tensor."""
         kind, version, size, detail = tensor.tolist()
         return cls(Kind(kind), version, size, detail)
 
 
 def send(post: Post, to: int, head: Head, bodies: Sequence[Tensor]) -> list[Message]:
-    """Start to send a head and what it announces, and wake the receiver."""
+    """Start to send a head and the bodies that it announces, and wake the receiver."""
     started = [post.send(head.to_tensor(), to, _HEAD)]
     started += [post.send(body, to, _BODY) for body in bodies if len(body)]
     post.ring(to)
     return started
 
 
-class Receiving:
-    """Messages from one rank: a head first, then the bodies that it announces."""
+class Receiver:
+    """Receives messages from one rank: a head, then the bodies that it announces."""
 
     def __init__(self, post: Post, source: int) -> None:
         self._post, self._source = post, source
@@ -84,21 +94,21 @@ class Receiving:
 
     @property
     def arrived(self) -> bool:
-        """Whether what was asked for is there, or will never be (see `error`)."""
+        """Whether the awaited parts have arrived, or have failed (see `error`)."""
         return all([message.is_completed() for message in self._waiting])  # noqa: C419
 
     @property
     def error(self) -> NbdistError | None:
-        """Why it will never be there."""
+        """Why an awaited part will not arrive; None if none has failed."""
         return next((each.error for each in self._waiting if each.error), None)
 
     @property
     def head(self) -> Head:
-        """The head that has arrived."""
+        """The last head that has arrived."""
         return Head.of(self._head)
 
     def ask_for(self, bodies: Sequence[Tensor]) -> None:
-        """The bodies next, into these."""
+        """Start to receive the bodies of a message into these tensors."""
         self._waiting = [
             self._post.receive(body, self._source, _BODY)
             for body in bodies
@@ -106,16 +116,21 @@ class Receiving:
         ]
 
     def ask_for_head(self) -> None:
-        """The next message's head."""
+        """Start to receive the head of the next message."""
         self._head = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
         self._waiting = [self._post.receive(self._head, self._source, _HEAD)]
 
 
 def packed(value: Any) -> Tensor:
-    """Any picklable value as bytes, uint8."""
+    """A picklable value as a uint8 tensor."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def unpacked(data: Tensor) -> Any:
-    """The value in `packed` bytes."""
+    """The value in a tensor that `packed` has made."""
     return pickle.loads(data.numpy().tobytes())
+
+
+def host_buffers(parameters: Sequence[Tensor]) -> FlatBuffers:
+    """Flat buffers for a shard in host memory, where messages are sent from."""
+    return FlatBuffers([torch.empty_like(each, device="cpu") for each in parameters])

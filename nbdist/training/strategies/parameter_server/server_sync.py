@@ -1,4 +1,4 @@
-"""What servers tell each other when a training has ended."""
+"""The exchange between servers when a training has ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from torch import Tensor
 
 from nbdist.collectives import Post
 from nbdist.errors import CollectiveAborted
+from nbdist.training.strategies.parameter_server.messages import (
+    Head,
+    Kind,
+    Receiver,
+    host_buffers,
+    packed,
+    send,
+    unpacked,
+)
+from nbdist.training.strategies.parameter_server.update_policy import Report
 
-from .messages import Head, Kind, Receiving, packed, send, unpacked
-from .store import on_host
-from .update_policy import Report
-
-__all__ = ["share"]
+__all__ = ["exchange_shards"]
 
 
-def share(
+def exchange_shards(
     post: Post,
     servers: Sequence[int],
     shards: Sequence[Sequence[Tensor]],
@@ -26,22 +32,26 @@ def share(
     """Give every server every shard, in place. Every server must call.
 
     Args:
-        post: to the other servers.
-        servers: their ranks, in the order of the shards.
-        shards: the parameters of each, on this rank; its own are up to date.
-        report: this server's own.
+        post: messages to the other servers.
+        servers: ranks of the servers, in the order of the shards.
+        shards: the parameters of each shard, on this rank. This server's own shard is
+            current; the others are overwritten.
+        report: the counts of this server.
 
     Returns:
-        Every server's report.
+        The report of each server, in the order of the shards.
+
+    Raises:
+        CollectiveAborted: another server has died.
     """
     own = servers.index(post.rank)
     data = packed(report)
-    mine = on_host(shards[own])
+    mine = host_buffers(shards[own])
     mine.fill(shards[own])
     reports = {own: report}
     peers = [number for number in range(len(servers)) if number != own]
-    receiving = {number: Receiving(post, servers[number]) for number in peers}
-    rooms = {number: on_host(shards[number]) for number in peers}
+    receiving = {number: Receiver(post, servers[number]) for number in peers}
+    buffers_of = {number: host_buffers(shards[number]) for number in peers}
     extras: dict[int, Tensor] = {}
     sent = [
         message
@@ -56,7 +66,7 @@ def share(
 
     def look() -> bool:
         for number, each in list(receiving.items()):
-            # Looked at once a turn: what arrives meanwhile is the next turn's.
+            # Read once in each call: a later arrival is handled in the next call.
             arrived = each.arrived
             why = post.lost.get(servers[number]) or (arrived and each.error)
             if why:
@@ -65,9 +75,9 @@ def share(
                 extras[number] = torch.empty(
                     each.head.size, dtype=torch.uint8, device="cpu"
                 )
-                each.ask_for([*rooms[number].buffers, extras[number]])
+                each.ask_for([*buffers_of[number].buffers, extras[number]])
             elif arrived:
-                rooms[number].spill(shards[number])
+                buffers_of[number].copy_to(shards[number])
                 reports[number] = unpacked(extras[number])
                 del receiving[number]
         return not receiving and all(message.is_completed() for message in sent)

@@ -1,9 +1,11 @@
-"""The parameters in shards: what this rank has of each, and who has more."""
+"""Which rank serves which parameters, and what this rank has of each shard."""
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,24 +18,142 @@ from nbdist.collectives import (
     broadcast_object,
     default_group,
 )
+from nbdist.errors import UsageError
+from nbdist.training.strategies.flat_buffers import FlatBuffers
+from nbdist.training.strategies.parameter_server.update_policy import Report
 
-from .roles import Roles
-from .store import Store
-from .update_policy import Report
-
-__all__ = ["Shards"]
+__all__ = ["Roles", "ShardStore", "Shards", "shards_by_bytes"]
 
 SERVED, SNAPSHOT, REPLICA = 2, 1, 0
-"""How a rank has a shard. The first comes with the optimizer's state as it is, the
-second with that of a while ago, the last with none."""
+"""How a rank has a shard, best first. A served shard has its current optimizer state, a
+snapshot has an older one, and a replica has none."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The last `n_ps` of the ranks 0 to size-1 are servers, the others workers."""
+
+    size: int
+    n_ps: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n_ps < self.size:
+            raise UsageError(
+                f"n_ps={self.n_ps} of {self.size} ranks: expected 1 server or more, "
+                "and a worker at least; %dist_scale adds ranks"
+            )
+
+    @property
+    def workers(self) -> range:
+        """The ranks of the workers."""
+        return range(self.size - self.n_ps)
+
+    @property
+    def servers(self) -> range:
+        """The ranks of the servers, in the order of the shards."""
+        return range(self.size - self.n_ps, self.size)
+
+
+def shards_by_bytes(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Distribute tensors over shards of about the same number of bytes.
+
+    Tensors are placed in order of decreasing size, each into the shard that is the
+    smallest so far. No shard is larger than 4/3 of the best possible (Graham, "Bounds
+    on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics, 1969).
+
+    Args:
+        sizes: sizes of the tensors, in bytes.
+        count: number of shards.
+
+    Returns:
+        The indices in `sizes` of each shard's tensors, in ascending order.
+
+    Raises:
+        UsageError: there are fewer tensors than shards.
+    """
+    if count > len(sizes):
+        raise UsageError(
+            f"n_ps={count}: the optimizer has {len(sizes)} parameters, and a server "
+            "holds whole ones: take fewer servers"
+        )
+    shards: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+        least = filled.index(min(filled))
+        shards[least].append(place)
+        filled[least] += sizes[place]
+    return [sorted(shard) for shard in shards]
+
+
+class ShardStore:
+    """A server's shard: the parameters that it holds, and the optimizer over them.
+
+    The user's optimizer has the parameters of all shards. It skips parameters without a
+    gradient, and so makes state for this shard only.
+
+    Args:
+        parameters: the parameters of the shard, on this rank.
+        optimizer: an optimizer over these and possibly other parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        own = {id(parameter) for parameter in parameters}
+        for parameter in list(optimizer.state):
+            if id(parameter) not in own:
+                del optimizer.state[parameter]
+
+    @torch.no_grad()
+    def apply(self, gradients: Sequence[FlatBuffers]) -> None:
+        """Take a step with the mean of gradients, which are added in their order.
+
+        The first buffers are overwritten.
+        """
+        mean = gradients[0]
+        for others in gradients[1:]:
+            mean.add(others)
+        mean.scale(1 / len(gradients))
+        self._optimizer.zero_grad()
+        mean.set_gradients(self._parameters)
+        self._optimizer.step()
+
+    def values(self) -> list[Tensor]:
+        """The parameters, not copies."""
+        return self._parameters
+
+    def set_options(self, options: Sequence[dict[str, Any]]) -> None:
+        """Set options such as learning rates, from a dict for each parameter group."""
+        for group, given in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(given)
+
+    def snapshot(self) -> bytes:
+        """The parameters and the optimizer's state, as bytes."""
+        file = io.BytesIO()
+        state = [self._optimizer.state.get(each, {}) for each in self._parameters]
+        values = [parameter.detach() for parameter in self._parameters]
+        torch.save({"values": values, "state": state}, file)
+        return file.getvalue()
+
+    @torch.no_grad()
+    def restore(self, snapshot: bytes) -> None:
+        """Load what `snapshot` has returned, on this rank or another one."""
+        saved = torch.load(io.BytesIO(snapshot), map_location="cpu")
+        for parameter, value, state in zip(
+            self._parameters, saved["values"], saved["state"], strict=True
+        ):
+            parameter.copy_(value)
+            self._optimizer.state[parameter] = {
+                name: _near(parameter, name, entry) for name, entry in state.items()
+            }
 
 
 class Shards:
-    """Every shard, as this rank has it: whether it serves it, or trains with it.
+    """All shards, as this rank has them.
 
     Args:
         tensors: the parameters of each shard, on this rank.
-        optimizer: over all of them.
+        optimizer: an optimizer over the parameters of all shards.
     """
 
     def __init__(
@@ -41,27 +161,28 @@ class Shards:
     ) -> None:
         self.tensors = tensors
         self.versions = [0] * len(tensors)
-        """Of the parameters that this rank has, by shard."""
-        self.store: Store | None = None
-        """The shard that this rank serves."""
+        """The version of this rank's parameters, by shard."""
+        self.store: ShardStore | None = None
+        """The shard that this rank serves; None on a worker."""
         self.report = Report()
-        """What this rank has counted as a server."""
+        """The counts of this rank as a server."""
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._optimizer = optimizer
 
     def keep(self, shard: int, version: int, snapshot: bytes) -> None:
-        """Keep a snapshot of a shard, the newest that this rank was given."""
+        """Keep a snapshot of a shard, in place of an older one."""
         self._kept[shard] = version, snapshot
 
-    def meet(self, roles: Roles) -> None:
-        """Bring all shards to their servers, and all ranks up to date. All must call.
+    def assign(self, roles: Roles) -> None:
+        """Give each shard to its server, and its parameters to all ranks.
 
-        A shard comes from the server that had it, or else from the newest snapshot.
+        Every rank must call. A shard comes from the server that has it, else from its
+        newest snapshot, else from a worker.
         """
         rank = default_group().rank
         every = all_gather_object(self._holds(rank - roles.servers.start))
         for shard, server in enumerate(roles.servers):
-            self._bring(shard, server, [held[shard] for held in every])
+            self._assign_shard(shard, server, [held[shard] for held in every])
         if rank in roles.workers:
             self.store = None
             self._optimizer.state.clear()
@@ -70,7 +191,7 @@ class Shards:
         """How this rank has each shard, and in which version.
 
         Args:
-            own: the shard that it would serve.
+            own: the shard that this rank serves, if it is a server.
         """
         held = []
         for shard, version in enumerate(self.versions):
@@ -82,8 +203,14 @@ class Shards:
                 held.append((REPLICA, version))
         return held
 
-    def _bring(self, shard: int, server: int, held: Sequence[tuple[int, int]]) -> None:
-        """Take a shard from the rank that has it best, to its server and to all."""
+    def _assign_shard(
+        self, shard: int, server: int, held: Sequence[tuple[int, int]]
+    ) -> None:
+        """Take a shard from the rank that has the best of it, to its server and to all.
+
+        Args:
+            held: how each rank has the shard, and in which version, in rank order.
+        """
         best = max(held)
         source = held.index(best)
         how, version = best
@@ -93,12 +220,12 @@ class Shards:
         elif how == REPLICA and version:
             warnings.warn(
                 f"the server of shard {shard} is gone and has left no snapshot: its "
-                "optimizer state begins anew, its parameters are a worker's",
+                "optimizer state starts empty, its parameters are a worker's",
                 RuntimeWarning,
                 stacklevel=2,
             )
         if default_group().rank == server and how != SERVED:
-            self.store = Store(self.tensors[shard], self._optimizer)
+            self.store = ShardStore(self.tensors[shard], self._optimizer)
             self.report.updates = version
             if data:
                 self.store.restore(data)
@@ -109,5 +236,12 @@ class Shards:
         self.versions[shard] = version
 
     def __getstate__(self) -> dict[str, Any]:
-        # A rank that joins gets a copy of another one's, and serves nothing yet.
+        # A rank that joins gets a copy of this object, and serves nothing yet.
         return {**self.__dict__, "store": None, "report": Report()}
+
+
+def _near(parameter: Tensor, name: str, entry: Any) -> Any:
+    """Move optimizer state to its parameter's device; step counts stay on the CPU."""
+    if isinstance(entry, Tensor) and name != "step":
+        return entry.to(parameter.device)
+    return entry

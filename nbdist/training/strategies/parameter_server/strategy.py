@@ -1,4 +1,4 @@
-"""ParameterServer: the strategy."""
+"""The ParameterServer strategy: some ranks hold the parameters, the others train."""
 
 from __future__ import annotations
 
@@ -6,21 +6,35 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nbdist.collectives import Post, all_gather_object, default_group
 from nbdist.errors import UsageError
-
-from ..base import Strategy, begin_alike
-from ..wrapped_optimizer import trained_parameters
-from .optimizer import PushOptimizer
-from .roles import Roles, shards_by_bytes
-from .server import REDUCTIONS, Server, combine
-from .server_sync import share
-from .shards import Shards
-from .update_policy import Async, Ledger, Report, Sync
-from .worker import Worker
+from nbdist.training.strategies.base import Strategy, begin_alike
+from nbdist.training.strategies.parameter_server.server import (
+    REDUCTIONS,
+    Server,
+    combine,
+)
+from nbdist.training.strategies.parameter_server.server_sync import exchange_shards
+from nbdist.training.strategies.parameter_server.shards import (
+    Roles,
+    Shards,
+    shards_by_bytes,
+)
+from nbdist.training.strategies.parameter_server.update_policy import (
+    AsyncUpdates,
+    Report,
+    SyncUpdates,
+    UpdatePolicy,
+)
+from nbdist.training.strategies.parameter_server.worker import Worker
+from nbdist.training.strategies.wrapped_optimizer import (
+    WrappedOptimizer,
+    trained_parameters,
+)
 
 __all__ = ["ParameterServer"]
 
@@ -29,29 +43,32 @@ Mode = Literal["sync", "async"]
 
 
 class ParameterServer(Strategy):
-    """The last ranks hold the parameters; the others push gradients and pull.
+    """The last ranks hold the parameters; the other ranks push gradients and pull.
 
     After Li et al., "Scaling Distributed Machine Learning with the Parameter Server",
-    OSDI 2014. The training runs within `run`, which all ranks call: on a worker it
-    calls the function, on a server it serves until every worker has finished, failed or
-    died, and returns what the lowest worker has returned. At its end all ranks have the
-    same parameters. Buffers, such as running statistics, are each worker's own.
+    OSDI 2014. The training runs within `run`, which all ranks call. On a worker, `run`
+    calls the training function. On a server, `run` serves until every worker has
+    finished, failed or died, and returns the result of the lowest worker. When `run`
+    returns, all ranks have the same parameters. Buffers, such as running statistics,
+    differ between workers.
 
-    A worker that fails or dies leaves the others to go on. When a server dies the
-    workers are released with an error; once another rank has taken its place, the next
-    `run` goes on from the last snapshot of its shard, which a worker has kept.
+    When a worker fails or dies, the other workers continue. When a server dies, the
+    workers are released with an error. Once another rank has replaced the server, the
+    next `run` continues from the last snapshot of its shard, which a worker has kept.
 
     Args:
-        n_ps: servers; each holds whole parameters, about equally many bytes.
+        n_ps: number of servers. Each server holds whole parameters; all servers hold
+            about the same number of bytes.
         mode: "sync" averages the workers' gradients for each update; "async" applies
-            each as it comes.
-        max_staleness: of "async": how many steps a worker may be ahead of the slowest.
-        replicas: of "sync": how many gradients make an update; those of later workers
-            are dropped. Default: all workers'.
-        snapshot_every: updates from one snapshot of a shard to the next; None for none.
+            each gradient when it arrives.
+        max_staleness: for "async", how many steps a worker may be ahead of the slowest
+            worker. Default: no bound.
+        replicas: for "sync", how many gradients make an update. Later gradients are
+            dropped. Default: the number of workers.
+        snapshot_every: updates between two snapshots of a shard; None for no snapshots.
 
     Raises:
-        UsageError: an argument makes no sense.
+        UsageError: an argument is out of range, or does not apply to the mode.
     """
 
     def __init__(
@@ -80,21 +97,21 @@ class ParameterServer(Strategy):
         self.max_staleness, self.replicas = max_staleness, replicas
         self.snapshot_every = snapshot_every
         self.reports: list[Report] = []
-        """What each server had counted when `run` last ended, also in earlier runs."""
+        """The counts of each server, over all runs, as of the end of the last `run`."""
         self._shards: Shards | None = None
         self._post: Post | None = None
         self._worker: Worker | None = None
 
-    # -- who is who ----------------------------------------------------------------
+    # -- roles ---------------------------------------------------------------------
 
     @property
     def roles(self) -> Roles:
-        """Which ranks serve, and which work."""
+        """Which ranks are servers, and which are workers."""
         return Roles(default_group().size, self.n_ps)
 
     @property
     def replica(self) -> int | None:
-        """This rank's number among the workers; None on a server."""
+        """The number of this rank among the workers; None on a server."""
         rank = default_group().rank
         return rank if rank in self.roles.workers else None
 
@@ -105,7 +122,7 @@ class ParameterServer(Strategy):
 
     @property
     def staleness(self) -> Counter[int]:
-        """How many gradients came so many updates late, on all servers together."""
+        """The number of gradients on all servers, by staleness; see `Report`."""
         return sum((report.staleness for report in self.reports), Counter())
 
     # -- the protocol --------------------------------------------------------------
@@ -113,10 +130,10 @@ class ParameterServer(Strategy):
     def setup(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[nn.Module, Optimizer]:
-        """The model itself, and an optimizer whose `step` pushes and pulls.
+        """Return the model, and an optimizer whose `step` pushes and pulls.
 
-        Every rank must call. The servers run `optimizer`; its options, such as learning
-        rates that a worker's scheduler sets, go to them.
+        Every rank must call. The servers run `optimizer`. Workers send its options to
+        them, such as learning rates that a worker's scheduler sets.
 
         Raises:
             UsageError: there are not enough ranks, workers or parameters.
@@ -131,9 +148,9 @@ class ParameterServer(Strategy):
         self._shards = Shards(
             [[parameters[place] for place in shard] for shard in shards], optimizer
         )
-        delegate = PushOptimizer(optimizer, self._push)
-        self._meet()
-        return model, delegate
+        pushing = PushOptimizer(optimizer, self._push)
+        self._connect()
+        return model, pushing
 
     def run(
         self,
@@ -141,20 +158,25 @@ class ParameterServer(Strategy):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Result:
-        """Train: see the class. Every rank must call.
+        """Call a function on every worker, and serve it. Every rank must call.
 
         Args:
-            fn: a whole training, best; each `run` ends with a meeting of all workers.
-            args, kwargs: what to call it with.
+            fn: preferably a whole training, as all workers wait for each other at the
+                end of `run`.
+            args, kwargs: arguments of `fn`.
 
         Returns:
-            What it has returned; on a server, what it has on the lowest worker that has
-            finished. It must be picklable.
+            The result of `fn`, which must be picklable; on a server, the result of the
+            lowest worker that has finished.
+
+        Raises:
+            UsageError: `setup` was not called.
+            CollectiveAborted: a server has died; on a server, no worker has finished.
         """
         if self._shards is None:
             raise UsageError("run(): call setup(model, optimizer) first")
         if self._post is None or self._post.broken:
-            self._meet()
+            self._connect()
         assert self._post is not None
         if self.replica is None:
             result: Result = self._serve(self._post, self._shards)
@@ -162,11 +184,11 @@ class ParameterServer(Strategy):
         return self._work(self._post, self._shards, fn, args, kwargs or {})
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The results of replicas in this process: none on a server."""
+        """The results of the replicas in this process, of which a server has none."""
         return () if self.replica is None else (value,)
 
     def _combine(self, op: str, tensor: Tensor) -> Tensor:
-        """Within `run` the workers alone reduce; elsewhere all ranks must call."""
+        """Reduce over the workers. Outside of `run`, servers must call too."""
         numbers = tensor.double().cpu().reshape(-1)
         if self._worker is not None:
             result = self._worker.reduce(REDUCTIONS.index(op), numbers)
@@ -210,29 +232,57 @@ class ParameterServer(Strategy):
 
     def _serve(self, post: Post, shards: Shards) -> Any:
         assert shards.store is not None
-        servers, ledger = self.roles.servers, self._ledger(shards.report)
+        servers, policy = self.roles.servers, self._policy(shards.report)
         server = Server(
-            post, self.roles.workers, shards.store, ledger, self.snapshot_every
+            post, self.roles.workers, shards.store, policy, self.snapshot_every
         )
         try:
             result = server.serve()
-            self.reports = share(post, servers, shards.tensors, shards.report)
+            self.reports = exchange_shards(post, servers, shards.tensors, shards.report)
         except BaseException as error:
             post.abort(error)
             raise
         return result
 
-    def _ledger(self, report: Report) -> Ledger:
+    def _policy(self, report: Report) -> UpdatePolicy:
         if self.mode == "async":
-            return Async(report, self.max_staleness)
-        return Sync(report, self.replicas or self.num_replicas)
+            return AsyncUpdates(report, self.max_staleness)
+        return SyncUpdates(report, self.replicas or self.num_replicas)
 
-    def _meet(self) -> None:
-        """Bring all ranks, of the world as it is, up to date. Every rank must call."""
+    def _connect(self) -> None:
+        """Connect the ranks of the current world, and give each shard to its server.
+
+        Every rank must call.
+        """
         assert self._shards is not None
         self._post = Post(default_group())
-        self._shards.meet(self.roles)
+        self._shards.assign(self.roles)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A rank that joins gets a copy of another one's, and meets the others anew.
+        # A rank that joins gets a copy of this object, and connects by itself.
         return {**self.__dict__, "_post": None, "_worker": None}
+
+
+class PushOptimizer(WrappedOptimizer):
+    """Pushes gradients and pulls parameters, in place of computing a step.
+
+    Args:
+        inner: the optimizer that the servers run. On a worker it only holds options.
+        push: pushes and pulls. It is called with each parameter group's options.
+    """
+
+    def __init__(
+        self, inner: Optimizer, push: Callable[[Sequence[dict[str, Any]]], None]
+    ) -> None:
+        super().__init__(inner)
+        self._push = push
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Push the gradients, and wait for the parameters from the servers."""
+        self._push(
+            [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self.param_groups
+            ]
+        )

@@ -1,6 +1,7 @@
-"""What a server does with each gradient: pure bookkeeping, without a tensor or a rank.
+"""Update policies decide what a server does with each gradient.
 
-`push` and `leave` return a `Decision`; the server carries it out.
+A policy only counts; it touches no tensor and sends no message. `push` and `leave`
+return a `Decision`, which the server carries out.
 """
 
 from __future__ import annotations
@@ -10,59 +11,64 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Async", "Decision", "Ledger", "Report", "Sync"]
+__all__ = ["AsyncUpdates", "Decision", "Report", "SyncUpdates", "UpdatePolicy"]
 
 
 @dataclass
 class Report:
-    """What one server has counted."""
+    """The counts of one server."""
 
     updates: int = 0
-    """How often its parameters have changed."""
+    """Number of updates of the parameters."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """How many gradients were computed with parameters that were so many updates old
-    when they came."""
+    """Number of gradients by staleness: by how many updates the parameters had changed
+    between their pull and the gradient's arrival."""
     dropped: int = 0
-    """Gradients that came too late to be used."""
+    """Number of gradients that arrived too late to be used."""
     lead: int = 0
-    """How many steps the fastest worker was ahead of the slowest, at most, when it was
-    given parameters to go on."""
+    """The most steps that a worker was ahead of the slowest worker when it was given
+    parameters."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now."""
+    """What the server does next."""
 
     apply: tuple[int, ...] = ()
-    """The workers whose gradients to average and apply, in this order; none: nothing
-    changes."""
+    """Workers whose gradients to average and apply, in this order; empty for no
+    update."""
     answer: tuple[int, ...] = ()
-    """The workers to send the parameters to, as they are then."""
+    """Workers to send the parameters to, after the update."""
 
 
-class Ledger(ABC):
-    """Counts one server's updates.
+class UpdatePolicy(ABC):
+    """Decides what one server does with each gradient, and counts.
 
     Args:
-        report: goes on being counted in.
+        report: counts of earlier runs, to which this run is added.
     """
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self.active: set[int] = set()
-        """Workers of which more gradients may come."""
+        """Workers that may still send gradients."""
 
     @property
     def version(self) -> int:
-        """Updates so far."""
+        """The version of the parameters: the number of updates so far."""
         return self.report.updates
 
     def begin(self, workers: Iterable[int]) -> None:
-        """These workers begin to train."""
+        """Start with these workers."""
         self.active = set(workers)
 
     def push(self, worker: int, computed_with: int) -> Decision:
-        """A worker's gradient has come, computed with that version's parameters."""
+        """Decide about a gradient.
+
+        Args:
+            worker: the worker that has sent it.
+            computed_with: version of the parameters that it was computed with.
+        """
         self.report.staleness[self.version - computed_with] += 1
         return self._push(worker, computed_with)
 
@@ -71,18 +77,21 @@ class Ledger(ABC):
 
     @abstractmethod
     def leave(self, worker: int) -> Decision:
-        """A worker has ended, failed or died; what it has pushed counts."""
+        """Decide what follows when a worker has finished, failed or died.
+
+        Gradients that the worker has pushed before still count.
+        """
 
 
-class Sync(Ledger):
-    """Averages the first R gradients of each version, and drops those that come later.
+class SyncUpdates(UpdatePolicy):
+    """Averages the first R gradients of each version, and drops later ones.
 
-    This is what TensorFlow's SyncReplicasOptimizer does; with R below the number of
-    workers, the others are backups (Chen et al., "Revisiting Distributed Synchronous
-    SGD", 2016, arXiv:1604.00981).
+    TensorFlow's SyncReplicasOptimizer does the same. With R below the number of
+    workers, the other workers are backups (Chen et al., "Revisiting Distributed
+    Synchronous SGD", 2016, arXiv:1604.00981).
 
     Args:
-        replicas: R; never more are waited for than are there.
+        replicas: R. With fewer than R workers left, all of them are waited for.
     """
 
     def __init__(self, report: Report, replicas: int) -> None:
@@ -109,20 +118,20 @@ class Sync(Ledger):
         wanted = min(self._replicas, len(self.active | self._pushed))
         if not self._pushed or len(self._pushed) < wanted:
             return Decision()
-        together = tuple(sorted(self._pushed))  # one order: one rounding
+        together = tuple(sorted(self._pushed))  # a fixed order gives equal rounding
         self._pushed = set()
         self.report.updates += 1
         return Decision(apply=together, answer=together)
 
 
-class Async(Ledger):
-    """Applies each gradient as it comes (Dean et al., "Large Scale Distributed Deep
-    Networks", NIPS 2012), and may hold back workers that are too far ahead.
+class AsyncUpdates(UpdatePolicy):
+    """Applies each gradient when it arrives, and can hold back the fastest workers.
 
-    With a bound s, no worker begins its step c before every other one has finished its
-    step c - s: Stale Synchronous Parallel (Ho et al., "More Effective Distributed ML
-    via a Stale Synchronous Parallel Parameter Server", NIPS 2013). s = 0 lets all begin
-    each step together.
+    After Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012. With a bound
+    s, no worker begins its step c before every other worker has finished its step
+    c - s: Stale Synchronous Parallel (Ho et al., "More Effective Distributed ML via a
+    Stale Synchronous Parallel Parameter Server", NIPS 2013). With s = 0, all workers
+    begin each step together.
 
     Args:
         max_staleness: s; None for no bound.
@@ -143,14 +152,14 @@ class Async(Ledger):
         self._clocks[worker] += 1
         self._held.append(worker)
         self.report.updates += 1
-        return Decision(apply=(worker,), answer=self._let_go())
+        return Decision(apply=(worker,), answer=self._release())
 
     def leave(self, worker: int) -> Decision:
         self.active.discard(worker)
-        return Decision(answer=self._let_go())
+        return Decision(answer=self._release())
 
-    def _let_go(self) -> tuple[int, ...]:
-        """The held workers that may go on now."""
+    def _release(self) -> tuple[int, ...]:
+        """Release and return the held workers that are within the bound."""
         slowest = min((self._clocks[worker] for worker in self.active), default=0)
         ahead = {worker: self._clocks[worker] - slowest for worker in self._held}
         bound = self._bound

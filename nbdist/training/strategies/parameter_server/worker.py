@@ -1,4 +1,4 @@
-"""A worker's end: it pushes gradients, and gets parameters."""
+"""The worker: it pushes gradients to the servers, and pulls parameters."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from torch import Tensor
 
 from nbdist.collectives import Post
 from nbdist.errors import CollectiveAborted
-
-from .messages import Head, Kind, Receiving, packed, send, unpacked
-from .store import on_host
-from .update_policy import Report
+from nbdist.training.strategies.parameter_server.messages import (
+    Head,
+    Kind,
+    Receiver,
+    host_buffers,
+    packed,
+    send,
+    unpacked,
+)
+from nbdist.training.strategies.parameter_server.update_policy import Report
 
 __all__ = ["Worker"]
 
 
 class Worker:
-    """One worker's dealings with all servers.
+    """A worker's messages to and from all servers.
 
     Args:
-        post: to the servers.
-        servers: their ranks.
-        shards: the replica's parameters that each server holds.
-        versions: of the parameters that the replica has, by server.
-        keep: is given the snapshots that servers send: server, version, bytes.
+        post: messages to the servers.
+        servers: ranks of the servers.
+        shards: this replica's parameters, by the server that holds them.
+        versions: versions of these parameters, by server.
+        keep: called with each snapshot that a server sends: server, version, bytes.
     """
 
     def __init__(
@@ -40,17 +46,17 @@ class Worker:
         self._post = post
         self._servers = servers
         self._shards = shards
-        self._gradients = [on_host(shard) for shard in shards]
-        self._values = [on_host(shard) for shard in shards]
+        self._gradients = [host_buffers(shard) for shard in shards]
+        self._values = [host_buffers(shard) for shard in shards]
         self.versions = list(versions)
         self._keep = keep
         self._options: Any = None
 
     def push(self, options: Sequence[dict[str, Any]]) -> None:
-        """Send the replica's gradients, and replace its parameters by the answer.
+        """Send the replica's gradients, and replace its parameters by the answers.
 
         Args:
-            options: each parameter group's; sent on when they have changed.
+            options: the options of each parameter group, which are sent if changed.
         """
         if options != self._options:
             self._options = [dict(each) for each in options]
@@ -64,12 +70,16 @@ class Worker:
             head = Head(Kind.PUSH, self.versions[number])
             send(self._post, server, head, gradients.buffers)
         for number, (head, extra) in self._answers(range(len(self._servers))).items():
-            self._take(number, head)
+            self._take_parameters(number, head)
             if len(extra):
                 self._keep(number, head.version, extra.numpy().tobytes())
 
     def reduce(self, op: int, numbers: Tensor) -> Tensor:
-        """Reduce float64 numbers over the workers, by way of the first server."""
+        """Reduce float64 numbers over the workers, on the first server.
+
+        Args:
+            op: index in the server's `REDUCTIONS`.
+        """
         head = Head(Kind.REDUCE, size=len(numbers), detail=op)
         send(self._post, self._servers[0], head, [numbers])
         result = torch.empty_like(numbers)
@@ -77,24 +87,24 @@ class Worker:
         return result
 
     def finish(self, result: Any) -> list[Report]:
-        """Say that this worker is done, and wait for the others.
+        """Report that this worker has finished, and wait for the other workers.
 
         Args:
-            result: picklable; what the servers return too.
+            result: a picklable value, which the servers return too.
 
         Returns:
-            What each server has counted.
+            The report of each server.
         """
         data = packed(result)
         self._send_all(Head(Kind.DONE, size=len(data)), [data])
         answers = self._answers(range(len(self._servers)))
         for number, (head, _) in answers.items():
-            self._take(number, head)
+            self._take_parameters(number, head)
         self._send_all(Head(Kind.BYE), [])
         return [unpacked(answers[number][1]) for number in sorted(answers)]
 
     def leave(self) -> None:
-        """Say that this worker has failed."""
+        """Report that this worker has failed."""
         if not self._post.broken:
             self._send_all(Head(Kind.LEFT), [])
 
@@ -103,38 +113,47 @@ class Worker:
             if server not in self._post.lost:
                 send(self._post, server, head, bodies)
 
-    def _take(self, number: int, head: Head) -> None:
-        self._values[number].spill(self._shards[number])
+    def _take_parameters(self, number: int, head: Head) -> None:
+        self._values[number].copy_to(self._shards[number])
         self.versions[number] = head.version
 
     def _answers(
         self,
         numbers: Sequence[int],
-        room_for: Callable[[int, Head], Sequence[Tensor]] | None = None,
+        tensors_for: Callable[[int, Head], Sequence[Tensor]] | None = None,
     ) -> dict[int, tuple[Head, Tensor]]:
-        """Wait for an answer of each of these servers: parameters, and some bytes."""
+        """Wait for an answer from each of these servers.
+
+        Args:
+            numbers: indices of the servers.
+            tensors_for: the tensors that receive an answer's bodies. Default: the
+                parameters, and the extra bytes.
+
+        Returns:
+            The head and the extra bytes of each answer, by server.
+        """
         open_ = {
-            number: Receiving(self._post, self._servers[number]) for number in numbers
+            number: Receiver(self._post, self._servers[number]) for number in numbers
         }
         answers: dict[int, tuple[Head, Tensor]] = {}
 
-        def rooms(number: int, head: Head) -> Sequence[Tensor]:
+        def tensors_of(number: int, head: Head) -> Sequence[Tensor]:
             extra = torch.empty(head.size, dtype=torch.uint8, device="cpu")
             answers[number] = head, extra
-            if room_for is not None:
-                return room_for(number, head)
+            if tensors_for is not None:
+                return tensors_for(number, head)
             return [*self._values[number].buffers, extra]
 
         def look() -> bool:
             for number, receiving in list(open_.items()):
-                # Looked at once a turn: what arrives meanwhile is the next turn's.
+                # Read once in each call: a later arrival is handled in the next call.
                 arrived = receiving.arrived
                 self._check(self._servers[number], receiving)
                 if arrived and number in answers:
                     del open_[number]
                 elif arrived:
-                    receiving.ask_for(rooms(number, receiving.head))
-                elif number in answers:  # a long message moves while both look
+                    receiving.ask_for(tensors_of(number, receiving.head))
+                elif number in answers:  # a long message moves while both ends poll
                     self._post.ring(self._servers[number])
             return not open_
 
@@ -145,7 +164,7 @@ class Worker:
         )
         return answers
 
-    def _check(self, server: int, receiving: Receiving) -> None:
+    def _check(self, server: int, receiving: Receiver) -> None:
         why = self._post.lost.get(server)
         if why is None and receiving.arrived and receiving.error is not None:
             why = str(receiving.error)

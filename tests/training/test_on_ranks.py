@@ -11,15 +11,15 @@ import torch
 
 from nbdist.training.data.loader import loader
 from tests.collectives.ranks import launch
-from tests.training.bodies import samples
+from tests.training.rank_functions import samples
 
-BODIES = str(Path(__file__).parent / "bodies.py")
+FUNCTIONS = str(Path(__file__).parent / "rank_functions.py")
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three ranks has seen."""
-    return launch(3, BODIES, "everything", str(tmp_path_factory.mktemp("world")))
+    return launch(3, FUNCTIONS, "everything", str(tmp_path_factory.mktemp("world")))
 
 
 def trained_alone() -> list[np.ndarray]:

@@ -10,9 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from digits import EPOCHS, accuracy, flat, make_model, sgd, train_alone, train_with
+from digits_training import (
+    EPOCHS,
+    accuracy,
+    flat,
+    make_model,
+    sgd,
+    train_alone,
+    train_with,
+)
 from mpi4py import MPI
-from replicas import adam, plain, start
+from replica_functions import adam, plain, start
 from torch import nn
 
 import nbdist

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digits import EPOCHS, accuracy, flat, make_model, samples, sgd, train_alone
-from digits import train_with as train
+from digits_training import (
+    EPOCHS,
+    accuracy,
+    flat,
+    make_model,
+    samples,
+    sgd,
+    train_alone,
+)
+from digits_training import train_with as train
 from mpi4py import MPI
 from torch import nn
 
