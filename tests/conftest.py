@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from nbdist import Cluster
-from tests.forget import forget
-from tests.lab import _lab_page as _lab_page
-from tests.lab import lab as lab
-from tests.lab import lab_browser as lab_browser
-from tests.lab import lab_server as lab_server
+from tests.jupyterlab_driver import _lab_page as _lab_page
+from tests.jupyterlab_driver import lab as lab
+from tests.jupyterlab_driver import lab_browser as lab_browser
+from tests.jupyterlab_driver import lab_server as lab_server
+from tests.remove_variables import remove_variables
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +32,7 @@ def cluster(_shared_cluster: Cluster) -> Iterator[Cluster]:
     assert {rank: state and state["what"] for rank, state in states.items()} == (
         dict.fromkeys(range(4))
     )
-    _shared_cluster.run(forget)
+    _shared_cluster.run(remove_variables)
 
 
 @pytest.fixture(scope="session", autouse=True)

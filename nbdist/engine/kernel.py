@@ -24,7 +24,7 @@ from nbdist.ipc import serialization
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.process_files import Process
 from nbdist.ipc.signed_messages import SignedSession
-from nbdist.telemetry.internal_metrics import set_recorder
+from nbdist.telemetry import internal_metrics
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
 from nbdist.wire import ELASTIC, TELEMETRY, Batch, Notice, RankInfo
@@ -74,7 +74,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         sys.stdout, sys.stderr = output.stdout, output.stderr
         info = self.rank_info
         recorder = Recorder(info.rank, report)
-        set_recorder(recorder)
+        internal_metrics.set_recorder(recorder)
         cell_names.learn_from(shell)
         cells.arm(shell, self.interrupts)
         shell_commands.install(shell, self.interrupts)

@@ -1,6 +1,6 @@
-"""The notebook's end of telemetry: keeps what the ranks report, for any view of it.
+"""Telemetry in the notebook: keeps what the ranks report, for any view of it.
 
-It imports nothing heavy: no numpy, no widgets.
+Imports neither numpy nor ipywidgets.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from nbdist.telemetry.series import Metric
-from nbdist.telemetry.series_delta import bucket_steps, mark_of, piece_of
-from nbdist.widgets.source import Cursor, Piece, Snapshot
+from nbdist.telemetry.series import Metric, Series
+from nbdist.widgets.source import Cursor, Mark, SeriesDelta, Snapshot
 from nbdist.wire import Batch, DeviceSample, RankInfo
 
 __all__ = ["Collector"]
@@ -28,7 +27,7 @@ DEVICE_HISTORY = 60
 
 @dataclass
 class _Stream:
-    """Where one recorder's batches stand."""
+    """How many batches of one recorder have arrived."""
 
     source: str
     expected: int = 0
@@ -37,12 +36,12 @@ class _Stream:
 
 
 class Collector:
-    """Keeps a bounded history of each metric and rank, and each device's last minute.
+    """Keeps a bounded history of each metric and rank, and a minute of each device.
 
     Every method may be called from any thread.
 
     Args:
-        capacity: Buckets of each series at most; see `nbdist.telemetry.series`.
+        capacity: The most buckets of a series; see `nbdist.telemetry.series`.
     """
 
     def __init__(self, capacity: int = 2048) -> None:
@@ -59,7 +58,7 @@ class Collector:
         self._streams: dict[int, _Stream] = {}
 
     def receive(self, batch: Batch) -> None:
-        """Take one batch in. Cheap; a batch that came before is ignored."""
+        """Add one batch. Takes microseconds; a batch that came before is ignored."""
         with self._lock:
             if not self._is_new(batch):
                 return
@@ -74,9 +73,9 @@ class Collector:
         self._notify()
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
-        """Tell it of the world, at the start and after each change of membership.
+        """Set the ranks of the world, at the start and after each change of members.
 
-        What ranks that left had logged is kept; their devices are forgotten.
+        What ranks that have left had logged is kept; their device samples are removed.
         """
         with self._lock:
             self._ranks = sorted(ranks, key=lambda info: info.rank)
@@ -86,7 +85,7 @@ class Collector:
         self._notify()
 
     def clear(self) -> None:
-        """Forget all samples; the ranks stay."""
+        """Remove all samples; the ranks stay."""
         with self._lock:
             streams = self._streams  # else the next batch would look like a lost one
             self._begin()
@@ -94,13 +93,13 @@ class Collector:
         self._notify()
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have `callback()` called after each change, in the thread that made it.
+        """Call `callback()` after each change, in the thread that made it.
 
         Args:
-            callback: Returns at once and raises nothing, as `Event.set` does.
+            callback: Must return at once and not raise, as `Event.set` does.
 
         Returns:
-            Ends the subscription; safe to call twice.
+            A function that ends the subscription; safe to call twice.
         """
         with self._lock:
             self._subscribers.append(callback)
@@ -113,16 +112,16 @@ class Collector:
         return unsubscribe
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
-        """What changed since the cursor of an earlier snapshot; all of it without one.
+        """What changed since the cursor of an earlier snapshot; everything without one.
 
-        Series are sent from their first changed bucket on.
+        A series is included from its first changed bucket on.
         """
         with self._lock:
             if since is None or since.collection != self._collection:
                 since = Cursor()
             return Snapshot(
                 full=not since.collection,
-                pieces=self._pieces(since),
+                deltas=self._deltas(since),
                 ranks=list(self._ranks),
                 devices={
                     rank: list(samples)
@@ -138,23 +137,23 @@ class Collector:
             )
 
     def history(self, metric: str) -> dict[int, tuple[array[float], array[float]]]:
-        """Each rank's steps and values of one metric; `{}` if it was never logged.
+        """The steps and values of one metric, by rank; `{}` if it was never logged.
 
-        A long history is averaged over a few steps per point; steps are then the first
-        of each. `numpy.asarray` and matplotlib take the arrays as they are.
+        A point of a long history is the average of several steps, and its step is the
+        first of them. `numpy.asarray` and matplotlib accept the arrays.
         """
         with self._lock:
             found = self._metrics.get(metric)
             if found is None:
                 return {}
             return {
-                rank: (bucket_steps(series, found.width), series.means[:])
+                rank: (_bucket_steps(series, found.width), series.means[:])
                 for rank, series in sorted(found.series.items())
             }
 
     @property
     def metrics(self) -> list[str]:
-        """The names that were logged, in the order they first came."""
+        """The names that were logged, in the order in which they first came."""
         with self._lock:
             return list(self._metrics)
 
@@ -169,18 +168,18 @@ class Collector:
         stream.dropped = batch.dropped
         return True
 
-    def _pieces(self, since: Cursor) -> list[Piece]:
-        pieces = []
+    def _deltas(self, since: Cursor) -> list[SeriesDelta]:
+        deltas = []
         for name, metric in self._metrics.items():
             for rank, series in metric.series.items():
                 old = since.marks.get((name, rank))
-                if old != mark_of(series):
-                    pieces.append(piece_of(name, rank, metric.width, series, old))
-        return pieces
+                if old != _mark_of(series):
+                    deltas.append(_delta_of(name, rank, metric.width, series, old))
+        return deltas
 
     def _cursor(self) -> Cursor:
         marks = {
-            (name, rank): mark_of(series)
+            (name, rank): _mark_of(series)
             for name, metric in self._metrics.items()
             for rank, series in metric.series.items()
         }
@@ -204,3 +203,39 @@ class Collector:
             subscribers = list(self._subscribers)
         for callback in subscribers:
             callback()
+
+
+def _mark_of(series: Series) -> Mark:
+    """The state of a series, as a cursor keeps it."""
+    return series.epoch, len(series), series.total
+
+
+def _delta_of(
+    name: str, rank: int, width: int, series: Series, since: Mark | None
+) -> SeriesDelta:
+    """The end of a series, from its first bucket that changed since the mark."""
+    start = _first_changed(series, since)
+    return SeriesDelta(
+        metric=name,
+        rank=rank,
+        width=width,
+        start=start,
+        steps=_bucket_steps(series, width, start),
+        times=series.times[start:],
+        means=series.means[start:],
+        lows=series.lows[start:],
+        highs=series.highs[start:],
+        latest=(series.step, series.time, series.value),
+    )
+
+
+def _bucket_steps(series: Series, width: int, start: int = 0) -> array[float]:
+    """The first step of each bucket from number `start` on."""
+    return array("d", [bucket * width for bucket in series.buckets[start:]])
+
+
+def _first_changed(series: Series, since: Mark | None) -> int:
+    """The number of the first bucket that may have changed since the mark."""
+    if since is None or since[0] != series.epoch:
+        return 0
+    return max(0, since[1] - 1)  # the last bucket may have taken more values since

@@ -1,4 +1,4 @@
-"""The rank's end of telemetry: takes scalars at once, publishes them in batches."""
+"""Telemetry on a rank: takes scalars without waiting, publishes them in batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Draft(NamedTuple):
-    """A sample of which some values may still be on their device."""
+    """A sample of which some values may still lie on their device."""
 
     rank: int
     step: int
@@ -39,15 +39,16 @@ class _Draft(NamedTuple):
 class Recorder:
     """Collects what one rank logs, and publishes it from a thread of its own.
 
-    `log` neither waits for the device nor for the notebook. When the notebook falls
-    behind, the oldest records go first; `Batch.dropped` says how many.
+    `log` waits neither for the device nor for the notebook. When the notebook falls
+    behind, the oldest records are dropped; `Batch.dropped` counts them.
 
     Args:
         rank: This rank. Assign to `rank` after a change of membership.
         publish: Sends one batch to the notebook. Called from the recorder's thread
-            only, and may block. A batch it raises on is lost, and missed by its number.
-        capacity: Records that wait at most.
-        interval_s: Seconds between two batches at least.
+            only, and may block. A batch is lost when it raises; the notebook notices
+            the missing number.
+        capacity: The most records that wait to be published.
+        interval_s: The fewest seconds between two batches.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Recorder:
         self._interval_s = interval_s
         self._source = uuid.uuid4().hex
         self._sequence = 0
-        self._next_step = self._notes = 0
+        self._next_step = self._internal_step = 0
         self._buffer: deque[_Draft | DeviceSample] = deque(maxlen=capacity)
         self._accepted = self._dropped = self._sent = 0
         self._failing = self._closed = False
@@ -82,7 +83,7 @@ class Recorder:
         copied on the current stream and read later, without synchronising.
 
         Args:
-            step: Counts the training steps; the last one plus one when left out.
+            step: The training step; by default the last one plus one.
             **scalars: Numbers, numpy scalars, tensors of one element. NaN is welcome.
 
         Raises:
@@ -94,13 +95,13 @@ class Recorder:
         self._draft(number, scalars)
         self._next_step = number + 1
 
-    def note(self, **scalars: object) -> None:
-        """Record scalars beside what the user logs, whose steps it leaves alone.
+    def record_internal(self, **scalars: object) -> None:
+        """Record scalars of nbdist's own. Their steps count the calls of this method.
 
-        Their own steps count the calls.
+        The steps of what the user logs stay as they are.
         """
-        self._draft(self._notes, scalars)
-        self._notes += 1
+        self._draft(self._internal_step, scalars)
+        self._internal_step += 1
 
     def _draft(self, step: int, scalars: dict[str, object]) -> None:
         values = {name: capture(name, value) for name, value in scalars.items()}
@@ -108,7 +109,7 @@ class Recorder:
 
     @property
     def steps(self) -> int:
-        """The step that the next `log` gets when it names none."""
+        """The step of the next `log` that names none."""
         return self._next_step
 
     def record(self, entry: _Draft | DeviceSample) -> None:
@@ -122,7 +123,7 @@ class Recorder:
             self._wake.set()
 
     def flush(self, timeout: float) -> bool:
-        """Publish what was recorded so far now, without waiting for the next interval.
+        """Publish what was recorded so far, before the interval has passed.
 
         Args:
             timeout: Seconds to wait at most.
@@ -143,7 +144,7 @@ class Recorder:
         """Publish the rest and end the thread. Safe to call twice.
 
         Args:
-            timeout: Seconds to wait at most, for a `publish` that is stuck.
+            timeout: Seconds to wait at most for a `publish` that blocks.
 
         Returns:
             Whether the thread has ended.

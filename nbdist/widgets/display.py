@@ -1,4 +1,4 @@
-"""Put a monitor into the notebook, with a still picture for when its kernel is gone."""
+"""The monitor in a notebook, with a still picture for when no kernel runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def show(
 ) -> Monitor:
     """Display a live monitor of the collector in the running cell.
 
-    The widget hides a still picture beside it, which is kept up to date at the end of
-    each cell: a saved notebook shows that one. Closing the monitor ends both.
+    A still picture is displayed with it, which the widget hides. A saved notebook shows
+    the picture. It is updated at the end of each cell, until the monitor is closed.
 
     Args:
-        source: Where the data come from: a `telemetry.collector.Collector`.
+        source: Holds the data, such as a `telemetry.collector.Collector`.
         metric: The metric to show first; the first one logged when empty.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
@@ -37,7 +37,7 @@ def show(
 
 
 class _Still:
-    """The picture that stays in the saved notebook."""
+    """The picture that a saved notebook shows."""
 
     def __init__(self, source: Source, monitor: Monitor) -> None:
         self._source = source
@@ -50,12 +50,12 @@ class _Still:
             self._events.register("post_run_cell", self.update)
 
     def update(self, _: object = None) -> None:
-        """Draw anew, if anything was logged since."""
-        if self._handle and self._source.snapshot(self._cursor).pieces:
+        """Draw the picture again, if anything was logged since."""
+        if self._handle and self._source.snapshot(self._cursor).deltas:
             self._handle.update(self._bundle(), raw=True)
 
     def close(self) -> None:
-        """Draw the last state, and stop following."""
+        """Draw the last state. The picture is not updated any further."""
         self.update()
         if self._events is not None:
             self._events.unregister("post_run_cell", self.update)

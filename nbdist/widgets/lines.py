@@ -1,7 +1,7 @@
 """Merging what several ranks print into one readable text.
 
-Each rank's own order is kept. What ranks print alike, near enough in time to be seen
-together, becomes one item with the ranks it came from.
+The order of each rank's lines is kept. A line that several ranks print within the same
+update becomes one item with the numbers of those ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class Item(NamedTuple):
     kind: str
     """"stdout", "stderr" or "display"."""
     key: Hashable
-    """Equal for items that look alike; for text, the line itself."""
+    """Equal for items that look the same; the line itself for text."""
     payload: object = None
 
 
 def merge(queues: dict[int, deque[Item]]) -> Iterator[tuple[list[int], Item]]:
-    """Empty the queues: each item once, with the ranks that have it next in line.
+    """Empty the queues. Yield each item once, with the ranks that have it next.
 
-    An item that another rank has further back waits for that rank to come to it, as
-    long as some other rank can go first.
+    An item that a further rank has later in its queue waits for that rank, as long as
+    another item can be yielded first.
     """
     pending = Counter(_name(item) for queue in queues.values() for item in queue)
     while any(queues.values()):
@@ -53,7 +53,7 @@ def _is_complete(
     pending: Counter[Hashable],
     queues: dict[int, deque[Item]],
 ) -> bool:
-    """Whether no rank beyond these has the item somewhere behind its head."""
+    """Whether no further rank has the item later in its queue."""
     if pending[name] == len(ranks):
         return True
     others = (queue for rank, queue in queues.items() if rank not in ranks)
@@ -65,9 +65,9 @@ def _name(item: Item) -> Hashable:
 
 
 class LineSplitter:
-    """Cuts one rank's stream into whole lines, and knows the unfinished one.
+    """Cuts one rank's stream into whole lines, and keeps the unfinished one.
 
-    A carriage return starts the line anew, as a terminal would show it.
+    What follows a carriage return replaces the line, as in a terminal.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import uuid
+from array import array
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
@@ -11,9 +13,9 @@ from typing import Any
 import anywidget
 import traitlets
 
-from nbdist.widgets.messages import encode
 from nbdist.widgets.pacing import Pacer
-from nbdist.widgets.source import Cursor, Source
+from nbdist.widgets.source import Cursor, SeriesDelta, Snapshot, Source
+from nbdist.wire import DeviceSample, RankInfo
 
 __all__ = ["Monitor"]
 
@@ -23,11 +25,11 @@ _STATIC = files("nbdist.widgets") / "static"
 class Monitor(anywidget.AnyWidget):
     """Shows a collector's data live, also while a cell keeps the kernel busy.
 
-    A thread of its own sends what changed, at most ten times a second. Every message
-    is numbered; a front end that misses one asks for everything.
+    A thread sends what has changed, at most ten times a second. Messages are numbered;
+    a front end that misses one asks for everything.
 
     Args:
-        source: Where the data come from: a `telemetry.collector.Collector`.
+        source: Holds the data, such as a `telemetry.collector.Collector`.
         metric: The metric to show first; the first one logged when empty.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
@@ -40,7 +42,7 @@ class Monitor(anywidget.AnyWidget):
     x = traitlets.Enum(["step", "time"], "step").tag(sync=True)
     log = traitlets.Bool(False).tag(sync=True)
     picture = traitlets.Unicode().tag(sync=True)
-    """Names the still picture that the widget hides while it is shown."""
+    """The name of the still picture that the widget hides while it is shown."""
 
     _ended = True  # ipywidgets closes a widget whose construction failed, too
 
@@ -60,7 +62,7 @@ class Monitor(anywidget.AnyWidget):
         self._changed = threading.Event()
         self._hurry = threading.Event()
         self._closers: list[Callable[[], None]] = []
-        self.on_msg(self._hear)
+        self.on_msg(self._receive)
         self._unsubscribe = source.subscribe(self._changed.set)
         self._changed.set()
         self._ended = False
@@ -70,7 +72,7 @@ class Monitor(anywidget.AnyWidget):
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, with what is left, and the views. Safe to call twice."""
+        """Send what is left, end the thread and close the views. Safe to call twice."""
         if not self._ended:
             self._ended = True
             self._unsubscribe()
@@ -85,7 +87,7 @@ class Monitor(anywidget.AnyWidget):
         return "nbdist monitor"
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Have `callback()` called once, when the monitor is closed."""
+        """Call `callback()` once, when the monitor is closed."""
         self._closers.append(callback)
 
     def _run(self) -> None:
@@ -97,20 +99,73 @@ class Monitor(anywidget.AnyWidget):
             self._hurry.clear()
 
     def _publish(self) -> int:
-        """Send what the front end lacks; its size in bytes."""
-        everything = self._pacer.next_stands_alone()
+        """Send what the front end does not have yet; return its size in bytes."""
+        everything = self._pacer.next_is_complete()
         snapshot = self._source.snapshot(None if everything else self._cursor)
         self._cursor = snapshot.cursor
-        content, buffer = encode(snapshot, self._sequence)
+        content, buffer = _encode(snapshot, self._sequence)
         self._sequence += 1
         self.send(content, [buffer])
         self._pacer.sent()
         return len(buffer)
 
-    def _hear(self, _: Monitor, content: dict[str, Any], __: list[memoryview]) -> None:
-        # May run in any thread: ipykernel 7 hears widgets while a cell runs.
+    def _receive(
+        self, _: Monitor, content: dict[str, Any], __: list[memoryview]
+    ) -> None:
+        # May run in any thread: ipykernel 7 receives widgets' messages during a cell.
         self._pacer.acknowledged()
         if content.get("kind") == "everything":
             self._pacer.ask()
             self._changed.set()
             self._hurry.set()
+
+
+def _encode(snapshot: Snapshot, sequence: int) -> tuple[dict[str, Any], bytes]:
+    """A snapshot as a widget message: its content, and one buffer of numbers.
+
+    The buffer holds little-endian float64. For each entry of `series`, in order, it has
+    step, time and value of the latest sample, then `count` steps, times, means, lows
+    and highs.
+    """
+    content = {
+        "kind": "update",
+        "sequence": sequence,
+        "full": snapshot.full,
+        "series": [_header(delta) for delta in snapshot.deltas],
+        "ranks": [_rank(info) for info in snapshot.ranks],
+        "devices": [_device(samples) for samples in snapshot.devices.values()],
+        "lost": [list(item) for item in snapshot.lost.items()],
+    }
+    numbers = array("d")
+    for delta in snapshot.deltas:
+        _append(numbers, delta)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return content, numbers.tobytes()
+
+
+def _header(delta: SeriesDelta) -> list[str | int]:
+    return [delta.metric, delta.rank, delta.width, delta.start, len(delta.steps)]
+
+
+def _append(numbers: array[float], delta: SeriesDelta) -> None:
+    numbers.extend(delta.latest)
+    for column in (delta.steps, delta.times, delta.means, delta.lows, delta.highs):
+        numbers.extend(column)
+
+
+def _rank(info: RankInfo) -> list[str | int]:
+    return [info.rank, info.host, info.device, info.device_name]
+
+
+def _device(samples: list[DeviceSample]) -> dict[str, Any]:
+    last = samples[-1]
+    return {
+        "rank": last.rank,
+        "device": last.device,
+        "utilisation": [sample.utilisation for sample in samples],
+        "used": last.memory_used,
+        "total": last.memory_total,
+        "own": last.memory_own,
+        "cpu": last.cpu,
+    }

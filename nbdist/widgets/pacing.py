@@ -1,9 +1,10 @@
-"""How often to send to a front end that may be slow, blocked, reloading or gone.
+"""How often to send to a front end that may be slow, blocked, reloading or closed.
 
-A front end acknowledges what it got. Silence has two causes that the kernel cannot
-tell apart: nobody is looking, and the server stores each message; or a cell keeps the
-kernel too busy to hear, while somebody watches. So the pace falls with the length of
-the silence, and the number of messages grows with its logarithm.
+A front end acknowledges what it has drawn. Where no acknowledgement comes, the kernel
+cannot tell two causes apart: no front end is open, and the server stores each message;
+or a cell keeps the kernel too busy to receive, while somebody watches. So the longer
+the silence, the longer the delay between messages: their number grows with the
+logarithm of the silence.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ SILENCE_PER_DELAY = 300
 
 
 class Pacer:
-    """Says how long to wait between messages, and which of them must stand alone.
+    """Decides how long to wait between messages, and which of them must be complete.
 
-    A message that stands alone carries everything. It is sent when a front end asks,
-    and whenever the silence has doubled: what is sent before the front end has loaded,
-    or is lost, is so made up for while no request can be heard.
+    A complete message carries all data. It is sent when a front end asks for it, and
+    whenever the silence has doubled: it makes up for messages that were lost, or sent
+    before the front end had loaded, while the kernel cannot receive a request.
 
     Args:
         clock: Seconds, from any origin.
@@ -35,7 +36,7 @@ class Pacer:
         self._clock = clock
         self._asked = True
         self._silent_since: float | None = None
-        self._stand_alone_after_s = 2 * SHORTEST_S
+        self._complete_after_s = 2 * SHORTEST_S
 
     @property
     def silence_s(self) -> float:
@@ -45,26 +46,26 @@ class Pacer:
         return self._clock() - self._silent_since
 
     def sent(self) -> None:
-        """A message was sent."""
+        """Record that a message was sent."""
         if self._silent_since is None:
             self._silent_since = self._clock()
 
     def acknowledged(self) -> None:
-        """A front end has drawn what it got."""
+        """Record that a front end has drawn a message."""
         self._silent_since = None
-        self._stand_alone_after_s = PATIENCE_S
+        self._complete_after_s = PATIENCE_S
 
     def ask(self) -> None:
-        """A front end wants everything."""
+        """Record that a front end asks for all data."""
         self._asked = True
 
-    def next_stands_alone(self) -> bool:
-        """Whether to send everything now; a request is answered once."""
+    def next_is_complete(self) -> bool:
+        """Whether the next message must be complete. Asking answers the request."""
         silence = self.silence_s
-        if not self._asked and silence < self._stand_alone_after_s:
+        if not self._asked and silence < self._complete_after_s:
             return False
         self._asked = False
-        self._stand_alone_after_s = max(self._stand_alone_after_s, 2 * silence)
+        self._complete_after_s = max(self._complete_after_s, 2 * silence)
         return True
 
     def delay_s(self, size: int) -> float:

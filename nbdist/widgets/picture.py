@@ -1,7 +1,7 @@
 """A still picture of a metric, as HTML that any notebook viewer shows.
 
-Viewers that do not trust a notebook strip inline SVG, so the chart is an image with
-its SVG in a data URL; the table is plain HTML.
+Viewers that do not trust a notebook remove inline SVG. So the chart is an image whose
+SVG is in a data URL, and the table is plain HTML.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import median
 
-from nbdist.widgets.source import Piece, Snapshot
+from nbdist.widgets.source import SeriesDelta, Snapshot
 
 __all__ = ["picture"]
 
@@ -33,78 +33,78 @@ def picture(
 
     Args:
         snapshot: A full snapshot.
-        metric: The metric to show; the first one that is there when it is not.
-        log: Whether the y axis is logarithmic; what is not positive is left out then.
-        name: A CSS class for the whole.
+        metric: The metric to show; the first one where the snapshot does not have it.
+        log: Whether the y axis is logarithmic. Values of 0 or less are then left out.
+        name: The CSS class of the outermost element.
     """
-    names = [piece.metric for piece in snapshot.pieces]
+    names = [delta.metric for delta in snapshot.deltas]
     metric = metric if metric in names else next(iter(names), "")
-    pieces = sorted(
-        (piece for piece in snapshot.pieces if piece.metric == metric),
-        key=lambda piece: piece.rank,
+    deltas = sorted(
+        (delta for delta in snapshot.deltas if delta.metric == metric),
+        key=lambda delta: delta.rank,
     )
-    if not pieces:
+    if not deltas:
         return f'<div class="{escape(name)}">Nothing was logged.</div>'
-    source = base64.b64encode(_svg(metric, pieces, log).encode()).decode()
+    source = base64.b64encode(_svg(metric, deltas, log).encode()).decode()
     return (
         f'<div class="{escape(name)}">'
-        f'<img alt="{escape(_summary(metric, pieces))}" width="{WIDTH}" '
+        f'<img alt="{escape(_summary(metric, deltas))}" width="{WIDTH}" '
         f'height="{HEIGHT}" src="data:image/svg+xml;base64,{source}">'
-        f"{_table(metric, pieces, snapshot)}</div>"
+        f"{_table(metric, deltas, snapshot)}</div>"
     )
 
 
-def _summary(metric: str, pieces: list[Piece]) -> str:
-    values = [piece.latest[2] for piece in pieces]
-    step = max(piece.latest[0] for piece in pieces)
+def _summary(metric: str, deltas: list[SeriesDelta]) -> str:
+    values = [delta.latest[2] for delta in deltas]
+    step = max(delta.latest[0] for delta in deltas)
     return (
-        f"{metric} of {len(pieces)} ranks by step: from {min(values):.4g} to "
+        f"{metric} of {len(deltas)} ranks by step: from {min(values):.4g} to "
         f"{max(values):.4g} at step {step:.0f}"
     )
 
 
-def _table(metric: str, pieces: list[Piece], snapshot: Snapshot) -> str:
+def _table(metric: str, deltas: list[SeriesDelta], snapshot: Snapshot) -> str:
     where = {info.rank: f"{info.host}:{info.device}" for info in snapshot.ranks}
     rows = "".join(
-        f"<tr><td>{piece.rank}</td><td>{escape(where.get(piece.rank, ''))}</td>"
-        f"<td>{piece.latest[0]:.0f}</td><td>{piece.latest[2]:.4g}</td></tr>"
-        for piece in pieces
+        f"<tr><td>{delta.rank}</td><td>{escape(where.get(delta.rank, ''))}</td>"
+        f"<td>{delta.latest[0]:.0f}</td><td>{delta.latest[2]:.4g}</td></tr>"
+        for delta in deltas
     )
     head = f"<th>rank</th><th>device</th><th>step</th><th>{escape(metric)}</th>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _svg(metric: str, pieces: list[Piece], log: bool) -> str:
-    curves = [_points(piece, log) for piece in pieces]
+def _svg(metric: str, deltas: list[SeriesDelta], log: bool) -> str:
+    curves = [_points(delta, log) for delta in deltas]
     axes = _Axes([point for curve in curves for point in curve], log)
-    if len(pieces) > MOST_LINES:
-        shapes = _band(pieces, axes, log)
+    if len(deltas) > MOST_LINES:
+        shapes = _band(deltas, axes, log)
     else:
         shapes = [
-            _polyline(axes, _thin(curve), COLOURS[piece.rank % len(COLOURS)])
-            for piece, curve in zip(pieces, curves, strict=True)
+            _polyline(axes, _thin(curve), COLOURS[delta.rank % len(COLOURS)])
+            for delta, curve in zip(deltas, curves, strict=True)
         ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="11" fill="#333">'
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#fff"/>'
         f'<text x="{LEFT}" y="18" font-weight="bold">{escape(metric)}</text>'
-        f'<text x="{WIDTH - RIGHT}" y="18" text-anchor="end">{len(pieces)} ranks, '
+        f'<text x="{WIDTH - RIGHT}" y="18" text-anchor="end">{len(deltas)} ranks, '
         f"by step</text>{axes.grid()}{''.join(shapes)}</svg>"
     )
 
 
-def _points(piece: Piece, log: bool) -> Points:
-    """What can be drawn: finite, and positive on a logarithmic axis."""
+def _points(delta: SeriesDelta, log: bool) -> Points:
+    """The points that can be drawn: finite, and positive on a logarithmic axis."""
     return [
         (x, math.log10(y) if log else y)
-        for x, y in zip(piece.steps, piece.means, strict=True)
+        for x, y in zip(delta.steps, delta.means, strict=True)
         if math.isfinite(y) and (y > 0 or not log)
     ]
 
 
 def _thin(points: Points) -> Points:
-    """At most MOST_POINTS of them: of each chunk the least and the greatest."""
+    """At most MOST_POINTS points: the least and the greatest of each chunk."""
     if len(points) <= MOST_POINTS:
         return points
     size = math.ceil(2 * len(points) / MOST_POINTS)
@@ -115,11 +115,11 @@ def _thin(points: Points) -> Points:
     return thinned
 
 
-def _band(pieces: list[Piece], axes: _Axes, log: bool) -> list[str]:
-    """Median line and range over the ranks."""
+def _band(deltas: list[SeriesDelta], axes: _Axes, log: bool) -> list[str]:
+    """The median over the ranks as a line, and their range as a band."""
     at: dict[float, list[float]] = {}
-    for piece in pieces:
-        for x, y in _points(piece, log):
+    for delta in deltas:
+        for x, y in _points(delta, log):
             at.setdefault(x, []).append(y)
     steps = sorted(at)
     steps = steps[:: math.ceil(len(steps) / MOST_POINTS)] if steps else []
@@ -185,7 +185,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers within the span: 1, 2 or 5 times a power of ten apart."""
+    """Round numbers within the span, spaced by 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= most)
     first, last = math.ceil(low / step), math.floor(high / step)

@@ -1,7 +1,7 @@
-"""What a view reads, and what it asks of whoever has the data.
+"""What a view reads: the `Source` protocol, and the records that a source gives.
 
-The records are those of `nbdist.telemetry.collector.Collector`; they stand here because
-a view knows nothing of telemetry.
+`nbdist.telemetry.collector.Collector` is such a source. The records are defined here
+because the widgets import nothing of telemetry.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Protocol
 
 from nbdist.wire import DeviceSample, RankInfo
 
-__all__ = ["Cursor", "Mark", "Piece", "Snapshot", "Source"]
+__all__ = ["Cursor", "Mark", "SeriesDelta", "Snapshot", "Source"]
 
 Mark = tuple[int, int, int]
 """Epoch, length and total of a series: when any differs, it has changed."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The end of one rank's series: from bucket number `start` to its last.
+class SeriesDelta:
+    """The end of one rank's series, from bucket number `start` to the last bucket.
 
-    The columns are parallel. `steps` are the buckets' first steps, `times` their last
-    samples' seconds since the epoch.
+    The arrays have one entry for each bucket. `steps` holds the bucket's first step,
+    and `times` the time of its last sample, in seconds since the epoch.
     """
 
     metric: str
@@ -46,33 +46,33 @@ class Cursor:
 
     collection: str = ""
     marks: dict[tuple[str, int], Mark] = field(default_factory=dict)
-    """Of each metric's and rank's series."""
+    """The mark of each series, by metric and rank."""
     devices: dict[int, float] = field(default_factory=dict)
-    """Time of each rank's latest device sample."""
+    """The time of each rank's latest device sample."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What changed since a cursor; everything, when `full`."""
+    """What changed since a cursor, or everything where `full` is true."""
 
     full: bool
-    pieces: list[Piece]
+    deltas: list[SeriesDelta]
     ranks: list[RankInfo]
-    """The world as it is now; empty when it was never told."""
+    """The world as it is now; empty until the source knows of it."""
     devices: dict[int, list[DeviceSample]]
-    """The last minute of each rank that has a new sample, oldest first."""
+    """The samples of the last minute, oldest first, of each rank with a new one."""
     lost: dict[int, int]
-    """Records dropped and batches lost, of each rank that has any."""
+    """The number of records dropped and batches lost, for ranks that have any."""
     cursor: Cursor
 
 
 class Source(Protocol):
-    """Has the data, and says when they change."""
+    """Holds the data, and tells subscribers when they change."""
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have `callback()` called after each change; returns what ends that."""
+        """Call `callback()` after each change; return a function that ends this."""
         ...
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
-        """What changed since the cursor of an earlier snapshot; all without one."""
+        """What changed since the cursor of an earlier snapshot; or everything."""
         ...

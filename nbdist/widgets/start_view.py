@@ -1,4 +1,4 @@
-"""How far a start is, and at its end one table of ranks."""
+"""The progress of a start, and the table of ranks at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["StartView", "rank_table"]
 
 
 class StartView:
-    """One display, updated while the ranks come up."""
+    """One display that is updated while the ranks start."""
 
     _count = 0
 
@@ -36,7 +36,7 @@ class StartView:
             self._update(f"the start of {self._n} ranks did not succeed")
 
     def show(self, progress: Any) -> None:
-        """Show a `cluster.start.Progress`."""
+        """Show a `cluster.startup.Progress`."""
         devices = Counter(
             f"{each.gpu_name} on {each.host}" for each in progress.assignments
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.lab import Lab
+from tests.jupyterlab_driver import Lab
 
 START_TIMEOUT_S = 120
 CELLS = [

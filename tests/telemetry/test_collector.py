@@ -60,8 +60,8 @@ def test_a_long_history_spans_the_run() -> None:
     assert steps[0] == 0
     assert steps[-1] >= 9800
     assert values[0] == pytest.approx(63.5)
-    (piece,) = collector.snapshot().pieces
-    assert piece.latest == (9999.0, 10999.0, 9999.0)
+    (delta,) = collector.snapshot().deltas
+    assert delta.latest == (9999.0, 10999.0, 9999.0)
 
 
 def test_a_snapshot_since_another_holds_only_the_change() -> None:
@@ -70,14 +70,14 @@ def test_a_snapshot_since_another_holds_only_the_change() -> None:
     collector.receive(batch(1, 0, range(5)))
     first = collector.snapshot()
     assert first.full
-    assert {piece.rank: piece.start for piece in first.pieces} == {0: 0, 1: 0}
+    assert {delta.rank: delta.start for delta in first.deltas} == {0: 0, 1: 0}
 
     collector.receive(batch(1, 1, range(5, 7)))
     second = collector.snapshot(first.cursor)
-    (piece,) = second.pieces
+    (delta,) = second.deltas
     assert not second.full
-    assert (piece.rank, piece.start, list(piece.steps)) == (1, 4, [4, 5, 6])
-    assert collector.snapshot(second.cursor).pieces == []
+    assert (delta.rank, delta.start, list(delta.steps)) == (1, 4, [4, 5, 6])
+    assert collector.snapshot(second.cursor).deltas == []
 
 
 def test_a_change_of_the_past_is_sent_whole() -> None:
@@ -85,11 +85,11 @@ def test_a_change_of_the_past_is_sent_whole() -> None:
     collector.receive(batch(0, 0, range(4)))
     before = collector.snapshot().cursor
     collector.receive(batch(0, 1, range(4, 5)))
-    (coarser,) = collector.snapshot(before).pieces
+    (coarser,) = collector.snapshot(before).deltas
     assert (coarser.start, coarser.width, list(coarser.steps)) == (0, 2, [0, 2, 4])
     before = collector.snapshot().cursor
     collector.receive(batch(0, 2, range(2, 3)))
-    (cut,) = collector.snapshot(before).pieces
+    (cut,) = collector.snapshot(before).deltas
     assert (cut.start, list(cut.steps)) == (0, [0, 2])
 
 
@@ -101,7 +101,7 @@ def test_after_clear_a_snapshot_is_full() -> None:
     collector.receive(batch(0, 1, accuracy=1.0))
     snapshot = collector.snapshot(cursor)
     assert snapshot.full
-    assert [piece.metric for piece in snapshot.pieces] == ["accuracy"]
+    assert [delta.metric for delta in snapshot.deltas] == ["accuracy"]
     assert snapshot.lost == {}
 
 
@@ -152,7 +152,7 @@ def test_subscribers_are_called_until_they_leave() -> None:
 def test_a_subscriber_may_call_back() -> None:
     collector = Collector()
     seen: list[int] = []
-    leave = collector.subscribe(lambda: seen.append(len(collector.snapshot().pieces)))
+    leave = collector.subscribe(lambda: seen.append(len(collector.snapshot().deltas)))
     collector.subscribe(leave)
     collector.receive(batch())
     assert seen == [1]
@@ -193,9 +193,9 @@ def test_64_ranks_report_from_threads_while_a_view_reads() -> None:
     for thread in threads:
         thread.join(30)
     snapshot = collector.snapshot()
-    assert {piece.rank for piece in snapshot.pieces} == set(range(64))
-    assert {len(piece.steps) for piece in snapshot.pieces} <= set(range(32, 65))
-    assert {piece.latest[0] for piece in snapshot.pieces} == {50.0 * (steps - 1)}
+    assert {delta.rank for delta in snapshot.deltas} == set(range(64))
+    assert {len(delta.steps) for delta in snapshot.deltas} <= set(range(32, 65))
+    assert {delta.latest[0] for delta in snapshot.deltas} == {50.0 * (steps - 1)}
     assert snapshot.lost == {}
 
 

@@ -275,7 +275,7 @@ def test_waiting_is_counted_and_recorded():
             return index
 
     class Recorded(list):
-        def note(self, **scalars):
+        def record_internal(self, **scalars):
             self.append(scalars)
 
     recorded = Recorded()

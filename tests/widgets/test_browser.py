@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import ROOT, Lab
+from tests.jupyterlab_driver import ROOT, Lab
 
 SETUP = """
 import math, threading, time

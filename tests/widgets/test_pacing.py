@@ -27,13 +27,13 @@ def pacer(clock: Clock) -> Pacer:
 def test_an_answering_front_end_gets_ten_messages_a_second(
     pacer: Pacer, clock: Clock
 ) -> None:
-    assert pacer.next_stands_alone()
+    assert pacer.next_is_complete()
     for _ in range(100):
         pacer.sent()
         clock.now += 0.5
         pacer.acknowledged()
         assert pacer.delay_s(1000) == SHORTEST_S
-        assert not pacer.next_stands_alone()
+        assert not pacer.next_is_complete()
 
 
 def test_large_messages_come_less_often(pacer: Pacer) -> None:
@@ -64,33 +64,33 @@ def test_quiet_ranks_are_no_silence(pacer: Pacer, clock: Clock) -> None:
 
 
 def test_a_request_is_answered_once(pacer: Pacer) -> None:
-    assert pacer.next_stands_alone()
-    assert not pacer.next_stands_alone()
+    assert pacer.next_is_complete()
+    assert not pacer.next_is_complete()
     pacer.ask()
-    assert pacer.next_stands_alone()
-    assert not pacer.next_stands_alone()
+    assert pacer.next_is_complete()
+    assert not pacer.next_is_complete()
 
 
 def test_who_has_answered_is_sent_everything_only_after_a_minute(
     pacer: Pacer, clock: Clock
 ) -> None:
-    pacer.next_stands_alone()
+    pacer.next_is_complete()
     pacer.sent()
     pacer.acknowledged()
     pacer.sent()
     clock.now += 59
-    assert not pacer.next_stands_alone()
+    assert not pacer.next_is_complete()
     clock.now += 2
-    assert pacer.next_stands_alone()
+    assert pacer.next_is_complete()
 
 
 def test_in_silence_everything_is_repeated_ever_more_rarely(
     pacer: Pacer, clock: Clock
 ) -> None:
-    pacer.next_stands_alone()
+    pacer.next_is_complete()
     pacer.sent()
     whole = 0
     for _ in range(36_000):
         clock.now += 0.1
-        whole += pacer.next_stands_alone()
+        whole += pacer.next_is_complete()
     assert 10 < whole < 20

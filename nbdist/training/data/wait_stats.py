@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from nbdist.telemetry.internal_metrics import note
+from nbdist.telemetry import internal_metrics
 
 __all__ = ["Waits"]
 
@@ -39,7 +39,7 @@ class Waits:
             self.steps += 1
             self.waited_s += self._waited
             self.total_s += took
-            note(data_wait_s=self._waited, step_s=took)
+            internal_metrics.record(data_wait_s=self._waited, step_s=took)
         self._begun = now
 
     def arrive(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nbdist.collectives import Post
 from nbdist.errors import CollectiveAborted
-from nbdist.telemetry.internal_metrics import note
+from nbdist.telemetry import internal_metrics
 from nbdist.training._uncut import uncut
 from nbdist.training.strategies.parameter_server.messages import (
     Head,
@@ -138,7 +138,7 @@ class Server:
     def _handle(self, channel: _Channel, head: Head) -> None:
         worker = channel.worker
         if head.kind is Kind.PUSH:
-            note(staleness=self._policy.version - head.version)
+            internal_metrics.record(staleness=self._policy.version - head.version)
             with uncut():  # an update is complete and counted, or neither
                 self._carry_out(self._policy.push(worker, head.version))
         elif head.kind is Kind.OPTIONS:

@@ -1,10 +1,10 @@
-"""A rank as if no cell had run. Ranks import this file, so it imports no tests."""
+"""Removes what cells have left on a rank. Ranks import this: it imports no tests."""
 
 from __future__ import annotations
 
 
-def forget() -> None:
-    """On a rank: remove the variables that cells have made."""
+def remove_variables() -> None:
+    """Remove the variables that cells have made on this rank."""
     from IPython import get_ipython
 
     shell = get_ipython()
