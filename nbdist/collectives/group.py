@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from mpi4py import MPI
@@ -23,8 +23,7 @@ from nbdist.collectives.call import Call, describe_mismatch, describe_timeout
 from nbdist.collectives.call_site import CallSite, find_call_site
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.mailbox import Mailbox, MailHooks, Message
-from nbdist.collectives.plan import Plan
-from nbdist.collectives.reduction import ReduceOp, parse_op
+from nbdist.collectives.reduction import ReduceOp
 from nbdist.collectives.registry import leave_notes, live
 from nbdist.collectives.signature import Signature, signature
 from nbdist.collectives.sync.cuda_events import on_side_stream
@@ -44,7 +43,7 @@ from nbdist.errors import (
 )
 from nbdist.wire import CollectiveCall
 
-__all__ = ["Group"]
+__all__ = ["Group", "Plan"]
 
 _numbers = itertools.count()
 _ALL_REDUCE = signature("all_reduce", None, None, None, (), "cpu")
@@ -54,6 +53,15 @@ _FINISH_WITHIN_S = 10.0
 
 class _OutOfTime(Exception):
     """The running call's own time-out ran out."""
+
+
+class Plan(NamedTuple):
+    """A checked call on tensors of one dtype, shape and kind of device."""
+
+    kind: Signature
+    """What must agree between the ranks."""
+    transport: Transport
+    """Moves the data."""
 
 
 class Group:
@@ -135,37 +143,57 @@ class Group:
         self,
         operation: str,
         tensor: Tensor,
-        op: ReduceOp,
+        op: str | None = None,
         root: int | None = None,
         algorithm: str = "auto",
     ) -> Plan:
-        """Check the arguments of a reduction.
+        """The signature and the transport of a call.
 
         Args:
-            operation: Its name.
-            tensor: One that `resolve` has accepted.
-            op: As the caller gave it.
-            root: The world rank that receives the result, where only one does.
-            algorithm: As the caller gave it.
+            operation: The operation's name.
+            tensor: A tensor that `resolve` has accepted.
+            op: The reduce-op that all ranks must give; None where there is none.
+            root: The world rank that sends or receives for all; None where there is
+                none.
+            algorithm: As for `transport`.
 
         Raises:
-            UsageError, UnsupportedCollective: See `parse_op` and `transport`.
+            UsageError: See `transport`.
         """
-        name = parse_op(op, tensor.dtype)
         transport = self.transport(tensor.device, algorithm)
         device = tensor.device.type
-        kind = signature(operation, name, root, tensor.dtype, tensor.shape, device)
-        return Plan(kind, name, transport)
+        kind = signature(operation, op, root, tensor.dtype, tensor.shape, device)
+        return Plan(kind, transport)
 
-    def keep_quick(self, plan: Plan, tensor: Tensor, op: ReduceOp) -> None:
-        """Have `quick` do the all-reduces that are like this one, where it can."""
-        reductions = self._connection.reductions
+    def start(
+        self,
+        plan: Plan,
+        body: Callable[[], object],
+        async_op: bool,
+        timeout: float | timedelta | None,
+    ) -> Handle | None:
+        """Make the call of a plan. See `run`."""
+        meets = plan.transport.meets
+        return self.run(
+            plan.kind, body, meets=meets, async_op=async_op, timeout=timeout
+        )
+
+    def keep_quick(self, tensor: Tensor, op: ReduceOp, kind: Signature) -> None:
+        """Have `quick` make the all-reduces that are like this one, where it can.
+
+        Args:
+            tensor: What the call reduces.
+            op: As the caller gave it.
+            kind: The call's signature.
+        """
+        reductions, name = self._connection.reductions, kind.reduce_op
         if reductions is None or self.quick is None or not tensor.is_cpu:
             return
+        assert name is not None  # all_reduce has an op
         length = tensor.numel()
-        reduction = reductions.plan("all_reduce", plan.op, tensor.dtype, length)
+        reduction = reductions.plan("all_reduce", name, tensor.dtype, length)
         if reduction is not None:
-            fingerprint = plan.kind.fingerprint if self.config.check else 0
+            fingerprint = kind.fingerprint if self.config.check else 0
             self.quick.keep(op, tensor.shape, reduction, fingerprint)
 
     def finish_quick(
@@ -184,11 +212,11 @@ class Group:
         self._conduct(call, self._await_quick)
 
     def _await_quick(self) -> None:
-        quick, gate = self.quick, self._connection.gate
+        quick, barrier = self.quick, self._connection.barrier
         assert quick is not None
-        assert isinstance(gate, SharedBarrier)
+        assert isinstance(barrier, SharedBarrier)
         try:
-            if not gate.wait(self._check, quick.resume):
+            if not barrier.wait(self._check, quick.resume):
                 self._differ()
         finally:
             quick.release()
@@ -228,7 +256,7 @@ class Group:
         Args:
             kind: what must agree.
             body: moves the data, by way of one of this group's transports.
-            meets: whether `body` passes the gate itself (`Transport.meets`).
+            meets: whether `body` passes the barrier itself (`Transport.meets`).
             async_op: return at once, with a handle.
             timeout: seconds; None takes the configured one.
             call_site: where the user called from, if not from this thread.
@@ -314,7 +342,7 @@ class Group:
             self._deadline = math.inf
             if self._noted:
                 self._noted = False
-                self._connection.gate.leave_note("")
+                self._connection.barrier.leave_note("")
 
     def _leave(self, call: Call, error: BaseException) -> BaseException:
         """The error to raise for a call that ended halfway. The group is spent."""
@@ -326,21 +354,21 @@ class Group:
             error.__cause__ = cause
         if self._error is None:
             self._error = error
-        self._connection.gate.leave(f"{type(error).__name__}: {error}")
+        self._connection.barrier.leave(f"{type(error).__name__}: {error}")
         return error
 
     # -- meeting -------------------------------------------------------------------
 
     def _meet(self) -> None:
         """Wait for all ranks; raise on all of them when their calls differ."""
-        if not self._connection.gate.arrive(self._hooks.fingerprint, self._check):
+        if not self._connection.barrier.arrive(self._hooks.fingerprint, self._check):
             self._differ()
 
     def _differ(self) -> NoReturn:
         call = self._call
         assert call is not None
         record = pickle.dumps(call.record(self.ranks[self.rank]))
-        records = self._connection.gate.exchange(record, self._check)
+        records = self._connection.barrier.exchange(record, self._check)
         table = describe_mismatch([pickle.loads(each) for each in records])
         raise CollectiveMismatch(table)
 
@@ -351,16 +379,16 @@ class Group:
             raise _OutOfTime
 
     def _explain_timeout(self, call: Call) -> str:
-        gate = self._connection.gate
-        notes = dict(zip(self.ranks, gate.notes(), strict=False))
-        missing = [self.ranks[peer] for peer in gate.missing()]
+        barrier = self._connection.barrier
+        notes = dict(zip(self.ranks, barrier.notes(), strict=False))
+        missing = [self.ranks[peer] for peer in barrier.missing()]
         record = call.record(self.ranks[self.rank])
         return describe_timeout(record, self.ranks, missing, notes)
 
     def leave_note(self, note: str) -> None:
         """Let the other members read where this rank is, should they miss it."""
         self._noted = True
-        self._connection.gate.leave_note(note)
+        self._connection.barrier.leave_note(note)
 
     # -- life ----------------------------------------------------------------------
 

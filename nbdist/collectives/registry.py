@@ -1,12 +1,12 @@
-"""All groups of this process: what it waits in, and what ends or renews them."""
+"""The groups of this process: its present call, their release, renewal and end."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
-from nbdist.collectives.waiters import Waiter, waiters
 from nbdist.errors import CollectiveAborted, WrongProcess
 from nbdist.wire import CollectiveCall, format_ranks
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nbdist.collectives.group import Group
 
 __all__ = [
+    "Waiter",
     "any_broken",
     "calls_made",
     "close_groups",
@@ -25,16 +26,66 @@ __all__ = [
     "release_calls_with",
     "renew_groups",
     "set_default_group",
+    "waiters",
 ]
 
+
+class Waiter(Protocol):
+    """A wait for other ranks outside a group's own calls, which can be released."""
+
+    @property
+    def call(self) -> CollectiveCall | None:
+        """What this process waits for now; None while it does not wait."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether a wait was left halfway."""
+
+    def abort(self, error: BaseException) -> None:
+        """End the wait with an error, and every later one. Any thread may call."""
+
+    def lose(self, ranks: Collection[int], reason: str) -> None:
+        """End the waits for these world ranks. Any thread may call."""
+
+    def close(self) -> None:
+        """End every wait: the groups are renewed or closed."""
+
+
+class _Waiters:
+    """The waiters that something else refers to.
+
+    A thread may add one while another thread iterates.
+    """
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakValueDictionary[int, Waiter] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def add(self, waiter: Waiter) -> None:
+        self._all[id(waiter)] = waiter
+
+    def discard(self, waiter: Waiter) -> None:
+        self._all.pop(id(waiter), None)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        found = [reference() for reference in self._all.valuerefs()]
+        return iter([waiter for waiter in found if waiter is not None])
+
+
+waiters = _Waiters()
+"""The waiters of this process."""
 live: set[Group] = set()
-"""Every group that is not closed. Held, for all members must renew the same ones."""
+"""Every open group. All members must renew the same ones, so groups are kept here."""
 default: Group | None = None
-"""The group that collectives use when they are not given one."""
+"""The group that collectives use by default."""
 
 
 def leave_notes() -> None:
-    """Tell every group of this process where it waits: another may be missing it."""
+    """Leave a note about the present call with every group of this process.
+
+    A rank whose call times out shows the notes of the ranks that are missing.
+    """
     call = current_call()
     for group in list(live):
         if group.size > 1:
@@ -46,21 +97,21 @@ def _waited_in() -> list[Group | Waiter]:
 
 
 def current_call() -> CollectiveCall | None:
-    """The collective this process is in right now, on any group; None when in none."""
+    """The collective that this process is in, on any group; None while in none."""
     return next((call for each in _waited_in() if (call := each.call)), None)
 
 
 def calls_made() -> int:
-    """Collectives and messages begun by this process, on all its groups."""
+    """The number of collectives and messages begun on all groups of this process."""
     return sum(group.sequence + group.mailbox.sequence for group in list(live))
 
 
 def renew_groups(generation: int) -> None:
     """Renew every group of this process. All ranks of the world must call.
 
-    Groups are made by calls that all their members make in the same order, so the order
-    in which they were made is one that all members can renew them in. One that a member
-    has closed meanwhile, in a cell that others did not finish, is closed on all.
+    All members make their common groups in the same order, so groups are renewed in
+    that order. A group that a member has closed, in a cell that others did not finish,
+    is closed on all members.
     """
     for waiter in list(waiters):
         waiter.close()
@@ -70,14 +121,14 @@ def renew_groups(generation: int) -> None:
         gone = [rank for rank in group.ranks if group.identity not in held[rank]]
         if gone:
             reason = f"rank {format_ranks(gone)} has ended this group of ranks"
-            error = CollectiveAborted(f"{reason}: make it anew, on all of them")
+            error = CollectiveAborted(f"{reason}: make a new one on all its ranks")
             group.give_up(error)
         else:
             group.renew(generation)
 
 
 def close_groups() -> None:
-    """Close every group of this process: its ranks are to meet in new ones."""
+    """Close every group of this process, before new ones take their place."""
     for waiter in list(waiters):
         waiter.close()
     for group in list(live):
@@ -86,21 +137,23 @@ def close_groups() -> None:
 
 
 def any_broken() -> bool:
-    """Whether a group of this process waits to be renewed."""
+    """Whether a group or waiter of this process is broken."""
     return any(each.broken for each in _waited_in())
 
 
 def release_calls(error: BaseException) -> None:
-    """Abort every group in which this process is in a call. Any thread may call."""
+    """Abort every group that this process is in a call of. Any thread may call."""
     for each in _waited_in():
         if each.call is not None:
             each.abort(error)
 
 
 def release_calls_with(ranks: Iterable[int], reason: str) -> None:
-    """Abort every group with one of these world ranks in it. Any thread may call.
+    """Abort every group that has one of these world ranks. Any thread may call.
 
-    They will not come, neither to the call that waits for them nor to a later one.
+    Args:
+        ranks: World ranks that make no further calls.
+        reason: Why, for the error.
     """
     gone = set(ranks)
     for waiter in list(waiters):
@@ -113,16 +166,16 @@ def release_calls_with(ranks: Iterable[int], reason: str) -> None:
 
 
 def set_default_group(group: Group | None) -> None:
-    """Set the group that collectives use when they are not given one."""
+    """Set the group that collectives use by default."""
     global default
     default = group
 
 
 def default_group() -> Group:
-    """The group that collectives use when they are not given one.
+    """The group that collectives use by default.
 
     Raises:
-        WrongProcess: there is none, as in the notebook kernel.
+        WrongProcess: There is none, as in the notebook's kernel.
     """
     if default is None:
         raise WrongProcess(
@@ -132,7 +185,7 @@ def default_group() -> Group:
 
 
 def _refuse_in_child() -> None:
-    """A child that a rank forks has the memory of its groups, and is none of them."""
+    """A forked child inherits the groups' memory but is not a member."""
     for group in list(live):
         group.disown()
 

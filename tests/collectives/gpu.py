@@ -135,7 +135,7 @@ def memory_is_not_given_back_too_soon(group: nc.Group) -> None:
 
 
 def calls_for_both_kinds_of_device(group: nc.Group) -> None:
-    """The gate's steps and the device's are counted apart."""
+    """The barrier's steps and the device's are counted apart."""
     for step in range(30):
         on_host = torch.full((3,), RANK + 1.0, device="cpu")
         on_device = torch.full((1000 + step,), RANK + 1.0)

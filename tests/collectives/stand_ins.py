@@ -112,9 +112,9 @@ def install(name: str, group: nc.Group) -> None:
 
 
 def _peer(group: nc.Group, best: Transport, mpi: Transport) -> Transport:
-    gate, hooks = group._connection.gate, group._connection.hooks
+    barrier, hooks = group._connection.barrier, group._connection.hooks
     slots = PeerSlots(_memories(), group.rank)
-    return DeviceTransport(gate, slots, hooks, Alternating())  # type: ignore[arg-type]
+    return DeviceTransport(barrier, slots, hooks, Alternating())  # type: ignore[arg-type]
 
 
 def _memories() -> list[Tensor]:

@@ -38,11 +38,11 @@ class Machine:
     def swap(self, item: Any) -> list[Any]:
         return self.cards if item == self.cards[0] else [item] * len(self.cards)
 
-    def transports(self, gate: Any, wanted: str = "auto") -> dict[str, Any]:
+    def transports(self, barrier: Any, wanted: str = "auto") -> dict[str, Any]:
         comm: Any = SimpleNamespace(rank=0, size=len(self.cards))
         host: Any = dict.fromkeys(("auto", "mpi", "ring"), LocalTransport())
         config = CollectiveConfig(transport=wanted)
-        return devices.gpu_transports(host, gate, config, HOOKS, comm, self.swap)
+        return devices.gpu_transports(host, barrier, config, HOOKS, comm, self.swap)
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_alone_there_is_nothing_to_send(machine: Machine) -> None:
 
 def test_a_gpu_each_takes_nccl(machine: Machine) -> None:
     machine.nccl = machine.ipc = machine.aware = True
-    for gate in (ONE_HOST, SEVERAL_HOSTS):
-        found = machine.transports(gate)
+    for barrier in (ONE_HOST, SEVERAL_HOSTS):
+        found = machine.transports(barrier)
         assert found["auto"] == "nccl"
         assert "ipc" not in found, "memory for nothing"
     assert machine.transports(ONE_HOST, "ipc")["auto"] == "ipc"
@@ -82,8 +82,8 @@ def test_between_hosts_without_nccl_a_cuda_aware_mpi_is_best(machine: Machine) -
 
 
 def test_else_all_is_staged(machine: Machine) -> None:
-    for gate in (ONE_HOST, SEVERAL_HOSTS):
-        found = machine.transports(gate)
+    for barrier in (ONE_HOST, SEVERAL_HOSTS):
+        found = machine.transports(barrier)
         assert {type(each) for each in found.values()} == {StagedTransport}
         assert found["auto"] is found["staged"]
 

@@ -17,7 +17,6 @@ from nbdist.collectives.ops.validation import (
     resolve,
     split_evenly,
 )
-from nbdist.collectives.signature import signature
 from nbdist.errors import UsageError
 
 __all__ = ["all_gather", "all_gather_into_tensor"]
@@ -42,19 +41,15 @@ def all_gather(
     group = resolve(tensor, group)
     check_list("tensor_list", tensor_list, group)
     check_same("tensor_list", tensor_list, tensor)
-    device = tensor.device.type
-    transport = group.transport(tensor.device)
-    kind = signature("all_gather", None, None, tensor.dtype, tensor.shape, device)
+    plan = group.plan("all_gather", tensor)
     flat, outputs = Flat(tensor), flatten(tensor_list)
 
     def body() -> None:
-        transport.all_gather([each.tensor for each in outputs], flat.tensor)
+        plan.transport.all_gather([each.tensor for each in outputs], flat.tensor)
         for each in outputs:
             each.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)
 
 
 def all_gather_into_tensor(

@@ -12,7 +12,7 @@ from nbdist.collectives.flat import check_memory, unwrapped
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import resolve
-from nbdist.collectives.reduction import ReduceOp
+from nbdist.collectives.reduction import ReduceOp, parse_op
 
 __all__ = ["all_reduce"]
 
@@ -51,7 +51,8 @@ def all_reduce(
             if done:
                 return None
             if done is None:
-                kind = group.plan("all_reduce", tensor, op).kind
+                name = parse_op(op, tensor.dtype)
+                kind = group.plan("all_reduce", tensor, name).kind
                 group.finish_quick(kind, timeout)
                 return None
         except BaseException as error:
@@ -60,9 +61,9 @@ def all_reduce(
     resolve(tensor, group)
     tensor = unwrapped(tensor)
     check_memory(tensor)
-    plan = group.plan("all_reduce", tensor, op, algorithm=algorithm)
+    name = parse_op(op, tensor.dtype)
+    plan = group.plan("all_reduce", tensor, name, algorithm=algorithm)
     if algorithm == "auto":
-        group.keep_quick(plan, tensor, op)
-    reduce = partial(plan.transport.all_reduce, tensor, plan.op)
-    meets = plan.transport.meets
-    return group.run(plan.kind, reduce, meets=meets, async_op=async_op, timeout=timeout)
+        group.keep_quick(tensor, op, plan.kind)
+    body = partial(plan.transport.all_reduce, tensor, name)
+    return group.start(plan, body, async_op, timeout)

@@ -9,7 +9,6 @@ from torch import Tensor
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import Flat, resolve, root_position
-from nbdist.collectives.signature import signature
 
 __all__ = ["broadcast"]
 
@@ -32,15 +31,11 @@ def broadcast(
     """
     group = resolve(tensor, group)
     root = root_position(group, src)
-    device = tensor.device.type
-    transport = group.transport(tensor.device)
-    kind = signature("broadcast", None, src, tensor.dtype, tensor.shape, device)
+    plan = group.plan("broadcast", tensor, root=src)
     flat = Flat(tensor)
 
     def body() -> None:
-        transport.broadcast(flat.tensor, root)
+        plan.transport.broadcast(flat.tensor, root)
         flat.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)

@@ -11,13 +11,10 @@ from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import (
     Flat,
-    check_list,
-    check_same,
-    flatten,
+    flat_on_root,
     resolve,
     root_position,
 )
-from nbdist.collectives.signature import signature
 
 __all__ = ["gather"]
 
@@ -41,22 +38,14 @@ def gather(
     """
     group = resolve(tensor, group)
     root = root_position(group, dst)
-    outputs = None
-    if group.rank == root:
-        check_list("gather_list", gather_list, group)
-        check_same("gather_list", gather_list or (), tensor)
-        outputs = flatten(gather_list or ())
-    device = tensor.device.type
-    transport = group.transport(tensor.device)
-    kind = signature("gather", None, dst, tensor.dtype, tensor.shape, device)
+    outputs = flat_on_root("gather_list", gather_list, tensor, group, root)
+    plan = group.plan("gather", tensor, root=dst)
     flat = Flat(tensor)
 
     def body() -> None:
         wanted = None if outputs is None else [each.tensor for each in outputs]
-        transport.gather(wanted, flat.tensor, root)
+        plan.transport.gather(wanted, flat.tensor, root)
         for each in outputs or ():
             each.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)

@@ -19,7 +19,6 @@ from nbdist.collectives.ops.validation import (
     split_evenly,
 )
 from nbdist.collectives.reduction import parse_op
-from nbdist.collectives.signature import signature
 from nbdist.errors import UnsupportedCollective, UsageError
 
 __all__ = [
@@ -50,20 +49,16 @@ def premul_sum_all_reduce(
         group, async_op, timeout: as for `all_reduce`.
     """
     group, factor = resolve(tensor, group), _checked(factor, tensor)
-    device = tensor.device.type
-    transport = group.transport(tensor.device)
-    kind = signature("all_reduce", _OP, None, tensor.dtype, tensor.shape, device)
+    plan = group.plan("all_reduce", tensor, _OP)
     flat = Flat(tensor)
 
     def body() -> None:
         scaled = flat.tensor * factor
-        transport.all_reduce(scaled, "sum")
+        plan.transport.all_reduce(scaled, "sum")
         flat.tensor.copy_(scaled)
         flat.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)
 
 
 def premul_sum_reduce(
@@ -78,21 +73,17 @@ def premul_sum_reduce(
     """`reduce` of `factor * tensor` to rank `dst`. See `premul_sum_all_reduce`."""
     group, factor = resolve(tensor, group), _checked(factor, tensor)
     root = root_position(group, dst)
-    device = tensor.device.type
-    transport = group.transport(tensor.device)
-    kind = signature("reduce", _OP, dst, tensor.dtype, tensor.shape, device)
+    plan = group.plan("reduce", tensor, _OP, dst)
     flat = Flat(tensor)
 
     def body() -> None:
         scaled = flat.tensor * factor
-        transport.reduce(scaled, "sum", root)
+        plan.transport.reduce(scaled, "sum", root)
         if group.rank == root:
             flat.tensor.copy_(scaled)
             flat.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)
 
 
 def premul_sum_reduce_scatter(
@@ -108,19 +99,15 @@ def premul_sum_reduce_scatter(
     group, factor = resolve(output, group), _checked(factor, output)
     check_list("input_list", input_list, group)
     check_same("input_list", input_list, output)
-    device = output.device.type
-    transport = group.transport(output.device)
-    kind = signature("reduce_scatter", _OP, None, output.dtype, output.shape, device)
+    plan = group.plan("reduce_scatter", output, _OP)
     flat, pieces = Flat(output), flatten(input_list)
 
     def body() -> None:
         scaled = [each.tensor * factor for each in pieces]
-        transport.reduce_scatter(flat.tensor, scaled, "sum")
+        plan.transport.reduce_scatter(flat.tensor, scaled, "sum")
         flat.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)
 
 
 def premul_sum_reduce_scatter_tensor(

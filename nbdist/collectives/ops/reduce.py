@@ -10,7 +10,6 @@ from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import Flat, resolve, root_position
 from nbdist.collectives.reduction import ReduceOp, parse_op
-from nbdist.collectives.signature import signature
 
 __all__ = ["reduce"]
 
@@ -33,18 +32,14 @@ def reduce(
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(tensor, group)
-    op = parse_op(op, tensor.dtype)
+    name = parse_op(op, tensor.dtype)
     root = root_position(group, dst)
-    device = tensor.device.type
-    transport = group.transport(tensor.device)
-    kind = signature("reduce", op, dst, tensor.dtype, tensor.shape, device)
+    plan = group.plan("reduce", tensor, name, dst)
     flat = Flat(tensor)
 
     def body() -> None:
-        transport.reduce(flat.tensor, op, root)
+        plan.transport.reduce(flat.tensor, name, root)
         if group.rank == root:
             flat.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)

@@ -18,7 +18,6 @@ from nbdist.collectives.ops.validation import (
     split_evenly,
 )
 from nbdist.collectives.reduction import ReduceOp, parse_op
-from nbdist.collectives.signature import signature
 
 __all__ = ["reduce_scatter", "reduce_scatter_tensor"]
 
@@ -44,19 +43,16 @@ def reduce_scatter(
     group = resolve(output, group)
     check_list("input_list", input_list, group)
     check_same("input_list", input_list, output)
-    op = parse_op(op, output.dtype)
-    device = output.device.type
-    transport = group.transport(output.device)
-    kind = signature("reduce_scatter", op, None, output.dtype, output.shape, device)
+    name = parse_op(op, output.dtype)
+    plan = group.plan("reduce_scatter", output, name)
     flat, pieces = Flat(output), flatten(input_list)
 
     def body() -> None:
-        transport.reduce_scatter(flat.tensor, [each.tensor for each in pieces], op)
+        inputs = [each.tensor for each in pieces]
+        plan.transport.reduce_scatter(flat.tensor, inputs, name)
         flat.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)
 
 
 def reduce_scatter_tensor(

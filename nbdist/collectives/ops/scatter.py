@@ -11,13 +11,10 @@ from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import (
     Flat,
-    check_list,
-    check_same,
-    flatten,
+    flat_on_root,
     resolve,
     root_position,
 )
-from nbdist.collectives.signature import signature
 
 __all__ = ["scatter"]
 
@@ -41,21 +38,13 @@ def scatter(
     """
     group = resolve(tensor, group)
     root = root_position(group, src)
-    inputs = None
-    if group.rank == root:
-        check_list("scatter_list", scatter_list, group)
-        check_same("scatter_list", scatter_list or (), tensor)
-        inputs = flatten(scatter_list or ())
-    device = tensor.device.type
-    transport = group.transport(tensor.device)
-    kind = signature("scatter", None, src, tensor.dtype, tensor.shape, device)
+    inputs = flat_on_root("scatter_list", scatter_list, tensor, group, root)
+    plan = group.plan("scatter", tensor, root=src)
     flat = Flat(tensor)
 
     def body() -> None:
         offered = None if inputs is None else [each.tensor for each in inputs]
-        transport.scatter(flat.tensor, offered, root)
+        plan.transport.scatter(flat.tensor, offered, root)
         flat.write_back()
 
-    return group.run(
-        kind, body, meets=transport.meets, async_op=async_op, timeout=timeout
-    )
+    return group.start(plan, body, async_op, timeout)

@@ -17,6 +17,7 @@ __all__ = [
     "check_kind",
     "check_list",
     "check_same",
+    "flat_on_root",
     "flatten",
     "resolve",
     "root_position",
@@ -27,6 +28,32 @@ __all__ = [
 def flatten(tensors: Sequence[Tensor]) -> list[Flat]:
     """`Flat` for each."""
     return [Flat(tensor) for tensor in tensors]
+
+
+def flat_on_root(
+    name: str,
+    tensors: Sequence[Tensor] | None,
+    like: Tensor,
+    group: Group,
+    root: int,
+) -> list[Flat] | None:
+    """The root's list of one tensor for each member, checked and flat.
+
+    Args:
+        name: The argument's name, for messages.
+        tensors: The argument. It is ignored on all ranks but the root.
+        like: A tensor of the dtype, device and length that all must have.
+        group: The ranks.
+        root: The position of the root in the group.
+
+    Returns:
+        None on all ranks but the root.
+    """
+    if group.rank != root:
+        return None
+    check_list(name, tensors, group)
+    check_same(name, tensors or (), like)
+    return flatten(tensors or ())
 
 
 def resolve(tensor: object, group: Group | None) -> Group:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from nbdist.collectives.sync.wait import Swap
+
 __all__ = [
     "Events",
     "can_reach",
@@ -26,8 +28,6 @@ __all__ = [
 
 Event = torch.cuda.Event
 Events = tuple[Event, Event]
-Swap = Callable[[Any], list[Any]]
-"""Gives every rank's item, in rank order; all ranks must call. Some kB at most."""
 Ticket = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 _PROBED_BYTES = 64 * 1024

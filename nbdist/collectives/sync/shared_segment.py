@@ -1,41 +1,48 @@
-"""Memory that the ranks of one host share, without a name that could outlive them."""
+"""Memory that the ranks of one host share. It has no name, so nothing outlives them."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+from pathlib import Path
 
-__all__ = ["Segment"]
+from mpi4py import MPI
+
+from nbdist.collectives.sync import semaphore
+from nbdist.collectives.sync.wait import Swap
+
+__all__ = ["Segment", "host_name", "share"]
 
 _DIRECTORY = "/dev/shm"
 
 
 class Segment:
-    """A zeroed, nameless piece of shared memory.
+    """Zeroed shared memory without a name.
 
-    The creator makes a file without a directory entry, and the others open it through
-    /proc while the creator holds it open. When the last process ends, in whatever way,
-    the kernel takes it back.
+    The creator makes a file without a directory entry. The others open it through /proc
+    while the creator holds it open. The kernel frees the memory when the last process
+    that maps it ends.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor: int | None = descriptor
         self.memory = mmap.mmap(descriptor, size)
-        """Mapped as long as anything refers to it."""
+        """Stays mapped as long as something refers to it."""
 
     @classmethod
     def create(cls, size: int) -> Segment:
-        """Make one of `size` bytes.
+        """Make a segment of `size` bytes.
 
         Raises:
-            OSError: there is not that much memory to share.
+            OSError: There is not that much memory to share.
         """
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("nbdist")
             os.ftruncate(descriptor, size)
         else:
             descriptor = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-            # /dev/shm is often small; a page that is missing later kills the process.
+            # /dev/shm is often small. A page that is missing later kills the process.
             os.posix_fallocate(descriptor, 0, size)
         return cls(descriptor, size)
 
@@ -47,20 +54,20 @@ class Segment:
 
     @property
     def address(self) -> str:
-        """Where other processes of this user and host find it, while `share`d."""
+        """Where processes of this user and host can open it, until `close_file`."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @classmethod
     def open(cls, address: str, size: int) -> Segment:
-        """Map one that another process made.
+        """Map a segment that another process made.
 
         Raises:
-            OSError: it cannot be reached, as from another container.
+            OSError: It cannot be opened, as from another container.
         """
         descriptor = os.open(address, os.O_RDWR)
         try:
             found = os.fstat(descriptor)
-            # The creator may have ended, and its process id be another user's now.
+            # The creator may have ended, and another user's process may have its id.
             if found.st_uid != os.geteuid() or found.st_size != size:
                 raise PermissionError(f"{address} is not the memory that was shared")
             return cls(descriptor, size)
@@ -69,7 +76,45 @@ class Segment:
             raise
 
     def close_file(self) -> None:
-        """Nobody else can open it from now on; the mappings stay. Safe twice."""
+        """Let no other process open it. Mappings stay. Safe to call twice."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def host_name() -> str:
+    """Equal for processes that can share a segment by way of /proc."""
+    namespace = Path("/proc/self/ns/pid")
+    processes = namespace.stat().st_ino if namespace.exists() else 0
+    return f"{MPI.Get_processor_name()}/{processes}"
+
+
+def share(size: int, rank: int, one_host: bool, swap: Swap) -> Segment | None:
+    """Map a segment of `size` bytes on all ranks. Every rank must call.
+
+    The segment's file is open afterwards: call `close_file`.
+
+    Args:
+        size: Bytes.
+        rank: This process's.
+        one_host: Whether `host_name` is equal on all ranks.
+        swap: Among the ranks.
+
+    Returns:
+        None, on all ranks, where one of them cannot map it.
+    """
+    if not one_host or not semaphore.AVAILABLE:
+        return None
+    segment = None
+    if rank == 0:
+        with contextlib.suppress(OSError):  # there is not that much memory
+            segment = Segment.create(size)
+    address = swap(None if segment is None else segment.address)[0]
+    if segment is None and address is not None:
+        with contextlib.suppress(OSError):  # of another container, or another user
+            segment = Segment.open(address, size)
+    if all(swap(segment is not None)):
+        return segment
+    if segment is not None:
+        segment.close_file()
+    return None

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
 __all__ = [
     "Check",
     "Hooks",
+    "Swap",
     "abandon",
     "complete",
     "seconds",
@@ -22,6 +23,8 @@ __all__ = [
 
 Check = Callable[[], None]
 """Raises when the wait must end: aborted, or out of time."""
+Swap = Callable[[Any], list[Any]]
+"""Gives every rank's item, in rank order. Every rank must call. Some kB at most."""
 
 _SPINS = 100
 _YIELDS = 200
@@ -99,7 +102,7 @@ class Hooks:
     """Functions of a group, and what its running call must agree on."""
 
     meet: Callable[[], None]
-    """Passes the gate with the running call's signature."""
+    """Passes the barrier with the running call's signature."""
     differ: Callable[[], NoReturn]
     """Raises, when the ranks have arrived with different signatures."""
     check: Check

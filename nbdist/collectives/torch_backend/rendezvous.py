@@ -10,10 +10,9 @@ from dataclasses import replace
 from nbdist.collectives.call import Call
 from nbdist.collectives.call_site import find_call_site
 from nbdist.collectives.group import Group
-from nbdist.collectives.registry import default_group
+from nbdist.collectives.registry import default_group, waiters
 from nbdist.collectives.signature import signature
 from nbdist.collectives.sync.wait import complete
-from nbdist.collectives.waiters import waiters
 from nbdist.errors import CollectiveAborted, UsageError
 from nbdist.wire import CollectiveCall
 

@@ -27,7 +27,7 @@ class Transport(ABC):
     description: ClassVar[str]
     """In words, for %dist_status."""
     meets: ClassVar[bool] = False
-    """Whether each operation passes the gate by itself, before it touches data."""
+    """Whether each operation passes the barrier by itself, before it touches data."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Reduce a strided tensor in place; the same bits on all ranks."""

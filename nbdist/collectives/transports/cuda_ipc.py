@@ -4,7 +4,7 @@ NCCL refuses two ranks on one GPU, and is not in every build of torch. Here each
 has slots in the memory of its own GPU, and the others read them where they lie: their
 share of each to reduce it, and then the shares of the result. Each element crosses
 between two GPUs no more often than in a ring, in two steps instead of 2(N-1), and no
-data passes through the host. The host's gate orders what the ranks queue, an `Order`
+data passes through the host. The host's barrier orders what the ranks queue, an `Order`
 what the devices do.
 """
 
@@ -18,14 +18,13 @@ from torch import Tensor
 
 from nbdist.collectives.sync.cuda_events import EventOrder, HostOrder, Order
 from nbdist.collectives.sync.cuda_peers import (
-    Swap,
     can_reach,
     identity,
     map_memories,
     open_events,
 )
 from nbdist.collectives.sync.shared_barrier import SharedBarrier
-from nbdist.collectives.sync.wait import Hooks
+from nbdist.collectives.sync.wait import Hooks, Swap
 from nbdist.collectives.transports.shared_memory import SharedTransport
 from nbdist.collectives.transports.slots import PeerSlots, Slots, peer_bytes
 
@@ -44,12 +43,12 @@ class DeviceTransport(SharedTransport):
 
     @classmethod
     def connect(
-        cls, gate: SharedBarrier, hooks: Hooks, slot: int, swap: Swap
+        cls, barrier: SharedBarrier, hooks: Hooks, slot: int, swap: Swap
     ) -> DeviceTransport | None:
         """Share memory and events. Every rank must call, on its current device.
 
         Args:
-            gate: where the ranks of the host meet.
+            barrier: where the ranks of the host meet.
             hooks: the group's.
             slot: bytes of device memory for one rank's block.
             swap: gives every rank's item, in rank order; all ranks must call.
@@ -60,21 +59,21 @@ class DeviceTransport(SharedTransport):
         reached = all(map(can_reach, swap(identity())))
         if not all(swap(reached)):
             return None
-        memories = map_memories(peer_bytes(gate.size, slot), gate.rank, swap)
+        memories = map_memories(peer_bytes(barrier.size, slot), barrier.rank, swap)
         if memories is None:
             return None
-        events = open_events(gate.rank, swap)
+        events = open_events(barrier.rank, swap)
         order: Order
         if events is None:
             order = HostOrder(hooks.check)
         else:
             order = EventOrder(*events, hooks.check)
-        return cls(gate, PeerSlots(memories, gate.rank), hooks, order)
+        return cls(barrier, PeerSlots(memories, barrier.rank), hooks, order)
 
     def __init__(
-        self, gate: SharedBarrier, slots: Slots, hooks: Hooks, order: Order
+        self, barrier: SharedBarrier, slots: Slots, hooks: Hooks, order: Order
     ) -> None:
-        super().__init__(gate, slots, hooks)
+        super().__init__(barrier, slots, hooks)
         self._order = order
         self._steps = 0
 
@@ -86,7 +85,7 @@ class DeviceTransport(SharedTransport):
 
     @property
     def _parity(self) -> int:
-        # Not the gate's: calls for CPU tensors pass it too, and use no slots here.
+        # Not the barrier's: calls for CPU tensors pass it too, and use no slots here.
         return self._steps & 1
 
     def _copy_out(self, results: Sequence[Tensor], block: Tensor) -> None:

@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives.reduction import REDUCE_OPS
-from nbdist.collectives.sync.cuda_peers import Swap
-from nbdist.collectives.sync.wait import Check, wait_until
+from nbdist.collectives.sync.wait import Check, Swap, wait_until
 from nbdist.collectives.transports.base import Transport
 from nbdist.config import environment
 

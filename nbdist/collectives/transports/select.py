@@ -1,4 +1,4 @@
-"""How the ranks of a communicator find each other, and what they may use."""
+"""Connects the ranks of a communicator, and selects their transports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -17,15 +16,14 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from nbdist.collectives.sync import semaphore as _semaphore
 from nbdist.collectives.sync.barrier import Barrier, MessageBarrier
 from nbdist.collectives.sync.cuda_aware import takes_device_memory
 from nbdist.collectives.sync.cuda_events import settle
-from nbdist.collectives.sync.cuda_peers import Swap, identity
+from nbdist.collectives.sync.cuda_peers import identity
 from nbdist.collectives.sync.semaphore_barrier import NAP_S, YIELDS
 from nbdist.collectives.sync.shared_barrier import SharedBarrier
-from nbdist.collectives.sync.shared_segment import Segment
-from nbdist.collectives.sync.wait import Check, Hooks, complete
+from nbdist.collectives.sync.shared_segment import host_name, share
+from nbdist.collectives.sync.wait import Check, Hooks, Swap, complete
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.copy_pipeline import CudaCopier, Pipeline
 from nbdist.collectives.transports.cuda_ipc import DeviceTransport
@@ -61,23 +59,23 @@ _TRANSPORTS = frozenset({"auto", "shared", "nccl", "ipc", "staged"}) | _MESSAGES
 
 @dataclass
 class Connection:
-    """What one group holds for as long as it lives."""
+    """The communicators, barrier and transports of one group."""
 
     config: CollectiveConfig
     hooks: Hooks
-    gate: Barrier
+    barrier: Barrier
     inner: MPI.Comm
-    """For everything but the user's messages."""
+    """For all but the user's messages."""
     mail: MPI.Comm
-    """For point-to-point messages of the user's."""
+    """For the user's point-to-point messages."""
     transports: dict[str, dict[str, Transport]]
-    """By device kind and algorithm; "auto" is the best."""
+    """By kind of device and algorithm. "auto" is the best one."""
     hosts: tuple[int, ...]
     """The number of each rank's host, from 0 in the ranks' order."""
     reductions: CompiledReductions | None = None
-    """The compiled ones, for tensors in host memory."""
+    """The compiled reductions, for tensors in host memory."""
     gpu: torch.device | None = None
-    """Where this rank's CUDA tensors must lie, from the first one on."""
+    """The device of this rank's CUDA tensors, set by the first one."""
 
     def transport(self, device: str, algorithm: str) -> Transport:
         """The transport for a kind of device and an algorithm's name."""
@@ -88,9 +86,9 @@ class Connection:
         return of_device[algorithm]
 
     def add_gpu(self) -> None:
-        """Find the transports for CUDA tensors. Every rank must call.
+        """Connect the transports for CUDA tensors. Every rank must call.
 
-        They are for the device that is current.
+        They serve the current device.
         """
 
         def swap(item: _Item) -> list[_Item]:
@@ -98,7 +96,7 @@ class Connection:
 
         self.transports["cuda"] = gpu_transports(
             self.transports["cpu"],
-            self.gate,
+            self.barrier,
             self.config,
             self.hooks,
             self.inner,
@@ -107,7 +105,7 @@ class Connection:
         self.gpu = torch.device("cuda", torch.cuda.current_device())
 
     def largest(self, number: int) -> int:
-        """The largest number that any rank gives. Every rank must call."""
+        """The largest number of all ranks. Every rank must call."""
         return max(_swap_cards(self.inner, number, self.hooks.check))
 
     def describe(self) -> str:
@@ -118,33 +116,33 @@ class Connection:
         ]
         if self.gpu is not None and takes_device_memory():
             parts.append("CUDA-aware MPI (messages)")
-        if isinstance(self.gate, SharedBarrier) and self.gate.compiled is None:
+        if isinstance(self.barrier, SharedBarrier) and self.barrier.compiled is None:
             parts.append("nothing compiled")
         return ", ".join(parts)
 
     def finish(self, check: Check) -> None:
-        """Wait for what the transports have queued on devices."""
+        """Wait for the work that the transports have queued on devices."""
         for transport in self._all_transports():
             transport.finish(check)
 
     def abort(self) -> None:
-        """Release this process's waiting thread. May be called from any thread."""
-        self.gate.wake()
+        """Release the thread of this process that waits. Any thread may call."""
+        self.barrier.wake()
         for transport in self._all_transports():
             transport.abort()
 
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Free communicators, barrier and transports. Safe to call twice."""
         self._close_parts()
         for comm in (self.inner, self.mail):
             if comm != MPI.COMM_NULL:
                 comm.Free()
 
     def discard(self) -> None:
-        """Give up everything, with what is still under way, on a group that is spent.
+        """Close a broken group without its other members.
 
         Communicators are revoked where MPI can do so, which ends their pending
-        messages; they are not freed, for that waits for peers.
+        messages. They are not freed, for that waits for peers.
         """
         self._close_parts()
         for comm in (self.inner, self.mail):
@@ -152,7 +150,7 @@ class Connection:
                 comm.Revoke()
 
     def _close_parts(self) -> None:
-        self.gate.close()
+        self.barrier.close()
         for transport in self._all_transports():
             transport.close()
 
@@ -162,7 +160,7 @@ class Connection:
 
 
 def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connection:
-    """Meet the other ranks of `comm` and agree on gate and transports.
+    """Agree on a barrier and transports with the other ranks of `comm`.
 
     Every rank of `comm` must call, with the same configuration.
     """
@@ -170,35 +168,37 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
         known = ", ".join(sorted(_TRANSPORTS))
         raise UsageError(f"transport {config.transport!r}: expected one of {known}")
     inner, mail = _duplicate(comm, hooks.check), _duplicate(comm, hooks.check)
-    names = _swap_cards(inner, _host(), hooks.check)
-    distinct = list(dict.fromkeys(names))
-    hosts = tuple(map(distinct.index, names))
+
+    def swap(item: _Item) -> list[_Item]:
+        return _swap_cards(inner, item, hooks.check)
+
+    cards = swap(_own_card(config, comm.size))
+    names = [card.host for card in cards]
+    hosts = tuple(map(list(dict.fromkeys(names)).index, names))
     ring = RingTransport(inner, hooks.check)
     mpi = MpiTransport(inner, hooks.check)
     cpu: dict[str, Transport] = {"ring": ring, "mpi": mpi, "auto": mpi}
     reductions = shared = None
     if config.transport not in _MESSAGES:
-        shared = _share(inner, config, hooks)
+        shared = _share_memory(inner, config, hooks, cards, swap)
     if comm.size == 1:
         cpu["auto"] = LocalTransport()
     elif shared is not None:
-        gate, memory = shared
+        barrier, memory = shared
         slots = Slots(memory, comm.rank, comm.size)
-        if gate.compiled is not None:
+        if barrier.compiled is not None:
             native = find_compiled()
             assert native is not None
-            reductions = CompiledReductions(native, gate.compiled, AT_ONCE_BYTES)
-        cpu["shared"] = SharedTransport(gate, slots, hooks, reductions)
+            reductions = CompiledReductions(native, barrier.compiled, AT_ONCE_BYTES)
+        cpu["shared"] = SharedTransport(barrier, slots, hooks, reductions)
         cpu["auto"] = cpu["shared"]
     elif config.transport == "shared":
         raise UsageError("transport 'shared': the ranks are not all on one host")
     if config.transport in _MESSAGES:
         cpu["auto"] = cpu[config.transport]
-    meeting = shared[0] if shared is not None else MessageBarrier(inner)
+    own = shared[0] if shared is not None else MessageBarrier(inner)
     transports = {"cpu": cpu}
-    return Connection(
-        config, hooks, meeting, inner, mail, transports, hosts, reductions
-    )
+    return Connection(config, hooks, own, inner, mail, transports, hosts, reductions)
 
 
 def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
@@ -213,38 +213,41 @@ class _Card:
 
     host: str
     cores: frozenset[int]
-    segment: str | None
     compiled: bool
+    """Whether it has the compiled part, for as many ranks."""
 
 
-def _share(
-    comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks
+def _own_card(config: CollectiveConfig, size: int) -> _Card:
+    native = find_compiled() if config.compiled else None
+    compiled = native is not None and size <= native.MOST_RANKS
+    return _Card(host_name(), _cores(), compiled)
+
+
+def _share_memory(
+    comm: MPI.Comm,
+    config: CollectiveConfig,
+    hooks: Hooks,
+    cards: Sequence[_Card],
+    swap: Swap,
 ) -> tuple[SharedBarrier, Tensor] | None:
-    """Memory that all ranks of `comm` map, and the gate in it.
+    """A barrier and slots in memory that all ranks of `comm` map.
 
-    None where they cannot: the same answer on all ranks.
+    None, on all ranks, where they cannot.
     """
     pages = -(-SharedBarrier.bytes_needed(comm.size) // mmap.PAGESIZE)
     head = pages * mmap.PAGESIZE
-    size = head + slots_bytes(comm.size, config.slot_bytes)
-    segment = _create(size) if comm.rank == 0 and _semaphore.AVAILABLE else None
-    compiled = find_compiled() if config.compiled else None
-    if compiled is not None and comm.size > compiled.MOST_RANKS:
-        compiled = None
-    address = segment.address if segment else None
-    card = _Card(_host(), _cores(), address, compiled is not None)
-    cards = _swap_cards(comm, card, hooks.check)
-    if len({each.host for each in cards}) == 1 and cards[0].segment and segment is None:
-        segment = _open(cards[0].segment, size)
-    reached = _swap_cards(comm, segment is not None, hooks.check)
-    if segment is None or not all(reached):
+    one_host = len({card.host for card in cards}) == 1
+    segment = share(
+        head + slots_bytes(comm.size, config.slot_bytes), comm.rank, one_host, swap
+    )
+    if segment is None:
         return None
-    cores = {core for each in cards for core in each.cores}
+    cores = {core for card in cards for core in card.cores}
     spins = _SPINS if len(cores) >= comm.size else 0
-    view = memoryview(segment.memory)
-    barrier = None  # all ranks reduce with the same code, to the same bits
-    if compiled is not None and all(each.compiled for each in cards):
-        barrier = compiled.Barrier(
+    native = find_compiled()
+    compiled = None  # all ranks reduce with the same code, to the same bits
+    if native is not None and all(card.compiled for card in cards):
+        compiled = native.Barrier(
             segment.descriptor,
             comm.rank,
             comm.size,
@@ -255,41 +258,21 @@ def _share(
             nap_s=NAP_S,
         )
     segment.close_file()
-    gate = SharedBarrier(
-        view[:head], comm.rank, comm.size, spins, hooks.on_late, barrier
+    view = memoryview(segment.memory)
+    barrier = SharedBarrier(
+        view[:head], comm.rank, comm.size, spins, hooks.on_late, compiled
     )
-    gate.prepare()
-    _swap_cards(comm, True, hooks.check)
-    return gate, torch.frombuffer(view[head:], dtype=torch.uint8)
-
-
-def _create(size: int) -> Segment | None:
-    try:
-        return Segment.create(size)
-    except OSError:  # no room to share: MPI's messages do it
-        return None
-
-
-def _open(address: str, size: int) -> Segment | None:
-    try:
-        return Segment.open(address, size)
-    except OSError:  # another container, or another user
-        return None
+    barrier.prepare()
+    swap(None)  # all have prepared
+    return barrier, torch.frombuffer(view[head:], dtype=torch.uint8)
 
 
 def _swap_cards(comm: MPI.Comm, card: _Item, check: Check) -> list[_Item]:
-    """An all-gather of something small, released by `check`."""
+    """Every rank's item, in rank order. `check` can end the wait by raising."""
     mine = np.frombuffer(pickle.dumps(card).ljust(_CARD_BYTES, b"\0"), np.uint8)
     cards = np.zeros((comm.size, _CARD_BYTES), np.uint8)
     complete([comm.Iallgather(mine, cards)], check, mine, cards)
     return [pickle.loads(each.tobytes()) for each in cards]
-
-
-def _host() -> str:
-    """Equal for processes that can share memory by way of /proc."""
-    namespace = Path("/proc/self/ns/pid")
-    processes = namespace.stat().st_ino if namespace.exists() else 0
-    return f"{MPI.Get_processor_name()}/{processes}"
 
 
 def _cores() -> frozenset[int]:
@@ -300,24 +283,25 @@ def _cores() -> frozenset[int]:
 
 def gpu_transports(
     host: dict[str, Transport],
-    gate: Barrier,
+    barrier: Barrier,
     config: CollectiveConfig,
     hooks: Hooks,
     comm: MPI.Comm,
     swap: Swap,
 ) -> dict[str, Transport]:
-    """By algorithm; "auto" is the best. Every rank must call, on its current device.
+    """The transports for CUDA tensors, by algorithm. "auto" is the best one.
 
-    NCCL where each rank owns a GPU; CUDA IPC where ranks of one host share them, or
-    torch has no NCCL; between hosts a CUDA-aware MPI; pinned host memory otherwise.
+    That is NCCL where each rank has a GPU of its own, CUDA IPC where ranks of one host
+    share GPUs or torch has no NCCL, a CUDA-aware MPI between hosts, and pinned host
+    memory elsewhere. Every rank must call, on its current device.
 
     Args:
         host: the transports for CPU tensors.
-        gate: the group's.
+        barrier: the group's.
         config: the group's.
         hooks: the group's.
         comm: among the group's ranks.
-        swap: gives every rank's item, in rank order; all ranks must call.
+        swap: among the group's ranks.
     """
     rank, size, piece = comm.rank, comm.size, config.staging_bytes
     pipeline = Pipeline(CudaCopier(hooks.check), piece)
@@ -329,7 +313,7 @@ def gpu_transports(
     if size == 1:
         found["auto"] = LocalTransport()
         return found
-    one_host = isinstance(gate, SharedBarrier)
+    one_host = isinstance(barrier, SharedBarrier)
     direct = all(swap(takes_device_memory()))
     if direct:
         own = DirectTransport(comm, hooks.check, partial(settle, hooks.check))
@@ -339,10 +323,10 @@ def gpu_transports(
         nccl = NcclTransport.connect(rank, size, swap, found["staged"])
         if nccl is not None:
             found["nccl"] = nccl
-    # Beside NCCL, its slots would take memory for nothing.
+    # The slots take device memory, and NCCL needs none of it.
     needs_ipc = wanted == "ipc" or (wanted == "auto" and "nccl" not in found)
-    if needs_ipc and isinstance(gate, SharedBarrier):
-        ipc = DeviceTransport.connect(gate, hooks, config.gpu_slot_bytes, swap)
+    if needs_ipc and isinstance(barrier, SharedBarrier):
+        ipc = DeviceTransport.connect(barrier, hooks, config.gpu_slot_bytes, swap)
         if ipc is not None:
             found["ipc"] = ipc
     between_hosts = ["mpi"] if direct and not one_host else []

@@ -2,7 +2,7 @@
 
 A tensor goes through in blocks that stay in the cores' caches, so that main memory sees
 each element about once in and once out. All ranks move from step to step together, by
-way of the gate; each step has one of two places for its data, in turn.
+way of the barrier; each step has one of two places for its data, in turn.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class SharedTransport(Transport):
 
     def __init__(
         self,
-        gate: SharedBarrier,
+        barrier: SharedBarrier,
         slots: Slots,
         hooks: Hooks,
         compiled: CompiledReductions | None = None,
     ) -> None:
-        """Use slots in memory that all ranks of the gate map.
+        """Use slots in memory that all ranks of the barrier map.
 
         Args:
-            gate: where they meet.
+            barrier: where they meet.
             slots: the memory.
             hooks: the group's.
             compiled: does the reductions it can do; on all ranks, or on none.
         """
-        self._gate, self._hooks = gate, hooks
-        self._rank, self._size = gate.rank, gate.size
+        self._barrier, self._hooks = barrier, hooks
+        self._rank, self._size = barrier.rank, barrier.size
         self._slots = slots
         self._compiled = compiled
 
@@ -149,7 +149,7 @@ class SharedTransport(Transport):
         if done is NotImplemented:
             return False
         if done is None:
-            done = self._gate.wait(self._hooks.check, plan.resume)
+            done = self._barrier.wait(self._hooks.check, plan.resume)
         if not done:
             self._hooks.differ()
         return True
@@ -272,14 +272,14 @@ class SharedTransport(Transport):
     @property
     def _parity(self) -> int:
         """Which of the two places this step uses."""
-        return self._gate.semaphores.step & 1
+        return self._barrier.semaphores.step & 1
 
     def _pass(self, first: bool) -> None:
         """Wait for all ranks; the first time in a call, compare signatures too."""
         if first:
             self._hooks.meet()
         else:
-            self._gate.pass_through(self._hooks.check)
+            self._barrier.pass_through(self._hooks.check)
 
     def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
         return _cut(tensor, self._slots.capacity(tensor.dtype))
