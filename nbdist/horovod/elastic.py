@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from nbdist.horovod.basics import init
 from nbdist.horovod.gradients import GradientReducer
-from nbdist.training.data.sampler import place_in
+from nbdist.training.data.sampler import rank_and_size
 from nbdist.training.elastic.run import run as elastic_run
 from nbdist.training.elastic.state import State
 
@@ -105,7 +105,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Divide the remaining samples among the present ranks."""
-        self.rank, self.num_replicas = place_in(None)
+        self.rank, self.num_replicas = rank_and_size(None)
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)

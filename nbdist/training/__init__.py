@@ -1,1 +1,1 @@
-"""What training on several ranks needs beyond torch: data, state, learning rates."""
+"""Training on several ranks: data, files, learning rates, state and strategies."""

@@ -1,4 +1,4 @@
-"""Random numbers that are alike on all ranks where they must be, and else differ."""
+"""Seeds random numbers, equally on all ranks at first and differently afterwards."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.training.data.sampler import place_in
+from nbdist.training.data.sampler import rank_and_size
 
 __all__ = ["Seeds", "seed_all"]
 
 
 class Seeds:
-    """The ranks' random numbers, alike until `split`; `nbdist.seed_all` makes one.
+    """Random numbers that are equal on all ranks until `split`.
 
-    As a context manager it splits at the end.
+    `nbdist.seed_all` makes this object. As a context manager it splits at the end.
     """
 
     def __init__(self, seed: int) -> None:
@@ -26,12 +26,12 @@ class Seeds:
         _seed(seed, seed, seed)
 
     def split(self) -> None:
-        """Give this rank random numbers of its own, from here on.
+        """Seed this rank's random numbers differently from all other ranks'.
 
-        They depend on the seed and the rank alone: not on what was drawn before, nor on
-        how many ranks there are. Any rank may call, alone too.
+        The new numbers depend on the seed and the rank alone, whatever was drawn before
+        and however many ranks there are. Any rank may call, alone too.
         """
-        rank, _size = place_in(None)
+        rank, _size = rank_and_size(None)
         own = np.random.SeedSequence(self.seed, spawn_key=(rank,))
         _seed(*(int(word) for word in own.generate_state(3, np.uint64)))
 
@@ -50,21 +50,25 @@ class Seeds:
 def seed_all(seed: int) -> Seeds:
     """Seed Python's, numpy's and torch's random numbers, on the CPU and all GPUs.
 
-    At first all ranks draw the same ones, so that each makes the same model; then each
-    should draw its own, or all would drop the same units and crop alike::
+    Within the `with` block all ranks draw equal numbers, so that all make the same
+    model. After it each rank draws its own, so that ranks differ in dropout and in
+    augmentation::
 
         with nbdist.seed_all(0):
             model = Net()  # equal on all ranks
-        # from here on, each rank's own
+        # different numbers on each rank from here on
 
-    Without `with`, the ranks stay alike until `split()` of what this returns. In the
-    part that is alike, the numbers are those of `torch.manual_seed(seed)`.
+    Without `with`, ranks draw equal numbers until `split()` of the result is called.
+    These numbers are those of `torch.manual_seed(seed)`.
 
     Args:
         seed: 0 or more; the same on all ranks.
 
+    Returns:
+        The context manager.
+
     Raises:
-        UsageError: the seed is not such a number.
+        UsageError: the seed is no whole number, or it is out of range.
     """
     try:
         number = operator.index(seed)
@@ -77,5 +81,5 @@ def seed_all(seed: int) -> Seeds:
 
 def _seed(for_python: int, for_numpy: int, for_torch: int) -> None:
     random.seed(for_python)
-    np.random.seed(for_numpy % 2**32)  # all that its global generator takes
+    np.random.seed(for_numpy % 2**32)  # the global generator takes 32 bits
     torch.manual_seed(for_torch)

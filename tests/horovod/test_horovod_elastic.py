@@ -81,7 +81,7 @@ class Places:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = (0, 1)
-        monkeypatch.setattr(elastic, "place_in", lambda _: self.now)
+        monkeypatch.setattr(elastic, "rank_and_size", lambda _: self.now)
 
 
 def test_what_is_left_of_an_epoch_is_divided_anew(

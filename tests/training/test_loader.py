@@ -27,8 +27,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 
 from nbdist.errors import UsageError
 from nbdist.telemetry import internal_metrics
+from nbdist.training.data import device_prefetch
 from nbdist.training.data import loader as loaders
-from nbdist.training.data import structure
 from nbdist.training.data.loader import Loader, loader
 from tests.processes import wait_until
 
@@ -342,7 +342,7 @@ def test_a_batch_without_samples_keeps_its_form():
         "point": Point(torch.ones(1, 4), ("b",)),
         "step": 7,
     }
-    empty = structure.emptied(batch)
+    empty = loaders._emptied(batch)
     assert empty["x"].shape == (0, 3)
     assert empty["names"] == []
     assert [tuple(each.shape) for each in empty["pairs"]] == [(0,), (0, 2)]
@@ -354,12 +354,12 @@ def test_a_batch_without_samples_keeps_its_form():
 def test_batches_move_with_their_containers():
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     batch = OrderedDict(a=torch.ones(2), b=(torch.ones(1), ["text"]), c=packed)
-    moved = structure.moved(batch, torch.float64)
+    moved = device_prefetch._moved(batch, torch.float64)
     assert isinstance(moved, OrderedDict)
     assert moved["a"].dtype == moved["b"][0].dtype == torch.float64
     assert moved["b"][1] == ["text"]
     assert isinstance(moved["c"], PackedSequence)
-    assert len(list(structure.tensors_in(batch))) == 4
+    assert len(list(device_prefetch._tensors_in(batch))) == 4
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ def _keep_the_generators() -> Iterator[None]:
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, seed: int, extra: int):
     """What a rank draws while all are alike, and afterwards."""
-    monkeypatch.setattr(seeds, "place_in", lambda _group: (rank, 4))
+    monkeypatch.setattr(seeds, "rank_and_size", lambda _group: (rank, 4))
     with seed_all(seed):
         alike = draw()
         for _ in range(extra):

@@ -1,1 +1,1 @@
-"""Loading data on each rank: sampler, loader, transfer to the device."""
+"""Data loading on each rank: the sampler, the loader and the copy to the device."""

@@ -1,27 +1,31 @@
-"""Batches on their way to the device, one ahead of the step that takes them."""
+"""Copies batches to the device, one batch ahead of the step that uses it.
+
+A batch is a tensor, or nested containers of tensors, as collate functions make them.
+torch.utils._pytree would take a Mapping that it does not know, or a PackedSequence,
+for a leaf, so this file has a walk of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from nbdist.training.data.structure import moved, tensors_in
-
-__all__ = ["on_device"]
+__all__ = ["map_children", "on_device"]
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The batches, their tensors on a device.
+    """Yield the batches with their tensors on a device.
 
-    To a GPU each is copied on a side stream while the step before it runs; the copy
-    does not wait for the GPU where the batch lies in pinned memory. The consumer's
-    stream waits for its batch, and the host does not.
+    On a GPU, a batch is copied on a side stream while the previous step runs. If the
+    batch lies in pinned memory, the host does not wait for the copy. The consumer's
+    stream waits for its batch.
     """
     if device.type == "cuda":
         return _ahead(batches, device)
-    return (moved(batch, device) for batch in batches)
+    return (_moved(batch, device) for batch in batches)
 
 
 def _ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -30,25 +34,68 @@ def _ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     for batch in batches:
         copied = _begin_copy(batch, device, side)
         if waiting is not None:
-            yield _taken(*waiting, device)
+            yield _received(*waiting, device)
         waiting = copied
     if waiting is not None:
-        yield _taken(*waiting, device)
+        yield _received(*waiting, device)
 
 
 def _begin_copy(
     batch: Any, device: torch.device, side: torch.cuda.Stream
 ) -> tuple[Any, torch.cuda.Event]:
     with torch.cuda.stream(side):
-        return moved(batch, device, non_blocking=True), side.record_event()
+        return _moved(batch, device, non_blocking=True), side.record_event()
 
 
-def _taken(batch: Any, ready: torch.cuda.Event, device: torch.device) -> Any:
-    """The batch, for use on the current stream."""
+def _received(batch: Any, ready: torch.cuda.Event, device: torch.device) -> Any:
+    """Make a copied batch ready for use on the current stream."""
     current = torch.cuda.current_stream(device)
     current.wait_event(ready)
-    for tensor in tensors_in(batch):
+    for tensor in _tensors_in(batch):
         if tensor.is_cuda:
-            # Its memory is the side stream's: not to be reused before the step is done.
+            # The side stream must not reuse the memory before the step has ended.
             tensor.record_stream(current)
     return batch
+
+
+def _moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `to(*args, **kwargs)` on everything in the batch that has this method.
+
+    Tensors have it, and objects that decide themselves which of their tensors belong on
+    a device, such as a PackedSequence.
+    """
+    if hasattr(batch, "to"):
+        return batch.to(*args, **kwargs)
+    return map_children(lambda child: _moved(child, *args, **kwargs), batch)
+
+
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    """All tensors in the batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from _tensors_in(list(batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        for child in batch:
+            yield from _tensors_in(child)
+
+
+def map_children(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply a function to the children of a container, whose type is kept.
+
+    A batch that is no container is returned as it is.
+    """
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: function(value) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(function, batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map(function, batch))
+    return batch
+
+
+def _like(mapping: Mapping[Any, Any], children: dict[Any, Any]) -> Any:
+    try:
+        return type(mapping)(children)  # type: ignore[call-arg]
+    except TypeError:  # its constructor differs, such as a defaultdict's
+        return children

@@ -1,4 +1,4 @@
-"""How a rank's batches are fetched: by a DataLoader whose workers end in time."""
+"""Fetches a rank's batches with a DataLoader, and ends its workers promptly."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ Collate = Callable[[list[Any]], Any]
 PR_SET_PDEATHSIG = 1
 JOIN_TIMEOUT_S = 1.0
 PATIENCE_S = 0.3
-"""How long each worker of a loop that was left may take to finish a sample."""
+"""Seconds for each worker to finish its sample when a loop is left."""
 
 
 class Part(NamedTuple):
     """This rank's part of a global batch."""
 
     batch: Any
-    """Collated. Where `local` is 0 it holds a sample all the same, for its form."""
+    """The collated samples. Where `local` is 0, it holds one sample, so that the
+    batch's structure is known."""
     local: int
-    """Samples of this rank in it."""
+    """Number of this rank's samples in the batch."""
     total: int
-    """Samples of all ranks."""
+    """Number of samples of all ranks in the global batch."""
 
 
 @dataclass(frozen=True)
 class Fetching:
-    """How a DataLoader is to fetch."""
+    """Options of a DataLoader."""
 
     collate: Collate
     workers: int
+    """Number of worker processes of this rank."""
     ahead: int = 2
-    """Batches that each worker fetches ahead."""
+    """Number of batches that each worker fetches ahead."""
     pin: bool = False
+    """Whether batches are fetched into pinned memory."""
 
     def batches(self, dataset: Any, **arguments: Any) -> Iterator[Any]:
-        """A DataLoader's batches. Its workers end when the consumer leaves.
+        """Yield a DataLoader's batches. Its workers end when the consumer leaves.
 
-        By itself torch waits up to five seconds for each to finish what it is doing.
+        torch alone would wait up to five seconds for each worker to finish its sample.
         """
         batches = iter(
             DataLoader(
@@ -65,9 +68,9 @@ class Fetching:
 
 
 def _end_workers(batches: Any) -> None:
-    """Torch's own orderly end, with less patience for what a worker is still doing.
+    """Shut the workers down as torch does, but wait less for their current samples.
 
-    Not by a signal before it: that could end a worker while it holds the lock that
+    The workers get no signal first: it could end a worker while it holds the lock that
     torch's shutdown needs.
     """
     end = getattr(batches, "_shutdown_workers", None)
@@ -84,7 +87,10 @@ def _end_workers(batches: Any) -> None:
 
 
 class _Lists:
-    """A sampler's lists of indices; an empty one gets a sample, for its form."""
+    """A sampler's lists of indices.
+
+    An empty index list fetches one sample, so that the batch's structure is known.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -94,8 +100,8 @@ class _Lists:
 
 
 def by_index(dataset: Any, sampler: Sampler, how: Fetching) -> Iterator[Part]:
-    """The rest of the sampler's epoch, in parts of this rank."""
-    rank, size = sampler.place
+    """Yield this rank's parts of the global batches that are left in the epoch."""
+    rank, size = sampler.rank_and_size
     totals = [stop - start for start, stop in sampler.bounds()]
     lists = _Lists(sampler)
     if isinstance(dataset, TensorDataset) and how.collate is default_collate:
@@ -110,18 +116,18 @@ def by_index(dataset: Any, sampler: Sampler, how: Fetching) -> Iterator[Part]:
 def _rows(
     dataset: TensorDataset, lists: Iterable[list[int]], pin: bool
 ) -> Iterator[Any]:
-    """What a DataLoader would give, many times as fast: each batch in one step."""
+    """Yield a DataLoader's batches, each by one index operation, which is faster."""
     for indices in lists:
         rows = [tensor[indices] for tensor in dataset.tensors]
         yield [row.pin_memory() if pin and not row.is_cuda else row for row in rows]
 
 
 def first_item(items: list[Any]) -> Any:
-    """Collates items that are batches already, of which a rank takes one at a time."""
+    """Collate a list of one item, which is a batch already."""
     return items[0]
 
 
 def _die_with_rank(_worker: int) -> None:
-    """Have Linux end this worker process when its rank ends, however it ends."""
+    """Have Linux end this worker process when its rank ends in any way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Batches for this rank: divided, fetched ahead, on the device, and counted."""
+"""The loader: this rank's batches, fetched ahead and copied to its device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
@@ -15,11 +16,10 @@ from torch.utils.data import TensorDataset, default_collate
 from nbdist.collectives import Group
 from nbdist.errors import UsageError
 from nbdist.ipc.resources import cores
-from nbdist.training.data.device_prefetch import on_device
+from nbdist.training.data.device_prefetch import map_children, on_device
 from nbdist.training.data.fetch import Collate, Fetching, Part, by_index, first_item
-from nbdist.training.data.sampler import Sampler, place_in
+from nbdist.training.data.sampler import Sampler, rank_and_size
 from nbdist.training.data.stream import Division, StreamPosition, from_stream, is_stream
-from nbdist.training.data.structure import emptied
 from nbdist.training.data.wait_stats import Waits
 from nbdist.training.validation import whole_number
 
@@ -29,11 +29,12 @@ MOST_WORKERS = 4
 
 
 class Loader:
-    """Iterates over this rank's batches of an epoch; `nbdist.loader` makes one.
+    """Iterates over this rank's batches of an epoch.
 
-    So does a strategy's `distribute`. All ranks take equally many steps. A loop goes on
-    where the last one has been left, and each epoch that was finished is followed by
-    the next. Made for all ranks alike, each must loop over its own.
+    `nbdist.loader` and a strategy's `distribute` make loaders. Every rank must make one
+    and loop over it; all ranks take the same number of steps. A loop continues where
+    the previous loop was left. After a complete epoch, the next loop begins the next
+    epoch.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Loader:
         how: Fetching,
         sampler: Sampler | StreamPosition,
         batch_size: int | None,
-        place: Callable[[], tuple[int, int]],
+        rank_and_size: Callable[[], tuple[int, int]],
         *,
         drop_last: bool = False,
         device: torch.device | None = None,
@@ -50,28 +51,28 @@ class Loader:
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
-        """Knows the epoch and the position in it."""
+        """Holds the epoch and the position in it."""
         self.device = device
-        """Where batches go; None for no particular one."""
+        """The device to which batches are copied; None for no copy."""
         self.num_workers = how.workers
         self.global_batch_size = batch_size
-        """Samples of all ranks; None where the data set's items are batches."""
+        """Samples of all ranks in a step; None if the data set's items are batches."""
         self.waits = Waits()
-        """How long the steps waited for data; `print(loader.waits)` says it."""
+        """The time that steps waited for data; `print(loader.waits)` shows it."""
         self._how, self._drop_last, self._join = how, drop_last, join
-        self._place = place
+        self._rank_and_size = rank_and_size
         self.in_hand = 0
-        """Samples of all ranks together in the batch handed out last."""
+        """Samples of all ranks together in the last batch."""
         self._local = 0
         self._size = 1
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, as on a rank that joins, has begun no loop of its own.
+        # A copy, for instance on a rank that joins, has no loop.
         return {**self.__dict__, "_loop": None}
 
     def __iter__(self) -> Iterator[Any]:
-        # An error's traceback may keep the last loop, and its workers, alive.
+        # An error's traceback may keep the previous loop and its workers alive.
         left = None if self._loop is None else self._loop()
         if left is not None:
             left.close()
@@ -80,7 +81,7 @@ class Loader:
         return loop
 
     def _rest_of_epoch(self) -> Generator[Any, None, None]:
-        self._size = self._place()[1]
+        self._size = self._rank_and_size()[1]
         parts = self._parts()
         if self.device is not None:
             parts = on_device(parts, self.device)
@@ -91,24 +92,24 @@ class Loader:
                 if self._join and part.local == 0:
                     continue
                 self.waits.arrive()
-                yield part.batch if part.local else emptied(part.batch)
+                yield part.batch if part.local else _emptied(part.batch)
                 self.waits.begin()
         finally:
             self.waits.leave()
         self.set_epoch(self.sampler.epoch + 1)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch.
+        """The number of steps in a whole epoch.
 
         Raises:
-            TypeError: the data are a stream that does not say its length.
+            TypeError: the data set is a stream without a length.
         """
-        total = self.global_batch_size or self._place()[1]
+        total = self.global_batch_size or self._rank_and_size()[1]
         full, rest = divmod(len(self.dataset), total)
         return full + (rest > 0 and not self._drop_last)
 
     def _parts(self) -> Iterator[Part]:
-        rank, size = self._place()
+        rank, size = self._rank_and_size()
         batch_size = self.global_batch_size or size
         if isinstance(self.sampler, Sampler):
             self.sampler.batch_size = batch_size
@@ -117,7 +118,7 @@ class Loader:
         return from_stream(self.dataset, whose, self._how)
 
     def _count(self, part: Part) -> None:
-        """The part goes out: its global batch is used, on every rank."""
+        """Advance by a part's global batch, as every rank does."""
         self._local, self.in_hand = part.local, part.total
         self.sampler.position += part.total
 
@@ -125,49 +126,48 @@ class Loader:
 
     @property
     def weight(self) -> float:
-        """What to multiply this rank's mean loss with, for the batch handed out last.
+        """The factor for this rank's mean loss over the last batch.
 
-        Gradients that are then averaged over the ranks are those of the mean over the
-        global batch, also where the ranks' parts differ in size. 1.0 where they do not,
-        0.0 where this rank's part is empty: there take `average`, for a mean of nothing
-        is not a number.
+        With this factor, gradients averaged over the ranks are those of the mean over
+        the global batch, also if the ranks' parts differ in size. The factor is 1.0 for
+        parts of equal size, and 0.0 for an empty part. For an empty part use `average`,
+        as its mean is not a number.
         """
         return self._local * self._size / self.in_hand if self.in_hand else 1.0
 
     def average(self, losses: Tensor) -> Tensor:
-        """This rank's part of the mean loss over the global batch handed out last.
+        """Return this rank's part of the mean loss over the last global batch.
 
-        Gradients of it, averaged over the ranks as DDP does, are those of that mean,
-        whatever the sizes of the parts. No rank waits for another here.
+        Its gradients, averaged over the ranks as DDP does, are those of the mean over
+        the global batch, for parts of any size. Any rank may call, alone too.
 
         Args:
-            losses: of each sample of this rank's batch, shape (batch, ...), as losses
-                with `reduction="none"` give them; of a shape of its own, each sample's
-                mean counts.
+            losses: the loss of each sample of this rank's batch, shape (batch, ...), as
+                of a loss with `reduction="none"`. Further dimensions are averaged.
 
         Returns:
-            A scalar on the device of `losses`; 0 where this rank's part is empty.
+            A scalar on the device of `losses`; 0 if this rank's part is empty.
         """
         if len(losses) == 0:
             return losses.sum()
         return losses.mean() * self.weight
 
-    # -- where it is -----------------------------------------------------------------
+    # -- the position ----------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; within it already, nothing happens.
+        """Go to the beginning of an epoch. Within that epoch, do nothing.
 
-        A data set that has a `set_epoch` of its own is told.
+        If the data set has a `set_epoch`, it is called too.
         """
         self.sampler.set_epoch(epoch)
         self._tell_dataset()
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loop is, as of the batch handed out last. Equal on all ranks."""
+        """The position after the last batch. Equal on all ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, in a world of any size, with the next `for`."""
+        """Set the position for the next loop, in a world of any size."""
         self.sampler.load_state_dict(state)
         self._tell_dataset()
 
@@ -193,37 +193,41 @@ def loader(
     join: bool = False,
     group: Group | None = None,
 ) -> Loader:
-    """Batches of a data set, divided among the ranks so that none comes twice.
+    """Make a loader that divides a data set's batches among the ranks.
 
-    Every rank must make it, with equal arguments, and loop over it.
+    Each sample goes to one rank, once an epoch. Every rank must make the loader, with
+    equal arguments, and loop over it.
 
     Args:
-        dataset: with `__getitem__` and `__len__`, in the order of `shuffle` and `seed`
-            (see `nbdist.Sampler`); or a stream, that is an iterable, in its own order:
-            every rank reads all of it and keeps each item i where i % size is its rank.
-        batch_size: samples a rank gets in each step. The global batch is this times the
-            ranks there are now, and stays when the world changes its size.
-        global_batch_size: samples that all ranks get together, instead.
-            Without either, the data set's items are batches already: a rank gets one.
-        shuffle: a new order each epoch; nothing to a stream.
-        seed: of the order; the same on all ranks.
-        num_workers: processes that fetch for this rank; "auto" takes the cores that the
-            ranks leave over, four at most, and none for tensors in memory. A stream has
-            one at most, for each would have to read all of it.
-        pin_memory: fetch into memory that a GPU can read; "auto" where there is one.
-        prefetch: batches that each worker fetches ahead, 1 or more.
-        drop_last: leave out a last global batch that is not full.
-        collate_fn: makes a batch of a list of samples; default torch's.
-        device: where batches go; default this rank's GPU, where it has one, else the
-            CPU. The copy to a GPU runs beside the step before.
-        join: for torch's `Join`: a rank with nothing left ends its epoch, instead of
-            getting an empty batch.
-        group: ranks to divide among; default those of the world.
+        dataset: a map-style data set, with `__getitem__` and `__len__`, in the order of
+            `shuffle` and `seed` (see `nbdist.Sampler`); or a stream, which is any other
+            iterable, in its own order. Every rank reads a whole stream, and keeps the
+            items i where i % size is its rank.
+        batch_size: samples of one rank in each step. The global batch is this times the
+            current number of ranks, and stays the same when the world changes its size.
+        global_batch_size: samples of all ranks together, in place of `batch_size`. If
+            neither is given, the data set's items are batches, and each rank gets one
+            in each step.
+        shuffle: use a new order in each epoch; ignored for a stream.
+        seed: seed of the order; the same on all ranks.
+        num_workers: processes that fetch for this rank. "auto" takes the cores that the
+            ranks do not use, at most four, and none for a TensorDataset. A stream has
+            at most one, as each worker would read the whole stream.
+        pin_memory: fetch into pinned memory; "auto" if the device is a GPU.
+        prefetch: number of batches that each worker fetches ahead, 1 or more.
+        drop_last: drop the last global batch if it is not full.
+        collate_fn: makes a batch of a list of samples. Default: torch's
+            `default_collate`.
+        device: the device to which batches are copied. Default: this rank's GPU if it
+            has one, else the CPU. The copy to a GPU overlaps with the previous step.
+        join: for torch's `Join`: a rank without samples in the last batch ends its
+            epoch, in place of getting an empty batch.
+        group: the ranks to divide among. Default: all ranks of the world.
 
     Raises:
         UsageError: an argument is out of range, or two contradict each other.
     """
-    size = place_in(group)[1]
+    size = rank_and_size(group)[1]
     total = _global_size(batch_size, global_batch_size, size)
     stream = is_stream(dataset)
     target = _own_device() if device is None else torch.device(device)
@@ -248,7 +252,7 @@ def loader(
         how,
         sampler,
         total,
-        partial(place_in, group),
+        partial(rank_and_size, group),
         drop_last=drop_last,
         device=target,
         join=join,
@@ -267,10 +271,10 @@ def _global_size(each: int | None, together: int | None, size: int) -> int | Non
 
 
 def _workers(wanted: int | str, dataset: Any, stream: bool, size: int) -> int:
-    """Worker processes of this rank."""
+    """The number of worker processes of this rank."""
     most = 1 if stream else MOST_WORKERS
     if wanted == "auto":
-        if isinstance(dataset, TensorDataset):  # no worker could send them as fast
+        if isinstance(dataset, TensorDataset):  # sending rows would take longer
             return 0
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
         return max(0, min(most, cores() // ranks_here - 1))
@@ -290,3 +294,19 @@ def _own_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _emptied(batch: Any) -> Any:
+    """The batch without its samples: tensors and arrays of no rows, and empty lists.
+
+    A value without rows, such as a number, is unchanged.
+    """
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, (list, tuple)) and not any(map(_is_container, batch)):
+        return batch[:0]
+    return map_children(_emptied, batch)
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, (Tensor, np.ndarray, Mapping, list, tuple))

@@ -1,9 +1,9 @@
-"""Which samples each rank gets: every sample once an epoch, whatever the world's size.
+"""The sampler divides samples among the ranks, each sample once an epoch.
 
-The order of an epoch depends on the seed and the epoch alone. Global batches are cut
-from it one after the other, and each rank takes its share of each. So the order, and
-the global batch that an optimizer step sees, stay the same when the world changes its
-size, and what is left of an epoch is divided anew.
+The order of an epoch depends on the seed and the epoch alone. Global batches are
+consecutive slices of that order, and each rank takes its part of each. When the world
+changes its size, the order and the global batches stay the same, and the remaining
+global batches are divided among the new ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbdist.collectives import Group, chunk_bounds, default_group
 from nbdist.errors import UsageError, WrongProcess
 from nbdist.training.validation import whole_number
 
-__all__ = ["Sampler", "epoch_order", "place_in", "share_of"]
+__all__ = ["Sampler", "epoch_order", "rank_and_size", "share_of"]
 
 
 def epoch_order(
@@ -27,9 +27,9 @@ def epoch_order(
 ) -> npt.NDArray[np.int64]:
     """The indices 0 to length-1 (int64), in the order of one epoch.
 
-    Equal arguments give an equal order, on every rank and in every run. Different
-    (seed, epoch) are mixed by numpy's `SeedSequence`, so that epoch 1 of seed 0 is not
-    epoch 0 of seed 1.
+    Equal arguments give an equal order on every rank and in every run. numpy's
+    `SeedSequence` mixes seed and epoch, so that epoch 1 of seed 0 differs from epoch 0
+    of seed 1.
     """
     if not shuffle:
         return np.arange(length)
@@ -37,17 +37,18 @@ def epoch_order(
 
 
 def share_of(length: int, rank: int, size: int) -> slice:
-    """One rank's part of a global batch: contiguous, lengths differ by one at most.
+    """One rank's part of a global batch. Lengths differ by at most one.
 
-    A batch shorter than the world leaves the last ranks without a sample.
+    If the batch has fewer samples than there are ranks, the last ranks' parts are
+    empty.
     """
     return slice(*chunk_bounds(length, size)[rank])
 
 
-def place_in(group: Group | None) -> tuple[int, int]:
-    """(rank, size) of this process, as it is now: in a group, or in the world.
+def rank_and_size(group: Group | None) -> tuple[int, int]:
+    """The current (rank, size) of this process in a group, by default in the world.
 
-    A process that has joined no world is alone in its own.
+    They are (0, 1) in a process that has joined no world.
     """
     if group is None:
         try:
@@ -61,21 +62,22 @@ class Sampler(TorchSampler[list[int]]):
     """A batch sampler that divides global batches among the ranks of a group.
 
     Iterating yields this rank's indices of each global batch, from `position` to the
-    end of the epoch. All ranks yield equally many lists; in the last one a rank may
-    find nothing, when fewer samples than ranks are left. The group is looked up at each
-    `iter`: after a change of the world's size, the next one divides what is left.
+    end of the epoch. All ranks yield the same number of lists. The last list may be
+    empty, if fewer samples than ranks are left. Each `iter` looks the group up: after a
+    change of the world's size, the next `iter` divides the remaining global batches
+    among the new ranks.
 
-    Iterating does not move `position`, for a loader fetches ahead of the training:
-    whoever hands a batch to the training calls `advance`, as `nbdist.loader` does.
+    Iterating does not change `position`, because a loader fetches ahead of the
+    training. The code that hands a batch to the training calls `advance`.
 
     Args:
         data: the data set, or its length.
-        batch_size: samples of a global batch, all ranks together.
-        shuffle: a new order each epoch; else the data set's own.
-        seed: of the order, 0 or more; the same on all ranks.
-        drop_last: leave out a last global batch that is not full.
-        group: ranks to divide among; default those of the world, and this process
-            alone where there is none.
+        batch_size: samples of a global batch, of all ranks together.
+        shuffle: use a new order in each epoch. If False, the data set's own order.
+        seed: seed of the order, 0 or more; the same on all ranks.
+        drop_last: drop the last global batch if it is not full.
+        group: the ranks to divide among. Default: all ranks of the world; without a
+            world, this process alone.
 
     Raises:
         UsageError: a number is out of range.
@@ -99,16 +101,16 @@ class Sampler(TorchSampler[list[int]]):
         self.drop_last = drop_last
         self.epoch = 0
         self.position = 0
-        """Samples of this epoch that were handed out, all ranks together."""
+        """Samples of this epoch that the training has used, of all ranks together."""
         self._group = group
 
     @property
-    def place(self) -> tuple[int, int]:
-        """(rank, size): this process in the group, as it is now."""
-        return place_in(self._group)
+    def rank_and_size(self) -> tuple[int, int]:
+        """The current (rank, size) of this process in the group."""
+        return rank_and_size(self._group)
 
     def bounds(self) -> list[tuple[int, int]]:
-        """(start, stop) in the epoch's order of the global batches from `position`."""
+        """(start, stop) of each global batch from `position`, in the epoch's order."""
         starts = range(self.position, self.length, self.batch_size)
         bounds = [
             (start, min(start + self.batch_size, self.length)) for start in starts
@@ -118,34 +120,34 @@ class Sampler(TorchSampler[list[int]]):
         ]
 
     def __iter__(self) -> Iterator[list[int]]:
-        rank, size = self.place
+        rank, size = self.rank_and_size
         order = epoch_order(self.length, self.seed, self.epoch, shuffle=self.shuffle)
         for start, stop in self.bounds():
             batch = order[start:stop]
             yield batch[share_of(len(batch), rank, size)].tolist()
 
     def __len__(self) -> int:
-        """Global batches of a whole epoch."""
+        """The number of global batches in a whole epoch."""
         full, rest = divmod(self.length, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     @property
     def next_size(self) -> int:
-        """Samples in the next global batch, all ranks together; 0 at the end."""
+        """Samples of all ranks in the next global batch; 0 at the end of the epoch."""
         left = self.length - self.position
         if self.drop_last and left < self.batch_size:
             return 0
         return min(left, self.batch_size)
 
     def advance(self) -> None:
-        """The next global batch is used. Every rank must call, once for each batch."""
+        """Count the next global batch as used. Every rank must call for each batch."""
         self.position += self.next_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; within it already, nothing happens.
+        """Go to the beginning of an epoch. Within that epoch, do nothing.
 
-        So a loop over epochs may call it each time, also where it goes on in the middle
-        of one.
+        So a loop over epochs may call this in each round, also after it was resumed in
+        the middle of an epoch.
         """
         if whole_number("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position = epoch, 0
@@ -155,7 +157,7 @@ class Sampler(TorchSampler[list[int]]):
         self.set_epoch(self.epoch + 1)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the training is. Equal on all ranks."""
+        """The position of the training. Equal on all ranks."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -164,10 +166,10 @@ class Sampler(TorchSampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state_dict` was called, in a world of any size.
+        """Go to the position in a state, in a world of any size.
 
         Raises:
-            UsageError: the state is that of a data set of another length.
+            UsageError: the state belongs to a data set of another length.
         """
         if state["length"] != self.length:
             raise UsageError(

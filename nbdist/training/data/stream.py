@@ -1,4 +1,4 @@
-"""Data that can only be read from its beginning, item by item, divided among ranks."""
+"""Streams: data that can only be read from the beginning, divided among ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["StreamPosition", "from_stream", "is_stream"]
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set cannot be asked for its i-th sample."""
+    """Whether a data set has no access by index."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 @dataclass
 class StreamPosition:
-    """Where the ranks are in a stream; as for `nbdist.Sampler`."""
+    """The position of all ranks in a stream, with the interface of `nbdist.Sampler`."""
 
     epoch: int = 0
     position: int = 0
-    """Items of this epoch that were handed out, all ranks together."""
+    """Items of this epoch that the training has used, of all ranks together."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; within it already, nothing happens."""
+        """Go to the beginning of an epoch. Within that epoch, do nothing."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -41,29 +41,29 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Division:
-    """Which items of a stream are whose: item i goes to rank i % size.
+    """Divides the items of a stream among ranks: item i goes to rank i % size.
 
-    A global batch is a run of items, whoever they go to. Every rank reads all of the
-    stream, and so each knows how large a global batch is, the last one too.
+    A global batch is a run of consecutive items. Every rank reads the whole stream, and
+    so knows the size of each global batch, also of the last.
     """
 
     rank: int
     size: int
     batch_size: int
-    """Items of a global batch."""
+    """Number of items in a global batch."""
     begin: int
-    """The first item to hand out; those before it are read and left."""
+    """Index of the first item to yield. Items before it are read and dropped."""
     drop_last: bool
 
 
 def from_stream(items: Iterable[Any], whose: Division, how: Fetching) -> Iterator[Part]:
-    """The rest of a stream, in parts of this rank."""
+    """Yield this rank's parts of the global batches that are left in a stream."""
     stream = _Stream(items, whose, how.collate)
     return how.batches(stream, batch_size=None, collate_fn=_as_it_is)
 
 
 class _Stream(IterableDataset[Part]):
-    """Parts, made where the stream is read: in a worker process, or in the rank."""
+    """Makes parts where the stream is read: in a worker process, or in the rank."""
 
     def __init__(self, items: Iterable[Any], whose: Division, collate: Collate) -> None:
         self._items, self._whose, self._collate = items, whose, collate

@@ -1,4 +1,4 @@
-"""How long the steps of a training loop wait for their data."""
+"""Counts how long the steps of a training loop wait for data."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["Waits"]
 
 @dataclass
 class Waits:
-    """Counts the steps of a loop over batches, and the time that they take.
+    """Counts the steps of a loop over batches, and their time.
 
-    Each is recorded for the monitor too, when the next one begins: `data_wait_s`, the
-    seconds that the step waited for its batch, and `step_s`, all that it took.
+    When a step ends, the monitor gets `data_wait_s`, the seconds that the step waited
+    for its batch, and `step_s`, the seconds that it took in total.
     """
 
     steps: int = 0
     waited_s: float = 0.0
-    """Seconds that the steps waited for data, altogether."""
+    """Seconds that all steps waited for data."""
     total_s: float = 0.0
-    """Seconds that they took, altogether."""
+    """Seconds that all steps took, waiting included."""
     _begun: float | None = None
     _waited: float = 0.0
 
     @property
     def share(self) -> float:
-        """How much of the time went into waiting: 0.0 to 1.0."""
+        """The share of the time that steps waited for data: 0.0 to 1.0."""
         return self.waited_s / self.total_s if self.total_s else 0.0
 
     def begin(self) -> None:
-        """A batch is asked for: the step before has ended, and one begins."""
+        """Begin a step, whose batch is requested now. The previous step has ended."""
         now = time.perf_counter()
         if self._begun is not None:
             took = now - self._begun
@@ -43,16 +43,16 @@ class Waits:
         self._begun = now
 
     def arrive(self) -> None:
-        """The batch is there."""
+        """Note that the step's batch has arrived."""
         assert self._begun is not None
         self._waited = time.perf_counter() - self._begun
 
     def leave(self) -> None:
-        """The loop has ended: what follows is no step."""
+        """Note that the loop has ended; the time that follows belongs to no step."""
         self._begun = None
 
     def clear(self) -> None:
-        """Count from nothing again."""
+        """Set all counts to zero."""
         self.steps, self.waited_s, self.total_s = 0, 0.0, 0.0
 
     def __str__(self) -> str:

@@ -92,7 +92,7 @@ class Strategy(ABC):
         order = ReplicaSampler(
             dataset,
             global_batch_size,
-            self._place,
+            self._rank_and_size,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
@@ -101,10 +101,12 @@ class Strategy(ABC):
             collate=collate_fn or default_collate,
             workers=whole_number("num_workers", num_workers, 0),
         )
-        self._batches = Loader(dataset, how, order, global_batch_size, self._place)
+        self._batches = Loader(
+            dataset, how, order, global_batch_size, self._rank_and_size
+        )
         return self._batches
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         """The current (replica, number of replicas)."""
         return self.replica or 0, self.num_replicas
 

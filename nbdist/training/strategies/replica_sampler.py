@@ -16,7 +16,7 @@ class ReplicaSampler(Sampler):
 
     Args:
         data, batch_size, options: as for `nbdist.Sampler`.
-        place: returns the current (replica, number of replicas).
+        rank_and_size: returns the current (replica, number of replicas).
 
     Raises:
         UsageError: the data set has no length.
@@ -26,7 +26,7 @@ class ReplicaSampler(Sampler):
         self,
         data: Any,
         batch_size: int,
-        place: Callable[[], tuple[int, int]],
+        rank_and_size: Callable[[], tuple[int, int]],
         **options: Any,
     ) -> None:
         if not hasattr(data, "__len__"):
@@ -34,9 +34,9 @@ class ReplicaSampler(Sampler):
                 f"distribute({type(data).__name__}): expected a data set with a length"
             )
         super().__init__(data, batch_size, **options)
-        self._place = place
+        self._rank_and_size = rank_and_size
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """The current (replica, number of replicas)."""
-        return self._place()
+        return self._rank_and_size()
