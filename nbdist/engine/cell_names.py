@@ -1,4 +1,4 @@
-"""From the file name of compiled code to the notebook cell, or script, it came from."""
+"""Which notebook cell or script a file name of compiled code belongs to."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
 
-__all__ = ["cell_of", "last_place", "learn_from", "place_of", "script"]
+__all__ = ["cell_of", "last_line", "learn_from", "line_of", "script"]
 
 _shell: Any = None
 _script: str | None = None
 
 
 def learn_from(shell: Any) -> None:
-    """Use the cells that this IPython shell compiles."""
+    """Look up cells among those that this IPython shell compiles."""
     global _shell
     _shell = shell
-    # ipykernel's names hold the process id, and what the ranks warn of alike would not
-    # read alike; IPython's own hold the cell's number.
+    # ipykernel's names hold the process id, so that equal warnings of the ranks would
+    # differ. IPython's own names hold the cell's number.
     compiler = shell.compile
     compiler.get_code_name = MethodType(CachingCompiler.get_code_name, compiler)
 
 
 def cell_of(filename: str) -> int | None:
-    """The In[] number of the cell that was compiled under this name, if one was."""
+    """The In[] number of the cell that was compiled under this name, or None."""
     if _shell is None:
         return None
     number = _shell.compile._filename_map.get(filename)
@@ -37,7 +37,7 @@ def cell_of(filename: str) -> int | None:
 
 @contextmanager
 def script(path: str) -> Iterator[None]:
-    """Within, lines of this file count as the user's own, like those of a cell."""
+    """Count lines of this file as the user's own, like those of a cell, within."""
     global _script
     _script = path
     try:
@@ -46,8 +46,8 @@ def script(path: str) -> Iterator[None]:
         _script = None
 
 
-def place_of(filename: str, line: int) -> str:
-    """A line of the user's: "In[7] line 4", or "train.py line 4"; else ""."""
+def line_of(filename: str, line: int) -> str:
+    """The user's line in words: "In[7] line 4", or "train.py line 4"; "" for others."""
     cell = cell_of(filename)
     if cell is not None:
         return f"In[{cell}] line {line}"
@@ -56,10 +56,10 @@ def place_of(filename: str, line: int) -> str:
     return ""
 
 
-def last_place(error: BaseException) -> str:
-    """The last line of the user's that an exception passed, as `place_of` says it."""
+def last_line(error: BaseException) -> str:
+    """The last line of the user's that an exception passed, as of `line_of`."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        place = place_of(frame.f_code.co_filename, line)
+        place = line_of(frame.f_code.co_filename, line)
         if place:
             return place
     return ""

@@ -1,4 +1,4 @@
-"""Running a notebook cell on this rank, as IPython runs one."""
+"""Running a notebook cell on this rank, as IPython does."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ async def run_cell(code: str, number: int) -> CellReply:
 
 
 def arm(shell: Any, interrupts: Interrupts) -> None:
-    """Let SIGINT through while this IPython shell runs a cell's code.
+    """Let SIGINT through while this IPython shell runs a cell's code, and only then.
 
-    And not in what IPython does before and between: its hooks would swallow it.
+    IPython's hooks, which run before and after that code, would swallow it.
 
-    An interrupt, or an exit, gets no traceback. Nobody needs one, and to lay it out,
-    through forty frames of a library, can take longer than the notebook waits for it.
+    An interrupt or an exit gets no traceback: it explains nothing, and to format one
+    through forty frames of a library can take longer than the notebook waits.
     """
     run_code = shell.run_code
 
@@ -79,7 +79,7 @@ def _explains_itself(error: BaseException | None) -> bool:
         return True
     if not this_rank().interrupts.delivered:
         return False
-    # What follows from it: a library that cleans up, or DDP's backward that was left.
+    # Errors that follow from it, as when a library cleans up or DDP's backward is left.
     while error is not None:
         if isinstance(original_error(error), (KeyboardInterrupt, CollectiveAborted)):
             return True
@@ -88,10 +88,10 @@ def _explains_itself(error: BaseException | None) -> bool:
 
 
 async def _run_guarded(code: str) -> Any:
-    """IPython's result; an interrupt that hits between IPython's own lines is one too.
+    """IPython's result, or a KeyboardInterrupt where IPython itself was interrupted.
 
-    IPython turns what user code raises into a result. What is left is a
-    KeyboardInterrupt within its bookkeeping, or the cancellation of a coroutine.
+    IPython turns what user code raises into a result. A KeyboardInterrupt within its
+    bookkeeping, and the cancellation of a coroutine, come out as exceptions.
     """
     result: Any
     try:
@@ -133,7 +133,7 @@ async def _run_async(shell: Any, code: str, transformed_cell: str, error: Any) -
 
 
 def _show_pages(shell: Any) -> None:
-    """What `name?` would page belongs under the cell: a rank has no pager."""
+    """Display what `name?` would show in a pager, which a rank does not have."""
     for payload in shell.payload_manager.read_payload():
         if payload.get("source") == "page":
             shell.display_pub.publish(payload["data"])
@@ -154,8 +154,8 @@ def _failure(result: Any) -> Failure | None:
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return None
-    place = cell_names.last_place(error)
-    # What crosses DDP's backward, in C++, arrives as another error.
+    place = cell_names.last_line(error)
+    # An error that crosses DDP's backward, which is C++, arrives as another class.
     error = original_error(error)
     name = type(error).__name__
     if isinstance(error, asyncio.CancelledError):

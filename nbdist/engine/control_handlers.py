@@ -20,7 +20,7 @@ from nbdist.collectives import (
     release_calls_with,
 )
 from nbdist.engine import rpc_server, world
-from nbdist.engine.cell_names import place_of
+from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted
 from nbdist.wire import CollectiveCall, Standing
@@ -98,7 +98,7 @@ def _place() -> str:
     if call is not None:
         return call.description
     for frame in _main_frames():
-        place = place_of(frame.f_code.co_filename, frame.f_lineno)
+        place = line_of(frame.f_code.co_filename, frame.f_lineno)
         if place:
             return place
     for frame in _main_frames():

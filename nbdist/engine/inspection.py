@@ -1,4 +1,4 @@
-"""A rank's variables, described in a few plain values each."""
+"""A rank's variables, each described by a few plain values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Variable", "variables"]
 
 TEXT_LIMIT = 60
 DIGEST_ALL_BYTES = 16 << 20
-"""Up to this size all bytes are compared between ranks; beyond it, a sample."""
+"""Up to this size, the digest covers all bytes; beyond it, a sample of them."""
 UNINTERESTING = (types.ModuleType, types.FunctionType, type)
 
 
@@ -34,14 +34,14 @@ class Variable:
     value: str
     """A short text, or the Euclidean norm of a tensor or array."""
     digest: str
-    """Equal on two ranks where the values are."""
+    """Equal on two ranks where the values are equal."""
 
 
 def variables(pattern: str = "*") -> list[Variable]:
     """The user's variables whose names match a shell pattern, by name.
 
-    Reads, in the agent's thread, what the main thread may be changing: a tensor may be
-    caught between two updates.
+    The caller is another thread than the main one, which may be changing the values: a
+    tensor may be read in the middle of an update.
     """
     shell = this_rank().shell
     namespace = dict(shell.user_ns)
@@ -97,7 +97,7 @@ def _text(value: Any) -> str:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything
         return f"<repr failed: {type(error).__name__}>"
-    # An address differs between ranks without meaning anything.
+    # The address of an object differs between ranks and says nothing of its value.
     return object.__repr__(value).split(" at 0x")[0] + ">" if " at 0x" in text else text
 
 

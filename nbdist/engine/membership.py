@@ -1,14 +1,14 @@
-"""Changing the world: ranks that have died or leave, and ranks that join.
+"""Changing the members of the world: ranks that have died, that leave, or that join.
 
-All who stay carry out one `wire.Change` together. They shrink the communicator to the
-ranks that live (MPI's User-Level Failure Mitigation: `MPIX_Comm_revoke`, then
+All ranks that stay carry out one `wire.Change` together. They shrink the communicator
+to the ranks that live (MPI's User-Level Failure Mitigation: `MPIX_Comm_revoke`, then
 `MPIX_Comm_shrink`; see Bland et al., "Post-failure recovery of MPI communication
-capability", IJHPCA 2013); newcomers are spawned by them and merged into it.
+capability", IJHPCA 2013). Then they spawn the new ranks and merge with them.
 
 A change can fail on any rank at any point, because a further rank dies. The notebook
 then cancels it on all ranks and sends another one. Every change starts from the
-communicator of the last one that all ranks completed, so it does not matter how far
-each rank came in between.
+communicator of the last change that all ranks completed, however far each rank came
+in the one that failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["cancel", "change"]
 
 
 class _Attempt:
-    """A change under way on this rank. The agent's thread may cancel it."""
+    """A change that this rank carries out. The control thread may cancel it."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
@@ -39,7 +39,7 @@ class _Attempt:
         self._lock = threading.Lock()
 
     def own(self, comm: Any) -> Any:
-        """Take a communicator that a cancellation revokes."""
+        """Have a cancellation revoke this communicator; return it."""
         with self._lock:
             self._comms.append(comm)
             if self._cancelled.done():
@@ -47,7 +47,7 @@ class _Attempt:
         return comm
 
     def cancel(self, reason: str) -> None:
-        """Release this rank from the change."""
+        """Release this rank from the change, with an error."""
         with self._lock:
             if not self._cancelled.done():
                 self._cancelled.set_exception(ClusterError(reason))
@@ -55,16 +55,16 @@ class _Attempt:
                 comm.Revoke()
 
     def wait_for(self, work: Callable[[], Any]) -> Any:
-        """The result of a call that a cancellation may leave behind, on a thread.
+        """Run `work` on a thread, which a cancellation leaves behind; its result.
 
-        A process that spawns others waits for them in PMIx, which a revoked
-        communicator does not end.
+        A process that spawns others waits for them in PMIx, and revoking a communicator
+        does not end that wait.
         """
 
         def run() -> None:
             try:
                 value = work()
-            except BaseException as error:  # noqa: BLE001 - raised by who waits
+            except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
                 outcome.set_exception(error)
             else:
                 outcome.set_result(value)
@@ -82,7 +82,9 @@ _attempt: _Attempt | None = None
 
 
 def cancel(generation: int, reason: str) -> None:
-    """End the change to a generation on this rank, with an error. Any thread may call.
+    """End the change to this generation on this rank, with an error.
+
+    Any thread may call.
 
     A change that this rank has completed, or has not begun, is not affected: no later
     change builds on it.
@@ -93,12 +95,12 @@ def cancel(generation: int, reason: str) -> None:
 
 
 def change(plan: Change) -> RankInfo | None:
-    """Go over to the next generation. Every rank that lives must call.
+    """Make the next generation of the world. Every rank that lives must call.
 
-    Process groups and groups of ranks of the old generation are closed; variables stay.
+    Groups of the old generation, torch's too, are closed. Variables stay.
 
     Returns:
-        This rank as it is now; None where the plan lets it go.
+        This rank as it is now; None where it leaves the world.
 
     Raises:
         MPI.Exception: A rank has died meanwhile.
@@ -128,7 +130,7 @@ def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     here.publish_environment()
     owns_gpu = rank.info.device_uuid is not None and not rank.assignment.shares_gpu
     torch_group.start(rank.run_dir, owns_gpu, plan.generation)
-    _tell(here)
+    _update_rank(here)
     return rank.info
 
 
@@ -138,7 +140,7 @@ def _without_the_dead(comm: Any, attempt: _Attempt) -> Any:
 
 
 def _split(comm: Any, number: int | None) -> Any:
-    """The communicator of those who stay, in their new order."""
+    """The communicator of the ranks that stay, in their new order."""
     from mpi4py import MPI
 
     if number is None:
@@ -147,7 +149,7 @@ def _split(comm: Any, number: int | None) -> Any:
 
 
 def _admit(comm: Any, plan: Change, number: int) -> Any:
-    """Start the newcomers, and meet them."""
+    """Spawn the new ranks, and merge with them."""
     commands = [
         rank_parent.command("--join", str(join.rank), str(plan.generation))
         for join in plan.joins
@@ -158,8 +160,8 @@ def _admit(comm: Any, plan: Change, number: int) -> Any:
     return bridge.Merge(high=False).Split(0, key=number)
 
 
-def _tell(here: world.World) -> None:
-    """Let everything on this rank know its new number."""
+def _update_rank(here: world.World) -> None:
+    """Update all that depends on this rank's number."""
     rank = this_rank()
     rank.info = replace(
         rank.info,

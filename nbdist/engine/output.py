@@ -1,15 +1,15 @@
-"""Everything a rank prints, on its way to the notebook.
+"""What a rank prints, and how it travels to the notebook.
 
-Python's own prints, and what C code and child processes write to descriptors 1 and 2,
-become one ordered list of chunks. A publisher thread sends them in batches, so a print
-costs a list append. The descriptors are files, not pipes: a writer never blocks, not
-even C code that holds the interpreter lock, and at the end of a cell the files are read
-to their end, so nothing is lost and nothing is late. What threads print after their
-cell has ended waits for the next one: only then does the notebook listen.
+Python's prints, and what C code and child processes write to descriptors 1 and 2,
+become one ordered list of chunks. A publisher thread sends them in batches, so that a
+print costs a list append. The descriptors are files and not pipes: a writer never
+blocks, even C code that holds the interpreter lock, and at the end of a cell the files
+are read to their end. What threads print after the end of their cell is sent with the
+next cell, because the notebook does not listen before.
 
-The notebook shows the first part of a cell's text, up to a cap, and a file takes all
-of it. Where the disk has no room for the file, the rest of the text is cut, and a note
-says how much. A print never fails for want of room.
+The notebook shows the first part of a cell's text, up to a cap. Beyond it, all of the
+text goes to a file. Where the disk has no room for the file, the rest of the text is
+cut, and a note gives its size. A print never fails because the disk is full.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ACTIVE_POLL_S = 0.1
 SPILL_LIMIT_BYTES = 1 << 30
 SPILL_BUFFER_BYTES = 1 << 16
 KEPT_FREE_BYTES = 16 << 20
-"""What the spilled text leaves free on its disk, for what a recovery writes there."""
+"""Bytes that stay free on the disk of the file, for what a recovery writes there."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COUNT = struct.Struct("Q")
 
 Publish = Callable[[str, str], None]
-"""Called with "stdout" or "stderr", and text."""
+"""Called with "stdout" or "stderr", and the text."""
 
 
 class Output:
@@ -73,16 +73,19 @@ class Output:
     def write(self, name: str, text: str) -> None:
         """Queue text; any thread may call."""
         with self._lock:
-            self._read_tails()  # what a child process printed before comes before
+            self._read_tails()  # what a child process has printed earlier comes first
             self._add(name, text)
         if not self._wake.is_set():
             self._wake.set()
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """A cell runs, or a function: it has a cap of its own.
+        """Collect the text of one cell or function, with a cap of its own.
 
-        At the end all that it printed is sent.
+        At the end, all of its text is sent.
+
+        Args:
+            what: Names it, such as "In[7]"; a part of the file's name.
         """
         with self._lock:
             self._end_spill()
@@ -101,12 +104,12 @@ class Output:
                 self._busy = False
 
     def drain(self) -> None:
-        """Send all that was printed so far, by Python or by C."""
+        """Send all that was printed so far, by Python and by C."""
         _flush_c()
         self.flush()
 
     def flush(self) -> None:
-        """Send what is queued; what is displayed next then comes after it."""
+        """Send what is queued, so that what is displayed next comes after it."""
         with self._sending:
             self._wake.clear()
             if not self._busy:
@@ -191,12 +194,12 @@ class Output:
 
 
 def _flush_c() -> None:
-    """Have C's standard streams write what they hold back."""
+    """Flush the standard streams of C."""
     ctypes.CDLL(None).fflush(None)
 
 
 def _joined(chunks: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Neighbouring chunks of one stream, as one."""
+    """The chunks, with neighbours of the same stream joined."""
     joined: list[tuple[str, list[str]]] = []
     for name, text in chunks:
         if joined and joined[-1][0] == name:
@@ -219,7 +222,7 @@ class RankStream(io.TextIOBase):
         self._output = output
         self._pid = os.getpid()
         self._partial = ""
-        """The line that a forked child has begun."""
+        """The unfinished line of a forked child."""
         self._lost = mmap.mmap(-1, _COUNT.size)  # shared with forked children
 
     def write(self, text: str) -> int:
@@ -235,9 +238,9 @@ class RankStream(io.TextIOBase):
         return len(text)
 
     def _write_in_child(self, text: str) -> None:
-        """Write to the descriptor what the disk has room for; count the rest as lost.
+        """Write to the descriptor as much as the disk has room for; count the rest.
 
-        Children that lose text at the same moment may count less than they lose.
+        Children that lose text at the same moment may count too little.
         """
         octets = memoryview(text.encode("utf-8", self.errors))
         try:
@@ -250,7 +253,7 @@ class RankStream(io.TextIOBase):
             _COUNT.pack_into(self._lost, 0, lost + len(octets))
 
     def take_lost(self) -> int:
-        """Bytes that forked children have lost since the last time this was asked."""
+        """Bytes that forked children have lost since the last call."""
         (lost,) = _COUNT.unpack_from(self._lost)
         _COUNT.pack_into(self._lost, 0, 0)
         return int(lost)
@@ -278,12 +281,12 @@ class Tail:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open
-        # What was printed before is not for a cell.
+        # What was printed before belongs to no cell.
         self._position = self._file.seek(0, os.SEEK_END)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> str:
-        """What was appended up to now; a writer that never stops does not hold us."""
+        """What was appended up to this moment, while writers may go on."""
         unread = os.fstat(self._file.fileno()).st_size - self._position
         if unread <= 0:
             return ""
@@ -293,17 +296,17 @@ class Tail:
 
 
 class Spill:
-    """The file that takes what a notebook cannot; itself bounded.
+    """The file that takes a cell's text beyond the cap, up to `SPILL_LIMIT_BYTES`.
 
-    It raises nothing: once the file cannot be written, what follows is counted.
+    It never raises. Once the file cannot be written, the bytes that follow are counted.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problem = ""
-        """Why the file takes no more; "" while it does."""
+        """Why the file cannot be written; "" while it can."""
         self.lost_bytes = 0
-        """What was not written, once there is a problem."""
+        """Bytes that were not written because of the problem."""
         self._size = 0
         self._pending = bytearray()
         self._file: io.FileIO | None = None

@@ -1,4 +1,4 @@
-"""This process as a rank: what its parts need of each other, in one place."""
+"""The state of this rank, which the modules of the engine share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Activity", "Rank", "become", "is_rank", "this_rank"]
 
 @dataclass(frozen=True)
 class Activity:
-    """What the main thread is doing."""
+    """The request that the main thread works on."""
 
     what: str
     """"In[7]" for a cell, else the name of a request."""
@@ -30,7 +30,7 @@ class Activity:
 
 @dataclass
 class Rank:
-    """One rank's life. `info` changes with the membership of the world."""
+    """This rank. `info` changes when the world's members change."""
 
     info: RankInfo
     shell: Any
@@ -40,16 +40,16 @@ class Rank:
     assignment: DeviceAssignment
     run_dir: Path
     notify: Callable[[Notice], None]
-    """Tells the notebook something out of turn, as part of the request that runs."""
+    """Sends the notebook a notice as part of the request that runs."""
     main_thread: int = field(default_factory=threading.get_ident)
     activity: Activity | None = None
     step: str = ""
-    """What it does of the user's beside cells and functions: "pickling 'x'"."""
+    """The user's code that runs beside cells and functions, such as "pickling 'x'"."""
     request: str = ""
-    """The name of the notebook's request that the main thread works on."""
+    """The unique name of the notebook's request that the main thread works on."""
 
     def tell_namespace(self) -> None:
-        """Give the user's namespace this rank's numbers, hidden from %who and so on."""
+        """Put this rank's numbers into the user's namespace, hidden from %who."""
         numbers = {
             "rank": self.info.rank,
             "world_size": self.info.world_size,
@@ -62,7 +62,7 @@ _this: Rank | None = None
 
 
 def become(rank: Rank) -> None:
-    """Say who this process is; called once, at the end of the start."""
+    """Set the rank that this process is. Called once, at the end of the start."""
     global _this
     _this = rank
 
@@ -76,7 +76,7 @@ def this_rank() -> Rank:
     """The rank this process is.
 
     Raises:
-        WrongProcess: This process is no rank of a cluster.
+        WrongProcess: This process is not a rank of a notebook's cluster.
     """
     if _this is None:
         raise WrongProcess(

@@ -1,4 +1,4 @@
-"""What a rank's code asks of its own process, in a cell or in a script."""
+"""`nbdist.rank()` and the like: what user code asks of its rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["comm", "device", "local_rank", "log", "rank", "size"]
 
 
 def rank() -> int:
-    """This process's number in the world, 0 to size() - 1."""
+    """The number of this rank in the world, 0 to size() - 1."""
     return world.current().rank
 
 
@@ -24,7 +24,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host."""
+    """The number of this rank among the ranks of its host."""
     return world.current().local_rank
 
 
@@ -40,8 +40,9 @@ def device() -> torch.device:
 def comm() -> MPI.Intracomm:
     """An mpi4py communicator over all ranks, for calls of your own.
 
-    It belongs to one generation of the world: after an interrupt, or a change of the
-    ranks, the old one raises, and this gives the new one. Not to be freed.
+    It belongs to one generation of the world. After an interrupt, or a change of the
+    ranks, the old communicator raises and this function returns the new one. It must
+    not be freed.
     """
     shared: MPI.Intracomm = world.current().shared
     return shared
@@ -50,13 +51,12 @@ def comm() -> MPI.Intracomm:
 def log(step: SupportsIndex | None = None, **scalars: object) -> None:
     """Record scalars of this rank, such as `log(loss=loss)`; they appear live.
 
-    Costs microseconds and never waits for the notebook. In a script, where no notebook
-    watches, it does nothing.
+    Costs microseconds and never waits for the notebook. In a script, it does nothing.
 
     Args:
-        step: Place on the x axis; counted from 0 when not given.
-        scalars: Numbers, 0-d tensors of any device, or numpy scalars; a CUDA tensor is
-            not waited for.
+        step: Position on the x axis; by default the last one plus one, from 0 on.
+        scalars: Numbers, numpy scalars, or 0-d tensors of any device. A CUDA tensor is
+            copied without waiting for it.
     """
     if is_rank():
         this_rank().recorder.log(step, **scalars)

@@ -1,4 +1,4 @@
-"""A script on this rank, as its `__main__`, in a namespace of its own."""
+"""Running a script on this rank as `__main__`, as torchrun would."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from nbdist.wire import Failure
 __all__ = ["run_script"]
 
 _helpers: set[str] = set()
-"""Modules that the last script has imported from its own folder."""
+"""Names of the modules that the last script imported from its own folder."""
 
 
 def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellReply:
-    """Run a script as `torchrun path *args` would, in the world that is there.
+    """Run a script as `torchrun path *args` would, in the world of this rank.
 
     Args:
-        path: absolute; the folder it lies in comes first in `sys.path`.
-        args: the rest of `sys.argv`.
-        n_ps: how many of the last ranks are parameter servers by name.
-        keep: leave the script's variables to the notebook's cells, also of one that
-            has failed.
+        path: Absolute. The folder of the script comes first in `sys.path`.
+        args: The rest of `sys.argv`.
+        n_ps: How many of the last ranks the environment calls parameter servers.
+        keep: Leave the script's variables to the notebook's cells, also when the
+            script fails.
     """
     rank = this_rank()
     begun = time.perf_counter()
@@ -45,7 +45,7 @@ def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellRep
         module = _main_module(path)
         try:
             with ExitStack() as stack:
-                _set_the_scene(stack, module, path, args, n_ps, keep)
+                _enter_environment(stack, module, path, args, n_ps, keep)
                 failure = _run(module, path)
         finally:
             if keep:
@@ -62,7 +62,7 @@ def _main_module(path: str) -> ModuleType:
     return module
 
 
-def _set_the_scene(
+def _enter_environment(
     stack: ExitStack,
     module: ModuleType,
     path: str,
@@ -70,7 +70,7 @@ def _set_the_scene(
     n_ps: int,
     keep: bool,
 ) -> None:
-    """What a process of its own would have; the way back is left on the stack."""
+    """Set up what a process of its own would have, until the stack is closed."""
     info = this_rank().info
     stack.enter_context(_as_main(module))
     stack.enter_context(_arguments(path, args))
@@ -82,7 +82,7 @@ def _set_the_scene(
 
 
 def _run(module: ModuleType, path: str) -> Failure | None:
-    """What went wrong, if anything did."""
+    """Run the script; return how it failed, or None."""
     rank = this_rank()
     try:
         code = compile(Path(path).read_bytes(), path, "exec")
@@ -96,18 +96,18 @@ def _run(module: ModuleType, path: str) -> Failure | None:
 
 
 def _exit_failure(end: SystemExit) -> Failure | None:
-    """How a process would have ended: None with exit code 0."""
+    """The failure that a `SystemExit` stands for; None for exit code 0."""
     if end.code in (None, 0):
         return None
     code, text = (end.code, "") if isinstance(end.code, int) else (1, f": {end.code}")
     info = this_rank().info
-    place = cell_names.last_place(end)
+    place = cell_names.last_line(end)
     return Failure(info.rank, info.host, "SystemExit", f"exit code {code}{text}", place)
 
 
 def _failure(error: BaseException, path: str) -> Failure:
     info = this_rank().info
-    place = cell_names.last_place(error)
+    place = cell_names.last_line(error)
     trace = _from_script(error.__traceback__, path)
     error = original_error(error)
     lines: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ def _failure(error: BaseException, path: str) -> Failure:
 
 
 def _from_script(trace: TracebackType | None, path: str) -> TracebackType | None:
-    """The traceback from the script's first frame on; what is ours explains nothing."""
+    """The traceback from the script's first frame on, without nbdist's own frames."""
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename != path:
         first = first.tb_next
@@ -127,7 +127,7 @@ def _from_script(trace: TracebackType | None, path: str) -> TracebackType | None
 
 
 def _leave_variables(module: ModuleType) -> None:
-    """Give the script's variables to the cells, but for the names that are ours."""
+    """Put the script's variables into the cells' namespace, save nbdist's own names."""
     shell = this_rank().shell
     values = {
         name: value
@@ -142,7 +142,7 @@ def _leave_variables(module: ModuleType) -> None:
 
 @contextmanager
 def _as_main(module: ModuleType) -> Iterator[None]:
-    """Pickle, argparse and child processes find the script under this name."""
+    """Make the script `__main__`, where pickle, argparse and child processes look."""
     before = sys.modules["__main__"]
     sys.modules["__main__"] = module
     try:
@@ -153,7 +153,7 @@ def _as_main(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _arguments(path: str, args: Sequence[str]) -> Iterator[None]:
-    """sys.argv, and imports from the script's folder, each time from the files."""
+    """Set sys.argv and sys.path. The script's helper modules are imported afresh."""
     argv, search = sys.argv[:], sys.path[:]
     folder = os.path.dirname(path)
     for name in _helpers:
@@ -178,7 +178,7 @@ def _lies_in(name: str, folder: str) -> bool:
 
 @contextmanager
 def _environment(rank: int, size: int, n_ps: int) -> Iterator[None]:
-    """torchrun's variables; those and the working folder are put back at the end."""
+    """Set torchrun's variables; restore the environment and the folder at the end."""
     before, folder = dict(os.environ), os.getcwd()
     nowhere = [f"rank{other}:0" for other in range(size)]  # nothing listens there
     os.environ.update(roles.environment(rank, size, n_ps))
@@ -194,7 +194,7 @@ def _environment(rank: int, size: int, n_ps: int) -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """A script may install handlers; afterwards the rank's own are there again."""
+    """Restore the rank's signal handlers after a script that installs its own."""
     kinds = signal.SIGINT, signal.SIGTERM
     before: list[Any] = [signal.getsignal(kind) for kind in kinds]
     try:
@@ -206,7 +206,7 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _own_loop() -> Iterator[None]:
-    """Let the script call `asyncio.run`, which refuses within the rank's own loop."""
+    """Hide the rank's event loop, within which `asyncio.run` would refuse to run."""
     loop = asyncio.events._get_running_loop()
     asyncio.events._set_running_loop(None)
     try:

@@ -1,10 +1,10 @@
-"""One default process group, lent to whoever asks torch.distributed for one.
+"""One default process group for all cells, scripts and libraries of a rank.
 
 Scripts and libraries that were written for torchrun call `dist.init_process_group` at
-their beginning and `dist.destroy_process_group` at their end. On a rank both find the
-world's own group: it is there before the first cell and after the last one. Its
-collectives can be interrupted and released, which those of gloo and NCCL cannot; and
-where each rank owns a GPU they are NCCL's anyway.
+their beginning and `dist.destroy_process_group` at their end. On a rank, the first
+returns the world's own group, and the second leaves it alive: it exists from before the
+first cell to after the last one. Its collectives can be interrupted and released, which
+those of gloo and NCCL cannot. Where each rank owns a GPU, its CUDA tensors use NCCL.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from nbdist.errors import UsageError
 
 __all__ = ["give_up", "make", "own_groups"]
 
-LENT_FOR = {"gloo", "nccl", "mpi", "ucc", "nbdist"}
-"""Backends in place of which the world's own group serves."""
+REPLACED = {"gloo", "nccl", "mpi", "ucc", "nbdist"}
+"""Backends that the world's own group is used in place of."""
 
 _init, _destroy = c10d.init_process_group, c10d.destroy_process_group
-_lent: dist.ProcessGroup | None = None
+_shared: dist.ProcessGroup | None = None
 _asked_for: str | None = None
-"""The backend that `dist.init_process_group` was last asked for in its place."""
+"""The backend that was last asked for in `dist.init_process_group`."""
 _others: tuple[dist.ProcessGroup, ...] = ()
-"""Groups that are none of the running script's business."""
+"""Groups that the running script cannot destroy."""
 
 
 def make(backend: str, **options: Any) -> None:
-    """Make the default group, as `dist.init_process_group` does, and lend it.
+    """Make the default group, as `dist.init_process_group` does, and share it.
 
     Every rank must call.
     """
-    global _asked_for, _lent
+    global _asked_for, _shared
     _init(backend, **options)
-    _lent, _asked_for = dist.group.WORLD, None
+    _shared, _asked_for = dist.group.WORLD, None
     for module in (dist, c10d):
-        module.init_process_group = _lend  # type: ignore[attr-defined]
-        module.destroy_process_group = _spare  # type: ignore[attr-defined]
-    # Not in c10d itself: what torch asks there is meant for the backend as it is.
-    dist.get_backend = _name
+        module.init_process_group = _init_process_group  # type: ignore[attr-defined]
+        module.destroy_process_group = _destroy_process_group  # type: ignore[attr-defined]
+    # c10d's own `get_backend` stays: torch itself needs the real backend.
+    dist.get_backend = _get_backend
 
 
 def give_up() -> None:
-    """Destroy every process group, whoever made it. No rank needs another for it."""
-    global _lent
-    _lent = None
+    """Destroy every process group, whoever made it. Waits for no other rank."""
+    global _shared
+    _shared = None
     if dist.is_initialized():
         _destroy()
 
 
 @contextmanager
 def own_groups(*, keep: bool) -> Iterator[None]:
-    """Within, none of the groups made before can be ended. Every rank must enter.
+    """Protect the groups that exist, within. Every rank must enter.
 
     Args:
-        keep: leave the groups that were made within; else they end with it.
+        keep: Leave the groups that were made within. By default they are destroyed.
     """
     global _asked_for, _others
     before = _asked_for, _others
@@ -74,15 +74,15 @@ def own_groups(*, keep: bool) -> Iterator[None]:
 
 def _end_groups() -> None:
     for group in list(c10d._world.pg_map):  # in the order in which they were made
-        if group is not _lent and group not in _others:
+        if group is not _shared and group not in _others:
             _destroy(group)
 
 
-def _is_lent() -> bool:
-    return _lent is not None and dist.group.WORLD is _lent
+def _is_shared() -> bool:
+    return _shared is not None and dist.group.WORLD is _shared
 
 
-def _lend(
+def _init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
     timeout: Any = None,
@@ -94,9 +94,9 @@ def _lend(
     """In place of `dist.init_process_group`.
 
     Raises:
-        UsageError: another world than this one is asked for.
+        UsageError: Another rank or world size than this one is asked for.
     """
-    if not _is_lent() or not _is_lent_for(backend):
+    if not _is_shared() or not _is_replaced(backend):
         _init(backend, init_method, timeout, world_size, rank, *args, **options)
         return
     here = dist.get_rank(), dist.get_world_size()
@@ -110,32 +110,32 @@ def _lend(
     _asked_for = backend or _asked_for
 
 
-def _is_lent_for(backend: str | None) -> bool:
-    """Whether ours serves for "nccl", or for each part of "cpu:gloo,cuda:nccl"."""
+def _is_replaced(backend: str | None) -> bool:
+    """Whether the shared group replaces each part of "nccl" or "cpu:gloo,cuda:nccl"."""
     parts = (backend or "nbdist").lower().split(",")
-    return all(part.rpartition(":")[2] in LENT_FOR for part in parts)
+    return all(part.rpartition(":")[2] in REPLACED for part in parts)
 
 
-def _spare(group: dist.ProcessGroup | None = None) -> None:
+def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     """In place of `dist.destroy_process_group`: the world's own group stays.
 
-    Without a group, or with the world's, those of some ranks end, as they do in torch.
+    Without an argument, or with the world's group, the script's other groups end.
     """
     global _asked_for
-    if not _is_lent() or group not in (None, _lent):
+    if not _is_shared() or group not in (None, _shared):
         _destroy(group)
     else:
         _end_groups()
         _asked_for = None
 
 
-def _name(group: dist.ProcessGroup | None = None) -> dist.Backend:
-    """In place of `dist.get_backend`: whoever has asked for gloo is told gloo.
+def _get_backend(group: dist.ProcessGroup | None = None) -> dist.Backend:
+    """In place of `dist.get_backend`: returns the backend that was asked for.
 
-    Some libraries know backends by name, and with another do without: Ignite's
-    `auto_model`, for one, wraps no model in DDP then, and says nothing.
+    Some libraries compare its name. Ignite's `auto_model`, for one, silently wraps no
+    model in DDP where it does not know the name.
     """
     name = c10d.get_backend(group)
-    if _asked_for is not None and _is_lent() and name == c10d.get_backend(_lent):
+    if _asked_for is not None and _is_shared() and name == c10d.get_backend(_shared):
         return dist.Backend(_asked_for)
     return name

@@ -1,4 +1,4 @@
-"""torch.distributed on a rank: initialised before the user's first cell."""
+"""torch.distributed on a rank, initialised before the user's first cell."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _at_start = 0
 
 
 def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
-    """Initialise the default process group, and lend it. Every rank must call.
+    """Initialise the default process group, and share it. Every rank must call.
 
     The ranks meet through a file in `run_dir`, so that no port is opened for it.
 
     Args:
-        run_dir: the cluster's folder.
-        owns_gpu: whether each rank has a GPU for itself, so that NCCL can be used.
-        generation: of the world; each meets through a file of its own.
+        run_dir: The cluster's folder.
+        owns_gpu: Whether each rank has a GPU for itself, so that NCCL can be used.
+        generation: The world's. The ranks of each meet through a file of its own.
     """
     global _at_start
     register()
@@ -50,18 +50,19 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
 
 
 def groups_made() -> int:
-    """How many groups this rank has numbered since the default one was made.
+    """How many groups this rank has made since the default one.
 
-    Torch numbers them on each rank for itself, and gloo and NCCL meet under the number:
-    ranks that count differently wait for each other for ever.
+    Torch numbers the groups on each rank by itself, and the members of a gloo or NCCL
+    group find each other by its number. Ranks whose counts differ wait without end.
     """
     return distributed_c10d._world.group_count - _at_start
 
 
 def number_alike(comm: Any) -> None:
-    """Let all ranks of an mpi4py communicator count on from the highest number.
+    """Set the count of groups to the highest of all ranks. Every rank must call.
 
-    Every rank must call.
+    Args:
+        comm: An mpi4py communicator over all ranks.
     """
     from mpi4py import MPI
 
@@ -73,10 +74,10 @@ def abort() -> bool:
     """Release this rank from NCCL's collectives; any thread may call.
 
     Returns:
-        Whether there were groups over NCCL: they are of no more use, on any rank.
+        Whether there were NCCL groups. They cannot be used any more, on any rank.
     """
     aborted = False
-    # Torch's own way to abort all groups also forgets those that are not NCCL's.
+    # Torch's own function that aborts all groups also forgets those of other backends.
     for group in list(distributed_c10d._world.pg_names):
         with contextlib.suppress(RuntimeError):  # a group without CUDA
             backend: Any = group._get_backend(torch.device("cuda"))
@@ -87,5 +88,5 @@ def abort() -> bool:
 
 
 def stop() -> None:
-    """Give up every process group, whoever made it. No rank needs another for it."""
+    """Destroy every process group, whoever made it. Waits for no other rank."""
     shared_default_group.give_up()

@@ -1,4 +1,4 @@
-"""Code of the user's that pickles, unpickles or prints a value, on a rank."""
+"""Running user code beside cells: what pickles, unpickles or prints a value."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["end_forked_child", "step", "transfer_step"]
 
 
 def end_forked_child(code: int = 0) -> None:
-    """End this process if it is a child that the user's code has forked.
+    """End this process if it is a child that user code has forked.
 
-    A child that comes back from that code must not go on as the rank, on its sockets.
+    A child that returns from user code must not go on as the rank, with its sockets.
     """
     if os.getpid() != this_rank().info.pid:
         sys.stdout.flush()
@@ -29,12 +29,12 @@ def end_forked_child(code: int = 0) -> None:
 
 @contextmanager
 def step(what: str, limit_s: float | None = None) -> Iterator[None]:
-    """Let SIGINT through, and have it raise an error that says what was done.
+    """Let SIGINT through, and raise an error that names what it has interrupted.
 
-    Other threads than the main one hear no signal, and for them this does nothing.
+    In another thread than the main one, which receives no signals, this does nothing.
 
     Args:
-        what: Such as "pickling 'x'". `%dist_status` shows it meanwhile.
+        what: Such as "pickling 'x'". `%dist_status` shows it while it lasts.
         limit_s: Seconds that it may take; None sets no limit.
 
     Raises:
@@ -53,8 +53,8 @@ def step(what: str, limit_s: float | None = None) -> Iterator[None]:
     except Overdue:
         raise TransferError(f"{what} took longer than {limit_s:g} s") from None
     except KeyboardInterrupt as interrupt:
-        place = cell_names.last_place(interrupt)
-        at = f", at {place}" if place else ""
+        line = cell_names.last_line(interrupt)
+        at = f", at {line}" if line else ""
         raise KeyboardInterrupt(f"while {what}{at}") from None
     finally:
         rank.step = ""
@@ -74,5 +74,5 @@ def transfer_step(what: str, limit_s: float | None = None) -> Iterator[None]:
     except (KeyboardInterrupt, TransferError):
         raise
     except BaseException as error:
-        # Code of the user's may raise anything, SystemExit too.
+        # User code may raise anything, also SystemExit.
         raise TransferError(f"{what}: {text_of(error)}") from error

@@ -1,1 +1,1 @@
-"""What the notebook and the ranks both use to talk: messages, files, placement."""
+"""What the notebook and the ranks both use: messages, files, shared memory, devices."""

@@ -1,8 +1,8 @@
 """The functions that the notebook calls on a rank, each named once.
 
-An endpoint is "module:function", where the module is one of `nbdist.engine`. A request
-carries it, and `engine/rpc_server.py` calls it. The notebook imports this module
-instead of the functions themselves, because their modules import torch and MPI.
+An endpoint is "module:function", with a module of `nbdist.engine`. A request carries
+it, and `engine/rpc_server.py` calls the function. The notebook imports this module and
+not the functions, whose modules import torch and MPI.
 """
 
 __all__ = [

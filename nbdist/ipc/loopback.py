@@ -1,4 +1,4 @@
-"""Keeping other hosts away from the ports that Open MPI opens on every address."""
+"""Closing the ports that Open MPI opens on every address to other hosts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PIDFD_GETFD = 438
 
 
 def confine(pid: int) -> None:
-    """Have the ports that a process listens on take connections from this host alone.
+    """Bind the listening sockets of a process to the loopback interface.
 
-    Open MPI binds its ports to every address, and has no option against it. Their
-    sockets are bound to the loopback interface afterwards, which Linux lets any user do
-    from 5.7 on. Other hosts are then refused; other users of this host are not. Where
-    the system forbids it, the ports stay as they are.
+    Open MPI binds its ports to every address, and has no option against it. From Linux
+    5.7 on, any user may bind an open socket to an interface. Other hosts are then
+    refused; other users of this host are not. Where the system forbids it, the ports
+    stay as they are.
 
     Args:
-        pid: This process, or one that the system lets this one look into: for an
-            ordinary user, one of its own descendants.
+        pid: This process, or one whose descriptors the system lets this process copy:
+            for an ordinary user, one of its descendants.
     """
     with contextlib.suppress(psutil.Error):
         for sock in psutil.Process(pid).net_connections("inet"):
@@ -37,7 +37,7 @@ def confine(pid: int) -> None:
 
 
 def _confine_one(pid: int, fd: int) -> None:
-    # A system other than Linux lacks the functions; a container may forbid them.
+    # Systems other than Linux lack the functions; a container may forbid them.
     with contextlib.suppress(AttributeError, OSError), _socket_of(pid, fd) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
     if pid == os.getpid():
@@ -46,7 +46,7 @@ def _confine_one(pid: int, fd: int) -> None:
 
 @contextlib.contextmanager
 def _socket_of(pid: int, fd: int) -> Iterator[socket.socket]:
-    """A socket of a process; it shares the connection, not the descriptor."""
+    """A second descriptor of a socket of a process."""
     if pid == os.getpid():
         copy = os.dup(fd)
     else:

@@ -1,4 +1,4 @@
-"""Tying a process's life to its parent's. Linux can; elsewhere nothing happens."""
+"""Linux's prctl: ending with the parent, adopting orphans. No effect elsewhere."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process sent a signal when the one that started it ends."""
+    """Let the kernel send this process a signal when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signum)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below us whose own parent dies."""
+    """Become the parent of every descendant whose own parent ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

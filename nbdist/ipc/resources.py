@@ -1,4 +1,4 @@
-"""What of this machine a process may use: its own share, not all that is there."""
+"""The share of this machine that a process may use: cores, memory, GPU memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = {
 
 
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores of our affinity mask, or fewer where a cgroup gives less time."""
+    """The number of cores in the affinity mask, or fewer where a cgroup limits time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     count = count or os.cpu_count() or 1
     try:
@@ -32,9 +32,11 @@ def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def memory_limit(
     total: int, limit_file: Path = Path("/sys/fs/cgroup/memory.max")
 ) -> int:
-    """Bytes of memory this process may use: the machine's `total`, or its container's.
+    """Bytes of memory that this process may use: the machine's, or its container's.
 
-    The file is that of a container; one that is not there sets no limit.
+    Args:
+        total: The machine's memory in bytes.
+        limit_file: The control group's limit. A file that does not exist sets none.
     """
     try:
         limit = limit_file.read_text(encoding="ascii").strip()
@@ -46,13 +48,13 @@ def memory_limit(
 def memory_available(
     total: int, available: int, folder: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Bytes of memory that this process may still take.
+    """Bytes of memory that this process may still allocate.
 
     Args:
-        total: The machine's memory, and
-        available: what of it nobody uses, as psutil has them.
-        folder: The control group's, with its limit and what its processes use. The
-            cached files among that are given up when memory runs short.
+        total: The machine's memory in bytes.
+        available: The part of it that is free, as psutil reports it.
+        folder: The control group's, with its limit and the use of its processes. The
+            use includes cached files, which the kernel gives up when memory is short.
     """
     limit = memory_limit(total, folder / "memory.max")
     if limit == total:
@@ -72,11 +74,12 @@ def memory_fraction(
     """The part of `total` bytes that a cap such as 0.25, "8GiB" or 2**33 allows.
 
     Args:
-        option: what the cap was given as, and
-        what: what has those bytes; for the message of an error.
+        option: The option that gave the cap, for an error's message.
+        what: What has those bytes, for an error's message.
 
     Raises:
-        UsageError: Not a fraction in (0, 1] nor a size, or more than there is.
+        UsageError: The cap is neither a fraction in (0, 1] nor a size, or is more than
+            `total`.
     """
     text = str(cap).strip()
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)", text)

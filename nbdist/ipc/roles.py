@@ -1,4 +1,4 @@
-"""Who is a worker and who a parameter server, and how a script learns of it."""
+"""Workers and parameter servers, and the variables that tell a script its role."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Role", "environment", "role_of", "tf_config"]
 
 
 class Role(NamedTuple):
-    """What a process is among those that run the same script."""
+    """The role of a process among those that run the same script."""
 
     name: str
     """"worker" or "ps"."""
     number: int
-    """Among those of its role."""
+    """The process's number among those of its role, from 0."""
     of: int
-    """How many have it."""
+    """How many processes have the role."""
 
 
 def role_of(rank: int, size: int, n_ps: int) -> Role:
@@ -29,9 +29,9 @@ def role_of(rank: int, size: int, n_ps: int) -> Role:
 
 
 def environment(rank: int, size: int, n_ps: int) -> dict[str, str]:
-    """What torchrun sets beside RANK and its like.
+    """The variables that torchrun sets beside RANK, WORLD_SIZE and the like.
 
-    Libraries tell by it that a launcher has started all ranks, and start none.
+    Libraries see by them that a launcher has started all ranks, and start none.
     """
     role = role_of(rank, size, n_ps)
     return {

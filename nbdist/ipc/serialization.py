@@ -1,8 +1,8 @@
-"""Values in transit: pickle protocol 5, with arrays and tensors beside the stream.
+"""Pickling values, with the data of arrays and tensors beside the pickle stream.
 
-Both sides use this, and neither imports torch for it: a process that holds a tensor has
-torch loaded already, and one that receives a tensor needs it. Functions and classes of
-`__main__` travel by value, through cloudpickle. Elements are never pickled one by one.
+No process imports torch for this module unless it receives a tensor: one that sends a
+tensor has imported torch already. cloudpickle pickles functions and classes of
+`__main__` by value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import cloudpickle
 __all__ = ["Each", "dumps", "dumps_named", "loads", "loads_named"]
 
 Each = Callable[[str], AbstractContextManager[None]]
-"""Gives the context in which the value of this name is pickled, or unpickled."""
+"""Returns the context in which the value of this name is pickled or unpickled."""
 
 
 def _unchanged(_name: str) -> AbstractContextManager[None]:
@@ -27,14 +27,14 @@ def _unchanged(_name: str) -> AbstractContextManager[None]:
 
 
 class _Namespace(dict[str, Any]):
-    """Stands for the globals of a rank's cells, while a function of theirs travels."""
+    """Stands for the globals of a rank's cells while one of their functions travels."""
 
 
 def dumps(value: object, namespace: object = None) -> list[Any]:
-    """A pickle stream, then the raw buffers it refers to, without copying them.
+    """A pickle stream, followed by the raw buffers that it refers to, not copied.
 
     Args:
-        namespace: A dict of globals. Functions that have it for theirs get those of
+        namespace: A dict of globals. Functions with these globals get the globals of
             the receiving rank's cells, as if they had been defined there.
 
     Raises:
@@ -47,17 +47,17 @@ def dumps(value: object, namespace: object = None) -> list[Any]:
 
 
 def loads(frames: list[Any]) -> Any:
-    """The value that `dumps` took apart. Writable where its buffers are writable."""
+    """The value that `dumps` pickled. Its arrays are writable where the buffers are."""
     return pickle.loads(frames[0], buffers=frames[1:])
 
 
 def dumps_named(
     values: Mapping[str, Any], namespace: object = None, each: Each = _unchanged
 ) -> list[Any]:
-    """Named values as frames for `loads_named`, one pickle stream after another.
+    """Pickle named values one after another, as frames for `loads_named`.
 
-    What several of them refer to is pickled once, so that an optimizer still refers to
-    its model's parameters. `namespace` is that of `dumps`.
+    What several values refer to is pickled once, so that an optimizer still refers to
+    its model's parameters. `namespace` is as for `dumps`.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
@@ -70,7 +70,7 @@ def dumps_named(
 
 
 def loads_named(frames: list[Any], each: Each = _unchanged) -> dict[str, Any]:
-    """The values that `dumps_named` took apart, by name."""
+    """The values that `dumps_named` pickled, by name."""
     names, stream, *buffers = frames
     unpickler = pickle.Unpickler(io.BytesIO(stream), buffers=buffers)
     values = {}
@@ -113,7 +113,7 @@ def _cells_namespace() -> Any:
 
 
 def _reduce_tensor(tensor: Any, torch: Any) -> Any:
-    """(rebuild, arguments) with the storage as a buffer; None where torch knows better.
+    """(rebuild, arguments) with the data as a buffer; None leaves it to torch.
 
     Sparse, nested, quantised and meta tensors have no plain bytes to send.
     """

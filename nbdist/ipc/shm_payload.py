@@ -1,10 +1,10 @@
-"""Large values between processes of one host: one file in memory, mapped by all.
+"""Large values between processes of one host: one file in memory that all map.
 
-A shipment is either the pickled frames themselves or the path of a file that holds
-them. The file lies in the cluster's folder in shared memory where there is room, else
-in its run folder; where neither has room, the frames travel in the message. Receivers
-map the file copy-on-write, so nobody copies and nobody sees another's changes. The file
-is removed as soon as everybody has mapped it, and at the latest with its folder.
+A shipment holds either the pickled frames or the path of a file that holds them. The
+file lies in the cluster's folder in shared memory if it has room, else in the run
+folder. Where neither has room, the frames travel in the message. Receivers map the file
+copy-on-write, so that they need no copy and do not see each other's changes. The file
+is removed as soon as all have mapped it, and at the latest with its folder.
 
 Frames are unpickled, so a file is opened only if this user alone can have written it.
 """
@@ -32,16 +32,16 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Shipment:
-    """Frames of `serialization.dumps`, or where they lie."""
+    """Frames of `serialization.dumps`, or the file that holds them."""
 
     frames: tuple[bytes, ...] = ()
     path: str | None = None
     sizes: tuple[int, ...] = ()
-    """Bytes of each frame in the file; each begins at a multiple of 64."""
+    """Bytes of each frame in the file. Frames begin at multiples of 64 bytes."""
 
 
 def load(frames: list[Any], run_dir: Path) -> Shipment:
-    """Pack frames: in the message when small, else in a file of the cluster's."""
+    """Pack frames: small ones into the message, others into a file of the cluster."""
     sizes = tuple(memoryview(frame).nbytes for frame in frames)
     if sum(sizes) >= FILE_FROM_BYTES:
         for folder in _folders(sum(map(_padded, sizes)), run_dir):
@@ -51,7 +51,7 @@ def load(frames: list[Any], run_dir: Path) -> Shipment:
 
 
 def unload(shipment: Shipment) -> Any:
-    """The value that `serialization.dumps` took. Its arrays are writable copies.
+    """The value that `serialization.dumps` pickled. Its arrays are writable.
 
     Raises:
         OSError: The file is gone, or another user may have written it.
@@ -60,7 +60,7 @@ def unload(shipment: Shipment) -> Any:
 
 
 def frames_of(shipment: Shipment) -> list[Any]:
-    """The frames, writable, and this process's own.
+    """The frames, writable and private to this process.
 
     Raises:
         OSError: The file is gone, or another user may have written it.
@@ -80,16 +80,16 @@ def frames_of(shipment: Shipment) -> list[Any]:
 
 
 def discard(shipment: Shipment) -> None:
-    """Remove the file's name, once everybody who needs it has mapped it."""
+    """Remove the file. Call once every receiver has mapped it."""
     if shipment.path is not None:
         Path(shipment.path).unlink(missing_ok=True)
 
 
 def _write(frames: list[Any], folder: Path) -> str:
-    """Write frames to a new file, each at a multiple of 64 bytes; its path."""
+    """Write frames to a new file, each at a multiple of 64 bytes; return its path."""
     descriptor, path = tempfile.mkstemp(dir=folder)
     try:
-        # Written, not mapped: a full disk is an error here, not a crash at a page.
+        # By `write`: on a full disk it raises, where a mapped page would crash.
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             for frame in frames:
                 octets = memoryview(frame).cast("B")
@@ -112,7 +112,7 @@ def _padded(size: int) -> int:
 
 
 def _folders(total: int, run_dir: Path) -> Iterator[Path]:
-    """Where a file of so many bytes may go: memory, unless that would fill it."""
+    """The folders to try for a file of `total` bytes; memory must stay half empty."""
     memory = private_files.memory_folder(run_dir)
     if memory != run_dir and shutil.disk_usage(memory).free > 2 * total:
         yield memory

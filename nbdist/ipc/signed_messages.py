@@ -1,9 +1,9 @@
-"""Signed messages: what the notebook, the controller and the ranks take from a socket.
+"""Signed messages between the notebook, the controller and the ranks.
 
 Jupyter's signature covers the first four frames of a message. `SignedSession` puts into
-the signed metadata what else must hold: a digest of the other frames, the sender, and
-the message's number. Each receiving socket has a `Gate`, which lets a message through
-only if it is signed, whole, for this socket, and new here. Nothing is unpickled before.
+the signed metadata a digest of the other frames, the sender, and the message's number.
+Each receiving socket has a `Gate`, which admits a message only if it is signed,
+complete, addressed to this socket, and new. Nothing is unpickled before that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SEAL = "nbdist"
 ADDRESS = "nbdist_to"
 SIGNED_FRAMES = 4
 WINDOW = 4096
-"""How far a message may be behind the newest one of its sender.
+"""How far a message's number may be behind the newest one of its sender.
 
-Threads of one process number their messages, and then hand them to the socket one by
-one; the two orders differ by a few.
+Threads of one process number their messages and then pass them to the socket one by
+one, so that the two orders differ a little.
 """
 
 
@@ -39,8 +39,8 @@ class SignedSession(Session):
     """Jupyter's session, with a signature over all frames."""
 
     def __init__(self, **settings: Any) -> None:
-        # The gates know what they have seen. Jupyter's own history remembers before it
-        # checks, and forgets at random.
+        # The gates refuse repeated messages. Jupyter's own history records a message
+        # before it checks it, and forgets messages at random.
         super().__init__(digest_history_size=0, **settings)
         self.pack = _total(self.pack)
         self._numbers = itertools.count(1)
@@ -82,7 +82,7 @@ class SignedSession(Session):
     ) -> list[bytes]:
         """Build and sign the frames of a message before its buffers.
 
-        ipykernel welcomes each subscriber by a message that does not pass `send`.
+        ipykernel greets each subscriber by a message that does not go through `send`.
         """
         if SEAL not in msg["metadata"]:
             seal = self._seal(msg.get("buffers") or ())
@@ -98,17 +98,17 @@ class SignedSession(Session):
 
 
 def addressed(address: str) -> dict[str, Any]:
-    """Metadata of a message that only the gate with this address takes."""
+    """Metadata of a message that only the gate with this address admits."""
     return {ADDRESS: address}
 
 
 class Gate:
-    """What one receiving socket lets through; one for each, used by one thread.
+    """Decides which messages a receiving socket admits. One thread uses it.
 
     Args:
-        session: Has the key.
-        address: Messages must be `addressed` to it; "" takes those without address.
-        types: The types of messages that it takes; None takes all.
+        session: Holds the key.
+        address: Messages must be `addressed` to it; "" admits those without address.
+        types: The message types that it admits; None admits all.
     """
 
     def __init__(
@@ -118,25 +118,25 @@ class Gate:
         types: Collection[str] | None = None,
     ) -> None:
         self.refused = 0
-        """Messages that were not let through so far; any thread may read it."""
+        """The number of messages refused so far; any thread may read it."""
         self._session = session
         self._address = address
         self._types = types
         self._senders: dict[str, _Numbers] = {}
 
     def admits(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
-        """Whether a message, as it came, is authentic and new. Counts it if not."""
+        """Whether a message is authentic and new. Counts the message if it is not."""
         try:
             admitted = self._is_authentic([_view(frame) for frame in frames])
-        except Exception:  # noqa: BLE001 - whoever has the key can sign any nonsense
+        except Exception:  # noqa: BLE001 - a holder of the key can sign anything
             admitted = False
         self.refused += not admitted
         return admitted
 
     def before(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A ZMQStream's callback that passes on what the gate admits, and never raises.
+        """Wrap a ZMQStream's callback: it gets what the gate admits, and never raises.
 
-        An exception in such a callback would stop the stream: it asks for the next
+        An exception in such a callback would stop the stream, which asks for the next
         event only after the callback has returned.
         """
 
@@ -172,19 +172,19 @@ class Gate:
 
 
 def refusals(gates: Sequence[Gate]) -> int:
-    """How many messages some gates have refused."""
+    """The number of messages that these gates have refused."""
     return sum(gate.refused for gate in gates)
 
 
 class _Numbers:
-    """Which numbers of one sender were taken: the last `WINDOW`, as bits."""
+    """Which of the last `WINDOW` numbers of one sender were taken, as bits."""
 
     def __init__(self) -> None:
         self._newest = 0
         self._taken = 0
 
     def take(self, number: int) -> bool:
-        """Whether a number comes for the first time, and not too late."""
+        """Take a number; return whether it is new and not older than the window."""
         ahead = number - self._newest
         if ahead > 0:
             self._newest = number
@@ -198,7 +198,7 @@ class _Numbers:
 
 
 def _total(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """A packer that also packs texts with lone surrogates, as `encodable` texts."""
+    """A packer that escapes lone surrogates, which UTF-8 cannot encode."""
 
     def pack_any(value: Any) -> bytes:
         try:
@@ -224,7 +224,7 @@ def _view(frame: bytes | zmq.Frame) -> memoryview:
 
 
 def _digest(views: Iterable[memoryview]) -> str:
-    """Of bytes, and of where one frame ends and the next begins."""
+    """A digest of the frames' bytes and lengths."""
     digest = hashlib.sha256()
     for view in views:
         digest.update(view.nbytes.to_bytes(8, "big"))

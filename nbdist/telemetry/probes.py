@@ -1,7 +1,7 @@
-"""What a rank's process and device are doing now: through psutil, and NVML for GPUs.
+"""Samples of a rank's process and device, by psutil, and by NVML for GPUs.
 
-Of a device, what cannot be had is None: a MIG device has no utilisation, a driver may
-lack NVML, a GPU may fall off the bus.
+A field of a device that is unavailable is None: a MIG device has no utilisation, a
+driver may lack NVML, and a GPU may fall off the bus.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Probe(Protocol):
     """Takes samples of one device."""
 
     def sample(self, rank: int) -> DeviceSample:
-        """The device and this process since the last sample."""
+        """A sample of the device and this process, over the time since the last one."""
         ...
 
     def close(self) -> None:
-        """Give back what the probe holds."""
+        """Release what the probe holds."""
         ...
 
 
 class CpuProbe:
-    """Samples this process: CPU time in percent of one core, resident memory."""
+    """Samples this process: CPU time in percent of one core, and resident memory."""
 
     def __init__(self, device: str) -> None:
         import psutil
@@ -51,7 +51,7 @@ class CpuProbe:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this probe holds nothing."""
 
 
 class GpuProbe:
@@ -70,7 +70,7 @@ class GpuProbe:
         self._handle = self._ask(lambda n: n.nvmlDeviceGetHandleByUUID(uuid))
 
     def sample(self, rank: int) -> DeviceSample:
-        """The GPU over NVML's last period (up to 1 s), its memory in bytes now."""
+        """The GPU's utilisation over NVML's last period (up to 1 s), its memory now."""
         memory = self._ask_device(lambda n, h: n.nvmlDeviceGetMemoryInfo(h))
         rates = self._ask_device(lambda n, h: n.nvmlDeviceGetUtilizationRates(h))
         return DeviceSample(
@@ -106,8 +106,8 @@ class GpuProbe:
 def process_memory(uuid: str, pid: int) -> int | None:
     """Bytes that a process holds on a GPU or MIG device, as the driver counts them.
 
-    None where it cannot be had: in many containers the driver knows processes by other
-    numbers than they have there.
+    None where this is unavailable: in many containers the driver knows processes by
+    other numbers than the container does.
     """
     nvml = _start_nvml()
     if nvml is None:
@@ -124,7 +124,7 @@ def process_memory(uuid: str, pid: int) -> int | None:
 
 
 def _start_nvml() -> Any:
-    """The pynvml module, ready to be asked; None where there is no NVML."""
+    """The pynvml module, initialised; None where there is no NVML."""
     try:
         import pynvml
     except ImportError:
@@ -137,7 +137,7 @@ def _start_nvml() -> Any:
 
 
 def _allocated(device: str) -> int | None:
-    """Bytes that torch's allocator holds on the device, if torch has woken it."""
+    """Bytes that torch's allocator holds on the device; None before torch uses CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -1,4 +1,4 @@
-"""A rank's thread that looks at its device and process, once a second."""
+"""The thread that samples a rank's device and process, once a second."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Sampler"]
 
 
 class Sampler:
-    """Feeds a `wire.DeviceSample` of this rank into its recorder at an interval.
+    """Records a `wire.DeviceSample` of this rank at a fixed interval.
 
     Args:
-        recorder: Takes the samples, and knows the rank.
+        recorder: Receives the samples, and holds the rank's number.
         device: torch's name of the rank's device: "cpu" or "cuda:0".
         device_uuid: NVML's UUID of the GPU or MIG device; None on a CPU rank.
         interval_s: Seconds between two samples.

@@ -1,4 +1,4 @@
-"""Turn what a user logs into a float, without waiting for a device."""
+"""Converting what a user logs to a float, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Deferred", "capture"]
 
 
 class Deferred:
-    """A scalar that is still on its way from a CUDA device.
+    """A scalar that is being copied from a CUDA device.
 
     The copy goes into pinned memory on the caller's stream, so that neither a later
     change of the tensor nor a stream of another thread touches it.
@@ -35,14 +35,14 @@ class Deferred:
 
 
 def capture(name: str, value: object) -> float | Deferred:
-    """The value as a float, or a promise of one when it lies on a CUDA device.
+    """The value as a float, or a `Deferred` where it lies on a CUDA device.
 
     Args:
-        name: What the value is logged as; for the message of an error.
+        name: The name that the value is logged under, for an error's message.
         value: A number, a numpy scalar, or a tensor or array of one element.
 
     Raises:
-        UsageError: It is none of these.
+        UsageError: The value is none of these.
     """
     if isinstance(value, (float, int)):
         return _as_float(name, value)

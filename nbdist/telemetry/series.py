@@ -1,9 +1,10 @@
-"""One metric over all ranks, in bounded memory, whatever the number of steps.
+"""The history of one metric of all ranks, in bounded memory.
 
 Values are gathered in buckets of `width` consecutive steps. When a rank has more
-buckets than there is room for, the width doubles and neighbours merge, so that a
-history always spans the whole run, evenly. All ranks share the width: their buckets
-line up. Each bucket keeps mean, least and greatest value, so that no spike is lost.
+buckets than the capacity, the width doubles and neighbouring buckets merge, so that a
+history always spans the whole run evenly. All ranks have the same width, and their
+buckets line up. A bucket keeps the mean, the least and the greatest value, so that no
+spike is lost.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ __all__ = ["Metric", "Series"]
 class Series:
     """One rank's values of one metric.
 
-    A step that goes backwards (a restored checkpoint, a training cell run again)
-    removes what was there from that step on. Values at the same step are averaged.
+    A step smaller than the last one (after a restored checkpoint, or when a training
+    cell runs again) removes the values from that step on. Values at the same step are
+    averaged.
     """
 
     __slots__ = (

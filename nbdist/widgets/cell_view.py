@@ -1,4 +1,4 @@
-"""A distributed cell's output in the notebook, while it runs and afterwards."""
+"""The output of a distributed cell in the notebook."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from nbdist.wire import format_ranks
 __all__ = ["CellView"]
 
 MERGE_S = 0.2
-"""How long a line waits at most for the same line of other ranks."""
+"""The longest time that a line waits for the same line of other ranks."""
 FLUSH_PERIOD_S = 0.05
-"""How often text is shown at most; browsers redraw no faster to any use."""
+"""The shortest time between two updates of the text."""
 STATUS_AFTER_S = 2.0
 STATUS_PERIOD_S = 0.25
 STATUS_LINE = 200
-"""Characters of an unfinished line that the status shows."""
+"""The most characters of an unfinished line that the status shows."""
 SIGNS = {
     "finished": "✓",
     "failed": "✗",
@@ -32,8 +32,8 @@ SIGNS = {
     "timed out": "■",
     "left": "○",
 }
-NOT_FROM_HERE = "application/vnd.jupyter.widget-view+json"
-"""A rank's widgets have no model in this kernel: their text stands for them."""
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+"""Left out of displays: a rank's widget has no model in this kernel."""
 
 Message = dict[str, Any]
 
@@ -48,8 +48,8 @@ class Shown(NamedTuple):
 class CellView:
     """Shows the output of some ranks as it comes; an observer of a run.
 
-    Whole lines become text, each under its ranks. Unfinished lines, such as progress
-    bars, stand in a status line that appears when a cell takes long.
+    Each whole line is shown with the numbers of its ranks. Unfinished lines, such as
+    progress bars, are shown in a status line, which appears when a cell takes long.
     """
 
     def __init__(self, ranks: Sequence[int], key: str) -> None:
@@ -58,7 +58,7 @@ class CellView:
         self._queues: dict[int, deque[Item]] = {}
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
         self._finished: dict[int, tuple[str, float]] = {}
-        """Each rank's outcome, as an `Event` has it, and its seconds."""
+        """The outcome of each rank, as of its `Event`, and its seconds."""
         self._waiting_since: float | None = None
         self._flushed_at = 0.0
         self._status_shown: str | None = None
@@ -77,7 +77,7 @@ class CellView:
         self._shown[rank], self._stale[rank] = [], []
 
     def take(self, event: Any) -> None:
-        """See one event of the run."""
+        """Take one event of the run."""
         if event.rank not in self._queues:  # it has joined meanwhile
             self._add_rank(event.rank)
         if event.output is None:
@@ -95,7 +95,7 @@ class CellView:
             handler(event.rank, event.output["content"])
 
     def due(self) -> float | None:
-        """Show what has waited long enough; the seconds until there is more to do."""
+        """Show what has waited long enough; the seconds until the next call."""
         now = time.monotonic()
         if self._waiting_since is not None and now >= self._flush_at():
             self._flush()
@@ -105,12 +105,12 @@ class CellView:
         return STATUS_PERIOD_S if len(self._finished) < len(self._queues) else None
 
     def notice(self, text: str) -> None:
-        """Stand under the output until it is taken back with ""."""
+        """Show a notice under the output; "" removes it."""
         self._notice = text
         self._status_at = 0.0
 
     def _flush_at(self) -> float:
-        """When to show what waits: soon, if no rank is left that could add to it."""
+        """When to show what waits: soon, if no running rank could still add to it."""
         assert self._waiting_since is not None
         silent = [
             r for r, q in self._queues.items() if not q and r not in self._finished
@@ -120,13 +120,15 @@ class CellView:
         return max(self._waiting_since, self._flushed_at + FLUSH_PERIOD_S)
 
     def close(self) -> None:
-        """The cell has ended: show all that is left."""
+        """Show all that is left. Called at the end of the cell."""
         for (rank, name), splitter in self._splitters.items():
             if splitter.unfinished.strip("\r"):
                 self._add(rank, Item(name, splitter.unfinished.strip("\r")))
         self._flush()
         if self._status_shown is not None:
-            self._update_status("")  # it stands amid the text: its last word comes last
+            self._update_status(
+                ""
+            )  # its display stands amid the text: print it at the end
             _write([("stdout", [f"\x1b[2m{self._final_status()}\x1b[0m\n"])])
 
     def _finish_rank(self, rank: int, outcome: str, seconds: float) -> None:
@@ -140,7 +142,7 @@ class CellView:
             self._add(rank, Item(name, line))
 
     def _take_display(self, rank: int, content: Message) -> None:
-        data = {k: v for k, v in content["data"].items() if k != NOT_FROM_HERE}
+        data = {k: v for k, v in content["data"].items() if k != WIDGET_VIEW}
         count = content.get("execution_count")
         if count is not None and data.keys() == {"text/plain"}:
             text = data["text/plain"]
@@ -149,7 +151,7 @@ class CellView:
             return
         shown = {**content, "data": data}
         own_id = content.get("transient", {}).get("display_id")
-        # One that has a name may change later, on this rank alone: it never merges.
+        # A display with a name may change later on this rank alone, so it never merges.
         name = None if own_id is None else (rank, own_id)
         self._add(rank, Item("display", (name, repr(sorted(data.items()))), shown))
 
@@ -164,7 +166,7 @@ class CellView:
         )
 
     def _take_clear(self, rank: int, content: Message) -> None:
-        """The rank draws anew: its next displays take the places of the last ones."""
+        """Handle `clear_output`: the rank's next displays replace its last ones."""
         self._flush()
         self._blank(self._stale[rank])
         self._stale[rank], self._shown[rank] = self._shown[rank], []
@@ -194,7 +196,7 @@ class CellView:
     def _display(self, ranks: list[int], content: Any) -> None:
         own_id = content.get("transient", {}).get("display_id")
         arguments = {"raw": True, "metadata": content.get("metadata")}
-        shown = self._take_place(tuple(ranks), own_id)
+        shown = self._take_stale(tuple(ranks), own_id)
         if shown is not None:
             update_display(content["data"], display_id=shown.identifier, **arguments)
         else:
@@ -208,15 +210,15 @@ class CellView:
         for rank in ranks:
             self._shown[rank].append(shown)
 
-    def _take_place(self, ranks: tuple[int, ...], own_id: str | None) -> Shown | None:
-        """The place of what these ranks drew before, if they drew it together."""
-        places = {next(iter(self._stale[rank]), None) for rank in ranks}
-        place = places.pop()
-        fits = not places and place is not None and place.ranks == ranks
+    def _take_stale(self, ranks: tuple[int, ...], own_id: str | None) -> Shown | None:
+        """The display of these ranks to replace, if they displayed it together."""
+        displays = {next(iter(self._stale[rank]), None) for rank in ranks}
+        shown = displays.pop()
+        fits = not displays and shown is not None and shown.ranks == ranks
         if fits and own_id is None:
             for rank in ranks:
                 del self._stale[rank][0]
-            return place
+            return shown
         for rank in ranks:
             self._blank(self._stale[rank])
             self._stale[rank].clear()
@@ -282,7 +284,7 @@ class CellView:
         return [rank for rank in self._queues if rank not in self._finished]
 
     def _by_outcome(self) -> dict[str, list[int]]:
-        """The ranks that have ended, by how they have."""
+        """The ranks that have ended, by their outcome."""
         alike: dict[str, list[int]] = {}
         for outcome in SIGNS:
             for rank, (its_outcome, _seconds) in self._finished.items():
@@ -292,7 +294,7 @@ class CellView:
 
 
 def _named(rank: int, own_id: str) -> str:
-    """The notebook's name for a display that a rank has named; later cells know it."""
+    """The notebook's name for a rank's named display; later cells use it, too."""
     return f"nbdist-{rank}-{own_id}"
 
 

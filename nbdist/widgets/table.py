@@ -54,14 +54,14 @@ class Table:
 
 
 def bytes_text(size: int | None) -> str:
-    """Bytes in MiB or GiB."""
+    """A size in bytes, as text in MiB or GiB; "" for None."""
     if size is None:
         return ""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A duration, short."""
+    """A duration, as text such as "1.5 s" or "2 h 01 min"; "" for None."""
     if seconds is None:
         return ""
     if seconds < 60:
