@@ -94,6 +94,14 @@ def test_ten_questions_are_answered_in_at_most_four_steps():
     assert max(row.count("→") + 1 for row in rows) <= 4
 
 
+def test_each_path_begins_at_a_page_that_readme_links_to():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+\? \| (.+) \|$", PAGE, re.MULTILINE)
+    for row in rows:
+        page = re.match(r"`(docs/\w+\.md)`", row)
+        assert f"]({page[1] if page else 'CONTRIBUTING.md'})" in readme, row
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the examples do on three ranks."""
