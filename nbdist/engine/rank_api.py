@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from nbdist.engine import world
 from nbdist.engine.rank import is_rank, this_rank
+from nbdist.training.device import own_device
 
 __all__ = ["comm", "device", "local_rank", "log", "rank", "size"]
 
@@ -32,9 +33,7 @@ def device() -> torch.device:
     """The device this rank works on: its GPU where it has one, else the CPU."""
     if is_rank():
         return torch.device(this_rank().info.device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return own_device()
 
 
 def comm() -> MPI.Intracomm:

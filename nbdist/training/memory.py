@@ -12,6 +12,7 @@ import torch
 
 from nbdist.errors import UsageError
 from nbdist.ipc.resources import memory_fraction, memory_limit
+from nbdist.training.device import own_device
 
 __all__ = ["Memory", "look", "memory"]
 
@@ -62,12 +63,12 @@ def memory(
     Raises:
         UsageError: the limit is no such thing, or less than is held already.
     """
-    place = _own_device() if device is None else torch.device(device)
+    target = own_device() if device is None else torch.device(device)
     if limit is not None:
-        _set_limit(place, limit)
+        _set_limit(target, limit)
     if growth is not None:
-        _set_growth(place, growth)
-    return look(place)
+        _set_growth(target, growth)
+    return look(target)
 
 
 def look(device: torch.device) -> Memory:
@@ -147,12 +148,6 @@ def _allocated_data() -> int:
             if line.startswith("VmData:"):
                 return int(line.split()[1]) * 1024
     raise RuntimeError("the kernel does not say VmData")  # every Linux does
-
-
-def _own_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _gib(size: float) -> str:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, TensorDataset, _utils, default_collate
 
+from nbdist.ipc.prctl import die_with_parent
 from nbdist.training.data.sampler import Sampler, share_of
 
 __all__ = ["Collate", "Fetching", "Part", "by_index", "first_item"]
 
 Collate = Callable[[list[Any]], Any]
-PR_SET_PDEATHSIG = 1
 JOIN_TIMEOUT_S = 1.0
 PATIENCE_S = 0.3
 """Seconds for each worker to finish its sample when a loop is left."""
@@ -129,5 +126,4 @@ def first_item(items: list[Any]) -> Any:
 
 def _die_with_rank(_worker: int) -> None:
     """Have Linux end this worker process when its rank ends in any way."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()

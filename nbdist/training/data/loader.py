@@ -21,6 +21,7 @@ from nbdist.training.data.fetch import Collate, Fetching, Part, by_index, first_
 from nbdist.training.data.sampler import Sampler, rank_and_size
 from nbdist.training.data.stream import Division, StreamPosition, from_stream, is_stream
 from nbdist.training.data.wait_stats import Waits
+from nbdist.training.device import own_device
 from nbdist.training.validation import whole_number
 
 __all__ = ["Loader", "loader"]
@@ -230,7 +231,7 @@ def loader(
     size = rank_and_size(group)[1]
     total = _global_size(batch_size, global_batch_size, size)
     stream = is_stream(dataset)
-    target = _own_device() if device is None else torch.device(device)
+    target = own_device() if device is None else torch.device(device)
     how = Fetching(
         collate=collate_fn or (first_item if total is None else default_collate),
         workers=_workers(num_workers, dataset, stream, size),
@@ -288,12 +289,6 @@ def _pin(wanted: bool | str, device: torch.device) -> bool:
     if isinstance(wanted, bool):
         return wanted and torch.cuda.is_available()
     raise UsageError(f'pin_memory={wanted!r}: expected True, False or "auto"')
-
-
-def _own_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _emptied(batch: Any) -> Any:
