@@ -81,7 +81,7 @@ class Session:
         self._cluster = cluster
 
     def restart(self) -> None:
-        """Begin anew with the same options, and run the setup cells again."""
+        """Stop, start with the same options, and run the setup cells."""
         cluster = self.cluster
         self._bring_up(cluster, cluster.restart)
 
@@ -148,7 +148,7 @@ class Session:
         from nbdist.widgets.cell_view import CellView
 
         cluster = self.cluster
-        cluster.mend()
+        cluster.repair()
         self._cells += 1
         shown = range(cluster.size) if ranks is None else ranks
         view = CellView(shown, f"nbdist-{id(self)}-{self._cells}")

@@ -24,10 +24,10 @@ __all__ = [
     "Failure",
     "Join",
     "Notice",
+    "ProgressSnapshot",
     "RankInfo",
     "Resume",
     "Sample",
-    "Standing",
     "Verdict",
     "format_ranks",
 ]
@@ -156,15 +156,15 @@ class CollectiveCall:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a rank's main thread is; equal to the last one if it has not moved."""
+class ProgressSnapshot:
+    """Where the main thread of a rank is. Two are equal if it has not moved between."""
 
     place: str
-    """The collective it is in, or the line of its cell."""
+    """The collective that the thread is in, else the line of its cell."""
     call: CollectiveCall | None
-    """The collective in which it waits for other ranks."""
+    """The collective in which the thread waits for other ranks."""
     mark: int
-    """Differs where it has got on since."""
+    """A hash of the thread's position, which differs once the thread has moved."""
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class Verdict:
     """"go on" with the ranks that there are now, "finish", "give up" or "interrupt"."""
     why: str = ""
     """In words, for the error; "" where the error that led to it says all."""
-    granted: int = 0
-    """The last wish for another size that is no wish any more."""
+    completed_resize: int = 0
+    """Number of the last resize request that was completed."""
 
 
 @dataclass(frozen=True)

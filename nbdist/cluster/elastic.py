@@ -1,8 +1,9 @@
-"""Leads an elastic run past the deaths of its ranks, and to other sizes.
+"""Keeps an elastic run going when its ranks die or its size changes.
 
-A rank in an elastic run that was released from a collective pauses and says so. When
-all that live have, the notebook changes the membership, by way of the paused main
-threads, sends newcomers the same cell, and lets the others go on.
+A rank of an elastic run pauses once it is released from a collective, and notifies the
+notebook. When every living rank has paused, the notebook changes the members of the
+world through the paused main threads, sends the same cell to new ranks, and resumes the
+others.
 """
 
 from __future__ import annotations
@@ -14,343 +15,360 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field, replace
 
-from nbdist.cluster.call import Run
+from nbdist.cluster.call import Call
 from nbdist.cluster.ipp_client import Answer
-from nbdist.cluster.rank_registry import Roster
+from nbdist.cluster.rank_registry import RankRegistry
 from nbdist.cluster.recovery import Recovery
-from nbdist.cluster.shielded import shielded
 from nbdist.config import ClusterConfig
 from nbdist.errors import ChangeFailed, RankDied, ScaleFailed, UsageError
 from nbdist.ipc import endpoints
+from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
 
 __all__ = ["Elastic"]
 
 GRACE_S = 0.5
-"""How long the news of a death may come after its effect."""
-HOLD_TIMEOUT_S = 5.0
+"""Seconds by which the notice of a death may follow the failure that it causes."""
+DEFER_TIMEOUT_S = 5.0
+POLL_S = 0.2
 
 
 @dataclass
-class _Lead:
-    """How far a run has been led."""
+class _Progress:
+    """How far an elastic run has come."""
 
-    run: Run
+    call: Call
+    """The request that the run is part of."""
     index: int = -1
-    """Of the elastic call in its cell."""
+    """Position of the run among the elastic runs of its cell; -1 before the first."""
     still_since: float | None = None
-    """When all its ranks were first seen paused."""
+    """When all ranks were first seen paused, on the monotonic clock."""
     short_since: float | None = None
-    """When it began to wait for ranks."""
+    """When the run began to wait for more ranks, on the monotonic clock."""
     joined: set[str] = field(default_factory=set)
-    """The engines that have joined it."""
+    """UUIDs of the engines that joined after the run began."""
 
 
 class Elastic:
-    """Decides what follows when the ranks of an elastic run have paused.
+    """Decides how an elastic run continues once its ranks have paused.
 
     Args:
-        roster: The ranks.
-        recovery: Changes their membership.
-        config: As the cluster was started.
-        on_note: Hears what was done, in words.
-        survives: Whether the other ranks outlive one that dies.
+        registry: The ranks.
+        recovery: Changes the members of the world.
+        config: The configuration that the cluster was started with.
+        on_note: Called with a description of each change.
+        survives: Whether the other ranks survive the death of one.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        registry: RankRegistry,
         recovery: Recovery,
         config: ClusterConfig,
         on_note: Callable[[str], None],
         *,
         survives: bool,
     ) -> None:
-        self._roster = roster
+        self._registry = registry
         self._recovery = recovery
         self._config = config
         self._on_note = on_note
         self._survives = survives
-        self._leads: dict[Run, _Lead] = {}
-        self._wishes = Wishes()
+        self._followed: dict[Call, _Progress] = {}
+        self._resizes = ResizeRequests()
 
     # -- from another thread -------------------------------------------------------
 
     def scale(self, size: int, *, drop: bool) -> str | None:
-        """Have the elastic run that is under way take another size at its next commit.
+        """Change the size of the running elastic run at its next commit, and wait.
 
         Returns:
-            What was done, in words; None where there is no such run.
+            A description of the change; None if no elastic run is running.
 
         Raises:
-            UsageError: The run's limits, or variables that would be lost, forbid it.
+            UsageError: The run's limits forbid the size, or variables would be lost.
         """
-        run = next((run for run in list(self._leads) if run.elastic), None)
-        if run is None:
+        call = next((call for call in list(self._followed) if call.elastic), None)
+        if call is None:
             return None
-        for notice in run.elastic.values():
+        for notice in call.elastic.values():
             _check_limits(notice.call, size)
-        if size == self._recovery.size and not self._roster.died:
+        if size == self._recovery.size and not self._registry.died:
             return f"the world is {size} ranks already"
         self._recovery.check(size, drop)
-        wish = self._wishes.make(run, size)
-        self._roster.tell(endpoints.ELASTIC_WANT_RESIZE, wish.number)
-        return self._wishes.await_outcome(wish, lambda: run in self._leads)
+        request = self._resizes.make(call, size)
+        self._registry.tell(endpoints.ELASTIC_WANT_RESIZE, request.number)
+        return self._resizes.await_outcome(request, lambda: call in self._followed)
 
-    # -- from the thread that waits for the run ------------------------------------
+    # -- from the thread that waits for the call ------------------------------------
 
-    def begin(self, run: Run) -> None:
-        """A run begins; it may turn out to be elastic."""
-        self._leads[run] = _Lead(run)
+    def begin(self, call: Call) -> None:
+        """Follow a call, which may contain elastic runs."""
+        self._followed[call] = _Progress(call)
 
-    def end(self, run: Run) -> None:
-        """The run has ended."""
-        self._leads.pop(run, None)
-        wish = self._wishes.open
-        if wish is not None and wish.run is run:
-            self._wishes.grant(None)
+    def end(self, call: Call) -> None:
+        """Stop following a call that has ended."""
+        self._followed.pop(call, None)
+        request = self._resizes.pending
+        if request is not None and request.call is call:
+            self._resizes.complete(None)
 
-    def attend(self, run: Run) -> None:
-        """Act, if every rank of the run that lives is paused.
+    def attend(self, call: Call) -> None:
+        """Decide how the run continues, if every living rank of the call has paused.
 
         Raises:
-            ChangeFailed: The ranks could not meet again.
+            ChangeFailed: The ranks could not form a world again.
         """
-        lead, paused = self._leads[run], run.paused
-        if not paused or len(paused) < len(run.unfinished):
+        progress, paused = self._followed[call], call.paused
+        if not paused or len(paused) < len(call.unfinished):
             return
-        call = next(iter(paused.values())).call
-        if lead.index != call.index:
-            if lead.index >= 0:
-                run.restarts = 0
-            lead.index = call.index
+        run = next(iter(paused.values())).call
+        if progress.index != run.index:
+            if progress.index >= 0:
+                call.restarts = 0
+            progress.index = run.index
         try:
-            verdict = self._judge(lead, call)
+            verdict = self._judge(progress, run)
         except KeyboardInterrupt:
-            run.decide(Verdict("interrupt"))  # they hold the signal back
+            call.decide(Verdict("interrupt"))  # a paused rank defers the signal
             raise
         if verdict is not None:
-            verdict = replace(verdict, granted=self._wishes.granted)
-            lead.still_since = lead.short_since = None
-            run.decide(verdict)
+            verdict = replace(verdict, completed_resize=self._resizes.completed)
+            progress.still_since = progress.short_since = None
+            call.decide(verdict)
 
-    def _judge(self, lead: _Lead, call: ElasticCall) -> Verdict | None:
-        """What follows; None to wait."""
-        run, paused = lead.run, lead.run.paused
+    def _judge(self, progress: _Progress, run: ElasticCall) -> Verdict | None:
+        """The decision; None to keep waiting."""
+        call, paused = progress.call, progress.call.paused
         reasons = {notice.reason for notice in paused.values()}
-        if run.failed:
+        if call.failed:
             return Verdict("give up")
-        if run.answers:
+        if call.answers:
             if reasons == {"finished"}:
                 return Verdict("finish")
-            ended = format_ranks(run.answers)
+            ended = format_ranks(call.answers)
             return Verdict("give up", f"the cell of rank {ended} has ended already")
-        absent = {info.rank for info in self._roster.living} - paused.keys()
+        absent = {info.rank for info in self._registry.living} - paused.keys()
         if absent:
             return Verdict(
                 "give up",
-                f"{call.name} is an elastic run, which needs every rank: rank "
+                f"{run.name} is an elastic run, which needs every rank: rank "
                 f"{format_ranks(absent)} takes no part",
             )
-        if reasons == {"resize"} and not self._roster.died:
-            return self._resize(lead)
-        return self._restart(lead, call)
+        if reasons == {"resize"} and not self._registry.died:
+            return self._resize(progress)
+        return self._restart(progress, run)
 
-    def _restart(self, lead: _Lead, call: ElasticCall) -> Verdict | None:
-        """After a failure."""
+    def _restart(self, progress: _Progress, run: ElasticCall) -> Verdict | None:
+        """The decision after a failure; None to keep waiting."""
         now = time.monotonic()
-        dead = self._roster.died
-        lead.still_since = lead.still_since or now
-        if not dead and now < lead.still_since + GRACE_S:
+        dead = self._registry.died
+        progress.still_since = progress.still_since or now
+        if not dead and now < progress.still_since + GRACE_S:
             return None
         if dead and not self._survives:
             return None  # the others are about to die as well
         why = "; ".join(map(str, dead.values())) or next(
-            notice.text for notice in lead.run.paused.values()
+            notice.text for notice in progress.call.paused.values()
         )
         if self._config.on_failure == "stop":
             return Verdict("give up", f"{why}; and --on-failure is stop")
-        if lead.run.restarts >= call.max_restarts:
+        if progress.call.restarts >= run.max_restarts:
             return Verdict(
-                "give up", f"max_restarts={lead.run.restarts} are spent: {why}"
+                "give up", f"max_restarts={progress.call.restarts} are used up: {why}"
             )
-        if self._too_few(call):
-            return self._wait_for_ranks(lead, call, why)
-        self._check_survivors(lead)
-        if not self._hold(lead.run):
-            return None  # another rank has died: there is more to mend
-        lead.run.restarts += 1
-        note = self._lead_over(
-            lead, lambda: self._recovery.recover(self._ask_in(lead.run))
+        if self._too_few(run):
+            return self._wait_for_ranks(progress, run, why)
+        self._check_survivors(progress)
+        if not self._defer_interrupts(progress.call):
+            return (
+                None  # another rank has died: wait until all living ranks have paused
+            )
+        progress.call.restarts += 1
+        note = self._change_members(
+            progress, lambda: self._recovery.recover(self._ask_in(progress.call))
         )
-        self._on_note(f"{why}\n{note}; {call.name} goes on")
+        self._on_note(f"{why}\n{note}; {run.name} goes on")
         return Verdict("go on")
 
-    def _check_survivors(self, lead: _Lead) -> None:
-        """Whether a rank is left that has a commit; those that have joined may not."""
-        processes = lead.run.processes
+    def _check_survivors(self, progress: _Progress) -> None:
+        """Check that some rank has the last commit; one that has joined may lack it.
+
+        Raises:
+            ChangeFailed: No rank has it.
+        """
+        processes = progress.call.processes
         if all(
-            processes[rank] in lead.joined and not notice.commit
-            for rank, notice in lead.run.paused.items()
+            processes[rank] in progress.joined and not notice.commit
+            for rank, notice in progress.call.paused.items()
         ):
             raise ChangeFailed("no rank is left that has the last commit")
 
-    def _too_few(self, call: ElasticCall) -> bool:
+    def _too_few(self, run: ElasticCall) -> bool:
         shrinks = self._config.on_failure == "shrink"
-        return shrinks and len(self._roster.living) < call.min_ranks
+        return shrinks and len(self._registry.living) < run.min_ranks
 
     def _wait_for_ranks(
-        self, lead: _Lead, call: ElasticCall, why: str
+        self, progress: _Progress, run: ElasticCall, why: str
     ) -> Verdict | None:
-        """With fewer ranks than the run wants: until `scale`, or the time is up."""
-        living = len(self._roster.living)
+        """Wait for `scale` while fewer ranks live than the run needs."""
+        living = len(self._registry.living)
         now = time.monotonic()
-        if lead.short_since is None:
-            lead.short_since = now
+        if progress.short_since is None:
+            progress.short_since = now
             self._on_note(
-                f"{why}\n{living} ranks are left, and {call.name} needs "
-                f"{call.min_ranks}: it waits {call.timeout_s:g} s for cluster.scale"
+                f"{why}\n{living} ranks are left, and {run.name} needs "
+                f"{run.min_ranks}: it waits {run.timeout_s:g} s for cluster.scale"
             )
-        if now > lead.short_since + call.timeout_s:
+        if now > progress.short_since + run.timeout_s:
             return Verdict(
                 "give up",
-                f"{living} ranks were left for {call.timeout_s:g} s, fewer than "
-                f"min_ranks={call.min_ranks}: {why}",
+                f"{living} ranks were left for {run.timeout_s:g} s, fewer than "
+                f"min_ranks={run.min_ranks}: {why}",
             )
-        if self._wishes.open is None or not self._hold(lead.run):
+        if self._resizes.pending is None or not self._defer_interrupts(progress.call):
             return None
-        lead.run.restarts += 1
-        return self._resize(lead, held=True)
+        progress.call.restarts += 1
+        return self._resize(progress, is_deferred=True)
 
-    def _resize(self, lead: _Lead, *, held: bool = False) -> Verdict | None:
-        wish = self._wishes.open
-        if wish is None:
+    def _resize(
+        self, progress: _Progress, *, is_deferred: bool = False
+    ) -> Verdict | None:
+        request = self._resizes.pending
+        if request is None:
             return Verdict("go on")
-        if not held and not self._hold(lead.run):
+        if not is_deferred and not self._defer_interrupts(progress.call):
             return None
-        ask = self._ask_in(lead.run)
+        ask = self._ask_in(progress.call)
 
         def change() -> str:
-            if self._roster.died:
+            if self._registry.died:
                 self._recovery.drop(ask)
-            return self._recovery.scale(wish.size, ask)
+            return self._recovery.scale(request.size, ask)
 
         try:
-            note = self._lead_over(lead, change)
+            note = self._change_members(progress, change)
         except ScaleFailed as error:
-            self._wishes.refuse(error)
+            self._resizes.refuse(error)
         else:
-            self._wishes.grant(note)
+            self._resizes.complete(note)
         return Verdict("go on")
 
-    # -- carrying it out -----------------------------------------------------------
+    # -- changing the members ------------------------------------------------------
 
-    def _ask_in(self, run: Run) -> Callable[..., Future[Answer]]:
-        """Asks paused ranks by orders, and newcomers by requests."""
-        paused = set(run.processes.values())
+    def _ask_in(self, call: Call) -> Callable[..., Future[Answer]]:
+        """A function that sends orders to paused ranks and requests to all others."""
+        paused = set(call.processes.values())
 
         def ask(info: RankInfo, target: str, *args: object) -> Future[Answer]:
             if info.engine_uuid in paused:
-                return run.order(info, target, *args)
-            return self._roster.link.send(info.engine_uuid, target, *args).reply
+                return call.order(info, target, *args)
+            return self._registry.client.send(info.engine_uuid, target, *args).reply
 
         return ask
 
-    def _hold(self, run: Run) -> bool:
-        """Have no interrupt cut what follows; whether all ranks are there for it."""
-        held = [run.order(info, endpoints.ELASTIC_HOLD) for info in run.unfinished]
+    def _defer_interrupts(self, call: Call) -> bool:
+        """Have all ranks defer interrupts; False if a rank died or did not answer."""
+        answers = [
+            call.order(info, endpoints.ELASTIC_DEFER) for info in call.unfinished
+        ]
         try:
-            for future in held:
-                future.result(HOLD_TIMEOUT_S)
+            for future in answers:
+                future.result(DEFER_TIMEOUT_S)
         except (RankDied, NotYet):
             return False
         return True
 
-    def _lead_over(self, lead: _Lead, change: Callable[[], str]) -> str:
-        """Change the membership, and have newcomers join the run."""
-        run = lead.run
-        call = next(iter(run.paused.values())).call
+    def _change_members(self, progress: _Progress, change: Callable[[], str]) -> str:
+        """Change the members of the world, and have new ranks join the call."""
+        call = progress.call
+        run = next(iter(call.paused.values())).call
 
-        def whole() -> str:
+        def follow() -> None:
+            known = set(call.processes.values())
+            call.follow(self._registry.infos)
+            new = [i for i in self._registry.living if i.engine_uuid not in known]
+            for info in new:
+                self._registry.tell(endpoints.ELASTIC_EXPECT, run, ranks=[info.rank])
+                progress.joined.add(info.engine_uuid)
+                call.join(info)
+
+        with defer_interrupts(self._recovery.interrupt):
             try:
                 return change()
             finally:
                 follow()
 
-        def follow() -> None:
-            known = set(run.processes.values())
-            run.follow(self._roster.infos)
-            new = [i for i in self._roster.living if i.engine_uuid not in known]
-            for info in new:
-                self._roster.tell(endpoints.ELASTIC_EXPECT, call, ranks=[info.rank])
-                lead.joined.add(info.engine_uuid)
-                run.join(info)
 
-        return shielded(whole, self._recovery.interrupt)
-
-
-def _check_limits(call: ElasticCall, size: int) -> None:
-    if size < call.min_ranks:
-        raise UsageError(f"-n {size}: {call.name} has min_ranks={call.min_ranks}")
-    if call.max_ranks is not None and size > call.max_ranks:
-        raise UsageError(f"-n {size}: {call.name} has max_ranks={call.max_ranks}")
-
-
-LOOK_S = 0.2
+def _check_limits(run: ElasticCall, size: int) -> None:
+    if size < run.min_ranks:
+        raise UsageError(f"-n {size}: {run.name} has min_ranks={run.min_ranks}")
+    if run.max_ranks is not None and size > run.max_ranks:
+        raise UsageError(f"-n {size}: {run.name} has max_ranks={run.max_ranks}")
 
 
 @dataclass
-class Wish:
-    """One that is not granted yet."""
+class ResizeRequest:
+    """A request that the ranks of an elastic run become `size` ranks."""
 
-    run: Run
+    call: Call
     size: int
     number: int
-    """Counts from 1."""
+    """Counts the requests, from 1."""
     outcome: Future[str | None] = field(default_factory=Future)
-    """What was done, in words; None when the run ended before."""
+    """A description of the change; None if the call ended before it."""
 
 
-class Wishes:
-    """At most one at a time. One thread makes it and waits, another grants it."""
+class ResizeRequests:
+    """The resize requests of a cluster, of which at most one is pending.
+
+    One thread makes a request and waits for it. The thread that waits for the call
+    completes it.
+    """
 
     def __init__(self) -> None:
-        self.open: Wish | None = None
-        self.granted = 0
-        """The number of the last one that is none any more."""
+        self.pending: ResizeRequest | None = None
+        self.completed = 0
+        """Number of the last request that was completed."""
 
-    def make(self, run: Run, size: int) -> Wish:
-        """Wish that a run's ranks become so many.
+    def make(self, call: Call, size: int) -> ResizeRequest:
+        """Request that the ranks of a call become `size` ranks.
 
         Raises:
-            UsageError: There is one already.
+            UsageError: Another request is pending.
         """
-        if self.open is not None:
-            raise UsageError(f"a change to {self.open.size} ranks is under way")
-        self.open = Wish(run, size, self.granted + 1)
-        return self.open
+        if self.pending is not None:
+            raise UsageError(f"a change to {self.pending.size} ranks is under way")
+        self.pending = ResizeRequest(call, size, self.completed + 1)
+        return self.pending
 
-    def await_outcome(self, wish: Wish, goes_on: Callable[[], bool]) -> str | None:
-        """What was done, in words; None when the run does not go on."""
+    def await_outcome(
+        self, request: ResizeRequest, goes_on: Callable[[], bool]
+    ) -> str | None:
+        """Wait for a request; a description of the change, None if the call has ended.
+
+        Args:
+            goes_on: Whether the call is still running.
+        """
         while True:
             with contextlib.suppress(NotYet):
-                return wish.outcome.result(LOOK_S)
-            if not goes_on() and self.open is wish:
-                self.grant(None)  # it had ended before it could hear of the wish
+                return request.outcome.result(POLL_S)
+            if not goes_on() and self.pending is request:
+                self.complete(None)  # the call ended before it saw the request
 
     def refuse(self, error: Exception) -> None:
-        """It cannot be had: whoever waits for it gets the error."""
-        if (wish := self._close()) is not None:
-            wish.outcome.set_exception(error)
+        """Complete the pending request with an error, raised by `await_outcome`."""
+        if (request := self._close()) is not None:
+            request.outcome.set_exception(error)
 
-    def grant(self, outcome: str | None) -> None:
-        """It was done, or never will be."""
-        if (wish := self._close()) is not None:
-            wish.outcome.set_result(outcome)
+    def complete(self, outcome: str | None) -> None:
+        """Complete the pending request."""
+        if (request := self._close()) is not None:
+            request.outcome.set_result(outcome)
 
-    def _close(self) -> Wish | None:
-        """The wish that was open, which is open no longer."""
-        wish, self.open = self.open, None
-        if wish is not None:
-            self.granted = wish.number
-        return wish
+    def _close(self) -> ResizeRequest | None:
+        """Remove and return the pending request."""
+        request, self.pending = self.pending, None
+        if request is not None:
+            self.completed = request.number
+        return request

@@ -10,7 +10,7 @@ from nbdist.errors import CellError
 from nbdist.wire import Failure, format_ranks
 
 if TYPE_CHECKING:
-    from nbdist.cluster.call import Run
+    from nbdist.cluster.call import Call
 
 __all__ = ["cell_error", "failures_of", "group", "render", "summary"]
 
@@ -57,24 +57,24 @@ def cell_error(failures: Sequence[Failure], world_size: int) -> CellError:
     return CellError(summary(failures, world_size), render(failures, world_size))
 
 
-def failures_of(run: Run, host_of: Callable[[int], str]) -> list[Failure]:
-    """What went wrong in a run's requests themselves, rank by rank.
+def failures_of(call: Call, host_of: Callable[[int], str]) -> list[Failure]:
+    """What went wrong in a call's requests themselves, rank by rank.
 
     Args:
         host_of: The host of a rank.
     """
     failures = []
-    for rank, answer in run.answers.items():
+    for rank, answer in call.answers.items():
         if not answer.ok:
             ename, evalue, lines = answer.value
             failures.append(
                 Failure(rank, host_of(rank), ename, evalue, traceback=tuple(lines))
             )
-    for rank, error in run.died.items():
+    for rank, error in call.died.items():
         failures.append(Failure(rank, host_of(rank), "RankDied", str(error)))
     failures += [
         Failure(info.rank, info.host, "Unfinished", "still busy")
-        for info in run.unfinished
+        for info in call.unfinished
     ]
     return failures
 

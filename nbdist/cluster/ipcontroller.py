@@ -224,13 +224,13 @@ def configuration(run_dir: Path) -> Config:
     controller.log_level = "ERROR"
     # The hub counts an engine as there only at its next beat.
     config.HeartMonitor.period = 100
-    # A paused rank is not a lost one; who is lost is the supervisor's to say.
+    # A paused rank is alive: the rank registry decides which ranks have died.
     config.HeartMonitor.max_heartmonitor_misses = 36_000
     return config
 
 
 def main() -> None:
-    """Run until the guard ends it, or one of its threads has failed."""
+    """Run until the process supervisor ends it, or one of its threads has failed."""
     threading.excepthook = _end
     Controller.launch_instance(argv=[], config=configuration(Path(sys.argv[1])))
 

@@ -1,4 +1,4 @@
-"""Messages to the ranks and back: the one user of ipyparallel's client."""
+"""Requests to the ranks, by way of ipyparallel's client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbdist.ipc import serialization
 from nbdist.ipc.signed_messages import Gate, SignedSession, addressed, refusals
 from nbdist.wire import REFUSED, REPLY, REQUEST, TELEMETRY
 
-__all__ = ["Answer", "Exchange", "Link"]
+__all__ = ["Answer", "Exchange", "IppClient"]
 
 CONNECT_TIMEOUT_S = 30
 
@@ -24,22 +24,21 @@ Message = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """What an engine replied."""
+    """The reply of an engine."""
 
     ok: bool
     value: Any
-    """What the function returned; (class, message, traceback lines) if it raised."""
-    spent: bool
-    """Whether a collective was left halfway on that rank."""
+    """The function's result, or (class, message, traceback lines) if it raised."""
+    broken: bool
+    """Whether the rank has left a collective half done."""
     groups: int = 0
-    """How many process groups torch has numbered there."""
+    """Number of process groups that torch has numbered on the rank."""
 
 
 class Exchange:
-    """One request to one engine, until its reply and all that it printed are here.
+    """One request to one engine, until its reply and all of its output have arrived.
 
-    `reply` is resolved by the link's thread; it fails with RankDied where the engine
-    ends first.
+    The client's thread resolves `reply`, with RankDied if the engine ends first.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class Exchange:
     ) -> None:
         self.engine_uuid = engine_uuid
         self.name = ""
-        """Unique; set when the request is sent."""
+        """Unique name of the request; set when it is sent."""
         self.reply: Future[Answer] = Future()
         self._on_output = on_output
         self._answer: Answer | None = None
-        # Output travels another way than the reply: "idle" marks its end.
+        # Output has a channel of its own, on which "idle" marks its end.
         self._idle = on_output is None
 
     def output(self, message: Message) -> None:
@@ -70,7 +69,7 @@ class Exchange:
             )
         except Exception as error:  # noqa: BLE001 - a class's own unpickling may do anything
             ok, value = False, ("TransferError", _cannot_arrive(error), [])
-        self._answer = Answer(ok, value, content["spent"], content["groups"])
+        self._answer = Answer(ok, value, content["broken"], content["groups"])
         self._settle()
 
     def fail(self, error: Exception) -> None:
@@ -89,8 +88,13 @@ def _cannot_arrive(error: Exception) -> str:
     )
 
 
-class Link:
-    """A connection to the controller, and through it to every engine."""
+class IppClient:
+    """A connection to the controller, and through it to every engine.
+
+    Args:
+        connection_file: Written by the controller.
+        on_telemetry: Called with each batch of metrics, on the client's thread.
+    """
 
     def __init__(
         self, connection_file: Path, on_telemetry: Callable[[Any], None]
@@ -103,11 +107,11 @@ class Link:
         self._client.on_telemetry = on_telemetry
 
     def engines(self) -> dict[int, str]:
-        """The uuid of every registered engine, by ipyparallel's engine id."""
+        """UUID of every registered engine, by ipyparallel's engine id."""
         return {number: self._client._engines[number] for number in self._client.ids}
 
     def on_registration(self, callback: Callable[[Message], None]) -> None:
-        """Hear of engines that come and go, on the link's thread."""
+        """Call back on the client's thread when an engine registers or unregisters."""
         self._client._registration_callbacks.append(callback)
 
     def send(
@@ -120,13 +124,14 @@ class Link:
         on_output: Callable[[Message], None] | None = None,
         **kwargs: object,
     ) -> Exchange:
-        """Ask one engine to call `target` ("module:function" of nbdist.engine).
+        """Ask one engine to call an endpoint.
 
         Args:
+            target: One of `nbdist.ipc.endpoints`.
             what: Names the request in the engine's status.
-            control: Ask the agent's thread, which answers while the engine is busy.
-            on_output: Takes each message that the call prints or displays, on the
-                link's thread.
+            control: Ask the control thread, which answers while the engine is busy.
+            on_output: Called with each message that the function prints or displays,
+                on the client's thread.
         """
         exchange = Exchange(engine_uuid, on_output)
         content = {"target": target, "what": what or target}
@@ -137,23 +142,22 @@ class Link:
 
     @property
     def refused(self) -> int:
-        """Messages that the notebook's or the controller's sockets have refused."""
+        """Number of messages that the notebook and the controller have refused."""
         return refusals(self._client.gates) + self._client.refused_by_controller
 
     def fail(self, engine_uuid: str, error: RankDied) -> None:
-        """Give up every exchange with an engine that is gone."""
+        """Fail every exchange with an engine that has ended."""
         self._client.fail(engine_uuid, error)
 
     def close(self) -> None:
-        """Close the connection. A second close is harmless."""
+        """Close the connection. A second close does nothing."""
         self._client.close(linger=0)
 
 
 class _Client(Client):  # type: ignore[misc]
-    """ipyparallel's client, with our message type beside its own.
+    """ipyparallel's client, with a message type for nbdist's requests.
 
-    Its own handling of output keeps everything and costs quadratic time; ours hands
-    each message on.
+    ipyparallel keeps all output, in quadratic time. This client hands each message on.
     """
 
     on_telemetry: Callable[[Any], None]
@@ -187,7 +191,7 @@ class _Client(Client):  # type: ignore[misc]
             self.gates.append(gate)
             stream.on_recv(gate.before(self._unpacked(handle)), copy=False)
         for stream in (self._query_stream, self._task_stream, self._broadcast_stream):
-            stream.stop_on_recv()  # nothing is asked there any more
+            stream.stop_on_recv()  # unused
 
     def _unpacked(
         self, handle: Callable[[Message], None]
@@ -199,7 +203,7 @@ class _Client(Client):  # type: ignore[misc]
         return on_message
 
     def activate(self, targets: object = "all", suffix: str = "") -> None:
-        """ipyparallel would claim the %px magics here; they are not ours to take."""
+        """Do nothing. ipyparallel registers its %px magics here."""
 
     def exchange(
         self, exchange: Exchange, content: Message, frames: list[Any], control: bool
@@ -226,7 +230,7 @@ class _Client(Client):  # type: ignore[misc]
             self._gone[engine_uuid] = error
             lost = [e for e in self._exchanges.values() if e.engine_uuid == engine_uuid]
         for exchange in lost:
-            # On the link's thread, where answers are taken: one of the two comes first.
+            # On the client's thread, which also takes answers, so that one comes first.
             self._io_loop.add_callback(self._fail, exchange, error)
 
     def _fail(self, exchange: Exchange, error: RankDied) -> None:

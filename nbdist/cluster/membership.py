@@ -1,10 +1,9 @@
-"""Replacing, dropping and adding ranks of a running cluster."""
+"""Changes of the members of a running world: replacing, dropping, adding ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.ipp_client import Answer
-from nbdist.cluster.rank_registry import Roster
-from nbdist.cluster.startup_status import Arrival
+from nbdist.cluster.rank_registry import RankRegistry
+from nbdist.cluster.startup_status import StartupStatus
 from nbdist.errors import ChangeFailed, RankDied
 from nbdist.ipc import endpoints
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
@@ -27,54 +26,62 @@ Ask = Callable[..., "Future[Answer]"]
 
 POLL_S = 0.02
 MEET_TIMEOUT_S = 30.0
-"""For what the ranks do in a change, apart from the start of new processes."""
+"""Seconds for what the ranks do in a change, without the start of new processes."""
 CANCEL_TIMEOUT_S = 5.0
-"""Until every rank has left a change that was cancelled."""
+"""Seconds within which every rank leaves a cancelled change."""
 
 
 class Membership:
     """Leads the living ranks from one generation to the next.
 
-    Each method takes `ask`, which reaches the main threads of the ranks. A method that
-    fails leaves the ranks without a working world, but with all their variables:
-    another change makes them a world again.
+    Each method takes `ask`, which reaches the main threads of the ranks. If a method
+    fails, the ranks keep all their variables but have no working world. Another change
+    can give them one.
 
     Args:
-        roster: The ranks; it is brought up to date.
-        assignments: What each rank may use, by rank; changed in place.
-        timeout_s: Seconds until newcomers must be up.
+        registry: The ranks; updated by each change.
+        assignments: The device assignment of each rank, by rank; changed in place.
+        timeout_s: Seconds within which newcomers must have started.
     """
 
     def __init__(
-        self, roster: Roster, assignments: list[DeviceAssignment], timeout_s: float
+        self,
+        registry: RankRegistry,
+        assignments: list[DeviceAssignment],
+        timeout_s: float,
     ) -> None:
-        self._roster = roster
+        self._registry = registry
         self._assignments = assignments
         self._timeout_s = timeout_s
         self._base = self._generation = 0
-        self._reserve = Reserve(roster.run_dir)
-        self._interrupted = threading.Event()
+        self._reserve = Reserve(registry.run_dir)
+        self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """End the change that is under way with KeyboardInterrupt. From any thread."""
-        self._interrupted.set()
+        """End the running change with KeyboardInterrupt.
+
+        Call from any thread or from a signal handler.
+        """
+        self._is_interrupted = True
 
     def replace_dead(self, ask: Ask) -> list[RankInfo]:
-        """Put a new process in the place of each dead rank; the newcomers.
+        """Replace each dead rank by a new process; the newcomers.
 
         Raises:
-            ChangeFailed: A further rank has died, or a newcomer did not come up.
+            ChangeFailed: Another rank has died, or a newcomer did not start.
         """
-        numbers = {info.engine_uuid: info.rank for info in self._roster.living}
-        return self._change(numbers, self._assignments, sorted(self._roster.died), ask)
+        numbers = {info.engine_uuid: info.rank for info in self._registry.living}
+        return self._change(
+            numbers, self._assignments, sorted(self._registry.died), ask
+        )
 
     def drop_dead(self, ask: Ask) -> None:
-        """Go on with the living, renumbered in their old order.
+        """Continue with the living ranks, renumbered in their old order.
 
         Raises:
-            ChangeFailed: A further rank has died.
+            ChangeFailed: Another rank has died.
         """
-        living = self._roster.living
+        living = self._registry.living
         numbers = {info.engine_uuid: rank for rank, info in enumerate(living)}
         self._change(
             numbers, [self._assignments[info.rank] for info in living], [], ask
@@ -84,25 +91,25 @@ class Membership:
         """Add ranks with these assignments; the newcomers.
 
         Raises:
-            ChangeFailed: A rank has died, or a newcomer did not come up.
+            ChangeFailed: A rank has died, or a newcomer did not start.
         """
-        numbers = {info.engine_uuid: info.rank for info in self._roster.living}
+        numbers = {info.engine_uuid: info.rank for info in self._registry.living}
         joins = range(len(self._assignments), len(self._assignments) + len(assignments))
         return self._change(numbers, [*self._assignments, *assignments], joins, ask)
 
     def cut(self, size: int, ask: Ask) -> None:
-        """Let all ranks from `size` on go.
+        """Remove all ranks from `size` on, and end their processes.
 
         Raises:
             ChangeFailed: A rank has died.
         """
-        living = self._roster.living
+        living = self._registry.living
         numbers = {info.engine_uuid: info.rank for info in living if info.rank < size}
         self._change(numbers, self._assignments[:size], [], ask)
         for info in living:
             if info.rank >= size:
                 target = endpoints.END
-                self._roster.link.send(info.engine_uuid, target, control=True)
+                self._registry.client.send(info.engine_uuid, target, control=True)
 
     def _change(
         self,
@@ -111,8 +118,8 @@ class Membership:
         joins: Sequence[int],
         ask: Ask,
     ) -> list[RankInfo]:
-        """Have all ranks that live carry out one change; the newcomers."""
-        with self._reserve.released():  # newcomers write files, to a full disk too
+        """Have all living ranks carry out one change; the newcomers."""
+        with self._reserve.released():  # newcomers write files
             return self._carry_out(numbers, assignments, joins, ask)
 
     def _carry_out(
@@ -122,10 +129,10 @@ class Membership:
         joins: Sequence[int],
         ask: Ask,
     ) -> list[RankInfo]:
-        self._interrupted.clear()
-        write_assignments(self._roster.run_dir, assignments)
+        self._is_interrupted = False
+        write_assignments(self._registry.run_dir, assignments)
         self._generation = 1 + max(
-            [self._generation, *(info.generation for info in self._roster.infos)]
+            [self._generation, *(info.generation for info in self._registry.infos)]
         )
         plan = Change(
             generation=self._generation,
@@ -133,7 +140,9 @@ class Membership:
             numbers=dict(numbers),
             joins=tuple(Join(rank) for rank in joins),
         )
-        attempt = _Attempt(self._roster, plan, self._timeout_s, self._interrupted)
+        attempt = _Attempt(
+            self._registry, plan, self._timeout_s, lambda: self._is_interrupted
+        )
         try:
             infos, newcomers = attempt.carry_out(ask)
         except BaseException as error:
@@ -141,46 +150,47 @@ class Membership:
             raise
         self._base = plan.generation
         self._assignments[:] = assignments
-        self._roster.begin(sorted([*infos, *newcomers], key=lambda info: info.rank))
+        self._registry.begin(sorted([*infos, *newcomers], key=lambda info: info.rank))
         return newcomers
 
 
 class _Attempt:
-    """One change, from the sending of the plan until all have carried it out."""
+    """One attempt at a change, from sending the plan until all have carried it out."""
 
     def __init__(
         self,
-        roster: Roster,
+        registry: RankRegistry,
         plan: Change,
         timeout_s: float,
-        interrupted: threading.Event,
+        is_interrupted: Callable[[], bool],
     ) -> None:
-        self._roster = roster
+        self._registry = registry
         self._plan = plan
         self._timeout_s = timeout_s
         self._begun = self._progress = time.monotonic()
         self._stages: list[str | None] = []
-        self._interrupted = interrupted
-        self._living = roster.living
-        self._died_before = roster.died.keys()
-        self._known = set(roster.link.engines().values())
-        self._arrivals = [
-            Arrival(roster.run_dir, join.rank, plan.generation) for join in plan.joins
+        self._is_interrupted = is_interrupted
+        self._living = registry.living
+        self._died_before = registry.died.keys()
+        self._known = set(registry.client.engines().values())
+        self._statuses = [
+            StartupStatus(registry.run_dir, join.rank, plan.generation)
+            for join in plan.joins
         ]
         self._replies: dict[int, Future[Answer]] = {}
 
     def carry_out(self, ask: Ask) -> tuple[list[RankInfo], list[RankInfo]]:
-        """Those who stay, and the newcomers.
+        """Have all ranks carry out the plan; those who stay, and the newcomers.
 
         Raises:
-            ChangeFailed: A rank has died or could not follow; time is up.
+            ChangeFailed: A rank has died, could not change, or was not done in time.
         """
         target = endpoints.CHANGE
         for info in self._living:
             self._replies[info.rank] = ask(info, target, self._plan)
-        self._wait(lambda: len(self._arrived()) >= len(self._arrivals))
+        self._wait(lambda: len(self._arrived()) >= len(self._statuses))
         hellos = [
-            self._roster.link.send(uuid, endpoints.STATUS).reply
+            self._registry.client.send(uuid, endpoints.STATUS).reply
             for uuid in self._arrived()
         ]
         answers = [*self._replies.values(), *hellos]
@@ -190,19 +200,19 @@ class _Attempt:
         return [info for info in stayed if info is not None], newcomers
 
     def cancel(self, error: BaseException) -> None:
-        """Release all ranks from the change, and end those that were to join.
+        """Release all ranks from the change, and end the newcomers.
 
         Raises:
             ChangeFailed: A rank does not leave the change.
         """
-        for arrival in self._arrivals:
-            arrival.refuse()
+        for status in self._statuses:
+            status.refuse()
         reason = str(error) or type(error).__name__
         target = endpoints.CANCEL_CHANGE
-        self._roster.tell(target, self._plan.generation, reason)
+        self._registry.tell(target, self._plan.generation, reason)
         for uuid in self._arrived():
-            # It has registered, so that its number may be another's by now.
-            self._roster.link.fail(uuid, RankDied("a rank that joined was ended"))
+            # It has registered, so its rank's number may belong to another engine now.
+            self._registry.client.fail(uuid, RankDied("a rank that joined was ended"))
         wait(self._replies.values(), CANCEL_TIMEOUT_S)
         stuck = [rank for rank, reply in self._replies.items() if not reply.done()]
         if stuck:
@@ -211,37 +221,36 @@ class _Attempt:
             ) from error
 
     def _arrived(self) -> set[str]:
-        return set(self._roster.link.engines().values()) - self._known
+        return set(self._registry.client.engines().values()) - self._known
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Until the condition holds.
+        """Wait until a condition holds.
 
         Raises:
-            ChangeFailed: A rank that is awaited, or another, has ended; a rank could
-                not carry the change out; or time is up.
+            ChangeFailed: A rank or newcomer has ended or failed, or time is up.
         """
         while not condition():
             self._check_newcomers()
             self._check_members()
-            if self._interrupted.is_set():
+            if self._is_interrupted():
                 raise KeyboardInterrupt
             self._check_time()
             time.sleep(POLL_S)  # other processes' files raise no event
         self._check_members()
 
     def _check_newcomers(self) -> None:
-        for arrival in self._arrivals:
-            if (end := arrival.end()) is not None:
+        for status in self._statuses:
+            if (end := status.end()) is not None:
                 raise ChangeFailed(
-                    f"new rank {arrival.rank} ended with {end.how} while coming up; "
+                    f"new rank {status.rank} ended with {end.how} while coming up; "
                     f"its last lines:\n{end.last_lines}",
                     newcomer=True,
                 )
 
     def _check_members(self) -> None:
-        died = self._roster.died
-        if self._roster.lost:
-            raise ChangeFailed(self._roster.lost)
+        died = self._registry.died
+        if self._registry.lost:
+            raise ChangeFailed(self._registry.lost)
         for rank in died.keys() - self._died_before:
             raise ChangeFailed(f"{died[rank]} while the ranks were meeting")
         for reply in self._replies.values():
@@ -249,16 +258,16 @@ class _Attempt:
                 _value(reply)
 
     def _check_time(self) -> None:
-        """New processes may take as long as a start, and what is done together less.
+        """Check the time, which is longer for the start of new processes.
 
         Raises:
             ChangeFailed: Time is up.
         """
         now = time.monotonic()
-        stages = [arrival.stage for arrival in self._arrivals]
+        stages = [status.stage for status in self._statuses]
         if stages != self._stages:
             self._stages, self._progress = stages, now
-        ranks = format_ranks(arrival.rank for arrival in self._arrivals)
+        ranks = format_ranks(status.rank for status in self._statuses)
         if now > self._begun + self._timeout_s:
             raise ChangeFailed(
                 f"new rank {ranks} was not up after {self._timeout_s:g} s",
@@ -285,15 +294,15 @@ def _value(reply: Future[Answer]) -> Any:
 
 
 RESERVE_BYTES = 4 << 20
-"""A rank that joins writes about 0.1 MB to the run folder: what it is doing, where its
-torch meets the others', and Open MPI's tables."""
+"""A newcomer writes about 0.1 MB to the run folder: its stage, the file of torch's
+rendezvous, and Open MPI's tables."""
 
 
 class Reserve:
-    """A file in the run folder that holds space, and gives it back while ranks join.
+    """A file in the run folder that reserves disk space for newcomers.
 
-    So ranks can be replaced after the disk has become full. Where there is no room for
-    the file either, there is no reserve.
+    Ranks can thus be replaced after the disk has become full. If there is no room for
+    the file itself, nothing is reserved.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -302,7 +311,7 @@ class Reserve:
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """Give the space back for the time of a `with`."""
+        """Free the space for the duration of a `with` block."""
         with contextlib.suppress(OSError):
             os.truncate(self._path, 0)
         try:
@@ -311,7 +320,7 @@ class Reserve:
             self._take()
 
     def _take(self) -> None:
-        with contextlib.suppress(OSError):  # no room, or the cluster is gone already
+        with contextlib.suppress(OSError):  # no room, or the cluster has ended
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, RESERVE_BYTES)

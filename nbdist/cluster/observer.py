@@ -1,4 +1,4 @@
-"""What happens while ranks work on a request, and who watches it."""
+"""Events of a running call, and the protocol of what observes them."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened on a rank: it printed, or it finished."""
+    """A rank has printed something, or has finished."""
 
     rank: int
     output: Message | None
-    """The Jupyter message: a stream, display_data, execute_result or clear_output."""
+    """The Jupyter message, a stream, display_data, execute_result or clear_output;
+    None when the rank has finished."""
     seconds: float
-    """Since the run began."""
+    """Since the call began."""
     process: str = ""
-    """The engine it happened in; a rank's number may pass to another."""
+    """UUID of the engine. Another engine may take its rank's number later."""
     outcome: str = "finished"
-    """How the rank's part has ended: "finished", "failed", "interrupted", "timed out",
-    "died", or "left" where the world became smaller. Without an output only."""
+    """How the call has ended on the rank, when it has: "finished", "failed",
+    "interrupted", "timed out", "died", or "left" if the world became smaller."""
 
 
 class Observer(Protocol):
-    """Watches a run, from the thread that waits for it."""
+    """Observes a call, in the thread that waits for it."""
 
     def take(self, event: Event) -> None:
-        """Called for each event, in each rank's own order."""
+        """Called with each event; those of one rank in their order."""
 
     def due(self) -> float | None:
-        """Called before each wait; the seconds until it wants to be called again."""
+        """Called before each wait; seconds until the next call, None for no limit."""
 
     def notice(self, text: str) -> None:
-        """Called when no rank gets on: where each of them is. "" once one does."""
+        """Called with all ranks' positions if none makes progress; "" once one does."""
 
 
 class Quiet:
-    """An observer that looks away."""
+    """An observer that does nothing."""
 
     def take(self, event: Event) -> None:
         pass

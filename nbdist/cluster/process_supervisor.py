@@ -1,19 +1,22 @@
-"""The process that owns everything a cluster starts, and outlives nobody.
+"""The process supervisor: the ancestor of every process that a cluster starts.
 
-`python -m nbdist.cluster.process_supervisor RUN_DIR` reads one JSON object per line
-from its standard input, `{"start": name, "argv": [...], "env": {...}, "log": path}`,
-and starts that program, in the folder "cwd" and with at most "memory" bytes where those
-are given. It answers on its standard output with `{"started": name, "pid": pid}` and
-later `{"exited": name, "code": code}`. `{"stop": [name, ...]}` ends some of them.
+`python -m nbdist.cluster.process_supervisor RUN_DIR` reads JSON objects, one per line,
+from its standard input:
 
-When its input closes or its parent ends, for whatever reason (the notebook stopped the
-cluster, restarted, or was killed), it ends every process below it, however deep and
-however unwilling, and removes RUN_DIR and the cluster's folder in shared memory. So
-cleaning up depends on nothing that the notebook must still be alive to do. When a
-program ends, all others end with it: none is of use alone, unless the guard was started
-with `--apart`. And should the guard itself be killed, Linux tells its programs to end.
+- `{"start": name, "argv": [...], "env": {...}, "log": path}` starts a program. The
+  optional "cwd" is its working folder, and "memory" limits its bytes.
+- `{"stop": [name, ...]}` ends some programs.
 
-Imports the standard library and psutil alone: it must start fast and stay small.
+It writes `{"started": name, "pid": pid}` to its standard output, and
+`{"exited": name, "code": code}` once the program has ended.
+
+When its input closes or its parent ends, whatever the reason, the process supervisor
+ends every process below it and removes RUN_DIR and the cluster's folder in shared
+memory. Cleaning up therefore does not depend on the notebook. When one program ends,
+the others end too, unless `--apart` was given. If the process supervisor itself is
+killed, Linux signals its programs to end.
+
+Imports only the standard library and psutil, so that it starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ from nbdist.ipc.prctl import adopt_orphans, die_with_parent
 from nbdist.ipc.private_files import remove_folders
 
 TERMINATE_GRACE_S = 2.0
-"""How long processes have to end by themselves after SIGTERM."""
+"""Seconds from SIGTERM to SIGKILL."""
 
 
-class Guard:
-    """Starts programs, reports their ends, and takes all of them down at the end."""
+class ProcessSupervisor:
+    """Starts programs, reports when they end, and ends them all when it ends."""
 
     def __init__(self, run_dir: Path, *, together: bool = True) -> None:
         self._run_dir = run_dir
@@ -49,7 +52,7 @@ class Guard:
         self._seen: set[psutil.Process] = set()
 
     def serve(self) -> None:
-        """Obey standard input until it closes; then end everything."""
+        """Carry out orders from standard input until it closes, then end everything."""
         adopt_orphans()
         wakeup_read, wakeup_write = os.pipe()
         os.set_blocking(wakeup_write, False)
@@ -63,7 +66,7 @@ class Guard:
                 selector.register(0, selectors.EVENT_READ)
                 selector.register(wakeup_read, selectors.EVENT_READ)
                 if hasattr(os, "pidfd_open"):
-                    # A process that the notebook forked may hold our input open.
+                    # A forked child of the notebook may keep our input open.
                     selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ)
                 self._loop(selector, wakeup_read)
         finally:
@@ -102,7 +105,7 @@ class Guard:
                 stderr=log,
                 env=order["env"],
                 cwd=order.get("cwd"),
-                start_new_session=True,  # a Ctrl-C in a terminal is not for them
+                start_new_session=True,  # Ctrl-C in a terminal must not reach it
                 preexec_fn=lambda: _prepare(order.get("memory")),
             )
         self._programs[order["start"]] = program
@@ -125,20 +128,20 @@ class Guard:
             sys.stdout.write(json.dumps(record) + "\n")
             sys.stdout.flush()
         except BrokenPipeError:
-            pass  # nobody listens any more: the end of the input will follow
+            pass  # the notebook has ended: our input closes next
 
     def _remember_descendants(self) -> None:
-        """Keep hold of processes whose parent may be gone when the end comes."""
+        """Remember all descendants: their parents may end before they do."""
         self._seen.update(psutil.Process().children(recursive=True))
 
     def _stop(self, names: list[str]) -> None:
-        """End these programs, and what they have started, and no others."""
+        """End these programs and their descendants."""
         programs = [self._programs[name] for name in names if name in self._programs]
         families = {program: _family(program.pid) for program in programs}
         _terminated({process for each in families.values() for process in each})
         deadline = time.monotonic() + TERMINATE_GRACE_S
         for program, family in families.items():
-            # psutil's own wait would take the exit code away from the program.
+            # psutil.wait_procs would reap the exit code before `program.wait`.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(max(0.0, deadline - time.monotonic()))
             _signal_all(family, signal.SIGKILL)
@@ -158,7 +161,7 @@ class Guard:
 
 
 def _family(pid: int) -> set[psutil.Process]:
-    """A process and all that it has started."""
+    """A process and its descendants."""
     try:
         process = psutil.Process(pid)
         return {process, *process.children(recursive=True)}
@@ -167,15 +170,18 @@ def _family(pid: int) -> set[psutil.Process]:
 
 
 def _prepare(memory: int | None) -> None:
-    """In a new process, before its program begins."""
-    # These end what they have started themselves when asked to.
+    """Set up a new process before it executes its program."""
+    # SIGTERM lets a program end its own children first.
     die_with_parent(signal.SIGTERM)
     if memory is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 
 
 def _signal_all(processes: set[psutil.Process], signum: int) -> set[psutil.Process]:
-    """Signal those that still live; psutil tells a reused pid from its old owner."""
+    """Signal the processes, and return those that still run.
+
+    psutil does not mistake a process that reuses a pid for its previous owner.
+    """
     living = set()
     for process in processes:
         try:
@@ -187,12 +193,12 @@ def _signal_all(processes: set[psutil.Process], signum: int) -> set[psutil.Proce
 
 
 def _terminated(processes: set[psutil.Process]) -> set[psutil.Process]:
-    """Ask processes to end; those that still live."""
+    """Send SIGTERM to processes, and return those that still run."""
     living = _signal_all(processes, signal.SIGTERM)
-    # A stopped process acts on SIGTERM only once it is continued.
+    # A stopped process handles SIGTERM only once it is continued.
     _signal_all(living, signal.SIGCONT)
     return living
 
 
 if __name__ == "__main__":
-    Guard(Path(sys.argv[1]), together="--apart" not in sys.argv).serve()
+    ProcessSupervisor(Path(sys.argv[1]), together="--apart" not in sys.argv).serve()

@@ -1,4 +1,4 @@
-"""Who the ranks are, which of them live, and asking their agents."""
+"""The ranks of a cluster: who they are, which have died, and requests to them."""
 
 from __future__ import annotations
 
@@ -21,39 +21,47 @@ from nbdist.errors import ClusterError, RankDied, UsageError
 from nbdist.ipc.process_files import read_exit_report
 from nbdist.wire import RankInfo, format_ranks
 
-__all__ = ["Roster"]
+__all__ = ["RankRegistry"]
 
 ANSWER_TIMEOUT_S = 2.0
 INSTRUCTION_TIMEOUT_S = 30.0
-OBITUARY_LINES = 5
+LAST_LINES = 5
 ENDING_TIMEOUT_S = 0.5
+"""Seconds to wait for an exit report."""
+POLL_S = 0.5
+OUTPUTS = (1, 2)
+"""The descriptors of standard output and error."""
 
 
-class Roster:
-    """The ranks of a running cluster, in rank order."""
+class RankRegistry:
+    """The ranks of a running cluster, in rank order.
+
+    It notices deaths, and asks the ranks over the control channel, whose thread answers
+    also while the main thread of a rank is busy.
+    """
 
     def __init__(self, started: Started) -> None:
-        self.link = started.link
-        self.run_dir = started.keeper.run_dir
+        self.client = started.client
+        self.run_dir = started.process_supervisor.run_dir
         self._infos = {info.rank: info for info in started.infos}
         self._died: dict[int, RankDied] = {}
         self.last_places: dict[int, tuple[str, float]] = {}
-        """Where each rank was last seen in a cell, and when on the monotonic clock."""
+        """By rank, the position last seen in a cell, and when (monotonic clock)."""
         self.lost = ""
-        """Why all ranks have ended at once; "" as long as they have not."""
+        """Why all ranks have ended at once; "" while they have not."""
         self._lock = threading.Lock()
-        self._watch = Deathwatch(started.infos, self._on_death)
+        self._exit_monitor = ExitMonitor(started.infos, self._on_death)
         self._pipes = LauncherPipes()
         self._pipes.hold(started.infos)
 
     def close(self) -> None:
-        """Stop watching. A second close is harmless."""
-        self._watch.close()
+        """Stop watching the ranks. A second close does nothing."""
+        self._exit_monitor.close()
         self._pipes.close()
 
     @property
     def infos(self) -> list[RankInfo]:
-        """Every rank, dead ones too."""
+        """Every rank, including dead ones."""
         return list(self._infos.values())
 
     @property
@@ -64,7 +72,7 @@ class Roster:
 
     @property
     def died(self) -> dict[int, RankDied]:
-        """The ranks whose processes have ended, and why."""
+        """The ranks whose processes have ended, with the error of each."""
         with self._lock:
             return dict(self._died)
 
@@ -75,25 +83,25 @@ class Roster:
         return self._infos[rank].host
 
     def begin(self, infos: Iterable[RankInfo]) -> None:
-        """Take the ranks of a new generation in place of the old ones."""
-        self._watch.close()
+        """Replace all ranks by those of a new generation."""
+        self._exit_monitor.close()
         with self._lock:
             self._infos = {info.rank: info for info in infos}
             self._died.clear()
         self.last_places.clear()
         self._pipes.hold(self.infos)
-        self._watch = Deathwatch(self.infos, self._on_death)
+        self._exit_monitor = ExitMonitor(self.infos, self._on_death)
 
     def update(self, infos: Iterable[RankInfo]) -> None:
-        """Take new descriptions of ranks."""
+        """Replace the descriptions of these ranks."""
         self._infos |= {info.rank: info for info in infos}
 
     def select(self, ranks: Iterable[int] | None) -> list[int]:
-        """The ranks asked for, None for all; each exists and lives.
+        """Check a selection of ranks, None for all, and return it in rank order.
 
         Raises:
-            UsageError: There is no such rank.
-            RankDied: One has died.
+            UsageError: A rank does not exist, or the selection is empty.
+            RankDied: A rank has died.
         """
         wanted = sorted(self._infos if ranks is None else set(ranks))
         missing = [rank for rank in wanted if rank not in self._infos]
@@ -103,7 +111,7 @@ class Roster:
                 f"0-{len(self._infos) - 1}"
             )
         if self.lost:
-            raise RankDied(f"{self.lost}: %dist_start begins anew")
+            raise RankDied(f"{self.lost}: %dist_start starts a new cluster")
         died = self.died
         dead = [rank for rank in wanted if rank in died]
         if dead:
@@ -111,7 +119,7 @@ class Roster:
             raise RankDied(
                 f"{'; '.join(str(died[rank]) for rank in dead)}. "
                 + (f"-r {living} reaches the others, " if living else "")
-                + "which keep their variables; %dist_stop and %dist_start begin anew"
+                + "which keep their variables; %dist_stop and %dist_start start again"
             )
         return wanted
 
@@ -122,16 +130,19 @@ class Roster:
         ranks: Iterable[int] | None = None,
         timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> dict[int, Any]:
-        """Ask the agents of living ranks, busy or not.
+        """Call an endpoint on living ranks, busy or not, and wait for the answers.
+
+        Args:
+            ranks: The ranks to ask; None for all.
 
         Returns:
-            An answer for each rank asked; None from one that does not answer in time,
-            or is dead.
+            The result by rank; None if a rank has died, does not answer in time, or
+            raised.
         """
         deadline = time.monotonic() + timeout_s
         chosen = set(self._infos if ranks is None else ranks)
         exchanges = {
-            info.rank: self.link.send(info.engine_uuid, target, *args, control=True)
+            info.rank: self.client.send(info.engine_uuid, target, *args, control=True)
             for info in self.living
             if info.rank in chosen
         }
@@ -145,16 +156,16 @@ class Roster:
         return answers
 
     def instruct(self, target: str, *args: object) -> None:
-        """Have the agents of all living ranks do something, and see that it is done.
+        """Call an endpoint on all living ranks, and check that each succeeds.
 
-        A rank that dies meanwhile does nothing any more, and is no error.
+        A rank that dies before it answers is skipped.
 
         Raises:
-            ClusterError: A rank refuses, or does not answer.
+            ClusterError: The function raised on a rank, or a rank did not answer.
         """
         deadline = time.monotonic() + INSTRUCTION_TIMEOUT_S
         exchanges = {
-            info.rank: self.link.send(info.engine_uuid, target, *args, control=True)
+            info.rank: self.client.send(info.engine_uuid, target, *args, control=True)
             for info in self.living
         }
         for rank, exchange in exchanges.items():
@@ -173,14 +184,18 @@ class Roster:
     def tell(
         self, target: str, *args: object, ranks: Iterable[int] | None = None
     ) -> None:
-        """Have the agents of living ranks do something, without waiting for it."""
+        """Call an endpoint on living ranks, None for all, without waiting."""
         chosen = None if ranks is None else set(ranks)
         for info in self.living:
             if chosen is None or info.rank in chosen:
-                self.link.send(info.engine_uuid, target, *args, control=True)
+                self.client.send(info.engine_uuid, target, *args, control=True)
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """End the processes of some ranks, as `kill -9` does, and see them dead."""
+        """Kill the processes of some ranks, and wait for their deaths.
+
+        Raises:
+            RankDied: A process does not end.
+        """
         wanted = set(ranks)
         for rank in wanted:
             with contextlib.suppress(ProcessLookupError):
@@ -189,57 +204,54 @@ class Roster:
         while not wanted <= self.died.keys():
             if time.monotonic() > deadline:
                 late = format_ranks(wanted - self.died.keys())
-                raise RankDied(f"rank {late} does not end on signal 9: %dist_stop")
+                raise RankDied(f"rank {late} does not end on SIGKILL: use %dist_stop")
             time.sleep(ENDING_TIMEOUT_S / 50)
 
     def lose(self, loss: Loss) -> None:
-        """The cluster has ended: so have all ranks, or they are about to."""
+        """Record that all ranks end because a process that they depend on has ended."""
         self.lost = loss.reason
         for info in self.living:
             ended_itself = not loss.is_cause and not psutil.pid_exists(info.pid)
-            reason = self._obituary(info.rank) if ended_itself else loss.reason
-            self._bury(info.rank, RankDied(reason))
+            reason = self._death_message(info.rank) if ended_itself else loss.reason
+            self._record_death(info.rank, RankDied(reason))
 
     def _on_death(self, rank: int) -> None:
-        """Called by the watch's thread."""
-        self._bury(rank, RankDied(self._obituary(rank)))
+        """Record a death. Runs on the exit monitor's thread."""
+        self._record_death(rank, RankDied(self._death_message(rank)))
 
-    def _bury(self, rank: int, error: RankDied) -> None:
+    def _record_death(self, rank: int, error: RankDied) -> None:
         with self._lock:
             self._died.setdefault(rank, error)
-        self.link.fail(self._infos[rank].engine_uuid, error)
+        self.client.fail(self._infos[rank].engine_uuid, error)
 
-    def _obituary(self, rank: int) -> str:
+    def _death_message(self, rank: int) -> str:
         info = self._infos[rank]
         path = self.run_dir / f"{info.name}.stderr"
         text = path.read_text(errors="replace") if path.exists() else ""
-        lines = text.rstrip().splitlines()[-OBITUARY_LINES:]
+        lines = text.rstrip().splitlines()[-LAST_LINES:]
         last = "".join(f"\n    {line}" for line in lines)
         said = f"; the last lines of its stderr:{last}\n" if last else ""
         who = f"rank {rank} (pid {info.pid} on {info.host})"
         return f"{who} has died with {self._ending(info)}{said}"
 
     def _ending(self, info: RankInfo) -> str:
-        """The exit code or signal; its parent process writes it down at once."""
+        """The exit code or signal of a rank, from the exit report of its parent."""
         deadline = time.monotonic() + ENDING_TIMEOUT_S
         while time.monotonic() < deadline:
             ending = read_exit_report(self.run_dir, info.name)
             if ending is not None:
                 return ending
             if not runs(info.parent_pid):
-                return "an unknown exit code, for its parent process has ended too"
+                return "an unknown exit code, because its parent process has ended too"
             time.sleep(ENDING_TIMEOUT_S / 50)
-        # Only the end of the parent tells MPI, and with it the other ranks.
+        # MPI, and through it the other ranks, notices only the end of the parent.
         with contextlib.suppress(ProcessLookupError):
             os.kill(info.parent_pid, signal.SIGKILL)
-        return "an unknown exit code, for its parent process does not answer"
+        return "an unknown exit code, because its parent process does not answer"
 
 
-POLL_S = 0.5
-
-
-class Deathwatch:
-    """Calls `on_death(rank)` from a thread of its own, once for each rank that ends."""
+class ExitMonitor:
+    """Calls `on_death(rank)` on a thread of its own, once for each rank that ends."""
 
     def __init__(
         self, infos: Sequence[RankInfo], on_death: Callable[[int], None]
@@ -252,13 +264,13 @@ class Deathwatch:
             if hasattr(os, "pidfd_open")
             else self._watch_by_polling,
             args=(list(infos),),
-            name="nbdist-deathwatch",
+            name="nbdist-exit-monitor",
             daemon=True,
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching. A second close is harmless."""
+        """Stop watching. A second close does nothing."""
         if not self._closed:
             self._closed = True
             os.write(self._wake_write, b"x")
@@ -267,7 +279,7 @@ class Deathwatch:
             os.close(self._wake_write)
 
     def _watch_descriptors(self, infos: list[RankInfo]) -> None:
-        """Linux: a descriptor per process becomes readable when the process ends."""
+        """On Linux, wait for process descriptors, readable once a process has ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
             for info in infos:
@@ -288,7 +300,7 @@ class Deathwatch:
                     os.close(key.fd)
 
     def _watch_by_polling(self, infos: list[RankInfo]) -> None:
-        """Elsewhere: look twice a second."""
+        """Elsewhere, look at the processes twice a second."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
             living = infos
@@ -299,32 +311,29 @@ class Deathwatch:
                     self._on_death(info.rank)
 
 
-OUTPUTS = (1, 2)
-
-
 class LauncherPipes:
     """Holds the pipes that connect the ranks' parent processes with the MPI launcher.
 
-    Open MPI's daemon (PRRTE 3) forgets a process when it has ended and its output is
-    closed. When the rank, or a child that it has forked, is still connected to the
-    daemon at that moment, the daemon stops serving all ranks. It forgets nobody while
-    somebody else holds the output open. It tells the other ranks of the end all the
-    same.
+    Open MPI's daemon (PRRTE 3) forgets a process once it has ended and its output is
+    closed. If the rank, or a child that it has forked, is still connected to the daemon
+    at that moment, the daemon stops serving all ranks. While another process holds the
+    output open, the daemon keeps the ended process, and still tells the other ranks
+    that it has ended.
 
-    Only Linux lets a process open another one's pipes; elsewhere nothing is held.
+    Only Linux lets a process open another one's pipes. Elsewhere nothing is held.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, list[int]] = {}
 
     def hold(self, infos: Iterable[RankInfo]) -> None:
-        """Hold the pipes of these ranks too; those that are held already stay."""
+        """Hold the pipes of these ranks, in addition to those held already."""
         for info in infos:
             if info.parent_pid not in self._held:
                 self._held[info.parent_pid] = list(_opened(info.parent_pid))
 
     def close(self) -> None:
-        """Let go of all pipes. A second close is harmless."""
+        """Close all pipes. A second close does nothing."""
         for descriptors in self._held.values():
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -333,6 +342,6 @@ class LauncherPipes:
 
 def _opened(pid: int) -> Iterable[int]:
     for output in OUTPUTS:
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             path = f"/proc/{pid}/fd/{output}"
             yield os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

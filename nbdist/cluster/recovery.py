@@ -1,4 +1,4 @@
-"""What follows a rank's death, and changes of size that a user asks for."""
+"""Recovery from the deaths of ranks, and changes of the world's size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbdist.cluster.hosts import this_host
 from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.membership import Ask, Membership
 from nbdist.cluster.placement import assign_devices
-from nbdist.cluster.rank_registry import Roster
+from nbdist.cluster.rank_registry import RankRegistry
 from nbdist.config import ClusterConfig
 from nbdist.errors import (
     CellInterrupted,
@@ -29,43 +29,43 @@ __all__ = ["Recovery"]
 
 DESCRIBE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
-"""Until a rank that lives has said so."""
+"""Seconds within which a living rank answers."""
 NEWS_TIMEOUT_S = 1.0
-"""How long the news of a death may come after its effect."""
+"""Seconds by which the notice of a death may follow the failure that it causes."""
 LOOK_S = 0.05
 MOST_TRIES = 2
-"""How often newcomers that end while they come up are tried."""
+"""Attempts with newcomers that end while they start."""
 
 
 class Recovery:
-    """Brings the ranks back to a whole world, and newcomers up to date.
+    """Makes the living ranks a working world again, and prepares newcomers.
 
     Args:
-        roster: The ranks.
+        registry: The ranks.
         assignments: What each rank may use, by rank; kept up to date.
-        config: As the cluster was started.
-        on_change: Called when the roster has changed.
+        config: The configuration that the cluster was started with.
+        on_change: Called after each change of the ranks.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        registry: RankRegistry,
         assignments: list[DeviceAssignment],
         config: ClusterConfig,
         on_change: Callable[[], None],
     ) -> None:
-        self._roster = roster
+        self._registry = registry
         self._assignments = assignments
         self._config = config
         self._on_change = on_change
-        self._newcomers = Newcomers(roster)
-        self._membership = Membership(roster, assignments, config.timeout_s)
+        self._newcomers = Newcomers(registry)
+        self._membership = Membership(registry, assignments, config.timeout_s)
         self._unprepared: set[str] = set()
-        """The engines that have joined and lack the setup cells and variables."""
+        """UUIDs of engines that have joined and lack the setup cells and variables."""
         self.is_broken = False
-        """Whether the ranks have no working world, although all may live."""
+        """Whether the ranks have no working world. All of them may live."""
         self.setup: list[tuple[str, int]] = []
-        """The cells that each new rank runs first, with their In[] numbers."""
+        """Cells that each newcomer runs first, with their In[] numbers."""
 
     @property
     def size(self) -> int:
@@ -74,35 +74,38 @@ class Recovery:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a rank is dead, waits to be brought up to date, or has no world."""
-        return bool(self._roster.died or self.is_broken or self._unprepared)
+        """Whether a rank has died, is unprepared, or has no working world."""
+        return bool(self._registry.died or self.is_broken or self._unprepared)
 
     def recover(self, ask: Ask | None = None) -> str:
-        """Make the living ranks a whole world again; what was done, in words.
+        """Make the living ranks a working world again.
 
-        Dead ranks are replaced or dropped, as configured. A rank that dies meanwhile is
-        one more of them. A rank that cannot be replaced is dropped.
+        Dead ranks are replaced or dropped, as configured, and so are ranks that die
+        during the recovery. A rank that cannot be replaced is dropped.
 
         Args:
-            ask: How to reach the main threads of ranks that are not idle but paused.
+            ask: Reaches the main threads of the ranks, if they are paused and not idle.
+
+        Returns:
+            A description of what was done.
 
         Raises:
-            ChangeFailed: No rank is left, or one that lives does not answer.
-            CellInterrupted: They have a world, but the user has interrupted what
-                newcomers get.
+            ChangeFailed: No rank is left, or a living rank does not answer.
+            CellInterrupted: The ranks have a working world, but the user has
+                interrupted the preparation of newcomers.
         """
         ask = ask or self._send
         told: list[str] = []
-        heard = self._deaths()  # whoever asked for this tells of these
+        heard = self._deaths()  # the caller reports these
         problem = ""
         failed = 0
         while True:
-            died = self._roster.died.keys()
+            died = self._registry.died.keys()
             try:
                 self._check_answers()
                 told += self._meet(ask, problem)
                 told = self._bring_up_to_date(told, ask)
-                if not self._roster.died:
+                if not self._registry.died:
                     return "; ".join(told)
                 news = self._deaths()
             except ChangeFailed as error:
@@ -117,44 +120,47 @@ class Recovery:
             heard += news
 
     def _deaths(self) -> list[str]:
-        """How each dead rank has ended, in words."""
-        return list(map(str, self._roster.died.values()))
+        """How each dead rank has ended."""
+        return list(map(str, self._registry.died.values()))
 
     def interrupt(self) -> None:
-        """End a recovery that is under way with KeyboardInterrupt. From any thread."""
+        """End a running recovery with KeyboardInterrupt.
+
+        Call from any thread or from a signal handler.
+        """
         self._membership.interrupt()
 
     def _goes_on(self, error: ChangeFailed, died: Collection[int], failed: int) -> bool:
-        """Whether another try can succeed."""
+        """Whether another attempt can succeed."""
         news = self._await_news(error, died)
-        if error.stuck or self._roster.lost or not self._roster.living:
+        if error.stuck or self._registry.lost or not self._registry.living:
             return False
         return news or failed <= MOST_TRIES
 
     def _await_news(self, error: ChangeFailed, died: Collection[int]) -> bool:
-        """Whether further ranks have died, which can be noticed after its effect."""
+        """Whether further ranks have died; waits, as that may be noticed late."""
         deadline = time.monotonic() + NEWS_TIMEOUT_S
-        while not (news := bool(self._roster.died.keys() - set(died))):
+        while not (news := bool(self._registry.died.keys() - set(died))):
             if error.newcomer or time.monotonic() > deadline:
                 break
             time.sleep(LOOK_S)
         return news
 
     def _check_answers(self) -> None:
-        """Ask who lives, before waiting for anybody.
+        """Check that all living ranks answer.
 
         Raises:
-            ChangeFailed: A rank that lives does not answer.
+            ChangeFailed: No rank is left, or a living rank does not answer.
         """
-        if not self._roster.living:
+        if not self._registry.living:
             raise ChangeFailed("no rank is left")
-        ranks = [info.rank for info in self._roster.living]
-        answers = self._roster.ask(
+        ranks = [info.rank for info in self._registry.living]
+        answers = self._registry.ask(
             endpoints.WHERE,
             ranks=ranks,
             timeout_s=ANSWER_TIMEOUT_S,
         )
-        died = self._roster.died
+        died = self._registry.died
         silent = [r for r, where in answers.items() if where is None and r not in died]
         if silent:
             raise ChangeFailed(
@@ -164,12 +170,12 @@ class Recovery:
             )
 
     def _meet(self, ask: Ask, problem: str) -> list[str]:
-        """Replace or drop the dead; what was done, in words.
+        """Replace or drop the dead ranks; a description of what was done.
 
         Args:
-            problem: Why nobody can be replaced; "" to replace, if so configured.
+            problem: Why ranks cannot be replaced; "" to replace them, if configured.
         """
-        died = self._roster.died
+        died = self._registry.died
         if not died and not self.is_broken:
             return []
         dead = format_ranks(died)
@@ -182,7 +188,9 @@ class Recovery:
         else:
             size = self.size
             self._membership.drop_dead(ask)
-            done = f"rank {dead} was dropped" if died else "the ranks have met again"
+            done = (
+                f"rank {dead} was dropped" if died else "the ranks formed a world again"
+            )
             if problem:
                 done = f"rank {dead} could not be replaced and was dropped ({problem})"
             done += f": the world is {self.size} ranks now"
@@ -193,12 +201,14 @@ class Recovery:
         return [done]
 
     def _bring_up_to_date(self, done: list[str], ask: Ask) -> list[str]:
-        """Prepare the newcomers that are not yet; this and what was done, in words."""
+        """Prepare unprepared newcomers; `done` with a description of that."""
         newcomers = [
-            info for info in self._roster.living if info.engine_uuid in self._unprepared
+            info
+            for info in self._registry.living
+            if info.engine_uuid in self._unprepared
         ]
         self._unprepared.clear()
-        if not newcomers or len(newcomers) == len(self._roster.living):
+        if not newcomers or len(newcomers) == len(self._registry.living):
             return done
         try:
             return [*done, self._newcomers.prepare(newcomers, self.setup, ask)]
@@ -206,23 +216,23 @@ class Recovery:
             raise CellInterrupted("; ".join([*done, str(stopped)])) from stopped
 
     def drop(self, ask: Ask | None = None) -> None:
-        """Go on with the living ranks alone.
+        """Continue with the living ranks alone.
 
         Raises:
-            ChangeFailed: A further rank has died.
+            ChangeFailed: Another rank has died.
         """
         self._membership.drop_dead(ask or self._send)
         self.is_broken = False
         self._on_change()
 
     def check(self, size: int, drop: bool) -> None:
-        """Whether the world may take this size.
+        """Check that the world can take this size.
 
         Args:
-            drop: Let ranks go that hold variables which no other rank has.
+            drop: Allow the loss of variables that only leaving ranks hold.
 
         Raises:
-            UsageError: The size cannot be had, or variables would be lost.
+            UsageError: The size is not possible, or variables would be lost.
         """
         if size >= self.size:
             self._wider(size)
@@ -230,11 +240,10 @@ class Recovery:
             self._refuse_loss(size)
 
     def scale(self, size: int, ask: Ask | None = None) -> str:
-        """Grow or shrink the world to so many ranks; what was done, in words.
+        """Grow or shrink the world to `size` ranks; a description of what was done.
 
         Raises:
-            ScaleFailed: The size cannot be had, for a rank died or did not come up; the
-                ranks are a whole world again.
+            ScaleFailed: A rank died or did not start; the ranks are a working world.
             ChangeFailed: They are not.
         """
         ask = ask or self._send
@@ -249,7 +258,7 @@ class Recovery:
             if error.stuck:
                 raise
             self._await_news(error, ())
-            why = "; ".join(map(str, self._roster.died.values())) or str(error)
+            why = "; ".join(map(str, self._registry.died.values())) or str(error)
             raise ScaleFailed(f"{why}\n{self.recover(ask)}") from error
         self.is_broken = False
         self._on_change()
@@ -257,40 +266,42 @@ class Recovery:
         return "; ".join(told)
 
     def _wider(self, size: int) -> list[DeviceAssignment]:
-        """The assignments of the ranks that a wider world adds."""
+        """The device assignments of the ranks that a larger world adds."""
         config = replace(self._config, n=size)
         return assign_devices(config, this_host(), running=self.size)[self.size :]
 
     def _refuse_loss(self, size: int) -> None:
-        described = self._roster.ask(endpoints.VARIABLES, timeout_s=DESCRIBE_TIMEOUT_S)
+        described = self._registry.ask(
+            endpoints.VARIABLES, timeout_s=DESCRIBE_TIMEOUT_S
+        )
         kept: set[str] = set()
         lost: set[str] = set()
         for rank, variables in described.items():
             if variables is None:
                 raise UsageError(
                     f"rank {rank} does not say which variables it holds: add --yes to "
-                    f"let ranks {size} and up go all the same"
+                    f"remove ranks {size} and up anyway"
                 )
             names = {variable.name for variable in variables}
             (kept if rank < size else lost).update(names)
         if lost - kept:
             raise UsageError(
                 f"ranks {size} and up hold variables that no other rank has "
-                f"({', '.join(sorted(lost - kept))}): add --yes to let them go"
+                f"({', '.join(sorted(lost - kept))}): add --yes to remove them anyway"
             )
 
     def _send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
-        return self._roster.link.send(info.engine_uuid, target, *args).reply
+        return self._registry.client.send(info.engine_uuid, target, *args).reply
 
 
 SETUP_TIMEOUT_S = 600.0
 """Seconds that one setup cell may take."""
 COPY_TIMEOUT_S = 60.0
-"""Seconds that the copy of the variables may take; the ranks limit each variable."""
+"""Seconds for the copy of all variables; the ranks limit each variable."""
 GRACE_S = 5.0
-"""Seconds until ranks that were interrupted must have answered."""
+"""Seconds within which an interrupted rank answers."""
 SETUP_LOOK_S = 0.5
-"""How often ranks that run a setup cell are asked whether they wait for another."""
+"""Seconds between two looks at whether a setup cell waits in a collective."""
 RENEW = endpoints.RENEW
 RUN_CELL = endpoints.RUN_CELL
 EXPORT = endpoints.EXPORT_VARIABLES
@@ -300,13 +311,13 @@ Replies = Mapping[RankInfo, "Future[Answer]"]
 
 
 class Newcomers:
-    """Brings ranks that have joined up to date.
+    """Prepares ranks that have joined: setup cells, then another rank's variables.
 
-    Nothing here fails: what could not be done is said, and the world goes on.
+    A failure is described and raises nothing, so that the world continues.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, registry: RankRegistry) -> None:
+        self._registry = registry
 
     def prepare(
         self,
@@ -317,15 +328,15 @@ class Newcomers:
         """Run the setup cells, then copy the lowest old rank's variables.
 
         Args:
-            newcomers: Ranks that have joined; they are idle.
+            newcomers: Ranks that have joined, and are idle.
             setup: Cells, with their In[] numbers.
             ask: Reaches the main threads of the other ranks.
 
         Returns:
-            What was done, in words.
+            A description of what was done.
 
         Raises:
-            CellInterrupted: The user has interrupted it; the message says at what.
+            CellInterrupted: The user has interrupted it; the message says where.
         """
         failed: list[str] = []
         doing = "the setup cells were"
@@ -342,29 +353,29 @@ class Newcomers:
     def _run_setup(
         self, newcomers: Sequence[RankInfo], setup: Sequence[tuple[str, int]], ask: Ask
     ) -> list[str]:
-        """Run the setup cells; what failed, in words."""
+        """Run the setup cells; a description of each failure."""
         failed = []
-        spent = False
+        broken = False
         for code, number in setup:
             replies = {
                 info: self._send(info, RUN_CELL, code, number) for info in newcomers
             }
             for answer in self._answers(replies, SETUP_TIMEOUT_S, release=True):
-                spent |= answer.spent
+                broken |= answer.broken
                 error = _why(answer)
                 if answer.ok and answer.value[0] is not None:
                     error = f"{answer.value[0].ename}: {answer.value[0].evalue}"
                 if error:
                     failed.append(f"setup cell In[{number}] failed on it: {error}")
-        if spent:  # such a cell has left a collective
-            asked = {info: ask(info, RENEW) for info in self._roster.living}
+        if broken:  # a setup cell has left a collective half done
+            asked = {info: ask(info, RENEW) for info in self._registry.living}
             answers = self._answers(asked, COPY_TIMEOUT_S)
-            self._roster.update(answer.value for answer in answers if answer.ok)
+            self._registry.update(answer.value for answer in answers if answer.ok)
         return failed
 
     def _release(self, ranks: Sequence[RankInfo]) -> None:
-        """Release ranks that wait in a collective for ranks which run no setup cell."""
-        calls = self._roster.ask(
+        """Release ranks that wait in a collective for ranks without a setup cell."""
+        calls = self._registry.ask(
             endpoints.WAITING,
             ranks=[info.rank for info in ranks],
         )
@@ -374,19 +385,20 @@ class Newcomers:
                     f"released from {call.operation}: a setup cell runs on a rank that "
                     "joins alone, and no other rank comes"
                 )
-                self._roster.tell(endpoints.RELEASE, reason, ranks=[rank])
+                self._registry.tell(endpoints.RELEASE, reason, ranks=[rank])
 
     # -- variables -----------------------------------------------------------------
 
     def _copy_variables(self, newcomers: Sequence[RankInfo], ask: Ask) -> str:
-        """Give them the variables of the lowest old rank; what was done, in words.
+        """Copy the variables of the lowest old rank; a description of what was done.
 
-        What a newcomer cannot unpickle is left out, and the rest is sent again.
+        Variables that a newcomer cannot unpickle are left out, and the rest is sent
+        again.
         """
         new = {info.rank for info in newcomers}
-        others = [info for info in self._roster.living if info.rank not in new]
+        others = [info for info in self._registry.living if info.rank not in new]
         if not others:
-            return "it has no variables, for no rank is left that has some"
+            return "it has no variables, because no rank is left that has some"
         source = others[0]
         end = time.monotonic() + COPY_TIMEOUT_S
         lost: dict[str, str] = {}
@@ -419,18 +431,18 @@ class Newcomers:
     # -- waiting -------------------------------------------------------------------
 
     def _send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
-        return self._roster.link.send(info.engine_uuid, target, *args).reply
+        return self._registry.client.send(info.engine_uuid, target, *args).reply
 
     def _answers(
         self, replies: Replies, timeout_s: float, *, release: bool = False
     ) -> list[Answer]:
-        """The ranks' answers; those that are late are interrupted.
+        """Wait for the ranks' answers, and interrupt ranks that are late.
 
         Args:
             release: Release ranks that wait in a collective for others.
 
         Raises:
-            KeyboardInterrupt: The ranks were interrupted; the message says in what.
+            KeyboardInterrupt: The ranks were interrupted; the message says where.
         """
         try:
             if not self._wait(replies, timeout_s, release=release):
@@ -443,7 +455,7 @@ class Newcomers:
         return [_answer(reply) for reply in replies.values()]
 
     def _wait(self, replies: Replies, timeout_s: float, *, release: bool) -> bool:
-        """Whether all have answered in time."""
+        """Wait for all replies; False if time was up first."""
         end = time.monotonic() + timeout_s
         while left := max(0.0, end - time.monotonic()):
             if not wait(replies.values(), min(left, SETUP_LOOK_S)).not_done:
@@ -454,19 +466,19 @@ class Newcomers:
 
     def _interrupt(self, replies: Replies) -> None:
         ranks = [info.rank for info, reply in replies.items() if not reply.done()]
-        self._roster.tell(endpoints.INTERRUPT, ranks=ranks)
+        self._registry.tell(endpoints.INTERRUPT, ranks=ranks)
         wait(replies.values(), GRACE_S)
 
 
 def _answer(reply: Future[Answer]) -> Answer:
     if not reply.done():
-        return Answer(False, ("TimeoutError", "it took too long", []), spent=False)
+        return Answer(False, ("TimeoutError", "it took too long", []), broken=False)
     try:
         return reply.result()
     except RankDied as error:
-        return Answer(False, ("RankDied", str(error), []), spent=False)
+        return Answer(False, ("RankDied", str(error), []), broken=False)
 
 
 def _why(answer: Answer) -> str:
-    """What went wrong; "" where nothing did."""
+    """The error of an answer; "" if it has none."""
     return "" if answer.ok else str(answer.value[1] or answer.value[0])

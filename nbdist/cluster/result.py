@@ -1,4 +1,4 @@
-"""What a cell leaves behind, rank by rank."""
+"""The result of a cell on each rank."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from nbdist.cluster.observer import Event, Observer
 from nbdist.wire import Failure, format_ranks
 
 if TYPE_CHECKING:
-    from nbdist.cluster.call import Run
+    from nbdist.cluster.call import Call
 
-__all__ = ["CellResult", "Collected", "RankResult"]
+__all__ = ["CellResult", "OutputCollector", "RankResult"]
 
 
 @dataclass
 class RankResult:
-    """One rank's part of a cell."""
+    """The result of a cell on one rank."""
 
     rank: int
     stdout: str = ""
     stderr: str = ""
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    """MIME bundles that were displayed, the last expression's among them."""
+    """MIME bundles that were displayed, including the last expression's."""
     failure: Failure | None = None
     seconds: float = 0.0
-    """How long the cell ran on this rank."""
+    """Seconds that the cell ran on this rank."""
 
     @property
     def ok(self) -> bool:
@@ -35,14 +35,14 @@ class RankResult:
 
 @dataclass
 class CellResult(Collection[RankResult]):
-    """What a cell did on each rank that ran it, in rank order.
+    """The results of a cell on the ranks that ran it.
 
-    `result[2]` is rank 2's part, `2 in result` says whether rank 2 ran the cell, and
-    iterating gives the parts.
+    `result[2]` is the result on rank 2, `2 in result` says whether rank 2 ran the cell,
+    and iterating gives the results in rank order.
     """
 
     ranks: dict[int, RankResult]
-    """The same by rank, in rank order."""
+    """The results by rank, in rank order."""
     world_size: int
 
     @property
@@ -68,14 +68,14 @@ class CellResult(Collection[RankResult]):
         return iter(self.ranks.values())
 
     def __contains__(self, item: object) -> bool:
-        """Whether a rank, by its number, ran the cell; or whether a part is its."""
+        """Whether a rank, by its number, ran the cell; or whether a result is in it."""
         if isinstance(item, RankResult):
             return item in self.ranks.values()
         return isinstance(item, int) and item in self.ranks
 
 
-class Collected:
-    """Keeps what the ranks print, and passes it on."""
+class OutputCollector:
+    """Keeps what the ranks print and display, and passes it on to an observer."""
 
     def __init__(self, observer: Observer) -> None:
         self._text: dict[tuple[str, str], list[str]] = {}
@@ -101,17 +101,17 @@ class Collected:
     def notice(self, text: str) -> None:
         self._observer.notice(text)
 
-    def results(self, run: Run) -> dict[int, RankResult]:
-        """Each rank's part of a run of cells that has ended."""
+    def results(self, call: Call) -> dict[int, RankResult]:
+        """The result of each rank, once the call has ended."""
         results = {}
-        for rank, process in run.processes.items():
+        for rank, process in call.processes.items():
             stdout, stderr = (
                 "".join(self._text.get((process, name), []))
                 for name in ("stdout", "stderr")
             )
             outputs = self._outputs.get(process, [])
             results[rank] = RankResult(rank, stdout, stderr, outputs)
-            answer = run.answers.get(rank)
+            answer = call.answers.get(rank)
             if answer is not None and answer.ok:
                 results[rank].failure, results[rank].seconds = answer.value
         return results

@@ -1,4 +1,4 @@
-"""Telling ranks that wait for each other from ranks that are merely slow."""
+"""Detecting ranks that wait for each other, as opposed to slow ranks."""
 
 from __future__ import annotations
 
@@ -6,87 +6,88 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from nbdist.cluster.call import Run
-from nbdist.cluster.rank_registry import Roster
+from nbdist.cluster.call import Call
+from nbdist.cluster.rank_registry import RankRegistry
 from nbdist.ipc import endpoints
-from nbdist.wire import Standing, format_ranks
+from nbdist.wire import ProgressSnapshot, format_ranks
 
-__all__ = ["Standstill", "describe"]
+__all__ = ["StallDetector", "describe"]
 
 NOTICE_AFTER_S = 10.0
 LOOK_S = 2.0
 
 
 class Seen(NamedTuple):
-    """Where a rank was last seen to do something new."""
+    """The last position of a rank, and since when it has been there."""
 
-    standing: Standing | None
-    """None where it does not answer."""
+    snapshot: ProgressSnapshot | None
+    """None if the rank does not answer."""
     since: float
-    """On the monotonic clock."""
+    """Time on the monotonic clock."""
 
 
-class Standstill:
-    """Watches the ranks of one run, and says where they are once none gets on.
+class StallDetector:
+    """Watches the ranks of one call, and describes their positions in a stall.
 
-    A rank gets on when it prints, ends, calls the next collective, or is seen at
-    another instruction. It only looks; the run goes on waiting.
+    A rank makes progress when it prints, ends, calls another collective, or is seen at
+    another instruction. The call stalls when no rank makes progress for 10 seconds. A
+    stall changes nothing about the call, which keeps waiting.
     """
 
-    def __init__(self, roster: Roster, run: Run) -> None:
-        self._roster, self._run = roster, run
+    def __init__(self, registry: RankRegistry, call: Call) -> None:
+        self._registry, self._call = registry, call
         self._seen: dict[int, Seen] = {}
         self._look_at = time.monotonic() + LOOK_S
         self._shown = False
 
     def look(self) -> None:
-        """Called now and then by who waits for the run."""
+        """Look at the ranks, at most every 2 seconds. Call it repeatedly."""
         now = time.monotonic()
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        ranks = [info.rank for info in self._run.unfinished]
-        standings = self._roster.ask(endpoints.STANDING, ranks=ranks)
+        ranks = [info.rank for info in self._call.unfinished]
+        snapshots = self._registry.ask(endpoints.PROGRESS, ranks=ranks)
         self._seen = {
-            rank: self._update(rank, standing, now)
-            for rank, standing in standings.items()
+            rank: self._update(rank, snapshot, now)
+            for rank, snapshot in snapshots.items()
         }
-        newest = max([self._run.last_event, *(s.since for s in self._seen.values())])
-        stands = now - newest >= NOTICE_AFTER_S
-        if stands or self._shown:
-            self._run.notice(describe(self._seen, now) if stands else "")
-        self._shown = stands
+        newest = max([self._call.last_event, *(s.since for s in self._seen.values())])
+        stalled = now - newest >= NOTICE_AFTER_S
+        if stalled or self._shown:
+            self._call.notice(describe(self._seen, now) if stalled else "")
+        self._shown = stalled
 
-    def _update(self, rank: int, standing: Standing | None, now: float) -> Seen:
-        if standing is not None:
-            self._roster.last_places[rank] = standing.place, now
+    def _update(self, rank: int, snapshot: ProgressSnapshot | None, now: float) -> Seen:
+        if snapshot is not None:
+            self._registry.last_places[rank] = snapshot.place, now
         before = self._seen.get(rank)
-        if before is not None and before.standing == standing:
+        if before is not None and before.snapshot == snapshot:
             return before
-        return Seen(standing, now)
+        return Seen(snapshot, now)
 
 
 def describe(seen: Mapping[int, Seen], now: float) -> str:
-    """Where each rank is, for how long, and whom the others wait for."""
+    """Where each rank is and for how long, and which ranks the others wait for."""
     lines = [
-        f"rank {rank} for {now - each.since:.0f} s: {_place(each.standing)}"
+        f"rank {rank} for {now - each.since:.0f} s: {_place(each.snapshot)}"
         for rank, each in seen.items()
     ]
     return "\n".join([_verdict(seen), *lines])
 
 
-def _place(standing: Standing | None) -> str:
-    return "does not answer" if standing is None else standing.place
+def _place(snapshot: ProgressSnapshot | None) -> str:
+    return "does not answer" if snapshot is None else snapshot.place
 
 
 def _verdict(seen: Mapping[int, Seen]) -> str:
     awaited = {
         rank
         for rank, each in seen.items()
-        if each.standing is None or each.standing.call is None
+        if each.snapshot is None or each.snapshot.call is None
     }
     if awaited == seen.keys():
-        return "no rank waits for another, and none gets on"
+        return "no rank waits for another, and none makes progress"
     if awaited:
         return f"the others wait for rank {format_ranks(awaited)}"
     if _have_met(seen):
@@ -97,11 +98,11 @@ def _verdict(seen: Mapping[int, Seen]) -> str:
 
 
 def _have_met(seen: Mapping[int, Seen]) -> bool:
-    """Whether all are in one collective of GPU tensors: then nobody is missing."""
+    """Whether all ranks are in one collective of GPU tensors: none is missing."""
     calls = [
-        each.standing.call
+        each.snapshot.call
         for each in seen.values()
-        if each.standing is not None and each.standing.call is not None
+        if each.snapshot is not None and each.snapshot.call is not None
     ]
     what = {
         (call.sequence, call.operation, call.device, call.members) for call in calls

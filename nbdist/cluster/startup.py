@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster.launchers.base import Launcher
-from nbdist.cluster.startup_status import Arrival, End, tail_of
-from nbdist.cluster.supervisor_client import Keeper
+from nbdist.cluster.startup_status import ProcessExit, StartupStatus, tail_of
+from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.errors import StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
@@ -24,7 +24,7 @@ from nbdist.ipc.process_files import describe_exit
 from nbdist.wire import RankInfo
 
 if TYPE_CHECKING:
-    from nbdist.cluster.ipp_client import Link
+    from nbdist.cluster.ipp_client import IppClient
 
 __all__ = ["Progress", "Started", "start"]
 
@@ -46,8 +46,8 @@ class Progress:
 class Started:
     """What a finished start leaves behind."""
 
-    keeper: Keeper
-    link: Link
+    process_supervisor: SupervisorClient
+    client: IppClient
     infos: list[RankInfo]
 
 
@@ -67,31 +67,35 @@ def start(
         run_dir = private_files.make_run_folder()
     except OSError as error:
         raise StartError(str(error)) from error
-    keeper = Keeper(run_dir)
+    process_supervisor = SupervisorClient(run_dir)
     try:
         private_files.make_memory_folder(run_dir)
-        startup = _Start(keeper, assignments, time.monotonic() + timeout_s, on_progress)
+        startup = _Start(
+            process_supervisor, assignments, time.monotonic() + timeout_s, on_progress
+        )
         startup.begin(launcher)
         return startup.finish(on_telemetry, timeout_s)
     except BaseException:
-        keeper.close()
+        process_supervisor.close()
         raise
 
 
 class _Start:
     def __init__(
         self,
-        keeper: Keeper,
+        process_supervisor: SupervisorClient,
         assignments: Sequence[DeviceAssignment],
         deadline: float,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self._keeper = keeper
-        self._run_dir = keeper.run_dir
+        self._process_supervisor = process_supervisor
+        self._run_dir = process_supervisor.run_dir
         self._assignments = assignments
         self._deadline = deadline
         self._on_progress = on_progress
-        self._arrivals = [Arrival(self._run_dir, each.rank) for each in assignments]
+        self._statuses = [
+            StartupStatus(self._run_dir, each.rank) for each in assignments
+        ]
         self._ready = 0
         self._shown: Progress | None = None
 
@@ -99,7 +103,7 @@ class _Start:
         """Start the controller and the ranks side by side."""
         write_assignments(self._run_dir, self._assignments)
         controller = "nbdist.cluster.ipcontroller"
-        self._keeper.start(
+        self._process_supervisor.start(
             "controller",
             [sys.executable, "-m", controller, str(self._run_dir)],
             dict(os.environ),
@@ -113,7 +117,7 @@ class _Start:
             "NBDIST_PATH": os.pathsep.join(sys.path),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
-        self._keeper.start(
+        self._process_supervisor.start(
             "mpiexec", launcher.argv(n, rank_parent.command()), environment
         )
 
@@ -124,35 +128,35 @@ class _Start:
             StartError: As for `start`.
         """
         from nbdist.cluster.ipp_client import (
-            Link,  # slow to import: while the ranks start
+            IppClient,  # slow to import: while the ranks start
         )
 
         connection = self._run_dir / "security" / "ipcontroller-client.json"
         self._wait(lambda: _is_written(connection), timeout_s)
-        link = Link(connection, on_telemetry)
+        client = IppClient(connection, on_telemetry)
         try:
             changed = threading.Event()
-            link.on_registration(lambda _event: changed.set())
+            client.on_registration(lambda _event: changed.set())
 
             def all_here() -> bool:
-                self._ready = len(link.engines())
+                self._ready = len(client.engines())
                 changed.wait(POLL_S)
                 changed.clear()
                 return self._ready >= len(self._assignments)
 
             self._wait(all_here, timeout_s)
-            infos = self._greet(link, timeout_s)
-            launcher = self._keeper.pid("mpiexec")
+            infos = self._greet(client, timeout_s)
+            launcher = self._process_supervisor.pid("mpiexec")
             if launcher is not None:
                 confine(launcher)
-            return Started(self._keeper, link, infos)
+            return Started(self._process_supervisor, client, infos)
         except BaseException:
-            link.close()
+            client.close()
             raise
 
-    def _greet(self, link: Link, timeout_s: float) -> list[RankInfo]:
-        uuids = link.engines().values()
-        hellos = [link.send(uuid, endpoints.STATUS).reply for uuid in uuids]
+    def _greet(self, client: IppClient, timeout_s: float) -> list[RankInfo]:
+        uuids = client.engines().values()
+        hellos = [client.send(uuid, endpoints.STATUS).reply for uuid in uuids]
         self._wait(lambda: all(map(Future.done, hellos)), timeout_s)
         infos = [hello.result().value["info"] for hello in hellos]
         return sorted(infos, key=lambda info: info.rank)
@@ -171,9 +175,9 @@ class _Start:
         progress = Progress(
             controller=(self._run_dir / "security/ipcontroller-client.json").exists(),
             stages={
-                arrival.rank: stage
-                for arrival in self._arrivals
-                if (stage := arrival.stage) is not None
+                status.rank: stage
+                for status in self._statuses
+                if (stage := status.stage) is not None
             },
             ready=self._ready,
             assignments=self._assignments,
@@ -183,20 +187,22 @@ class _Start:
             self._on_progress(progress)
 
     def _check_failures(self) -> None:
-        for arrival in self._arrivals:
-            if (failure := arrival.failure) is not None:
-                raise StartError(self._failed(arrival.rank, failure))
-        if not self._keeper.alive:
-            raise StartError("the guard process ended while the cluster was starting")
+        for status in self._statuses:
+            if (failure := status.failure) is not None:
+                raise StartError(self._failed(status.rank, failure))
+        if not self._process_supervisor.alive:
+            raise StartError(
+                "the process supervisor ended while the cluster was starting"
+            )
         for program in ("mpiexec", "controller"):
-            code = self._keeper.exit_code(program)
+            code = self._process_supervisor.exit_code(program)
             if code is not None:
                 raise StartError(self._ended(program, code))
-        for arrival in self._arrivals:
-            if (end := arrival.end()) is not None:
-                raise StartError(self._failed(arrival.rank, end))
+        for status in self._statuses:
+            if (end := status.end()) is not None:
+                raise StartError(self._failed(status.rank, end))
 
-    def _failed(self, rank: int, end: End) -> str:
+    def _failed(self, rank: int, end: ProcessExit) -> str:
         host = self._assignments[rank].host
         return (
             f"rank {rank} of {len(self._assignments)} on {host} ended with {end.how} "
@@ -204,19 +210,19 @@ class _Start:
         )
 
     def _ended(self, program: str, code: int) -> str:
-        log = tail_of(self._keeper.log(program).read_text(errors="replace"))
+        log = tail_of(self._process_supervisor.log(program).read_text(errors="replace"))
         return (
             f"{program} ended with {describe_exit(code)} while it was starting:\n{log}"
         )
 
     def _late(self, timeout_s: float) -> str:
         late = []
-        for assignment, arrival in zip(self._assignments, self._arrivals, strict=True):
-            stage = arrival.stage or "not begun"
+        for assignment, status in zip(self._assignments, self._statuses, strict=True):
+            stage = status.stage or "not begun"
             late.append(f"  rank {assignment.rank} on {assignment.host}: {stage}")
-            late += [f"    {line}" for line in arrival.last_lines().splitlines()]
+            late += [f"    {line}" for line in status.last_lines().splitlines()]
         late += tail_of(
-            self._keeper.log("mpiexec").read_text(errors="replace")
+            self._process_supervisor.log("mpiexec").read_text(errors="replace")
         ).splitlines()
         return (
             f"{self._ready} of {len(self._assignments)} ranks were up after "

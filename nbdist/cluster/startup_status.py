@@ -1,4 +1,4 @@
-"""A rank on its way up, as the files that it writes show it."""
+"""How far a rank's process has started, read from the files that it writes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ import psutil
 
 from nbdist.ipc.process_files import process_name, read_exit_report
 
-__all__ = ["Arrival", "End", "runs", "tail_of"]
+__all__ = ["ProcessExit", "StartupStatus", "runs", "tail_of"]
 
 TAIL_LINES = 12
 EXIT_REPORT_TIMEOUT_S = 0.5
 """Seconds that the parent of a rank that has ended may take to report its exit."""
 
 
-class End(NamedTuple):
+class ProcessExit(NamedTuple):
     """How a process has ended."""
 
     how: str
-    """Such as "exit code 1", or "SIGKILL"."""
+    """Such as "exit code 1" or "SIGKILL"."""
     last_lines: str
+    """The end of its standard error."""
 
 
-class Arrival:
-    """One rank's process, from its start until it has registered.
+class StartupStatus:
+    """The start of one rank's process, until it has registered with the controller.
 
     Args:
-        run_dir: the cluster's folder.
-        rank, generation: which process it is, as `nbdist.ipc.process_files` counts.
+        run_dir: The cluster's run folder.
+        rank, generation: Which process it is; see `nbdist.ipc.process_files`.
     """
 
     def __init__(self, run_dir: Path, rank: int, generation: int = 0) -> None:
@@ -44,39 +45,39 @@ class Arrival:
 
     @property
     def stage(self) -> str | None:
-        """What it is doing; None where it has not begun."""
+        """What the process is doing; None if it has not begun."""
         record = self._record()
         return None if record is None else record["stage"]
 
     @property
-    def failure(self) -> End | None:
-        """The error that it has reported."""
+    def failure(self) -> ProcessExit | None:
+        """The error that the process has reported; None if there is none."""
         path = self._path.with_suffix(".failed")
         if not path.exists():
             return None
-        return End("exit code 1", tail_of(path.read_text(errors="replace")))
+        return ProcessExit("exit code 1", tail_of(path.read_text(errors="replace")))
 
-    def end(self) -> End | None:
-        """How it has ended; None as long as it has not.
+    def end(self) -> ProcessExit | None:
+        """How the process has ended; None while it runs.
 
         A rank that was killed together with its parent is noticed within a second.
         """
         how = read_exit_report(self._path.parent, self._path.name)
         if how is None and self._is_gone():
             how = "an unknown exit code (its parent process has ended too)"
-        return self.failure or (how and End(how, self.last_lines())) or None
+        return self.failure or (how and ProcessExit(how, self.last_lines())) or None
 
     def refuse(self) -> None:
-        """End the process, or have it end as soon as it begins. It is not awaited."""
+        """End the process now, or as soon as it begins, without waiting."""
         with contextlib.suppress(FileNotFoundError):  # the cluster has ended
             self._path.with_suffix(".refused").touch()
         record = self._record()
         if record is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
                 os.kill(record["pid"], signal.SIGKILL)
 
     def last_lines(self) -> str:
-        """Of its standard error."""
+        """The end of the process's standard error."""
         path = self._path.with_suffix(".stderr")
         return tail_of(path.read_text(errors="replace")) if path.exists() else ""
 
@@ -85,7 +86,7 @@ class Arrival:
         return json.loads(path.read_text()) if path.exists() else None
 
     def _is_gone(self) -> bool:
-        """Whether it has ended so long ago that its parent must have ended as well."""
+        """Whether it has ended without a report from its parent process."""
         record = self._record()
         if record is None or runs(record["pid"]):
             self._gone_since = None
@@ -95,12 +96,12 @@ class Arrival:
 
 
 def tail_of(text: str) -> str:
-    """The last lines, as many as an error can show."""
+    """The last lines of a text, as many as an error message shows."""
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there, running or stopped."""
+    """Whether a process exists; a stopped one does, a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The notebook's handle on the guard process and on the programs it runs."""
+"""The notebook's connection to the process supervisor and to the programs it runs."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from nbdist.errors import ClusterError
 from nbdist.ipc.private_files import remove_folders
 from nbdist.ipc.process_files import describe_exit
 
-__all__ = ["Keeper", "Loss"]
+__all__ = ["Loss", "SupervisorClient"]
 
 
 class Loss(NamedTuple):
-    """The end of something that the ranks cannot live without."""
+    """The end of a process that the ranks depend on."""
 
     reason: str
-    """What has ended and how, in words."""
+    """Which process has ended, and how."""
     is_cause: bool
-    """Whether the ranks end because of it. An mpiexec ends by itself, with an exit
-    code, when all its ranks have ended."""
+    """Whether it ends the ranks. False for an `mpiexec` that exits because its ranks
+    have ended."""
 
 
-class Keeper:
-    """Starts a guard, asks it to start programs, and hears when they end.
+class SupervisorClient:
+    """Starts a process supervisor, and starts and stops programs through it.
 
-    Closing the keeper, or the end of this process, makes the guard end everything it
-    started and remove `run_dir`. A second `close` is harmless.
+    When this client is closed, or this process ends, the process supervisor ends all
+    programs and removes `run_dir`. A second `close` does nothing.
     """
 
     def __init__(self, run_dir: Path, *, together: bool = True) -> None:
-        """Start the guard.
+        """Start the process supervisor.
 
         Args:
-            run_dir: A folder of its own, removed at the end.
-            together: Whether the programs all end when one does.
+            run_dir: An existing folder for its files alone; removed at the end.
+            together: Whether all programs end when one does.
         """
         self.run_dir = run_dir
         self._together = together
@@ -53,8 +53,8 @@ class Keeper:
         self._closed = self._ended = False
         self._on_loss: Callable[[Loss], None] | None = None
         self.on_note: Callable[[str], None] = lambda _: None
-        """Hears, on a thread, of helper processes that were stopped and go on."""
-        self._guard = subprocess.Popen(
+        """Called on a thread when a stopped helper process has been continued."""
+        self._process = subprocess.Popen(
             [
                 *(
                     sys.executable,
@@ -70,19 +70,22 @@ class Keeper:
             cwd=Path(__file__).parents[2],  # where `nbdist` can be imported from
         )
         self._reader = threading.Thread(
-            target=self._read, name="nbdist-keeper", daemon=True
+            target=self._read, name="nbdist-supervisor-client", daemon=True
         )
         self._watch = HelperWatch(lambda note: self.on_note(note))
-        self._watch.add("the guard process", self._guard.pid)
+        self._watch.add("the process supervisor", self._process.pid)
         self._reader.start()
 
     def start(
         self, name: str, argv: Sequence[str], env: Mapping[str, str], **options: Any
     ) -> None:
-        """Start a program; its output goes to `log(name)`.
+        """Start a program whose output goes to `log(name)`.
 
         Args:
-            options: `cwd`, its folder; `memory`, the bytes that it may take.
+            options: `cwd`, its working folder; `memory`, the most bytes it may take.
+
+        Raises:
+            ClusterError: The process supervisor has ended.
         """
         order = {
             "start": name,
@@ -93,43 +96,43 @@ class Keeper:
         }
         if not self._order(order):
             raise ClusterError(
-                f"cannot start {name}: the guard process has ended; start anew"
+                f"cannot start {name}: the process supervisor has ended; start again"
             )
 
     def stop(self, names: Sequence[str]) -> None:
-        """End some programs, and return at once."""
+        """Ask the process supervisor to end some programs, without waiting."""
         self._order({"stop": list(names)})
 
     def _order(self, order: dict[str, Any]) -> bool:
-        """Tell the guard; whether it lives to hear it."""
-        assert self._guard.stdin is not None
+        """Send an order to the process supervisor; False if it has ended."""
+        assert self._process.stdin is not None
         try:
-            self._guard.stdin.write(json.dumps(order).encode() + b"\n")
-            self._guard.stdin.flush()
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
         except (BrokenPipeError, ValueError):
             return False
         return True
 
     def wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait until something holds of the programs, or the guard has ended.
+        """Wait until a condition holds, or the process supervisor has ended.
 
         Args:
-            condition: Asked again whenever a program has started or ended; it may ask
-                this keeper.
+            condition: Evaluated whenever a program has started or ended. It may call
+                this client.
 
         Returns:
-            Whether it holds.
+            Whether the condition holds.
         """
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._ended, timeout_s)
         return condition()
 
     def log(self, name: str) -> Path:
-        """Where a program's standard output and error are kept."""
+        """The file of a program's standard output and error."""
         return self.run_dir / f"{name}.log"
 
     def exit_code(self, name: str) -> int | None:
-        """The code a program ended with, negative for a signal; None while it runs."""
+        """Exit code of a program, negative for a signal; None while it runs."""
         with self._changed:
             return self._exit_codes.get(name)
 
@@ -139,12 +142,12 @@ class Keeper:
 
     @property
     def alive(self) -> bool:
-        return self._guard.poll() is None
+        return self._process.poll() is None
 
     def on_loss(self, callback: Callable[[Loss], None]) -> None:
-        """Hear, on a thread, that a program or the guard has ended, and how.
+        """Call back, on a thread, when a program or the process supervisor has ended.
 
-        At most once, and not for an end that `close` has brought about.
+        The callback is called at most once, and never after `close`.
         """
         with self._changed:
             self._on_loss = callback
@@ -153,25 +156,29 @@ class Keeper:
             self._report_loss(name, code)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End everything, and return when it has ended."""
+        """End all programs, and return when they have ended.
+
+        Raises:
+            ClusterError: Some did not end within `timeout_s` seconds.
+        """
         self._closed = True
         self._watch.close()
         with contextlib.suppress(ProcessLookupError):
-            self._guard.send_signal(signal.SIGCONT)  # it may have been stopped
-        assert self._guard.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the guard has gone already
-            self._guard.stdin.close()
+            self._process.send_signal(signal.SIGCONT)  # in case it was stopped
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.close()
         try:
-            self._guard.wait(timeout_s)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise ClusterError(
                 f"the cluster's processes did not end within {timeout_s:.0f} s; "
-                f"guard process {self._guard.pid} is still ending them"
+                f"process supervisor {self._process.pid} is still ending them"
             ) from error
 
     def _read(self) -> None:
-        assert self._guard.stdout is not None
-        for line in self._guard.stdout:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             record = json.loads(line)
             with self._changed:
                 self._changed.notify_all()
@@ -182,12 +189,12 @@ class Keeper:
                     continue
                 self._exit_codes[record["exited"]] = record["code"]
             self._report_loss(record["exited"], record["code"])
-        self._guard.stdout.close()
+        self._process.stdout.close()
         with self._changed:
             self._ended = True
             self._changed.notify_all()
         if not self._closed:
-            self._report_loss("the guard process", self._guard.wait())
+            self._report_loss("the process supervisor", self._process.wait())
             remove_folders(self.run_dir)
 
     def _report_loss(self, name: str, code: int) -> None:
@@ -204,13 +211,12 @@ LOOK_S = 0.5
 
 
 class HelperWatch:
-    """Looks twice a second, from a thread of its own.
+    """Continues helper processes that were stopped (SIGSTOP).
 
-    A process that has ended is its parent's to report; one that is stopped (SIGSTOP) is
-    reported by nobody.
+    A thread looks at them twice a second, because nothing reports a stopped process.
 
     Args:
-        on_note: Hears that a process was stopped and has been continued.
+        on_note: Called with a description of each process that was continued.
     """
 
     def __init__(self, on_note: Callable[[str], None]) -> None:
@@ -224,12 +230,12 @@ class HelperWatch:
         self._thread.start()
 
     def add(self, name: str, pid: int) -> None:
-        """Watch a process. One that has ended already is no error."""
+        """Watch a process, unless it has ended already."""
         with contextlib.suppress(psutil.NoSuchProcess), self._lock:
             self._helpers[name] = psutil.Process(pid)
 
     def close(self) -> None:
-        """Stop watching. A second close is harmless."""
+        """Stop watching. A second close does nothing."""
         self._closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

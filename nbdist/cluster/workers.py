@@ -1,8 +1,8 @@
 """Independent processes beside the notebook, each with its own output and exit code.
 
-The shape is that of the workers of Cloudera's machine-learning notebooks: launch, list,
-await, stop. They are no ranks of a cluster; a guard process sees to it that none of
-them outlives the notebook.
+The functions follow the workers API of Cloudera's machine-learning notebooks: launch,
+list, await, stop. Workers are not ranks of a cluster. A process supervisor ends them
+when the notebook ends.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ from pathlib import Path
 
 from nbdist.cluster.hosts import this_host
 from nbdist.cluster.options import checked_script
-from nbdist.cluster.supervisor_client import Keeper
+from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.errors import UsageError
 from nbdist.ipc.process_files import describe_exit
 from nbdist.ipc.roles import environment, role_of, tf_config
 
 __all__ = [
-    "Awaited", "Report", "Worker", "await_workers", "launch_workers", "list_workers",
-    "run_cluster", "stop_workers",
+    "Report",
+    "Worker",
+    "WorkersResult",
+    "await_workers",
+    "launch_workers",
+    "list_workers",
+    "run_cluster",
+    "stop_workers",
 ]  # fmt: skip
 
 LAST_LINES = 12
@@ -37,7 +43,7 @@ LAST_LINES = 12
 
 @dataclass(frozen=True)
 class Report:
-    """How a worker fared, as of one moment."""
+    """The state of a worker at one moment."""
 
     id: int
     rank: int
@@ -45,11 +51,11 @@ class Report:
     status: str
     """As `Worker.status`."""
     exit_code: int | None
-    """Negative for a signal; None where it has not ended, or nobody knows."""
+    """Negative for a signal; None if the worker has not ended, or was lost."""
     reason: str
-    """Why it is not a success: "exit code 3", "SIGKILL"; "" where it is one."""
+    """How it failed, such as "exit code 3" or "SIGKILL"; "" if it did not."""
     last_lines: tuple[str, ...]
-    """Of what it has printed."""
+    """The last lines that it has printed."""
 
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
@@ -59,9 +65,11 @@ class Report:
 
 
 class Worker:
-    """A handle on a process that `nbdist.launch_workers` has started."""
+    """A process that `nbdist.launch_workers` has started."""
 
-    def __init__(self, number: int, rank: int, role: str, keeper: Keeper) -> None:
+    def __init__(
+        self, number: int, rank: int, role: str, process_supervisor: SupervisorClient
+    ) -> None:
         self.id = number
         """Its number among all that this notebook has launched."""
         self.rank = rank
@@ -69,37 +77,36 @@ class Worker:
         self.role = role
         """"worker" or "ps"."""
         self.name = f"worker{number}"
-        self.keeper = keeper
+        self.process_supervisor = process_supervisor
         self.stopped = False
         """Whether `stop_workers` was asked to end it."""
         self.told = False
-        """Whether somebody has waited for its end, and learnt of it."""
+        """Whether `await_workers` has reported its end."""
         self._read = 0
 
     @property
     def pid(self) -> int | None:
-        """Its process; None until it has begun."""
-        return self.keeper.pid(self.name)
+        """The process id; None until the process has started."""
+        return self.process_supervisor.pid(self.name)
 
     @property
     def exit_code(self) -> int | None:
-        """What it ended with, negative for a signal; None while it runs."""
-        return self.keeper.exit_code(self.name)
+        """The exit code, negative for a signal; None while the process runs."""
+        return self.process_supervisor.exit_code(self.name)
 
     @property
     def ended(self) -> bool:
-        return self.exit_code is not None or not self.keeper.alive
+        return self.exit_code is not None or not self.process_supervisor.alive
 
     @property
     def status(self) -> str:
         """ "starting", "running", "succeeded", "failed", "stopped" or "lost".
 
-        It is lost when the process that guards the workers was killed, and all of them
-        with it.
+        A worker is lost when the process supervisor was killed, which ends all workers.
         """
         code = self.exit_code
         if code is None:
-            if not self.keeper.alive:
+            if not self.process_supervisor.alive:
                 return "lost"
             return "starting" if self.pid is None else "running"
         if code == 0:
@@ -108,8 +115,8 @@ class Worker:
 
     @property
     def output(self) -> str:
-        """All that it has printed so far, on standard output and error."""
-        path = self.keeper.log(self.name)
+        """Everything that it has printed so far, on standard output and error."""
+        path = self.process_supervisor.log(self.name)
         return (
             path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         )
@@ -117,10 +124,10 @@ class Worker:
     def new_lines(self) -> list[str]:
         """The lines that it has printed since the last call.
 
-        One that it has not finished comes with its rest, or with its own end.
+        An unfinished line is returned once it is finished, or the worker has ended.
         """
-        ended = self.ended  # asked first: nothing comes after what is read then
-        path = self.keeper.log(self.name)
+        ended = self.ended  # first: an ended worker prints no more
+        path = self.process_supervisor.log(self.name)
         if not path.exists():
             return []
         with path.open("rb") as file:
@@ -132,11 +139,11 @@ class Worker:
         return data.decode("utf-8", "replace").splitlines()
 
     def report(self) -> Report:
-        """How it fares now."""
+        """Its state now."""
         status, code = self.status, self.exit_code
         reason = "" if code in (None, 0) else describe_exit(code)
         if status == "lost":
-            reason = "the guard process was killed"
+            reason = "the process supervisor was killed"
         lines = tuple(self.output.splitlines()[-LAST_LINES:])
         return Report(self.id, self.rank, self.role, status, code, reason, lines)
 
@@ -145,18 +152,18 @@ class Worker:
 
 
 SHOW_PERIOD_S = 0.1
-"""How often their files are looked at for new text, which raises no event."""
+"""Seconds between two looks for new output in the workers' files."""
 
 
 @dataclass(frozen=True)
-class Awaited:
-    """How the workers fared that were waited for."""
+class WorkersResult:
+    """The state of each worker after `await_workers` has waited for it."""
 
     workers: list[Report]
 
     @property
     def ok(self) -> bool:
-        """Whether none has failed, was stopped, or was lost."""
+        """Whether no worker has failed, was stopped, or was lost."""
         return not self.failures
 
     @property
@@ -165,13 +172,13 @@ class Awaited:
 
     @property
     def failures(self) -> list[Report]:
-        """Those that ended otherwise; `reason` and `last_lines` say why."""
+        """Workers that failed, were stopped or were lost; see their `reason`."""
         ways = ("failed", "stopped", "lost")
         return [report for report in self.workers if report.status in ways]
 
     @property
     def unfinished(self) -> list[Report]:
-        """Those that have not ended."""
+        """Workers that have not ended."""
         ways = ("starting", "running")
         return [report for report in self.workers if report.status in ways]
 
@@ -186,7 +193,7 @@ Chosen = Worker | int | Iterable[Worker | int]
 
 STOP_TIMEOUT_S = 10.0
 
-_keeper: Keeper | None = None
+_supervisor: SupervisorClient | None = None
 _workers: list[Worker] = []
 _numbers = itertools.count()
 
@@ -204,23 +211,23 @@ def launch_workers(
 ) -> list[Worker]:
     """Start `n` processes beside the notebook, and return at once.
 
-    Each finds torchrun's variables in its environment, so that the n of them can meet
-    with `dist.init_process_group("gloo")` or "nccl"; and `NBDIST_WORKER`, its number.
+    The environment of each has torchrun's variables, so that the workers can call
+    `dist.init_process_group("gloo")` or "nccl", and `NBDIST_WORKER`, its number.
 
     Args:
         script: a Python file, run in the notebook's folder.
         args: the script's arguments.
-        env: variables to set in each.
+        env: environment variables of each worker.
         code: Python code to run, instead of a script.
         cpu: cores that each may use; it sets the threads of its libraries.
         memory: GiB that each may allocate; beyond that it gets a `MemoryError`.
-        nvidia_gpu: GPUs that each gets for its own; None shows all to each.
+        nvidia_gpu: GPUs for each worker alone; None shows all GPUs to each.
 
     Returns:
         The workers, in the order of their ranks.
 
     Raises:
-        UsageError: the request makes no sense here; nothing was started.
+        UsageError: an argument is invalid or cannot be met; nothing was started.
     """
     return _launch(n, 0, script, args, env, code, cpu, memory, nvidia_gpu)
 
@@ -239,18 +246,18 @@ def run_cluster(
 ) -> list[Worker]:
     """Start the workers and parameter servers of one program, and return at once.
 
-    All run the same script, and find in their environment which they are: torchrun's
-    `ROLE_NAME` ("worker" or "ps"), `ROLE_RANK` and `ROLE_WORLD_SIZE`, and TensorFlow's
-    `TF_CONFIG`, with an address for each.
+    All run the same script. The environment of each says its role, in torchrun's
+    `ROLE_NAME` ("worker" or "ps"), `ROLE_RANK` and `ROLE_WORLD_SIZE`, and in
+    TensorFlow's `TF_CONFIG`, which has an address for each.
 
     Args:
-        n_workers: ranks 0 to n_workers-1.
-        n_ps: the ranks after them.
-        worker_script: what all run.
+        n_workers: number of workers, which are ranks 0 to n_workers-1.
+        n_ps: number of parameter servers, which are the ranks after them.
+        worker_script: a Python file that all run.
         args, env, code, cpu, memory, nvidia_gpu: as for `launch_workers`.
 
     Returns:
-        All of them, in the order of their ranks; `role` says which is which.
+        All processes, in the order of their ranks; `role` tells them apart.
     """
     n = _count("n_workers", n_workers) + _count("n_ps", n_ps, 0)
     return _launch(n, n_ps, worker_script, args, env, code, cpu, memory, nvidia_gpu)
@@ -267,19 +274,19 @@ def await_workers(
     timeout_seconds: float | None = 60,
     *,
     show: bool = True,
-) -> Awaited:
-    """Wait for workers, and say how each has ended.
+) -> WorkersResult:
+    """Wait for workers, and return the state of each.
 
-    An interrupt ends the waiting, and leaves the workers alone.
+    An interrupt ends the wait; the workers keep running.
 
     Args:
-        workers: handles or their ids; None stands for all whose end was not told yet.
-        wait_for_completion: wait until each has ended; else until each has begun.
-        timeout_seconds: wait no longer; None waits for as long as it takes.
-        show: print what they print meanwhile, each line under its worker.
+        workers: workers or their ids; None for all whose end was not reported yet.
+        wait_for_completion: wait until each has ended, else until each has started.
+        timeout_seconds: the longest wait; None for no limit.
+        show: print each line that they print, after the name of its worker.
 
     Raises:
-        UsageError: there is no such worker, or the time-out makes no sense.
+        UsageError: there is no such worker, or the time-out is negative.
     """
     if timeout_seconds is not None and not timeout_seconds >= 0:
         raise UsageError(f"timeout_seconds={timeout_seconds!r}: expected 0 or more")
@@ -287,13 +294,13 @@ def await_workers(
     watch(chosen, wait_for_completion, timeout_seconds, show=show)
     for worker in chosen:
         worker.told = worker.ended
-    return Awaited([worker.report() for worker in chosen])
+    return WorkersResult([worker.report() for worker in chosen])
 
 
 def stop_workers(*workers: Chosen) -> None:
-    """End workers and all that they have started; without arguments, all of them.
+    """End workers and their child processes, and wait; without arguments, all workers.
 
-    Returns when they have ended. One that has ended already stays as it is.
+    Workers that have ended already are skipped.
 
     Raises:
         UsageError: there is no such worker.
@@ -302,8 +309,8 @@ def stop_workers(*workers: Chosen) -> None:
     living = [worker for worker in chosen if not worker.ended]
     for worker in living:
         worker.stopped = True
-    if living:  # those that live share the one guard that does
-        living[0].keeper.stop([worker.name for worker in living])
+    if living:  # all living workers share one process supervisor
+        living[0].process_supervisor.stop([worker.name for worker in living])
         watch(living, True, STOP_TIMEOUT_S, show=False)
 
 
@@ -323,7 +330,7 @@ def _launch(
     options = {"cwd": os.getcwd(), "memory": _bytes(memory)}
     port, *ports = _free_ports(n + 1)
     addresses = [f"127.0.0.1:{each}" for each in ports]
-    keeper = _running_keeper()
+    process_supervisor = _running_supervisor()
     launched = []
     for rank in range(n):
         number = next(_numbers)
@@ -340,8 +347,8 @@ def _launch(
             **{name: str(value) for name, value in (env or {}).items()},
         }
         role = role_of(rank, n, n_ps).name
-        worker = Worker(number, rank, role, keeper)
-        keeper.start(worker.name, argv, variables, **options)
+        worker = Worker(number, rank, role, process_supervisor)
+        process_supervisor.start(worker.name, argv, variables, **options)
         launched.append(worker)
     _workers.extend(launched)
     return launched
@@ -365,7 +372,7 @@ def _command(
 
 
 def _ranks(rank: int, n: int, port: int) -> dict[str, str]:
-    """Who it is, and where all meet."""
+    """torchrun's variables of a rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(n),
@@ -392,7 +399,7 @@ def _bytes(memory: float | None) -> int | None:
 
 
 def _gpus(n: int, each: int | None) -> list[dict[str, str]]:
-    """What each worker sees of the GPUs."""
+    """For each worker, the environment variable that gives it GPUs."""
     if each is None:
         return [{}] * n
     host = this_host()
@@ -423,7 +430,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _find(workers: Chosen | list[Chosen]) -> list[Worker]:
-    """Handles of handles or ids."""
+    """The workers with these handles or ids."""
     if isinstance(workers, Worker):
         return [workers]
     if not isinstance(workers, int):
@@ -435,15 +442,15 @@ def _find(workers: Chosen | list[Chosen]) -> list[Worker]:
     raise UsageError(f"no worker {workers!r}: there are {known}; see list_workers()")
 
 
-def _running_keeper() -> Keeper:
-    """This notebook's keeper of workers, which ends with it."""
-    global _keeper
-    if _keeper is None or not _keeper.alive:
-        _keeper = Keeper(
+def _running_supervisor() -> SupervisorClient:
+    """The process supervisor of this notebook's workers, started if none runs."""
+    global _supervisor
+    if _supervisor is None or not _supervisor.alive:
+        _supervisor = SupervisorClient(
             Path(tempfile.mkdtemp(prefix="nbdist-workers-")), together=False
         )
-        atexit.register(_keeper.close)
-    return _keeper
+        atexit.register(_supervisor.close)
+    return _supervisor
 
 
 def watch(
@@ -453,10 +460,10 @@ def watch(
     *,
     show: bool,
 ) -> bool:
-    """Wait until every worker has ended, or begun; whether that came in time.
+    """Wait until every worker has ended, or started; False if time was up first.
 
     Args:
-        show: Print their lines as they come.
+        show: Print their lines as they appear.
     """
 
     def done() -> bool:
@@ -476,10 +483,12 @@ def watch(
 
 
 def _wait(workers: Sequence[Worker], done: Callable[[], bool], left_s: float) -> bool:
-    """Wait for an event that makes it true; whether it is."""
+    """Wait until a condition holds; False if time was up first."""
     for worker in workers:
-        if not worker.ended:  # those that have not share the one guard that lives
-            return worker.keeper.wait(done, None if math.isinf(left_s) else left_s)
+        if not worker.ended:  # all living workers share one process supervisor
+            return worker.process_supervisor.wait(
+                done, None if math.isinf(left_s) else left_s
+            )
     return done()
 
 

@@ -1,9 +1,9 @@
-"""What is saved of a world that cannot go on, for the one that is started in its place.
+"""What is saved of a world that cannot continue, for the world that replaces it.
 
-The last commit of an elastic run lies in files of the cluster's, which rank 0 writes
-(`nbdist.training.elastic.commit_files`). They are there however the ranks have ended.
-Where survivors could not meet anew, their agents, which answer even while the main
-thread is stuck in MPI, write the variables.
+The last commit of an elastic run lies in files that rank 0 has written
+(`nbdist.training.elastic.commit_files`). They remain however the ranks have ended. If
+the survivors could not form a world again, their control threads, which answer even
+while the main thread is stuck in MPI, write their variables.
 
 A commit and a shipment hold pickles, so they lie in the cluster's private folders only
 (`nbdist.ipc.private_files`), and are read only if nobody else can have written them.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from nbdist.cluster.rank_registry import Roster
+from nbdist.cluster.rank_registry import RankRegistry
 from nbdist.errors import CheckpointError
 from nbdist.ipc import endpoints
 from nbdist.ipc.private_files import (
@@ -42,25 +42,25 @@ from nbdist.training.elastic.commit_files import (
 )
 from nbdist.wire import ElasticCall, Notice, Resume
 
-__all__ = ["LastCommit", "Rescue", "last_commit"]
+__all__ = ["LastCommit", "SavedWorld", "last_commit"]
 
 SAVE_TIMEOUT_S = 30.0
 RESUME = "resume"
-"""The folder of a commit that a cluster's ranks begin from."""
+"""The folder of the commit that a cluster's ranks resume from."""
 
 
 class LastCommit:
-    """A commit whose files are open: they stay although the cluster's folder goes."""
+    """A commit whose files are open, so that they outlive the cluster's folder."""
 
     def __init__(self, record: Record, data: int) -> None:
-        """Take a record, and the descriptor of its data file."""
+        """Take a record, and the descriptor of its data file, which this closes."""
         self._record = record
         self._data = data
         weakref.finalize(self, os.close, data)
 
     @classmethod
     def open(cls, folder: Path) -> LastCommit | None:
-        """The commit in a folder that no rank writes to; None where there is none."""
+        """The commit in a folder that no rank writes to; None if there is none."""
         path = folder / RECORD
         try:
             check_file(path)
@@ -75,7 +75,7 @@ class LastCommit:
         return self._record.commit
 
     def give(self, run_dir: Path) -> Resume:
-        """Copy it to a new cluster's folder, for its ranks to begin from.
+        """Copy the commit to a new cluster's folder, for its ranks to resume from.
 
         Raises:
             OSError: No folder has room.
@@ -95,12 +95,12 @@ class LastCommit:
         raise problem
 
     def write_state(self, file: BinaryIO) -> None:
-        """Write it to a file as `state.save` does."""
+        """Write the commit to a file, as `State.save` does."""
         self._record.write_state(file, self._data)
 
 
 def _copy(source: int, path: Path) -> None:
-    """Copy a whole file to a new one of this user's; the kernel does it."""
+    """Copy a whole file to a new private file, without reading it here."""
     size, done = os.fstat(source).st_size, 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     target = os.open(path, flags, 0o600)
@@ -116,9 +116,9 @@ def _copy(source: int, path: Path) -> None:
 
 
 def last_commit(run_dir: Path) -> LastCommit | None:
-    """The last commit of a cluster that is to end; None where there is none.
+    """The last commit of a cluster that is about to end; None if there is none.
 
-    The first call takes the files away from ranks that may still write.
+    The first call moves the files away from ranks that may still write.
     """
     resumed = [folder.with_name(RESUME) for folder in commit_folders(run_dir)]
     for folder in [*map(_taken, commit_folders(run_dir)), *resumed]:
@@ -128,26 +128,26 @@ def last_commit(run_dir: Path) -> LastCommit | None:
 
 
 def _taken(folder: Path) -> Path:
-    """The folder under a name that no rank knows.
+    """Rename a folder to a name that no rank knows; the new path.
 
-    A rank that commits now finds no folder for its record, and does not touch what the
-    last record names.
+    A rank that commits later finds no folder for its record, and leaves the files of
+    the last record alone.
     """
     taken = folder.with_name(f"{folder.name}-taken")
-    with contextlib.suppress(OSError):  # there is none, or it was taken before
+    with contextlib.suppress(OSError):  # it does not exist, or was taken before
         folder.rename(taken)
     return taken
 
 
-class Kept(NamedTuple):
-    """A rank's variables."""
+class SavedVariables(NamedTuple):
+    """The variables of a rank."""
 
     shipment: Shipment
     contents: bytes | None
-    """Of the shipment's file, if it has one."""
+    """Contents of the shipment's file; None if it has none."""
 
     def shipped(self, run_dir: Path) -> Shipment:
-        """The variables as a shipment of a new cluster's."""
+        """The variables as a shipment for a new cluster."""
         if self.contents is None:
             return self.shipment
         contents, folders = self.contents, (memory_folder(run_dir), run_dir)
@@ -156,41 +156,43 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rescue:
-    """The variables of each rank that lives, and the last commit of an elastic run."""
+class SavedWorld:
+    """The variables of each living rank, and the last commit of an elastic run."""
 
     call: ElasticCall | None = None
-    """The elastic run; None where there is none."""
+    """The elastic run that the ranks were in; None if they were in none."""
     commit: LastCommit | None = None
-    """None where there was no commit."""
-    variables: Mapping[int, Kept] = field(default_factory=dict)
-    """By rank."""
+    """The last commit of the run; None if there was none."""
+    variables: Mapping[int, SavedVariables] = field(default_factory=dict)
+    """The variables, by rank."""
 
     @classmethod
-    def from_survivors(cls, roster: Roster, notices: Mapping[int, Notice]) -> Rescue:
-        """Of ranks whose agents answer, whatever their main threads are stuck in.
+    def from_survivors(
+        cls, registry: RankRegistry, notices: Mapping[int, Notice]
+    ) -> SavedWorld:
+        """Save what ranks hold, whatever their main threads are stuck in.
 
         Args:
-            notices: What the ranks that are paused in an elastic run have said.
+            notices: The last notice of each rank that is paused in an elastic run.
         """
-        living = [info.rank for info in roster.living]
+        living = [info.rank for info in registry.living]
         paused = [rank for rank in living if rank in notices]
         call = notices[paused[0]].call if paused else None
         target = endpoints.ELASTIC_VARIABLES
-        answers = roster.ask(target, ranks=living, timeout_s=SAVE_TIMEOUT_S)
+        answers = registry.ask(target, ranks=living, timeout_s=SAVE_TIMEOUT_S)
         variables = {
-            rank: Kept(shipment, _contents(shipment))
+            rank: SavedVariables(shipment, _contents(shipment))
             for rank, shipment in answers.items()
             if shipment is not None
         }
-        return cls(call, last_commit(roster.run_dir) if paused else None, variables)
+        return cls(call, last_commit(registry.run_dir) if paused else None, variables)
 
     def resume(self, run_dir: Path) -> Resume | None:
-        """The commit as a file of a new cluster's."""
+        """The commit as a file of a new cluster; None if there is none."""
         return None if self.commit is None else self.commit.give(run_dir)
 
     def keep(self) -> str:
-        """Write the commit where it outlives the cluster; the way back, in words."""
+        """Write the commit where it outlives the cluster; how to resume from it."""
         if self.commit is None:
             return "there was no commit yet"
         try:
@@ -201,7 +203,7 @@ class Rescue:
                 suffix=".state",
             )
         except OSError as error:
-            return f"the last commit is lost, for it could not be written: {error}"
+            return f"the last commit is lost, because it could not be written: {error}"
         number = self.commit.number
         return f"the last commit, number {number}, is kept: %dist_start --resume {path}"
 
@@ -211,8 +213,8 @@ def _contents(shipment: Shipment) -> bytes | None:
 
 
 def _lasting() -> Iterator[Path]:
-    """Folders whose files stay when the cluster ends."""
-    with contextlib.suppress(FileNotFoundError):  # no temporary folder takes a file
+    """Folders whose files outlive the cluster."""
+    with contextlib.suppress(FileNotFoundError):  # no temporary folder is writable
         yield Path(tempfile.gettempdir())
     yield Path.cwd()
 
@@ -223,10 +225,10 @@ def _write(
     prefix: str = "",
     suffix: str = "",
 ) -> Path:
-    """Write a new file of a random name, in the first of the folders that has room.
+    """Write a new file of a random name to the first folder that has room.
 
     Raises:
-        OSError: None has.
+        OSError: No folder has room.
     """
     problem = OSError(errno.ENOSPC, "no folder to write to")
     for folder in folders:

@@ -23,17 +23,17 @@ from nbdist.engine import rpc_server, world
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted
-from nbdist.wire import CollectiveCall, Standing
+from nbdist.wire import CollectiveCall, ProgressSnapshot
 
 __all__ = [
     "complete",
     "end",
     "interrupt",
     "memory",
+    "progress",
     "release",
     "release_from",
     "stack",
-    "standing",
     "status",
     "waiting",
     "where",
@@ -111,13 +111,13 @@ def waiting() -> CollectiveCall | None:
     return current_call()
 
 
-def standing() -> Standing:
+def progress() -> ProgressSnapshot:
     """Where this rank is, so that two answers tell whether it has got on."""
     call = current_call()
     counts = calls_made(), this_rank().recorder.steps
     # One that waits in a collective goes round in a loop of ours.
     frames = [] if call else [(id(f.f_code), f.f_lasti) for f in _main_frames()]
-    return Standing(where(), call, hash((*counts, *frames)))
+    return ProgressSnapshot(where(), call, hash((*counts, *frames)))
 
 
 def release(reason: str) -> None:

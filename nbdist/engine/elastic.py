@@ -26,8 +26,8 @@ __all__ = [
     "attend",
     "begin_from",
     "decide",
+    "defer",
     "expect",
-    "hold",
     "order",
     "variables",
     "want_resize",
@@ -46,14 +46,14 @@ class NotebookCoordinator:
     """Asks the notebook what follows a failure. One for each rank."""
 
     def __init__(self) -> None:
-        self.wish = 0
-        """The last wish for another size that this rank has heard of."""
+        self.resize_request = 0
+        """Number of the last resize request that this rank was told of."""
         self.resume: Resume | None = None
         self.expected: ElasticCall | None = None
         """The call of the others that this rank, a newcomer, is to join."""
         self.pauses = 0
         self.orders: queue.SimpleQueue[Order | Verdict] = queue.SimpleQueue()
-        self._granted = 0
+        self._completed_resize = 0
         self._call: ElasticCall | None = None
         self._request = ""
         self._index = 0
@@ -61,7 +61,7 @@ class NotebookCoordinator:
     @property
     def resize_wanted(self) -> bool:
         """See `Coordinator`."""
-        return self.wish > self._granted
+        return self.resize_request > self._completed_resize
 
     @property
     def commit_folders(self) -> Sequence[Path]:
@@ -85,7 +85,7 @@ class NotebookCoordinator:
             return "skip"
         self.expected = None
         self._call = call
-        self._granted = self.wish  # one from before was for a run that is over
+        self._completed_resize = self.resize_request  # earlier ones were for other runs
         rank.notify(Notice("entered", call))
         return "begin" if expected is None else "join"
 
@@ -111,13 +111,13 @@ class NotebookCoordinator:
         this_rank().notify(Notice("paused", call, self.pauses, reason, commit, text))
         first = self.orders.get()
         # What ranks do together, each must do to its end.
-        with this_rank().interrupts.held():
+        with this_rank().interrupts.deferred():
             while isinstance(first, Order):
                 this_rank().notify(self._carry_out(first, call))
                 first = self.orders.get()
         if first.action == "interrupt":
             raise KeyboardInterrupt
-        self._granted = max(self._granted, first.granted)
+        self._completed_resize = max(self._completed_resize, first.completed_resize)
         return first
 
     def _carry_out(self, order: Order, call: ElasticCall) -> Notice:
@@ -156,13 +156,13 @@ def expect(call: ElasticCall | None) -> None:
     _coordinator.expected = call
 
 
-def want_resize(wish: int) -> None:
-    """Let the next commit in an elastic run end in a pause, on all ranks.
+def want_resize(request: int) -> None:
+    """Have the next commit in an elastic run end in a pause, on all ranks.
 
     Args:
-        wish: Counts the wishes; one that was granted already is none.
+        request: Number of the resize request. A completed one has no effect.
     """
-    _coordinator.wish = max(_coordinator.wish, wish)
+    _coordinator.resize_request = max(_coordinator.resize_request, request)
 
 
 def begin_from(resume: Resume | None) -> None:
@@ -179,12 +179,12 @@ def begin_from(resume: Resume | None) -> None:
 def variables() -> Shipment:
     """This rank's variables.
 
-    The agent packs them: the main thread, which may be stuck in MPI, changes nothing.
+    The control thread packs them, as the main thread may be stuck in MPI.
     """
     shipment, _lost = export_variables()
     return shipment
 
 
-def hold() -> Any:
-    """The first order of a recovery: from here on an interrupt waits for its end."""
+def defer() -> Any:
+    """Acknowledge the first order of a pause, from which on interrupts are deferred."""
     return this_rank().info.rank

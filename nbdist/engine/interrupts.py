@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, TypeGuard
 
 from nbdist.engine.cell_names import cell_of
+from nbdist.ipc.interrupts import defer_interrupts
 
 __all__ = ["Interrupts", "Overdue"]
 
@@ -202,17 +203,19 @@ class Interrupts:
                 self._signal()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Within `armed`: keep SIGINT back until the end, for what must not be cut."""
-        armed = self._armed
-        self._arm(False)
-        try:
-            yield
-        finally:
-            self._arm(armed)
-            if armed and self._pending:
-                self._pending = False
-                self._deliver(self._waiting)
+    def deferred(self) -> Iterator[None]:
+        """Defer SIGINT, and suppress errors of other signal handlers, until the end."""
+
+        def hear() -> None:
+            self._heard = True  # so that `_insist` stops repeating the signal
+
+        with defer_interrupts(hear):
+            armed = self._armed
+            self._arm(False)
+            try:
+                yield
+            finally:
+                self._arm(armed)
 
     def _insist(self, request: str) -> None:
         """Repeat the signal until the handler has run.

@@ -117,7 +117,8 @@ def run_engine(
     config.IPEngine.enable_nanny = False
     config.IPEngine.timeout = REGISTRATION_TIMEOUT_S
     # 0: no watch of the controller's beats, for which an engine would open a port. A
-    # paused laptop is no reason to end, and a dead notebook is the guard's business.
+    # paused laptop is no reason to end, and the process supervisor ends the ranks
+    # when the notebook dies.
     config.IPEngine.max_heartbeat_misses = 0
     config.IPEngine.wait_for_url_file = REGISTRATION_TIMEOUT_S
     config.IPEngine.url_file = str(security / "ipcontroller-engine.json")

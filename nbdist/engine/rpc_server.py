@@ -1,7 +1,7 @@
 """Requests from the notebook: a named function of this package, with arguments.
 
 One message type serves all of them, on two channels: "shell" is answered by the main
-thread, in turn; "control" by the agent's thread, also while the main thread is busy.
+thread, in turn; "control" by the control thread, also while the main thread is busy.
 A reply always comes: with the function's value, or with the failure.
 """
 
@@ -33,7 +33,7 @@ RUNS_USER_CODE = {
     endpoints.VARIABLES,
 }
 """Requests that call methods of the user's objects, such as `__repr__`. These may take
-long, and the agent must hear an interrupt meanwhile. A thread answers them in turn."""
+long, so a thread of their own answers them: the control thread must take interrupts."""
 _looks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -164,7 +164,7 @@ def _reply(
 ) -> None:
     content = {
         "status": status,
-        "spent": world.current().spent,
+        "broken": world.current().spent,
         "groups": torch_group.groups_made(),
     }
     kernel.session.send(

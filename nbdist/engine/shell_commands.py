@@ -39,7 +39,7 @@ def _run(shell: Any, interrupts: Interrupts, command: str) -> None:
     expanded = shell.var_expand(command, depth=1)
     process = None
     try:
-        with interrupts.held():  # once it runs, it must be known here
+        with interrupts.deferred():  # once it runs, it must be known here
             process = subprocess.Popen(
                 expanded,
                 shell=True,

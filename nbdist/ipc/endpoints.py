@@ -13,8 +13,8 @@ __all__ = [
     "COMPLETE",
     "ELASTIC_BEGIN_FROM",
     "ELASTIC_DECIDE",
+    "ELASTIC_DEFER",
     "ELASTIC_EXPECT",
-    "ELASTIC_HOLD",
     "ELASTIC_ORDER",
     "ELASTIC_VARIABLES",
     "ELASTIC_WANT_RESIZE",
@@ -23,6 +23,7 @@ __all__ = [
     "FETCH",
     "INTERRUPT",
     "MEMORY",
+    "PROGRESS",
     "RELEASE",
     "RELEASE_FROM",
     "RENEW",
@@ -30,7 +31,6 @@ __all__ = [
     "RUN_SCRIPT",
     "SHOW",
     "STACK",
-    "STANDING",
     "STATUS",
     "STORE",
     "VARIABLES",
@@ -54,7 +54,7 @@ MEMORY = "nbdist.engine.control_handlers:memory"
 RELEASE = "nbdist.engine.control_handlers:release"
 RELEASE_FROM = "nbdist.engine.control_handlers:release_from"
 STACK = "nbdist.engine.control_handlers:stack"
-STANDING = "nbdist.engine.control_handlers:standing"
+PROGRESS = "nbdist.engine.control_handlers:progress"
 STATUS = "nbdist.engine.control_handlers:status"
 WAITING = "nbdist.engine.control_handlers:waiting"
 WHERE = "nbdist.engine.control_handlers:where"
@@ -62,7 +62,7 @@ WHERE = "nbdist.engine.control_handlers:where"
 ELASTIC_BEGIN_FROM = "nbdist.engine.elastic:begin_from"
 ELASTIC_DECIDE = "nbdist.engine.elastic:decide"
 ELASTIC_EXPECT = "nbdist.engine.elastic:expect"
-ELASTIC_HOLD = "nbdist.engine.elastic:hold"
+ELASTIC_DEFER = "nbdist.engine.elastic:defer"
 ELASTIC_ORDER = "nbdist.engine.elastic:order"
 ELASTIC_VARIABLES = "nbdist.engine.elastic:variables"
 ELASTIC_WANT_RESIZE = "nbdist.engine.elastic:want_resize"

@@ -8,7 +8,7 @@ user can see the names, but can neither read what lies there nor put anything th
 What is read back is checked, because some of it is unpickled: a cleaner of temporary
 folders may have removed a folder whose name another user has taken since.
 
-Imports the standard library alone: the guard process needs it.
+Imports only the standard library, because the process supervisor uses it.
 """
 
 from __future__ import annotations

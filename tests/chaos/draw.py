@@ -15,7 +15,7 @@ FAULTS = {
     "rank parent": ("SIGKILL", "SIGSTOP"),
     "controller": ("SIGKILL", "SIGSTOP", "wrong message"),
     "mpiexec": ("SIGKILL", "SIGSTOP"),
-    "guard": ("SIGKILL", "SIGSTOP"),
+    "process supervisor": ("SIGKILL", "SIGSTOP"),
     "worker": ("SIGKILL", "SIGSTOP", "exit code 7"),
     "folder": ("disk full",),
 }

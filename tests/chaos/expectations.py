@@ -66,7 +66,7 @@ DIED = (r"rank {rank}\b.*{fault}",)
 ONE_DIED = (r"rank {any}\b.*{fault}",)
 ENDS = (r"{process}.*{fault}",)
 RANK = ("rank", "rank parent")
-HELPER = ("controller", "mpiexec", "guard")
+HELPER = ("controller", "mpiexec", "process supervisor")
 FEW = ("one", "two")
 STOP = ("SIGSTOP",)
 

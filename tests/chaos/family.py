@@ -12,25 +12,25 @@ import psutil
 from nbdist import Cluster
 from nbdist.ipc.private_files import memory_folder
 
-__all__ = ["Coming", "Family", "guards"]
+__all__ = ["Coming", "Family", "process_supervisors"]
 
 
-def guards() -> set[psutil.Process]:
-    """The guard processes that this process has started."""
+def process_supervisors() -> set[psutil.Process]:
+    """The process supervisors that this process has started."""
     children = psutil.Process().children()
     return {p for p in children if "nbdist.cluster.process_supervisor" in _command(p)}
 
 
 class Family:
-    """A guard process and all that is below it.
+    """A process supervisor and all that is below it.
 
     Args:
-        guard: its first process.
+        supervisor: its first process.
     """
 
-    def __init__(self, guard: psutil.Process) -> None:
-        self.guard = guard
-        folders = [Path(word) for word in guard.cmdline() if word.startswith("/")]
+    def __init__(self, supervisor: psutil.Process) -> None:
+        self.supervisor = supervisor
+        folders = [Path(word) for word in supervisor.cmdline() if word.startswith("/")]
         self.run_dir = next(path for path in reversed(folders) if path.is_dir())
 
     @classmethod
@@ -42,21 +42,21 @@ class Family:
         """
         first, *_ = cluster.ranks
         above = psutil.Process(first.pid).parents()
-        (guard,) = guards().intersection(above)
-        return cls(guard)
+        (supervisor,) = process_supervisors().intersection(above)
+        return cls(supervisor)
 
     def helper(self, name: str) -> psutil.Process | None:
-        """ "guard", "controller" or "mpiexec"; None before it runs."""
-        if name == "guard":
-            return self.guard
+        """ "process supervisor", "controller" or "mpiexec"; None before it runs."""
+        if name == "process supervisor":
+            return self.supervisor
         word = {"controller": "controller", "mpiexec": "--with-ft"}[name]
-        found = [p for p in _children(self.guard) if word in _command(p)]
+        found = [p for p in _children(self.supervisor) if word in _command(p)]
         return found[0] if found else None
 
     def census(self) -> dict[str, int]:
         """How many processes of each kind run."""
         try:
-            processes = [self.guard, *self.guard.children(recursive=True)]
+            processes = [self.supervisor, *self.supervisor.children(recursive=True)]
         except psutil.NoSuchProcess:
             return {}
         commands = [_command(p) for p in processes if _runs(p)]

@@ -25,7 +25,7 @@ KINDS = (
     "a stopped rank",
     "controller",
     "mpiexec",
-    "guard",
+    "process supervisor",
 )
 WEIGHTS = (6, 3, 2, 3, 3, 2, 1, 1, 1)
 NEWCOMER_WITHIN_S = 10.0
@@ -92,7 +92,7 @@ class Killer:
         family = Family.of(self._cluster)
         infos = self._cluster.ranks
         ranks = [psutil.Process(info.pid) for info in infos]
-        if kind in ("controller", "mpiexec", "guard"):
+        if kind in ("controller", "mpiexec", "process supervisor"):
             helper = family.helper(kind)
             faults.kill([] if helper is None else [helper])
         elif kind == "a stopped rank":

@@ -20,7 +20,7 @@ import psutil
 from nbdist.cluster.startup import Progress
 from nbdist.training.elastic import checkpoint
 from tests.chaos.draw import RANKS, STAGES, Draw
-from tests.chaos.family import Coming, Family, guards
+from tests.chaos.family import Coming, Family, process_supervisors
 from tests.chaos.on_ranks import BIG, SlowToArrive
 from tests.processes import wait_until
 
@@ -145,7 +145,7 @@ class Idle(Scene):
                 NOTICED_WITHIN_S,
                 lambda: f"died: {list(cluster.died())}",
             )
-        elif draw.process in ("controller", "mpiexec", "guard"):
+        elif draw.process in ("controller", "mpiexec", "process supervisor"):
             wait_until(
                 lambda: bool(self.stage.said) or not cluster.running,
                 NOTICED_WITHIN_S,
@@ -276,7 +276,7 @@ class Start(Scene):
     def __init__(self, stage: Stage, draw: Draw) -> None:
         super().__init__(stage, draw)
         stage.close()
-        self._before = guards()
+        self._before = process_supervisors()
 
     def act(self) -> None:
         self.stage.start(self._stay)
@@ -292,9 +292,11 @@ class Start(Scene):
         return self.draw.victims or range(RANKS)
 
     def wait(self) -> None:
-        wait_until(lambda: len(guards() - self._before) == 1, REACHED_WITHIN_S)
-        (guard,) = guards() - self._before
-        self.stage.family = Family(guard)
+        wait_until(
+            lambda: len(process_supervisors() - self._before) == 1, REACHED_WITHIN_S
+        )
+        (supervisor,) = process_supervisors() - self._before
+        self.stage.family = Family(supervisor)
         run_dir = self.stage.family.run_dir
         self._coming = [Coming(run_dir, rank, again=False) for rank in range(RANKS)]
         for rank in self._whose:

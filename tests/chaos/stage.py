@@ -132,7 +132,7 @@ class Stage:
             return
         footprint = None
         with contextlib.suppress(psutil.NoSuchProcess):
-            footprint = Footprint([self.family.guard.pid])
+            footprint = Footprint([self.family.supervisor.pid])
         cluster.stop()
         if footprint is not None:
             footprint.assert_gone(GONE_WITHIN_S)

@@ -68,7 +68,9 @@ def test_spread_takes_what_is_new_first() -> None:
 
 
 def test_who_is_replaced_in_a_recovery() -> None:
-    each = next(d for d in MANY if d.moment == "recovery" and d.process == "guard")
+    each = next(
+        d for d in MANY if d.moment == "recovery" and d.process == "process supervisor"
+    )
     assert each.first in expected(each).new
     started = next(d for d in MANY if d.moment == "start" and d.process == "mpiexec")
     if started.fault == "SIGKILL":

@@ -128,7 +128,9 @@ if rank == 1:
 def test_restarts_are_counted_and_the_last_commit_stays(cluster: Cluster) -> None:
     cluster.execute("train = nbdist.elastic.run(max_restarts=0)(steps)")
     cluster.execute("if rank == 3: events = [(6, 'forward', die)]")
-    with pytest.raises(CellError, match=r"max_restarts=0 are spent: rank 3 ") as caught:
+    with pytest.raises(
+        CellError, match=r"max_restarts=0 are used up: rank 3 "
+    ) as caught:
         cluster.execute(TRAIN, timeout_s=60)
     assert "The last commit, number 7, is intact" in str(caught.value)
     assert "rank 3 was replaced" in str(caught.value)  # as after any other cell

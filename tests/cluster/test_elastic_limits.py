@@ -107,7 +107,7 @@ def test_two_deaths_at_once(cluster: Cluster) -> None:
     assert cluster["result"] == [STEPS] * 3
 
 
-def test_a_wish_beyond_the_limits_is_refused_at_once(cluster: Cluster) -> None:
+def test_a_resize_beyond_the_limits_is_refused_at_once(cluster: Cluster) -> None:
     cluster.execute("train = nbdist.elastic.run(min_ranks=2, max_ranks=3)(steps)")
     cluster.execute(
         "def wait():\n    open(folder + '/there', 'w').close()\n"

@@ -21,7 +21,7 @@ import os, sys, time
 from nbdist import Cluster
 cluster = Cluster(n=2, device="cpu").start()
 cluster.push(big=b"x" * 3_000_000)
-print(cluster._started.keeper.run_dir, flush=True)
+print(cluster._started.process_supervisor.run_dir, flush=True)
 """
 
 ENDINGS = {
@@ -87,18 +87,22 @@ def test_kill_9_of_a_notebook_that_has_forked():
 
 def victim_pid(cluster: Cluster, victim: str) -> int:
     assert cluster._started is not None
-    keeper = cluster._started.keeper
-    return keeper._guard.pid if victim == "guard" else keeper.pid(victim) or 0
+    client = cluster._started.process_supervisor
+    return (
+        client._process.pid
+        if victim == "process supervisor"
+        else client.pid(victim) or 0
+    )
 
 
-@pytest.mark.parametrize("victim", ["mpiexec", "controller", "guard"])
+@pytest.mark.parametrize("victim", ["mpiexec", "controller", "process supervisor"])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a cell"])
 def test_kill_9_of_what_the_ranks_need(victim: str, busy: bool):
     cluster = Cluster(n=2, device="cpu").start()
     try:
         assert cluster._started is not None
-        run_dir = cluster._started.keeper.run_dir
-        footprint = Footprint([victim_pid(cluster, "guard")], run_dir)
+        run_dir = cluster._started.process_supervisor.run_dir
+        footprint = Footprint([victim_pid(cluster, "process supervisor")], run_dir)
         pid = victim_pid(cluster, victim)
         if busy:
             begin = time.monotonic()
@@ -146,7 +150,7 @@ def test_what_the_ranks_have_started_ends_too():
         "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
         "stubborn = subprocess.Popen(['sh', '-c', \"trap '' TERM; sleep 1000\"])"
     )
-    footprint = Footprint([victim_pid(cluster, "guard")])
+    footprint = Footprint([victim_pid(cluster, "process supervisor")])
     assert {"sleep", "sh"} <= {process.name() for process in footprint.processes}
     cluster.stop()
     footprint.assert_gone()
@@ -179,7 +183,7 @@ def test_loader_workers_of_a_killed_rank_leave_no_files(
 def test_a_value_that_was_on_its_way_ends_too():
     packing = (
         "from nbdist.ipc import serialization, shm_payload\n"
-        "run_dir = cluster._started.keeper.run_dir\n"
+        "run_dir = cluster._started.process_supervisor.run_dir\n"
         "shipment = shm_payload.load(serialization.dumps(b'x' * 3_000_000), run_dir)\n"
         "print(shipment.path, flush=True)\n"
         "time.sleep(100)"

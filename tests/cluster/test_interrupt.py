@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
-from nbdist.cluster.call import Run
+from nbdist.cluster.call import Call
 from nbdist.cluster.observer import Event, Quiet
 from tests.processes import wait_until
 
@@ -169,15 +169,15 @@ def test_a_rank_that_does_not_listen_is_named_and_the_others_go_on(
 def test_an_answer_that_an_interrupt_hits_is_not_lost(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
-    handle, taken = Run._handle, []
+    handle, taken = Call._handle, []
 
-    def interrupted_once(run: Run, uuid: str, message: Any) -> bool:
+    def interrupted_once(run: Call, uuid: str, message: Any) -> bool:
         if message is None and not taken:
             taken.append(uuid)
             raise KeyboardInterrupt
         return handle(run, uuid, message)
 
-    monkeypatch.setattr(Run, "_handle", interrupted_once)
+    monkeypatch.setattr(Call, "_handle", interrupted_once)
     with pytest.raises(CellInterrupted) as stopped:
         cluster.execute("rank")
     assert "has not come back" not in str(stopped.value)

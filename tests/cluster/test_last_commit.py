@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nbdist.cluster import world_restart
-from nbdist.cluster.world_restart import LastCommit, Rescue, last_commit
+from nbdist.cluster.world_restart import LastCommit, SavedWorld, last_commit
 from nbdist.errors import CheckpointError
 from nbdist.ipc import private_files
 from nbdist.training.elastic.state import State
@@ -133,7 +133,7 @@ def test_a_kept_commit_is_an_ordinary_file(
 ) -> None:
     run_dir = clusters.begin()
     training(run_dir, weight=torch.arange(4.0), step=3).commit()
-    saved = Rescue(CALL, taken(run_dir))
+    saved = SavedWorld(CALL, taken(run_dir))
     private_files.remove_folders(run_dir)
     monkeypatch.setattr(world_restart.tempfile, "tempdir", str(tmp_path))
     told = saved.keep()
@@ -141,7 +141,7 @@ def test_a_kept_commit_is_an_ordinary_file(
     state = State(weight=torch.zeros(4), step=0)
     state.load(told.rsplit(" ", 1)[1])
     assert state.weight.tolist() == [0, 1, 2, 3]
-    assert Rescue(CALL, None).keep() == "there was no commit yet"
+    assert SavedWorld(CALL, None).keep() == "there was no commit yet"
 
 
 def test_what_others_can_write_is_not_taken(clusters: Clusters) -> None:

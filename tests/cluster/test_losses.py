@@ -46,7 +46,7 @@ def notes() -> list[str]:
 def cluster(_lasting: Cluster, notes: list[str]) -> Cluster:
     """Three ranks, whatever the test before has done to them."""
     running = _lasting
-    running.mend()
+    running.repair()
     if running.size != 3:
         running.scale(3, drop=True)
     running.on_note = notes.append
@@ -55,12 +55,12 @@ def cluster(_lasting: Cluster, notes: list[str]) -> Cluster:
 
 
 def helper_pid(cluster: Cluster, name: str) -> int:
-    """The process id of the guard, the controller or mpiexec."""
+    """The process id of the process supervisor, the controller or mpiexec."""
     assert cluster._started is not None
-    keeper = cluster._started.keeper
-    if name == "guard":
-        return keeper._guard.pid
-    pid = keeper.pid(name)
+    client = cluster._started.process_supervisor
+    if name == "process supervisor":
+        return client._process.pid
+    pid = client.pid(name)
     assert pid is not None
     return pid
 
@@ -169,13 +169,13 @@ def test_a_rank_dies_whose_parent_is_stopped(cluster: Cluster) -> None:
 # -- helper processes --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["guard", "controller", "mpiexec"])
+@pytest.mark.parametrize("name", ["process supervisor", "controller", "mpiexec"])
 def test_a_helper_that_is_killed_is_named_and_a_new_world_works(
     cluster: Cluster, notes: list[str], name: str
 ) -> None:
     os.kill(helper_pid(cluster, name), signal.SIGKILL)
     wait_until(lambda: bool(notes), 5)
-    said = {"guard": "the guard process"}.get(name, name)
+    said = {"process supervisor": "the process supervisor"}.get(name, name)
     assert notes == [f"{said} has ended with SIGKILL, and all ranks with it"]
     cluster.execute(SUM + "assert prepared == 7")
     assert said in notes[-1]
@@ -192,7 +192,7 @@ def test_a_helper_that_is_killed_ends_the_cell_that_runs(cluster: Cluster) -> No
     cluster.execute(SUM)
 
 
-@pytest.mark.parametrize("name", ["guard", "controller", "mpiexec"])
+@pytest.mark.parametrize("name", ["process supervisor", "controller", "mpiexec"])
 def test_a_helper_that_is_stopped_is_continued(
     cluster: Cluster, notes: list[str], name: str
 ) -> None:
@@ -204,9 +204,9 @@ def test_a_helper_that_is_stopped_is_continued(
     assert cluster["mine"] == [100, 101, 102]
 
 
-def test_a_cluster_with_a_stopped_guard_ends() -> None:
+def test_a_cluster_with_a_stopped_process_supervisor_ends() -> None:
     running = Cluster(n=1, device="cpu").start()
-    os.kill(helper_pid(running, "guard"), signal.SIGSTOP)
+    os.kill(helper_pid(running, "process supervisor"), signal.SIGSTOP)
     running.stop()
     assert not running.running
 
@@ -217,7 +217,7 @@ def test_a_cluster_with_a_stopped_guard_ends() -> None:
 def at_stage(cluster: Cluster, name: str, stage: str, act: Callable[[int], Any]) -> Any:
     """Call `act(pid)` once a process of the cluster has come to a stage."""
     assert cluster._started is not None
-    path = cluster._started.keeper.run_dir / f"{name}.stage"
+    path = cluster._started.process_supervisor.run_dir / f"{name}.stage"
 
     def look() -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -306,7 +306,7 @@ def test_a_newcomer_that_never_comes_up_is_given_up(
 ) -> None:
     """Two tries; then the others go on without it."""
     assert cluster._started is not None
-    run_dir = cluster._started.keeper.run_dir
+    run_dir = cluster._started.process_supervisor.run_dir
     seen = set(run_dir.glob("rank2-*.stage"))
     stop = threading.Event()
 
@@ -323,7 +323,7 @@ def test_a_newcomer_that_never_comes_up_is_given_up(
     thread = threading.Thread(target=kill_newcomers)
     thread.start()
     try:
-        cluster.mend()
+        cluster.repair()
     finally:
         stop.set()
         thread.join()

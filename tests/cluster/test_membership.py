@@ -134,7 +134,7 @@ def test_a_slow_variable_is_left_out_of_the_copy_and_named(
     os.kill(cluster.ranks[2].pid, signal.SIGKILL)
     wait_until(lambda: bool(cluster.died()), 10)
     begun = time.monotonic()
-    cluster.mend()
+    cluster.repair()
     assert time.monotonic() - begun < 30
     (note,) = notes
     assert "it has the variables of rank 0, but these cannot be copied: " in note

@@ -13,7 +13,7 @@ from nbdist.cluster import stall_detector
 from nbdist.cluster.observer import Quiet
 from nbdist.cluster.stall_detector import Seen, describe
 from nbdist.session import Session
-from nbdist.wire import CollectiveCall, Standing
+from nbdist.wire import CollectiveCall, ProgressSnapshot
 
 
 class Notices(Quiet):
@@ -115,8 +115,8 @@ def on_gpu(rank: int, sequence: int = 5) -> CollectiveCall:
 
 
 def test_what_is_said():
-    there = Seen(Standing("#1 barrier()", call(0), 1), 1.0)
-    silent, busy = Seen(None, 3.0), Seen(Standing("In[3] line 2", None, 1), 4.0)
+    there = Seen(ProgressSnapshot("#1 barrier()", call(0), 1), 1.0)
+    silent, busy = Seen(None, 3.0), Seen(ProgressSnapshot("In[3] line 2", None, 1), 4.0)
     assert describe({0: there, 1: silent, 3: busy}, 15.0).splitlines() == [
         "the others wait for rank 1,3",
         "rank 0 for 14 s: #1 barrier()",
@@ -125,9 +125,9 @@ def test_what_is_said():
     ]
     assert describe({3: busy}, 15.0).startswith("no rank waits for another")
     assert describe({0: there}, 15.0).startswith("deadlock")
-    met = {rank: Seen(Standing("", on_gpu(rank), 1), 1.0) for rank in range(2)}
+    met = {rank: Seen(ProgressSnapshot("", on_gpu(rank), 1), 1.0) for rank in range(2)}
     assert "wait for their GPUs" in describe(met, 15.0)
-    late = {**met, 1: Seen(Standing("", on_gpu(1, sequence=4), 1), 1.0)}
+    late = {**met, 1: Seen(ProgressSnapshot("", on_gpu(1, sequence=4), 1), 1.0)}
     assert describe(late, 15.0).startswith("deadlock")
     assert describe({0: met[0]}, 15.0).startswith("deadlock")
 

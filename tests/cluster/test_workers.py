@@ -173,7 +173,7 @@ def test_no_worker_outlives_its_notebook():
         "import nbdist\n"
         f"a, b = nbdist.launch_workers(2, code={FOR_EVER!r})\n"
         "nbdist.await_workers([a, b], wait_for_completion=False)\n"
-        "print(a.pid, b.pid, a.keeper.run_dir, flush=True)\n"
+        "print(a.pid, b.pid, a.process_supervisor.run_dir, flush=True)\n"
         "input()"
     ) as notebook:
         *pids, folder = notebook.line().split()
@@ -182,13 +182,13 @@ def test_no_worker_outlives_its_notebook():
         left.assert_gone()
 
 
-def test_when_the_guard_is_killed_its_workers_are_lost_and_new_ones_start(capsys):
+def test_when_the_supervisor_is_killed_its_workers_are_lost_and_new_ones_start(capsys):
     (worker,) = nbdist.launch_workers(1, code=FOR_EVER)
     nbdist.await_workers(worker, wait_for_completion=False)
     process = psutil.Process(worker.pid)
     os.kill(process.ppid(), signal.SIGKILL)
     result = nbdist.await_workers(worker)
-    assert result.failures[0].reason == "the guard process was killed"
+    assert result.failures[0].reason == "the process supervisor was killed"
     psutil.wait_procs([process], timeout=10)
     (new,) = nbdist.launch_workers(1, code="print('new')")
     assert nbdist.await_workers(new).ok

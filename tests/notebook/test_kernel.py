@@ -20,7 +20,8 @@ from tests.processes import Footprint
 CELL_S = 90.0
 RUN_DIR = (
     "import nbdist.magics as m; "
-    "[x.session.cluster._started.keeper.run_dir for x, _ in m._registered.values()][0]"
+    "[x.session.cluster._started.process_supervisor.run_dir "
+    "for x, _ in m._registered.values()][0]"
 )
 
 

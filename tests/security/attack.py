@@ -78,9 +78,9 @@ def connection(run_dir: Path, end: str) -> dict[str, Any]:
 
 
 def processes(cluster: Cluster) -> list[psutil.Process]:
-    """The guard and everything below it."""
-    guard = psutil.Process(cluster._started.keeper._guard.pid)
-    return [guard, *guard.children(recursive=True)]
+    """The process supervisor and everything below it."""
+    supervisor = psutil.Process(cluster._started.process_supervisor._process.pid)
+    return [supervisor, *supervisor.children(recursive=True)]
 
 
 class Sender:
@@ -173,7 +173,7 @@ def bad_body(rng: random.Random, genuine: Sequence[Sequence[bytes]]) -> list[byt
 
 def genuine_requests(cluster: Cluster) -> list[list[bytes]]:
     """Requests that were sent and carried out, each from the delimiter on."""
-    client = cluster._live().link._client
+    client = cluster._live().client._client
     with Recorder(client._mux_stream, client._control_stream) as recorder:
         cluster.execute("kept = 1")
         cluster.status()
@@ -184,11 +184,11 @@ def attack(
     cluster: Cluster, count: int, genuine: Sequence[Sequence[bytes]], seed: int
 ) -> int:
     """Send bad messages to every socket in turn; how many must be counted."""
-    roster = cluster._live()
-    found = targets(roster.run_dir, [info.engine_uuid for info in roster.infos])
+    registry = cluster._live()
+    found = targets(registry.run_dir, [info.engine_uuid for info in registry.infos])
     rng = random.Random(seed)
     counted = 0
-    with Sender(roster.run_dir, found) as sender:
+    with Sender(registry.run_dir, found) as sender:
         for number in range(count):
             target = found[number % len(found)]
             sender.send(target, bad_body(rng, genuine))

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import nbdist
-from nbdist.cluster.world_restart import Rescue, last_commit
+from nbdist.cluster.world_restart import SavedWorld, last_commit
 from nbdist.ipc.private_files import commit_folders
 from nbdist.wire import ElasticCall
 
@@ -71,8 +71,8 @@ def main() -> None:
         commits = [
             each for folder in commit_folders(run_dir) for each in opened(folder)
         ]
-        rescue = Rescue(CALL, last_commit(run_dir))
-        cluster._begin_from(rescue.resume(run_dir))
+        saved = SavedWorld(CALL, last_commit(run_dir))
+        cluster._begin_from(saved.resume(run_dir))
         cluster.execute("resumed = nbdist.elastic.State(step=0)")
         cluster.push(value=b"x" * 3_000_000)
         report = {

@@ -105,16 +105,16 @@ def test_the_status_says_how_many_messages_were_refused(
 
 def test_a_request_that_is_sent_again_runs_once(cluster: Cluster):
     cluster.execute("runs = 0")
-    roster = cluster._live()
-    client = roster.link._client
+    registry = cluster._live()
+    client = registry.client._client
     with Recorder(client._mux_stream, client._control_stream) as recorder:
         cluster.execute("runs += 1")
     before = refused(cluster)
-    uuids = [info.engine_uuid for info in roster.infos]
-    ways = [target for target in targets(roster.run_dir, uuids) if target.counted]
+    uuids = [info.engine_uuid for info in registry.infos]
+    ways = [target for target in targets(registry.run_dir, uuids) if target.counted]
     cells = [frames[1:] for frames in recorder.sent if b"cells" in b"".join(frames)]
     assert len(cells) == 4
-    with Sender(roster.run_dir, ways) as sender:
+    with Sender(registry.run_dir, ways) as sender:
         for way in ways:
             for body in cells:
                 sender.send(way, body)
@@ -123,7 +123,7 @@ def test_a_request_that_is_sent_again_runs_once(cluster: Cluster):
 
 
 def test_arguments_that_were_changed_on_the_way_are_not_unpickled(cluster: Cluster):
-    stream = cluster._live().link._client._mux_stream
+    stream = cluster._live().client._client._mux_stream
     send = stream.send_multipart
 
     def send_changed_and_genuine(frames: list[Any], **options: Any) -> None:

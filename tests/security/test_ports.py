@@ -31,7 +31,7 @@ def test_no_port_can_be_reached_from_another_host(cluster: Cluster):
 
 
 def test_the_controller_opens_no_port(cluster: Cluster):
-    pid = cluster._started.keeper.pid("controller")
+    pid = cluster._started.process_supervisor.pid("controller")
     ports = psutil.Process(pid).net_connections("inet")
     assert [port for port in ports if port.status == psutil.CONN_LISTEN] == []
 

@@ -107,7 +107,7 @@ class SharedCopies:
     def install(self, commit: Commit) -> None:
         """Make what was staged last the commit that survives.
 
-        An interrupt must not come in between: see `uncut`.
+        An interrupt must not come in between: see `defer_interrupts`.
 
         Raises:
             NotShared: there was no room for the record. The commit before stays.

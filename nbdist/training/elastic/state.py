@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import CheckpointError, UsageError
-from nbdist.training._uncut import uncut
+from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.training.elastic import checkpoint, tree
 from nbdist.training.elastic.commit_files import Commit, is_record
 from nbdist.training.elastic.coordinator import coordinator
@@ -220,7 +220,7 @@ class State:
 
     def _complete(self) -> None:
         """Do the second phase: the staged copy becomes the commit."""
-        with uncut():
+        with defer_interrupts():
             self._committed, self._staged = self._staged, self._committed
             self._forget_staged()
             try:

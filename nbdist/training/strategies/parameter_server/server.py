@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nbdist.collectives import Post
 from nbdist.errors import CollectiveAborted
+from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.telemetry import internal_metrics
-from nbdist.training._uncut import uncut
 from nbdist.training.strategies.parameter_server.messages import (
     Head,
     Kind,
@@ -139,7 +139,7 @@ class Server:
         worker = channel.worker
         if head.kind is Kind.PUSH:
             internal_metrics.record(staleness=self._policy.version - head.version)
-            with uncut():  # an update is complete and counted, or neither
+            with defer_interrupts():  # an update is complete and counted, or neither
                 self._carry_out(self._policy.push(worker, head.version))
         elif head.kind is Kind.OPTIONS:
             self._store.set_options(unpacked(channel.bytes))
@@ -160,7 +160,7 @@ class Server:
     def _end(self, channel: _Channel) -> None:
         """Close the channel: the other workers continue without this one."""
         channel.is_open, channel.head = False, None
-        with uncut():
+        with defer_interrupts():
             self._carry_out(self._policy.leave(channel.worker))
         self._reduce_if_due()
 

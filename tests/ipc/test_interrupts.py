@@ -1,4 +1,4 @@
-"""An interrupt that comes within `uncut` is held back, and not lost."""
+"""An interrupt that comes within `defer_interrupts` is held back, and not lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from nbdist.training._uncut import uncut
+from nbdist.ipc.interrupts import defer_interrupts
 
 
 def press(then: Callable[[], object]) -> None:
     """An interrupt, and something after it, both within."""
-    with uncut():
+    with defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         then()
 
@@ -33,7 +33,7 @@ def test_it_also_comes_after_an_error() -> None:
 
 def test_afterwards_all_is_as_before() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with uncut():
+    with defer_interrupts():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -43,7 +43,7 @@ def test_in_another_thread_nothing_changes() -> None:
 
     def work() -> None:
         before = signal.getsignal(signal.SIGINT)
-        with uncut():
+        with defer_interrupts():
             seen.append(signal.getsignal(signal.SIGINT) is before)
 
     thread = threading.Thread(target=work)

@@ -194,7 +194,9 @@ result = count(state)
         assert cluster["state.step"] == [10, 10]
         assert "died with SIGKILL" in notes_of(cluster)[0]
         assert "All 2 ranks were started again" in notes_of(cluster)[0]
-        with pytest.raises(RankDied, match=r"max_restarts=1 are spent.*--resume") as e:
+        with pytest.raises(
+            RankDied, match=r"max_restarts=1 are used up.*--resume"
+        ) as e:
             cluster.execute("dies_at = [8]; _setup = 1\n" + cell.replace("[6]", "[8]"))
     kept = Path(str(e.value).rsplit(" ", 1)[1])
     try:

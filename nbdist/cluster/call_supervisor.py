@@ -1,0 +1,298 @@
+"""Waits for calls, and releases ranks that wait for a rank that will not come."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import TYPE_CHECKING
+
+from nbdist.cluster.call import Call
+from nbdist.cluster.ipp_client import Answer
+from nbdist.cluster.rank_registry import RankRegistry
+from nbdist.cluster.recovery import Recovery
+from nbdist.cluster.stall_detector import StallDetector
+from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
+from nbdist.ipc import endpoints
+from nbdist.wire import CollectiveCall, format_ranks
+
+if TYPE_CHECKING:
+    from nbdist.cluster.elastic import Elastic
+
+__all__ = ["CallSupervisor"]
+
+INTERRUPT_GRACE_S = 5.0
+RELEASE_AFTER_S = 0.5
+PROBE_S = 0.1
+"""Seconds between two looks at what ranks wait for, once a rank is missing."""
+STEADY_S = 0.3
+"""Seconds that a rank must wait in one collective before it is released. All data
+of a collective that can complete would have arrived by then."""
+RENEW_TIMEOUT_S = 20.0
+
+
+Waiting = dict[int, tuple[CollectiveCall, float]]
+"""By rank, the collective it waits in, and since when (monotonic clock)."""
+
+
+class CallSupervisor:
+    """Waits for calls, ends those that cannot finish, and repairs groups afterwards."""
+
+    def __init__(self, registry: RankRegistry, recovery: Recovery) -> None:
+        self._registry = registry
+        self._recovery = recovery
+        self._unfinished: list[Call] = []
+        self._broken = False
+        self._groups: dict[str, int] = {}
+        """Number of process groups that each engine last reported."""
+        self._acknowledged: set[str] = set()
+        """UUIDs of dead engines that the living ranks were released from."""
+        self.is_waiting = False
+        """Whether a call is being waited for, whose error reports what happens."""
+        self.elastic: Elastic | None = None
+        """Continues elastic runs after failures."""
+        self.repair: Callable[[], None] = lambda: None
+        """Makes the ranks a working world again."""
+
+    def admit(self, ranks: Iterable[int]) -> None:
+        """Check before a call that its ranks are idle, and repair their groups.
+
+        Raises:
+            UsageError: A rank is still busy with an earlier cell.
+        """
+        busy = self._busy()
+        if busy & set(ranks):
+            raise UsageError(
+                "still busy with an earlier cell: "
+                f"{self._positions(busy & set(ranks))}. "
+                f"Wait for it, or {self._replacing(busy & set(ranks))}"
+            )
+        self._renew_if_broken()
+        if self._recovery.is_broken:
+            self.repair()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a living rank is still busy."""
+        return bool(self._busy())
+
+    def repaired(self) -> None:
+        """Note that the ranks have formed a new world, whose groups are not broken."""
+        self._broken = False
+        self._groups.clear()
+
+    def see_through(self, call: Call, timeout_s: float | None) -> CellError | None:
+        """Begin a call, and wait until it has ended on all its ranks.
+
+        Returns:
+            None, or the error of a call that was interrupted or timed out.
+
+        Raises:
+            UsageError: The time-out is not above 0; nothing was sent.
+        """
+        if timeout_s is not None and not timeout_s > 0:
+            raise UsageError(f"--timeout {timeout_s:g} is not above 0 seconds")
+        self._unfinished.append(call)
+        self.is_waiting = True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        waiting: Waiting = {}
+        stopped: CellError | None = None
+        stall_detector = StallDetector(self._registry, call)
+        try:
+            if self.elastic is not None:
+                self.elastic.begin(call)
+            call.begin()
+            while not call.wait(deadline, tick_s=PROBE_S):
+                if call.lost:
+                    self._end(call)
+                    break
+                if deadline is not None and time.monotonic() >= deadline:
+                    stopped = self._time_out(call, timeout_s)
+                    break
+                stall_detector.look()
+                self._release_from_dead()
+                waiting = self._release_waiting(call, waiting)
+                if self.elastic is not None:
+                    self.elastic.attend(call)
+        except KeyboardInterrupt:
+            stopped = self._interrupt(call)
+        finally:
+            self.is_waiting = False
+            if self.elastic is not None:
+                self.elastic.end(call)
+        self._broken |= call.broken or bool(call.unfinished) or self._differ_after(call)
+        with contextlib.suppress(KeyboardInterrupt):  # then the next call does it
+            self._renew_if_broken()
+        return stopped
+
+    # -- ranks that will not come --------------------------------------------------
+
+    def _release_from_dead(self) -> None:
+        """Release living ranks from what they do together with newly dead ranks."""
+        dead = [
+            info
+            for info in map(self._registry.__getitem__, self._registry.died)
+            if info.engine_uuid not in self._acknowledged
+        ]
+        if dead:
+            self._acknowledged |= {info.engine_uuid for info in dead}
+            ranks = [info.rank for info in dead]
+            reason = f"rank {format_ranks(ranks)} has died"
+            self._registry.tell(endpoints.RELEASE_FROM, ranks, reason)
+
+    def _release_waiting(self, call: Call, before: Waiting) -> Waiting:
+        """Release ranks that wait in a collective for a rank that will not come.
+
+        The cell of that rank has ended or paused, or was not sent to it.
+
+        Returns:
+            The collective that each rank waits in now.
+        """
+        busy = self._busy() - call.paused.keys()
+        if busy >= {info.rank for info in self._registry.infos}:
+            return {}
+        ranks = busy & {info.rank for info in call.unfinished}
+        collectives = self._registry.ask(endpoints.WAITING, ranks=ranks)
+        now = time.monotonic()
+        waiting: Waiting = {}
+        for rank, collective in collectives.items():
+            if collective is None:
+                continue
+            seen = before.get(rank)
+            since = seen[1] if seen is not None and seen[0] == collective else now
+            waiting[rank] = collective, since
+            missing = set(collective.members) - busy
+            if missing and now >= since + STEADY_S:
+                reason = self._reason(collective, missing, set(call.processes))
+                self._registry.ask(endpoints.RELEASE, reason, ranks=[rank])
+        return waiting
+
+    def _reason(
+        self, collective: CollectiveCall, missing: set[int], asked: set[int]
+    ) -> str:
+        dead = missing & self._registry.died.keys()
+        ended = missing - dead
+        whys = [f"rank {format_ranks(dead)} has died"] if dead else []
+        if ended & asked:
+            whys.append(f"the cell of rank {format_ranks(ended & asked)} has ended")
+        if ended - asked:
+            whys.append(f"rank {format_ranks(ended - asked)} was not asked to run it")
+        return f"released from {collective.operation}: {' and '.join(whys)}"
+
+    def _busy(self) -> set[int]:
+        """The living ranks that have not answered every call."""
+        for call in self._unfinished:
+            call.wait(time.monotonic())  # handle answers that have arrived
+        self._unfinished = [call for call in self._unfinished if call.unfinished]
+        # The registry learns of a death a moment before the calls do.
+        living = {info.engine_uuid for info in self._registry.living}
+        return {
+            info.rank
+            for call in self._unfinished
+            for info in call.unfinished
+            if info.engine_uuid in living
+        }
+
+    # -- ending a call --------------------------------------------------------------
+
+    def _time_out(self, call: Call, timeout_s: float | None) -> CellError:
+        where = self._positions(info.rank for info in call.unfinished)
+        self._end(call, "timed out")
+        return CellTimeout(
+            f"not finished after {timeout_s:g} s: {where}. All ranks were interrupted "
+            f"and keep their variables{self._left_behind(call)}"
+        )
+
+    def _interrupt(self, call: Call) -> CellError:
+        self._end(call)
+        return CellInterrupted(
+            f"interrupted; all ranks keep their variables{self._left_behind(call)}"
+        )
+
+    def _end(self, call: Call, outcome: str = "interrupted") -> None:
+        """Interrupt the ranks of a call, and wait a few seconds for them."""
+        begun = time.monotonic()
+        try:
+            call.interrupt(outcome)
+            if not call.wait(begun + RELEASE_AFTER_S):
+                # A rank that waits in C++, as in DDP's backward, handles no signal.
+                ranks = [info.rank for info in call.unfinished]
+                release = endpoints.RELEASE
+                self._registry.ask(release, "interrupted", ranks=ranks)
+            call.wait(begun + INTERRUPT_GRACE_S)
+        except KeyboardInterrupt:
+            return  # a second interrupt: stop waiting
+
+    def _left_behind(self, call: Call) -> str:
+        left = call.unfinished
+        if not left:
+            return ""
+        ranks = format_ranks(info.rank for info in left)
+        return (
+            f". Rank {ranks} has not come back within {INTERRUPT_GRACE_S:g} s "
+            f"({self._positions(info.rank for info in left)}): it takes no cell until "
+            "it does. %dist_stacks shows more; "
+            + self._replacing({info.rank for info in left})
+        )
+
+    def _replacing(self, ranks: Collection[int]) -> str:
+        """How to replace ranks that do not come back, and what is lost."""
+        if set(ranks) >= {info.rank for info in self._registry.living}:
+            return (
+                "%dist_restart starts all ranks again, without their variables and "
+                "with the setup cells"
+            )
+        return (
+            f"%dist_restart -r {format_ranks(ranks)} puts a new process in its place, "
+            "and the other ranks keep everything"
+        )
+
+    def _positions(self, ranks: Iterable[int]) -> str:
+        positions = self._registry.ask(endpoints.WHERE, ranks=ranks)
+        return "; ".join(
+            f"rank {rank} at {position}" if position else f"rank {rank} does not answer"
+            for rank, position in positions.items()
+        )
+
+    # -- broken groups ---------------------------------------------------------------
+
+    def _differ_after(self, call: Call) -> bool:
+        """Whether some ranks have created process groups that others have not."""
+        answers, processes = call.answers, call.processes
+        self._groups |= {processes[r]: answers[r].groups for r in answers}
+        living = [info.engine_uuid for info in self._registry.living]
+        return len({self._groups.get(uuid, 0) for uuid in living}) > 1
+
+    def _renew_if_broken(self) -> None:
+        """Renew the groups of the ranks once all are idle, if groups are broken.
+
+        With a dead rank, groups cannot be renewed: a recovery must come first.
+        """
+        if not self._broken or self._registry.died or self._busy():
+            return
+        client = self._registry.client
+        asked = [
+            client.send(info.engine_uuid, endpoints.RENEW, what="renew")
+            for info in self._registry.living
+        ]
+        replies = [exchange.reply for exchange in asked]
+        wait(replies, RENEW_TIMEOUT_S, return_when=FIRST_EXCEPTION)
+        answers = [_answer(reply) for reply in replies]
+        if not all(answer is not None and answer.ok for answer in answers):
+            self._recovery.is_broken = True  # a recovery rebuilds the world
+            return
+        whole = [answer for answer in answers if answer is not None]
+        self._registry.update(answer.value for answer in whole)
+        self._groups = {
+            exchange.engine_uuid: answer.groups
+            for exchange, answer in zip(asked, whole, strict=True)
+        }
+        self._broken = False
+
+
+def _answer(reply: Future[Answer]) -> Answer | None:
+    """The answer; None if the rank has died or is late."""
+    if not reply.done() or reply.exception() is not None:
+        return None
+    return reply.result()
