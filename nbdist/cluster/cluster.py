@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.cluster import transfer
 from nbdist.cluster.failures import cell_error, failures_of, render, summary
 from nbdist.cluster.hosts import this_host
+from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.launchers.mpiexec import Mpiexec
 from nbdist.cluster.observer import Observer, Quiet
 from nbdist.cluster.oom_report import explained
@@ -123,7 +124,7 @@ class Cluster:
         }
         self.config = configured(n, options)
         self._resume = resume_of(self.config)
-        self._launcher = Mpiexec(self.config.mpiexec)
+        self._launcher: Launcher = Mpiexec(self.config.mpiexec)
         self._assignments = assign_devices(self.config, this_host())
         self.collector = Collector()
         self._started: Started | None = None

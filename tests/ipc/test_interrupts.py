@@ -1,4 +1,4 @@
-"""An interrupt that comes within `defer_interrupts` is held back, and not lost."""
+"""An interrupt within `defer_interrupts` is delivered at the end of the block."""
 
 from __future__ import annotations
 
@@ -50,3 +50,16 @@ def test_in_another_thread_nothing_changes() -> None:
     thread.start()
     thread.join(10)
     assert seen == [True]
+
+
+def test_a_long_block_is_asked_to_end_at_each_interrupt() -> None:
+    asked: list[int] = []
+
+    def press_twice() -> None:
+        with defer_interrupts(lambda: asked.append(len(asked))):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert asked == [0, 1]

@@ -1,4 +1,4 @@
-"""The seam between a cluster and whatever starts its ranks."""
+"""The interface of what starts the ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ __all__ = ["Launcher"]
 
 
 class Launcher(ABC):
-    """Turns "run this command on n ranks" into one command of a launcher."""
+    """Makes the command line that starts n ranks.
+
+    Adding a launcher needs nothing but the properties and methods of this class.
+    """
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """The launcher and its version, in words for a user."""
+        """The launcher and its version, as shown to the user."""
+
+    @property
+    @abstractmethod
+    def is_fault_tolerant(self) -> bool:
+        """Whether the other ranks survive the death of one."""
 
     @abstractmethod
     def argv(self, n: int, command: Sequence[str]) -> list[str]:
@@ -23,4 +31,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def environment(self, n: int, run_dir: Path) -> Mapping[str, str]:
-        """What must be added to the environment of that command line."""
+        """Variables to add to the environment of that command line.
+
+        Args:
+            run_dir: The cluster's run folder, for files of the launcher.
+        """

@@ -43,7 +43,7 @@ class Mpiexec(Launcher):
 
     @property
     def is_fault_tolerant(self) -> bool:
-        """Whether survivors outlive a dead rank (ULFM, in Open MPI 5 and later)."""
+        """See `Launcher`. True for Open MPI 5 and later, which has ULFM."""
         numbers = [word for word in self._version.split() if word[0].isdigit()]
         return self.is_open_mpi and bool(numbers) and int(numbers[0].split(".")[0]) >= 5
 
