@@ -1,8 +1,8 @@
-"""The records that cross between the notebook kernel and the ranks.
+"""The records that travel between the notebook's kernel and the ranks.
 
-Plain frozen dataclasses of built-in types: both sides can import them without torch,
-MPI or widgets, and pickle carries them. Times are seconds since the epoch, sizes are
-bytes, and what is not available is None.
+They are frozen dataclasses of built-in types, so that both sides can import and pickle
+them without torch, MPI or widgets. Times are seconds since the epoch, sizes are bytes,
+and a value that is unavailable is None.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ REPLY = "nbdist_reply"
 TELEMETRY = "nbdist_telemetry"
 ELASTIC = "nbdist_elastic"
 REFUSED = "nbdist_refused"
-"""The types of our messages, in Jupyter's sense."""
+"""Message types, in Jupyter's sense."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who a rank is. `rank` is the one numbering; an engine's id is not."""
+    """The identity of a rank. ipyparallel's engine id is not its number; `rank` is."""
 
     rank: int
     world_size: int
@@ -58,15 +58,15 @@ class RankInfo:
     device_uuid: str | None
     """NVML's UUID of the GPU or MIG device; None for a CPU rank."""
     memory_limit: int | None
-    """Bytes of device memory this rank may take; None when it is not capped."""
+    """Bytes of device memory that this rank may use; None where it is not capped."""
     threads: int
     transport: str
     generation: int = 0
-    """Counts the changes of membership since the start."""
+    """The world's generation, which counts its rebuilds since the start."""
     name: str = ""
-    """Of its process's files in the cluster's folder; no later process has it."""
+    """The beginning of its process's file names; no later process has the same."""
     parent_pid: int = 0
-    """Of the process that started the rank and reports how it ends."""
+    """The process that started the rank and reports its exit."""
     mpi: str = ""
     """The MPI library in use, with its version."""
     notes: tuple[str, ...] = ()
@@ -85,39 +85,39 @@ class Sample:
 
 @dataclass(frozen=True)
 class DeviceSample:
-    """What one rank's device and process were doing at one moment."""
+    """The use of one rank's device and process at one moment."""
 
     rank: int
     time: float
     device: str
     utilisation: float | None
-    """Percent of the last sampling period: of the GPU, or of one CPU core."""
+    """Percent over the last sampling period: of the GPU, or of one CPU core."""
     memory_used: int | None
-    """Bytes in use on the GPU by everyone; a CPU rank's own resident bytes."""
+    """Bytes in use on the GPU by all processes; resident bytes on the CPU."""
     memory_total: int | None
     memory_own: int | None
     """Bytes in this rank's torch allocator on the GPU; resident bytes on the CPU."""
     cpu: float
-    """Percent of one core this process used; 200 is two cores."""
+    """Percent of one core that this process used; 200 is two cores."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank's recorder publishes at once."""
+    """Records that a rank's recorder publishes in one message."""
 
     rank: int
     source: str
-    """Names the recorder: another one, in a replaced rank, counts from 0 again."""
+    """The recorder's unique name. That of a replaced rank counts from 0 again."""
     sequence: int
-    """Counts the recorder's batches from 0, so that a lost one is noticed."""
+    """The number of the batch, from 0, so that a lost one is noticed."""
     dropped: int
-    """Records that found no room in the recorder's buffer, since its start."""
+    """Records that the recorder has dropped since its start, for want of room."""
     records: tuple[Sample | DeviceSample, ...]
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One rank's view of a collective: what it called, and where."""
+    """A collective as one rank has called it, and where."""
 
     rank: int
     sequence: int
@@ -139,7 +139,7 @@ class CollectiveCall:
 
     @property
     def description(self) -> str:
-        """The call and its place, without its rank."""
+        """The call and where it was made, without the rank."""
         peer = {"send": "to", "recv": "from"}.get(self.operation, "root")
         data = (str(self.shape), self.dtype) if self.dtype != "object" else ()
         details = [
@@ -148,11 +148,11 @@ class CollectiveCall:
             *((f"op={self.reduce_op}",) if self.reduce_op is not None else ()),
             *((f"{peer}={self.root}",) if self.root is not None else ()),
         ]
-        place = "" if self.line is None else f" at line {self.line}"
+        where = "" if self.line is None else f" at line {self.line}"
         if self.cell is not None:
-            place = f" in In[{self.cell}] line {self.line}"
+            where = f" in In[{self.cell}] line {self.line}"
         number = f"#{self.sequence} " if self.sequence else ""
-        return f"{number}{self.operation}({', '.join(details)}){place}"
+        return f"{number}{self.operation}({', '.join(details)}){where}"
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Change:
-    """How one generation of the world becomes the next."""
+    """A change of the world's members, from one generation to the next."""
 
     generation: int
     base: int
-    """Generation of the last change that every rank completed. The ranks start from
-    its communicator, so that an attempt which failed leaves nothing behind."""
+    """The generation of the last change that every rank completed. The ranks start from
+    its communicator, whatever a failed attempt has left."""
     numbers: dict[str, int]
     """The new rank of each process that stays, by its engine's uuid."""
     joins: tuple[Join, ...] = ()
@@ -190,50 +190,50 @@ class Change:
 
 @dataclass(frozen=True)
 class ElasticCall:
-    """A call of a function that `nbdist.elastic.run` decorates, and its limits."""
+    """A call of a function decorated with `nbdist.elastic.run`, and its limits."""
 
     name: str
     max_restarts: int
     min_ranks: int
     max_ranks: int | None
     timeout_s: float
-    """Seconds to wait for ranks, while there are fewer than `min_ranks`."""
+    """Seconds to wait for ranks while there are fewer than `min_ranks`."""
     index: int = 0
-    """How many elastic runs its cell has begun before it."""
+    """The number of elastic runs that its cell began before it."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank in an elastic run says out of turn, while its cell runs."""
+    """A message from a rank in an elastic run, while its cell runs."""
 
     kind: str
     """"entered", "paused", "answered" (an order of the notebook's) or "left"."""
     call: ElasticCall
     pause: int = 0
-    """Counts this rank's pauses: an order is for one of them."""
+    """The number of this rank's pause. An order is for one pause."""
     reason: str = ""
-    """Of a pause: "failure", "resize" or "finished"."""
+    """Why it pauses: "failure", "resize" or "finished"."""
     commit: int = 0
     """The number of the rank's last commit; 0 for none."""
     text: str = ""
-    """What has released it."""
+    """The error that has released the rank."""
     token: int = 0
-    """Of the order that is answered."""
+    """The token of the order that is answered."""
     ok: bool = True
     value: object = None
-    """What the order gave; (class, message, traceback lines) where it raised."""
+    """The order's result; (class, message, traceback lines) where it raised."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ends a pause."""
+    """The notebook's decision, which ends a pause."""
 
     action: str
     """"go on" with the ranks that there are now, "finish", "give up" or "interrupt"."""
     why: str = ""
-    """In words, for the error; "" where the error that led to it says all."""
+    """The reason in words, for the error; "" where the original error suffices."""
     completed_resize: int = 0
-    """Number of the last resize request that was completed."""
+    """The number of the last resize request that was completed."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Resume:
 
     path: str
     trusted: bool = False
-    """Whether this cluster has written it, so that it may hold any object."""
+    """Whether this cluster has written the file, which may then hold any object."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Failure:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as a short list: "0-2,5"."""
+    """Ranks as a short list, such as "0-2,5"."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and parts[-1][-1] == rank - 1:

@@ -1,7 +1,7 @@
-"""What a rank answers while its main thread is busy or blocked.
+"""Requests that a rank answers while its main thread is busy or blocked.
 
-These run in the kernel's control thread. They look, and they interrupt; they never wait
-for the main thread.
+These functions run in the kernel's control thread. They inspect and interrupt the main
+thread, and never wait for it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ __all__ = [
 
 
 def status() -> dict[str, Any]:
-    """Whether this rank is busy, in what, for how many seconds, and its memory.
+    """What this rank is busy with, for how many seconds, and its memory.
 
-    `refused` counts messages that were not authentic.
+    `what`, `seconds` and `where` are None while it is idle. `refused` is the number of
+    messages that were not authentic.
     """
     rank = this_rank()
     activity = rank.activity
@@ -58,10 +59,11 @@ def status() -> dict[str, Any]:
 
 
 def memory() -> dict[str, int | None]:
-    """Bytes: resident in this process and, on a GPU, what torch and the driver say.
+    """Bytes of memory: `resident` in this process, and more on a GPU.
 
-    `reserved` and `allocated` are torch's; `total` and `used` the card's, by everyone;
-    `process` is the driver's count of this process, and `limit` torch's cap.
+    `reserved` and `allocated` are those of torch's allocator, and `limit` is its cap.
+    `total` and `used` are the card's, by all processes; `process` is the part of this
+    process, as the driver counts it.
     """
     import psutil
     import torch
@@ -85,29 +87,29 @@ def memory() -> dict[str, int | None]:
 
 
 def where() -> str:
-    """Where the main thread is: the collective it is in, or the line of its cell.
+    """Where the main thread is: the collective that it is in, or the line of its cell.
 
-    Where it pickles or unpickles a value, that stands before the line.
+    While it pickles or unpickles a value, that is said before the line.
     """
     step = this_rank().step
-    return f"{step}, {_place()}" if step else _place()
+    return f"{step}, {_position()}" if step else _position()
 
 
-def _place() -> str:
+def _position() -> str:
     call = current_call()
     if call is not None:
         return call.description
     for frame in _main_frames():
-        place = line_of(frame.f_code.co_filename, frame.f_lineno)
-        if place:
-            return place
+        line = line_of(frame.f_code.co_filename, frame.f_lineno)
+        if line:
+            return line
     for frame in _main_frames():
         return f"{frame.f_code.co_filename} line {frame.f_lineno}"
     return "ended"
 
 
 def waiting() -> CollectiveCall | None:
-    """The collective this rank is in, with the ranks that take part."""
+    """The collective that this rank is in, with the ranks that take part."""
     return current_call()
 
 
@@ -121,41 +123,41 @@ def progress() -> ProgressSnapshot:
 
 
 def release(reason: str) -> None:
-    """Let the main thread out of the call it waits in, with an error."""
+    """Release the main thread from the call that it waits in, with an error."""
     release_calls(CollectiveAborted(reason))
     if current_call() is None:
-        world.current().release()  # it may wait in a call of mpi4py's, or of NCCL's
+        world.current().release()  # it may wait in a call of mpi4py or NCCL
 
 
 def release_from(dead: list[int], reason: str) -> None:
-    """Let the main thread out of whatever it does, or will do, with the dead."""
+    """Release the main thread from calls with dead ranks, now and later."""
     release_calls_with(dead, reason)
     world.current().release()
 
 
 def stack() -> str:
-    """The Python stack of the main thread, outermost call first, as text."""
+    """The Python stack of the main thread as text, outermost call first."""
     frame = sys._current_frames().get(this_rank().main_thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 def complete(token: str, line: str, cursor: int) -> list[str]:
-    """What may stand in place of the token that ends at the cursor in this line."""
+    """Completions of the token that ends at the cursor in this line."""
     shell = this_rank().shell
-    # What jedi finds `complete` leaves out; without it, it looks at the objects itself.
+    # `complete` leaves out what jedi finds. Without jedi, it inspects the objects.
     shell.Completer.use_jedi = False
     _text, matches = shell.complete(token, line, cursor)
     return [str(match) for match in matches]
 
 
 def end() -> None:
-    """End this process: the world goes on without it."""
+    """End this process. The other ranks go on."""
     this_rank().output.close()
     os._exit(0)
 
 
 def interrupt(request: str | None = None) -> None:
-    """Raise KeyboardInterrupt in one request, or in whatever runs."""
+    """Raise KeyboardInterrupt in one request, or in the one that runs for None."""
     this_rank().interrupts.interrupt(request)
 
 

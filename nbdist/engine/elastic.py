@@ -1,8 +1,8 @@
-"""Elastic runs on a rank: what it tells the notebook, and what it does at its word.
+"""Elastic runs on a rank: notices to the notebook, and orders from it.
 
-While the main thread is paused in an elastic run, the notebook has it carry out orders,
-functions of this package, by way of the control channel; their results go back as
-notices, for the control thread must stay free to answer.
+While the main thread is paused in an elastic run, the notebook sends it orders on the
+control channel: functions of this package to call. Their results go back as notices,
+because the control thread must stay free to answer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from nbdist.training.elastic.coordinator import install
 from nbdist.wire import ElasticCall, Notice, Resume, Verdict
 
 __all__ = [
-    "attend",
     "begin_from",
     "decide",
     "defer",
     "expect",
+    "install_coordinator",
     "order",
     "variables",
     "want_resize",
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Order(NamedTuple):
-    """Something to do in a pause."""
+    """A function that the main thread is to call during a pause."""
 
     token: int
     target: str
@@ -43,14 +43,14 @@ class Order(NamedTuple):
 
 
 class NotebookCoordinator:
-    """Asks the notebook what follows a failure. One for each rank."""
+    """Asks the notebook what follows a failure. Each rank has one."""
 
     def __init__(self) -> None:
         self.resize_request = 0
         """Number of the last resize request that this rank was told of."""
         self.resume: Resume | None = None
         self.expected: ElasticCall | None = None
-        """The call of the others that this rank, a newcomer, is to join."""
+        """The elastic call that this rank, which is new in the world, is to join."""
         self.pauses = 0
         self.orders: queue.SimpleQueue[Order | Verdict] = queue.SimpleQueue()
         self._completed_resize = 0
@@ -65,7 +65,7 @@ class NotebookCoordinator:
 
     @property
     def commit_folders(self) -> Sequence[Path]:
-        """See `Coordinator`. They are on the notebook's host only."""
+        """See `Coordinator`. Only the notebook's host has them."""
         with contextlib.suppress(OSError):
             folders = private_files.commit_folders(this_rank().run_dir)
             return [folder for folder in folders if folder.is_dir()]
@@ -90,7 +90,7 @@ class NotebookCoordinator:
         return "begin" if expected is None else "join"
 
     def _remove_commits(self) -> None:
-        """Remove those of an earlier cell: another run is not to go on from them."""
+        """Remove the commits of an earlier cell: another run must not continue them."""
         for folder in self.commit_folders:
             for path in folder.iterdir():
                 path.unlink()
@@ -102,7 +102,7 @@ class NotebookCoordinator:
         this_rank().notify(Notice("left", call))
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
-        """See `Coordinator`. An interrupt gets through until the first order."""
+        """See `Coordinator`. An interrupt is raised until the first order comes."""
         call = self._call
         assert call is not None
         self.pauses += 1
@@ -110,7 +110,7 @@ class NotebookCoordinator:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         this_rank().notify(Notice("paused", call, self.pauses, reason, commit, text))
         first = self.orders.get()
-        # What ranks do together, each must do to its end.
+        # The ranks carry orders out together, so each must complete them.
         with this_rank().interrupts.deferred():
             while isinstance(first, Order):
                 this_rank().notify(self._carry_out(first, call))
@@ -124,35 +124,35 @@ class NotebookCoordinator:
         answer = Notice("answered", call, self.pauses, token=order.token)
         try:
             return replace(answer, value=function_of(order.target)(*order.args))
-        except Exception as error:  # noqa: BLE001 - it is the notebook's to judge
+        except Exception as error:  # noqa: BLE001 - the notebook decides what follows
             return replace(answer, ok=False, value=describe(error))
 
 
 _coordinator = NotebookCoordinator()
 
 
-def attend() -> None:
-    """Have elastic runs on this rank ask the notebook."""
+def install_coordinator() -> None:
+    """Make elastic runs on this rank ask the notebook."""
     install(_coordinator)
 
 
-# The notebook calls these, by way of the control channel.
+# The notebook calls the following functions on the control channel.
 
 
 def order(pause: int, token: int, target: str, *args: object) -> None:
-    """Have the main thread do something in its pause; nothing once that is over."""
+    """Have the main thread call a function during this pause, unless it is over."""
     if pause == _coordinator.pauses:
         _coordinator.orders.put(Order(token, target, args))
 
 
 def decide(pause: int, verdict: Verdict) -> None:
-    """End a pause."""
+    """End this pause, unless it is over."""
     if pause == _coordinator.pauses:
         _coordinator.orders.put(verdict)
 
 
 def expect(call: ElasticCall | None) -> None:
-    """The cell that comes next is one of which the others are in this call already."""
+    """Set the elastic call that the other ranks are in, which the next cell joins."""
     _coordinator.expected = call
 
 
@@ -166,10 +166,10 @@ def want_resize(request: int) -> None:
 
 
 def begin_from(resume: Resume | None) -> None:
-    """Let every new `State` begin from a file.
+    """Make every new `State` begin from a file.
 
     Raises:
-        OSError: It is trusted, and another user may have written it.
+        OSError: The file is trusted, but another user may have written it.
     """
     if resume is not None and resume.trusted:
         private_files.check_file(Path(resume.path))
@@ -179,7 +179,7 @@ def begin_from(resume: Resume | None) -> None:
 def variables() -> Shipment:
     """This rank's variables.
 
-    The control thread packs them, as the main thread may be stuck in MPI.
+    The control thread packs them, while the main thread may be blocked in MPI.
     """
     shipment, _lost = export_variables()
     return shipment

@@ -35,7 +35,7 @@ REGISTRATION_TIMEOUT_S = 60
 
 
 class _Engine(IPEngine):  # type: ignore[misc]
-    """An engine whose output, signals and requests are nbdist's."""
+    """An ipyparallel engine with nbdist's output, signals and requests."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.process: Process = kwargs.pop("process")
@@ -50,7 +50,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         self.session = SignedSession(parent=self)
 
     def redirect_output(self, iopub_socket: Any) -> None:
-        """Called by IPEngine once its kernel is there and before it runs."""
+        """Called by IPEngine once its kernel is made and before it runs."""
         kernel = self.kernel
         session, shell = kernel.session, kernel.shell
 
@@ -91,13 +91,13 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 notify=notify,
             )
         )
-        # IPython's sign that somebody types here. Nobody does; and where a library
-        # believes it, as Lightning, it starts ranks of its own or refuses to train.
+        # IPython sets these as in an interactive shell. Libraries such as Lightning
+        # would then start ranks of their own, or refuse to train.
         vars(sys).pop("ps1", None)
         vars(sys).pop("ps2", None)
-        _keep_filled(shell, self.device)
+        _keep_names(shell, self.device)
         rpc_server.answer_on(kernel)
-        elastic.attend()
+        elastic.install_coordinator()
         self.sampler = Sampler(recorder, info.device, info.device_uuid)
 
     def init_signal(self) -> None:
@@ -162,12 +162,12 @@ def _describe(
     )
 
 
-def _keep_filled(shell: Any, device: torch.device) -> None:
-    """Give the namespace what every cell finds, now and after each `%reset`."""
-    begin_anew = shell.init_user_ns
+def _keep_names(shell: Any, device: torch.device) -> None:
+    """Put the names of every cell into the namespace, now and after each `%reset`."""
+    reset = shell.init_user_ns
 
     def init_user_ns() -> None:
-        begin_anew()
+        reset()
         fill()
 
     def fill() -> None:
@@ -179,7 +179,7 @@ def _keep_filled(shell: Any, device: torch.device) -> None:
 
 
 def _fill_namespace(shell: Any, device: torch.device) -> None:
-    """The names that every cell finds, hidden from %who and the like."""
+    """Put the names of every cell into the namespace, hidden from %who."""
     names = {
         "device": device,
         "torch": torch,
@@ -187,5 +187,5 @@ def _fill_namespace(shell: Any, device: torch.device) -> None:
         "nbdist": nbdist,
     }
     shell.push(names, interactive=False)
-    # IPython's would end the engine; these end the cell.
+    # IPython's own functions would end the engine; these end the cell.
     shell.push({"exit": sys.exit, "quit": sys.exit}, interactive=False)

@@ -1,8 +1,8 @@
-"""Requests from the notebook: a named function of this package, with arguments.
+"""Requests from the notebook: each calls a function of this package, an endpoint.
 
-One message type serves all of them, on two channels: "shell" is answered by the main
-thread, in turn; "control" by the control thread, also while the main thread is busy.
-A reply always comes: with the function's value, or with the failure.
+There are two channels. The main thread answers requests of the "shell" channel in
+turn; the control thread answers those of the "control" channel, also while the main
+thread is busy. Every request is answered, with the function's value or with its error.
 """
 
 from __future__ import annotations
@@ -32,41 +32,44 @@ RUNS_USER_CODE = {
     endpoints.COMPLETE,
     endpoints.VARIABLES,
 }
-"""Requests that call methods of the user's objects, such as `__repr__`. These may take
-long, so a thread of their own answers them: the control thread must take interrupts."""
-_looks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+"""Endpoints that call methods of the user's objects, such as `__repr__`. They may take
+long, and the control thread must still receive an interrupt: a further thread answers
+them in turn."""
+_inspections: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 PACKAGE = str(Path(__file__).parents[1])
 
 _gates: list[Gate] = []
 
 
 def answer_on(kernel: Any) -> None:
-    """Teach an ipykernel kernel our message type, on both of its channels.
+    """Answer requests on both channels of an ipykernel kernel.
 
     Must be called before the kernel starts to receive.
     """
     _guard(kernel, kernel.shell_stream, "shell")
     _guard(kernel, kernel.control_stream, "control")
-    threading.Thread(target=_look_on, name="nbdist-look", daemon=True).start()
+    threading.Thread(
+        target=_answer_inspections, name="nbdist-inspect", daemon=True
+    ).start()
     kernel.shell_handlers[REQUEST] = lambda stream, ident, message: _answer_main(
         kernel, stream, ident, message
     )
-    kernel.control_handlers[REQUEST] = lambda stream, ident, message: _answer_agent(
+    kernel.control_handlers[REQUEST] = lambda stream, ident, message: _answer_control(
         kernel, stream, ident, message
     )
-    # ipykernel would let SIGINT through during its own bookkeeping, before and after
-    # our handler; engine.interrupts decides instead.
+    # ipykernel's hooks let SIGINT through before and after a handler, during its own
+    # bookkeeping. engine.interrupts decides instead.
     kernel.pre_handler_hook = lambda: None
     kernel.post_handler_hook = lambda: None
 
 
 def refused() -> int:
-    """How many messages this rank has refused."""
+    """The number of messages that this rank has refused."""
     return refusals(_gates)
 
 
 def _guard(kernel: Any, stream: Any, channel: str) -> None:
-    """Have a channel receive only what is meant for it, and each message once."""
+    """Let a channel receive only messages addressed to it, and each of them once."""
     gate = Gate(kernel.session, f"{kernel.ident}/{channel}", {REQUEST})
     _gates.append(gate)
     receive = stream.on_recv
@@ -88,7 +91,7 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
             frames = await _call(content["target"], message["buffers"])
         status = "ok"
     except BaseException as error:  # noqa: BLE001
-        # The boundary: whatever went wrong becomes the answer, so that one comes.
+        # The boundary: any error becomes the reply, because a reply must be sent.
         status, frames = "error", serialization.dumps(describe(error))
     finally:
         end_forked_child()
@@ -96,16 +99,16 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
     _reply(kernel, stream, ident, message, status, frames)
 
 
-async def _answer_agent(kernel: Any, stream: Any, ident: Any, message: Any) -> None:
+async def _answer_control(kernel: Any, stream: Any, ident: Any, message: Any) -> None:
     content = message["content"]
     if content["target"] in RUNS_USER_CODE:
         loop = asyncio.get_running_loop()
 
-        def look() -> None:
+        def inspect_and_reply() -> None:
             outcome = _outcome(content["target"], message["buffers"])
             loop.call_soon_threadsafe(_reply, kernel, stream, ident, message, *outcome)
 
-        _looks.put(look)
+        _inspections.put(inspect_and_reply)
         return
     frames: list[Any]
     try:
@@ -116,7 +119,7 @@ async def _answer_agent(kernel: Any, stream: Any, ident: Any, message: Any) -> N
 
 
 def _outcome(target: str, buffers: list[Any]) -> tuple[str, list[Any]]:
-    """Status and frames of a reply, for a function that is no coroutine."""
+    """The status and the frames of a reply, for a function that is not a coroutine."""
     try:
         args, kwargs = serialization.loads([bytearray(frame) for frame in buffers])
         return "ok", serialization.dumps(function_of(target)(*args, **kwargs))
@@ -124,9 +127,9 @@ def _outcome(target: str, buffers: list[Any]) -> tuple[str, list[Any]]:
         return "error", serialization.dumps(describe(error))
 
 
-def _look_on() -> None:
+def _answer_inspections() -> None:
     while True:
-        _looks.get()()
+        _inspections.get()()
 
 
 async def _call(target: str, buffers: list[Any]) -> list[Any]:
@@ -138,7 +141,7 @@ async def _call(target: str, buffers: list[Any]) -> list[Any]:
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """The function of this package that "module:function" names."""
+    """The function that an endpoint names."""
     module, _, name = target.partition(":")
     if not module.startswith("nbdist.engine."):
         raise ValueError(f"{target!r} is not a function of nbdist.engine")
@@ -147,7 +150,7 @@ def function_of(target: str) -> Callable[..., Any]:
 
 
 def describe(error: BaseException) -> tuple[str, str, list[str]]:
-    """(class, message, traceback lines) of what went wrong, from the user's code on."""
+    """(class, message, traceback lines) of an error, from the user's code on."""
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next
@@ -164,7 +167,7 @@ def _reply(
 ) -> None:
     content = {
         "status": status,
-        "broken": world.current().spent,
+        "broken": world.current().broken,
         "groups": torch_group.groups_made(),
     }
     kernel.session.send(

@@ -1,7 +1,7 @@
-"""`!command` in a cell: a child process that an interrupt ends.
+"""`!command` in a cell: runs a child process, which an interrupt ends.
 
-IPython's own swallows an interrupt that comes before the command has begun, and then
-waits for the command to end by itself.
+IPython's own implementation loses an interrupt that comes before the command has begun,
+and then waits for the command to end by itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CHUNK_BYTES = 1 << 16
 
 
 def install(shell: Any, interrupts: Interrupts) -> None:
-    """Have this IPython shell run its `!` commands here."""
+    """Replace this IPython shell's way to run `!` commands."""
     shell.system = partial(_run, shell, interrupts)
 
 
 def _run(shell: Any, interrupts: Interrupts, command: str) -> None:
-    """Run a command to its end, and print what it prints as it comes.
+    """Run a command, and print its output as it comes.
 
-    The exit code becomes `_exit_code`, as IPython has it.
+    The exit code is stored as `_exit_code`, as IPython does.
     """
     if command.rstrip().endswith("&"):
         raise OSError(
@@ -59,7 +59,7 @@ def _run(shell: Any, interrupts: Interrupts, command: str) -> None:
 
 
 def _copy(process: subprocess.Popen[bytes]) -> None:
-    """To sys.stdout, and so to whoever has put something else in its place."""
+    """Copy the output to sys.stdout, which the user may have replaced."""
     assert process.stdout is not None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with process.stdout as pipe:
@@ -68,7 +68,7 @@ def _copy(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a command and what it has started; kill what does not listen."""
+    """Interrupt a command and its children; kill them if they do not end."""
     os.killpg(process.pid, signal.SIGINT)
     try:
         process.wait(GRACE_S)

@@ -1,8 +1,8 @@
-"""Membership: which ranks there are, and this one's number among them.
+"""The world: all ranks, and the number of this one among them.
 
-The world is the one place that knows the MPI communicator. It hands a `Group` over it
-to the collectives, and counts generations: each time the ranks had to meet anew, after
-an interrupt or a change of membership, is one.
+The world alone knows the MPI communicator. It gives the collectives a `Group` over it.
+Its generation counts how often the ranks have rebuilt their communicators, after an
+interrupt or a change of members.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class World:
-    """The ranks, as this one sees them. Every rank must make it together.
+    """The ranks, as this one sees them. Every rank must construct it together.
 
     Args:
         comm: An mpi4py communicator over all ranks, used for nothing else.
@@ -42,7 +42,7 @@ class World:
     def __init__(self, comm: Any, generation: int = 0) -> None:
         self.comm = comm
         self.generation = generation
-        self.local_rank, self.local_size = _local_place(comm)
+        self.local_rank, self.local_size = _local_numbers(comm)
         self.shared = comm.Dup()
         """For the user's own calls of mpi4py."""
         self._shared_revoked = self._nccl_aborted = False
@@ -70,7 +70,7 @@ class World:
         )
 
     def release(self) -> None:
-        """Let this rank out of calls of mpi4py's and NCCL's. Any thread may call."""
+        """Release this rank from calls of mpi4py and NCCL. Any thread may call."""
         self._revoke_shared()
         self._nccl_aborted |= torch_group.abort()
 
@@ -80,8 +80,8 @@ class World:
         self._shared_revoked = True
 
     @property
-    def spent(self) -> bool:
-        """Whether something of this rank's waits to be renewed."""
+    def broken(self) -> bool:
+        """Whether a communicator or group of this rank must be rebuilt."""
         return self._shared_revoked or self._nccl_aborted or any_broken()
 
     def renew(self) -> None:
@@ -104,15 +104,15 @@ class World:
 
 _world: World | None = None
 _comms: dict[int, Any] = {}
-"""The communicator of each world that was entered, by generation, until ranks have
-agreed on one to build on."""
+"""The communicators of the worlds that this rank has entered, by generation. Once the
+ranks agree on one to build on, the others are removed."""
 
 
 def current() -> World:
     """The world as it is now.
 
     Raises:
-        WrongProcess: This process has joined none.
+        WrongProcess: This process has joined no world.
     """
     if _world is None:
         raise WrongProcess(
@@ -128,7 +128,7 @@ def is_joined() -> bool:
 
 
 def join() -> World:
-    """Enter the world that the MPI launcher made. Every rank must call."""
+    """Enter the world of the MPI launcher. Every rank must call."""
     from mpi4py import MPI
 
     return enter(MPI.COMM_WORLD.Dup(), 0)
@@ -143,7 +143,7 @@ def join_running(rank: int, generation: int) -> World:
 
 
 def enter(comm: Any, generation: int) -> World:
-    """Make the world over a communicator. All its ranks must call."""
+    """Make the world of a communicator. All its ranks must call."""
     global _world
     from mpi4py import MPI
 
@@ -154,9 +154,9 @@ def enter(comm: Any, generation: int) -> World:
 
 
 def communicator_of(generation: int) -> Any:
-    """The communicator of the world that was entered as this generation.
+    """The communicator of the world of this generation.
 
-    Those of other generations are given up: the ranks build on this one.
+    Those of other generations are removed: the ranks build on this one.
     """
     global _comms
     _comms = {generation: _comms[generation]}
@@ -164,7 +164,7 @@ def communicator_of(generation: int) -> Any:
 
 
 def renew() -> RankInfo:
-    """Make the collectives work again, after one was left halfway on some rank.
+    """Rebuild the groups, after a collective was left half done on some rank.
 
     Every rank must call, from its main thread.
     """
@@ -175,7 +175,7 @@ def renew() -> RankInfo:
     return rank.info
 
 
-def _local_place(comm: Any) -> tuple[int, int]:
+def _local_numbers(comm: Any) -> tuple[int, int]:
     """(local rank, local world size): this rank among those of its host."""
     from mpi4py import MPI
 
