@@ -1,4 +1,4 @@
-"""Files that are written by one rank, whole or not at all, and read by all."""
+"""Files that rank 0 writes and all ranks read."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MapLocation = torch.device | str | dict[str, str] | Callable[[Any, str], Any] | 
 
 
 def save(obj: object, path: str | os.PathLike[str]) -> None:
-    """Save an object as `torch.save` does: rank 0 writes its own, the others wait.
+    """Save rank 0's object as `torch.save` does, while the other ranks wait.
 
-    Every rank must call; in a script without ranks, this process writes. When this
-    returns, the file is whole and on the disk; see `ipc.atomic_files`. For state that
-    is divided among ranks, as FSDP's is, take torch.distributed.checkpoint.
+    Every rank must call. In a script without ranks, this process writes. When this
+    returns, the file is complete and on the disk. A reader never sees a part of it. For
+    state that is sharded over ranks, such as FSDP's, use torch.distributed.checkpoint.
 
     Args:
-        obj: such as a model's `state_dict()`. Only rank 0's is looked at.
-        path: taken on rank 0; a relative one begins where the notebook is.
+        obj: an object such as a model's `state_dict()`. Other ranks' are ignored.
+        path: used on rank 0. A relative path begins in the notebook's folder.
 
     Raises:
-        SaveError: rank 0 could not write; raised on every rank, with the reason.
+        SaveError: rank 0 could not write. Every rank raises it, with the reason.
     """
     group = _group()
 
@@ -56,24 +56,24 @@ def write_on_rank_0(
     rank: int,
     send: Callable[[str | None], str | None],
 ) -> None:
-    """Have rank 0 write a file; on each rank, return once it is there.
+    """Write a file on rank 0; return on each rank once it is written.
 
     Every rank must call.
 
     Args:
         path: for the error.
-        write: called on rank 0 alone.
-        rank: this process's.
-        send: gives every rank what rank 0 gives it.
+        write: writes the file. It is called on rank 0 only.
+        rank: the rank of this process.
+        send: broadcasts rank 0's argument, and returns it on every rank.
 
     Raises:
-        SaveError: rank 0 could not write; raised on every rank, with the reason.
+        SaveError: rank 0 could not write. Every rank raises it, with the reason.
     """
     problem, cause = None, None
     if rank == 0:
         try:
             write()
-        # The others must learn of it, whatever pickling or the disk has raised.
+        # Other ranks must learn of every error, from pickling as from the disk.
         except Exception as error:  # noqa: BLE001
             cause = error
             problem = f"{os.fspath(path)} was not saved: {_reason(error)}"
@@ -88,15 +88,15 @@ def load(
     *,
     weights_only: bool = True,
 ) -> Any:
-    """Load what `save` or `torch.save` has written. Any rank may call, alone too.
+    """Load a file that `save` or `torch.save` has written. Any rank may call alone.
 
     Args:
-        path: each rank reads it.
-        map_location: as for `torch.load`. None brings tensors that were saved from a
-            GPU to this rank's own GPU, and to the CPU where it has none.
-        weights_only: refuse anything but tensors and plain containers. A file that may
-            hold any object can run any code when it is loaded: pass False only for a
-            file that you trust.
+        path: the file, which each rank reads.
+        map_location: as for `torch.load`. None loads tensors that were saved from a GPU
+            to this rank's GPU, or to the CPU if this rank has no GPU.
+        weights_only: refuse anything but tensors and plain containers. A file with
+            other objects can run any code when it is loaded: pass False only for a file
+            that you trust.
     """
     where = _own_device if map_location is None else map_location
     return torch.load(path, map_location=where, weights_only=weights_only)
@@ -109,9 +109,10 @@ def _own_device(storage: Any, location: str) -> Any:
 
 
 def _group() -> Group | None:
-    """The ranks; None in a process that is none.
+    """The default group; None in a process that is no rank.
 
-    Importing the collectives starts MPI, so a process that has not done it is no rank.
+    Importing the collectives starts MPI. A process that has not imported them is no
+    rank, and is not to start MPI here.
     """
     if "nbdist.collectives" not in sys.modules:
         return None

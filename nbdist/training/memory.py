@@ -1,4 +1,4 @@
-"""What this rank may take of its device's memory, and what it holds of it."""
+"""The memory of this rank's device: how much the rank holds, and may take."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ __all__ = ["Memory", "look", "memory"]
 
 @dataclass(frozen=True)
 class Memory:
-    """A rank's view of its device's memory at one moment, in bytes."""
+    """The memory of a rank's device at one moment, in bytes."""
 
     device: str
-    """torch's name for it: "cpu" or "cuda:0"."""
+    """torch's name of the device, such as "cpu" or "cuda:0"."""
     total: int
-    """Of the GPU; on the CPU, of this machine or container."""
+    """Memory of the GPU; on the CPU, memory of this machine or container."""
     used: int
-    """By everyone, this rank among them."""
+    """Memory in use by all processes, this rank included."""
     held: int
-    """By this rank: of torch's allocator on a GPU, resident memory on the CPU."""
+    """Memory held by this rank: on a GPU by torch's allocator, on the CPU resident."""
     tensors: int | None
-    """By this rank's tensors on a GPU; None on the CPU, where torch does not count."""
+    """Memory of this rank's tensors on a GPU; None on the CPU, where torch has no
+    count."""
     limit: int | None
-    """What this rank may take; None where nothing caps it."""
+    """Memory that this rank may take; None for no limit."""
 
     def __str__(self) -> str:
         tensors = "" if self.tensors is None else f" ({_gib(self.tensors)} in tensors)"
@@ -49,19 +50,20 @@ def memory(
     *,
     device: torch.device | str | None = None,
 ) -> Memory:
-    """What this rank's device allows and holds; any rank may call, alone too.
+    """Return this rank's use of its device's memory; optionally limit it.
+
+    Any rank may call, alone too.
 
     Args:
-        limit: from now on this rank may take no more: a part of the device's memory
-            (0.25), a size ("8GiB"), or bytes. On a GPU it caps torch's allocator; on
-            the CPU what this process allocates, whoever does it.
-        growth: on a GPU, whether torch's allocator takes memory in segments that grow,
-            rather than in blocks that cannot be joined: less is lost to fragmentation.
-            It counts for what is taken from now on.
-        device: default this rank's GPU, where it has one, else the CPU.
+        limit: set the most that this rank may take from now on: a fraction of the
+            device's memory (0.25), a size ("8GiB"), or bytes. On a GPU this limits
+            torch's allocator; on the CPU, all allocations of this process.
+        growth: on a GPU, whether torch's allocator takes memory in expandable segments,
+            which lose less to fragmentation. It applies to new memory.
+        device: the device. Default: this rank's GPU if it has one, else the CPU.
 
     Raises:
-        UsageError: the limit is no such thing, or less than is held already.
+        UsageError: the limit is not of this form, or this rank holds more already.
     """
     target = own_device() if device is None else torch.device(device)
     if limit is not None:
@@ -72,7 +74,7 @@ def memory(
 
 
 def look(device: torch.device) -> Memory:
-    """The device's memory as it is now, from this rank."""
+    """The current memory of a device, as seen from this rank."""
     if device.type == "cuda":
         return _look_at_gpu(device)
     total = memory_limit(psutil.virtual_memory().total)
@@ -102,11 +104,11 @@ def _look_at_gpu(device: torch.device) -> Memory:
 
 
 _fractions: dict[int, float] = {}
-"""What `memory` has set, for a torch that does not tell."""
+"""The fractions that `memory` has set, for a torch that cannot return them."""
 
 
 def _fraction(device: torch.device) -> float:
-    """The part of the GPU that torch's allocator may take."""
+    """The fraction of the GPU's memory that torch's allocator may take."""
     tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     if tell is not None:  # since torch 2.8
         return float(tell(device))
@@ -142,7 +144,7 @@ def _set_growth(device: torch.device, growth: bool) -> None:
 
 
 def _allocated_data() -> int:
-    """Bytes that the limit on this process's data counts, many never touched."""
+    """Bytes that RLIMIT_DATA counts for this process, whether touched or not."""
     with open(f"/proc/{os.getpid()}/status", encoding="ascii") as status:
         for line in status:
             if line.startswith("VmData:"):

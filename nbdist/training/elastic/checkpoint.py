@@ -1,4 +1,4 @@
-"""A file of saved state: whole or refused, and never the only one.
+"""The format of a file of saved state.
 
     offset  bytes
     0       8      b"NBDSTATE"
@@ -8,9 +8,9 @@
     48             header: JSON
                    payload, to the end of the file
 
-A new file is written beside the old one, flushed to the disk and renamed, and the old
-one stays as PATH.previous. This file imports no torch, so that the notebook can check a
-file before it starts anything.
+A new file is written beside the old one, flushed to the disk and renamed. The old file
+is kept as PATH.previous. A reader refuses a file whose digest does not agree. This
+module imports no torch, so that the notebook can check a file before it starts ranks.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ LATEST_TIME_S = 1e11  # in the year 5138; beyond it, `time.localtime` overflows
 
 
 class Opened(NamedTuple):
-    """A file that was found whole."""
+    """A file that was checked and is complete."""
 
     path: Path
-    """The one asked for, or the previous one."""
+    """The requested file, or the previous one."""
     header: dict[str, Any]
     payload: int
-    """Where the payload begins, in bytes."""
+    """Offset of the payload, in bytes."""
     refused: str
-    """Why the one asked for was not used; "" where it was."""
+    """Why the requested file was not used; "" if it was."""
 
 
 def previous(path: Path) -> Path:
-    """Where the file stays that a new one has replaced."""
+    """The path at which a file is kept when a new one replaces it."""
     return path.with_name(path.name + ".previous")
 
 
 def write(path: Path, header: dict[str, Any], payload: memoryview | bytes) -> None:
-    """Put a file in place of the one that is there, or leave that one as it is.
+    """Replace a file of saved state, and keep the old one as the previous one.
 
     Args:
-        header: what JSON can hold.
+        header: can be written as JSON.
         payload: any bytes.
 
     Raises:
-        OSError: it could not be written; what was there before is untouched.
+        OSError: the file could not be written. The old file is unchanged.
     """
 
     def fill(file: BinaryIO) -> None:
@@ -87,7 +87,7 @@ def write(path: Path, header: dict[str, Any], payload: memoryview | bytes) -> No
 
 
 def packed(header: dict[str, Any], payload: bytes) -> bytes:
-    """The content of such a file, for a small payload."""
+    """The content of a file of saved state, for a small payload."""
     file = io.BytesIO()
     with payload_of(file, header) as out:
         out.write(payload)
@@ -95,14 +95,14 @@ def packed(header: dict[str, Any], payload: bytes) -> bytes:
 
 
 class Payload(io.RawIOBase):
-    """A stream that takes the payload of a file, and computes its digest."""
+    """A stream that writes the payload of a file, and computes its digest."""
 
     def __init__(self, file: BinaryIO, digest: hashlib.blake2b) -> None:
         self._file = file
         self._digest = digest
 
     def write(self, data: Any) -> int:
-        """Append bytes to the payload; how many."""
+        """Append bytes to the payload; return their number."""
         self._digest.update(data)
         self._file.write(data)
         return memoryview(data).nbytes
@@ -110,11 +110,11 @@ class Payload(io.RawIOBase):
 
 @contextlib.contextmanager
 def payload_of(file: BinaryIO, header: dict[str, Any]) -> Iterator[Payload]:
-    """Write a file of saved state; what the stream gets is its payload.
+    """Write a file of saved state, whose payload is written to the stream.
 
     Args:
-        file: empty and seekable. It is whole at the end of the context.
-        header: what JSON can hold.
+        file: empty and seekable. It is complete when the context ends.
+        header: can be written as JSON.
     """
     text = json.dumps(header).encode()
     digest = _digest(text)
@@ -126,7 +126,7 @@ def payload_of(file: BinaryIO, header: dict[str, Any]) -> Iterator[Payload]:
 
 
 def _keep_previous(path: Path) -> None:
-    """Give the file that is to be replaced its second name; it keeps its first."""
+    """Link the current file to its previous name. It also keeps its own name."""
     link = path.with_name(f".{path.name}.{secrets.token_hex(8)}.link")
     with contextlib.suppress(FileNotFoundError):
         try:
@@ -138,10 +138,10 @@ def _keep_previous(path: Path) -> None:
 
 
 def check(path: Path) -> Opened:
-    """Find a whole file: this one, or else the previous one.
+    """Find a complete file: this one, or else the previous one.
 
     Raises:
-        CheckpointError: neither is; the message says what is wrong with each.
+        CheckpointError: neither is complete. The message has the reason for each.
     """
     try:
         return _open(path)
@@ -154,10 +154,10 @@ def check(path: Path) -> Opened:
 
 
 def read(opened: Opened) -> BinaryIO:
-    """The file, open at its payload. The caller closes it.
+    """Open a file at its payload. The caller closes it.
 
     Raises:
-        OSError: it is there no more, or is no regular file now.
+        OSError: the file has been removed, or is no regular file now.
     """
     file = _open_regular(opened.path)
     file.seek(opened.payload)
@@ -175,9 +175,12 @@ def _open(path: Path) -> Opened:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; whatever is no regular file is an OSError.
+    """Open a file for reading.
 
-    Opening a FIFO or a device without O_NONBLOCK may wait for ever.
+    Opening a FIFO or a device without O_NONBLOCK may wait forever.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -213,10 +216,10 @@ def _verify(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
-    """The header, if it is one of `state.save`.
+    """Parse the header.
 
     Raises:
-        CheckpointError: it is not; the message says why.
+        CheckpointError: the header is not that of a file of saved state.
     """
     try:
         header = json.loads(text)

@@ -1,7 +1,7 @@
-"""Who decides what follows a failure: the notebook, where there is one.
+"""The coordinator decides what follows a failure in an elastic run.
 
-`nbdist.elastic.run` knows only this protocol. The engine of a notebook's rank installs
-a coordinator that asks the notebook; without one a failure ends the training.
+`nbdist.elastic.run` knows only this protocol. On a notebook's rank, the engine installs
+a coordinator that asks the notebook. Elsewhere a failure ends the training.
 """
 
 from __future__ import annotations
@@ -16,55 +16,61 @@ __all__ = ["Coordinator", "NoCoordinator", "coordinator", "install"]
 
 
 class Coordinator(Protocol):
-    """The link of an elastic run to whoever changes the membership."""
+    """The connection of an elastic run to the process that changes the world."""
 
     @property
     def resize_wanted(self) -> bool:
-        """Whether the next commit should end in a change of the world's size."""
+        """Whether the world should change its size at the next commit."""
 
     resume: Resume | None
-    """The file that a new `State` begins from."""
+    """The file from which a new `State` loads its values; None for no file."""
 
     @property
     def commit_folders(self) -> Sequence[Path]:
-        """Where the commits of rank 0 outlive all ranks, best first.
+        """The folders in which rank 0's commits outlive all ranks, best first.
 
-        None where nobody would read them. All are this user's alone. `commit_files`
-        says what lies there.
+        The list is empty if nobody would read the commits. Only this user can write to
+        the folders. `commit_files` describes the files.
         """
 
     def enter(self, call: ElasticCall) -> str:
-        """A run begins: "begin" it, "join" the others in it, or "skip" what is over."""
+        """Report that a run begins on this rank.
+
+        Returns:
+            "begin"; "join" on a rank that joins the others' run; or "skip" on a rank
+            that joins a later run.
+        """
 
     def leave(self) -> None:
-        """The run has ended on this rank, well or not."""
+        """Report that the run has ended on this rank, with or without an error."""
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
-        """This rank can do no more by itself; wait until it is known what follows.
+        """Report that this rank cannot continue alone, and wait for the verdict.
 
         Args:
-            reason: "failure", "resize", or "finished": released from the last meeting.
+            reason: "failure", "resize", or "finished" if this rank has returned from
+                the function and was released from the last barrier.
             commit: the number of this rank's last commit.
-            error: what released it.
+            error: the error that released this rank, if any.
         """
 
 
 class NoCoordinator:
-    """Nobody can replace a rank: under a plain `mpiexec` or `torchrun`."""
+    """The coordinator under a plain `mpiexec` or `torchrun`, where ranks stay lost."""
 
     resize_wanted = False
     resume: Resume | None = None
     commit_folders: Sequence[Path] = ()
 
     def enter(self, call: ElasticCall) -> str:
-        """Begin."""
+        """Begin the run."""
         return "begin"
 
     def leave(self) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
-        """Give up: what released this rank is raised again."""
+        """Give up, so that the error is raised."""
         return Verdict("give up")
 
 
@@ -72,11 +78,11 @@ _installed: Coordinator = NoCoordinator()
 
 
 def coordinator() -> Coordinator:
-    """The one of this process."""
+    """The coordinator of this process."""
     return _installed
 
 
 def install(one: Coordinator) -> None:
-    """Let this one decide from now on."""
+    """Install a coordinator in this process."""
     global _installed
     _installed = one

@@ -1,8 +1,7 @@
-"""What elastic training asks of the other ranks, in whichever world it runs.
+"""The collectives of elastic training, in each kind of world.
 
-In a notebook and under `mpiexec` these are nbdist's collectives, which are checked and
-can be released; under `torchrun` they are those of torch's own process group; and a
-process alone is a world of one.
+In a notebook and under `mpiexec` these are nbdist's collectives. Under `torchrun` they
+are those of torch's default process group. A process without a world is a world of one.
 """
 
 from __future__ import annotations
@@ -22,29 +21,33 @@ __all__ = ["Ranks", "broadcast_tree", "ranks"]
 
 
 class Ranks(Protocol):
-    """The ranks of the world, as it is now."""
+    """The ranks of the current world. Every rank must make each call."""
 
     rank: int
     size: int
 
     def barrier(self, what: str) -> None:
-        """Wait for all ranks, which all must be in this call."""
+        """Wait for all ranks.
+
+        Args:
+            what: the operation's name in errors.
+        """
 
     def any(self, wanted: bool) -> bool:
-        """Whether any rank wants it; the same on all. All must call."""
+        """Whether any rank passes True."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. All must call."""
+        """The value of each rank, in rank order."""
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The source's value, on all ranks. All must call."""
+        """The value of the source rank."""
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
-        """Overwrite the tensor with the source's. All must call."""
+        """Overwrite a tensor with the source rank's."""
 
 
 def ranks() -> Ranks:
-    """The world that this process is in."""
+    """The world of this process."""
     try:
         return _World(default_group())
     except WrongProcess:
@@ -52,9 +55,9 @@ def ranks() -> Ranks:
 
 
 def broadcast_tree(value: Any, source: int) -> Any:
-    """The source's tree, on all ranks; its tensors on the same kind of device there.
+    """Send the source rank's tree to all ranks. Every rank must call.
 
-    Every rank must call; what the others give is not looked at.
+    Tensors arrive on the same type of device. Other ranks' values are ignored.
     """
     world = ranks()
     is_source = world.rank == source
@@ -65,7 +68,7 @@ def broadcast_tree(value: Any, source: int) -> Any:
     if not is_source:
         tensors = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in slots]
     for tensor in tensors:
-        # As bytes: no dtype is special.
+        # Bytes can be sent for every dtype.
         octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if octets.numel():
             world.broadcast_tensor(octets, source)
@@ -77,7 +80,7 @@ def _slot(number: int, tensor: Tensor) -> tree.Slot:
 
 
 class _World:
-    """Over nbdist's collectives."""
+    """The ranks of nbdist's default group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -104,7 +107,7 @@ class _World:
 
 
 class _Torch:
-    """Over the default process group of torch.distributed."""
+    """The ranks of torch's default process group."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -138,7 +141,7 @@ class _Torch:
 
 
 class _Alone:
-    """A process that is no rank."""
+    """A process without a world."""
 
     rank, size = 0, 1
 

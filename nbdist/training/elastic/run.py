@@ -1,4 +1,4 @@
-"""A training function that outlives the ranks it began with."""
+"""Elastic runs: a training function that continues after a rank's death."""
 
 from __future__ import annotations
 
@@ -47,23 +47,24 @@ def run(
     max_ranks: int | None = None,
     timeout_s: float = 600.0,
 ) -> Any:
-    """Make a training function go on after a rank's death, and after a resize.
+    """Make a training function continue after a rank's death and after a resize.
 
-    The function's first argument is a `State`. Every rank must call it, with equal
-    arguments. It starts with rank 0's values on all ranks. When a rank dies, the
-    notebook replaces or drops it, as `--on-failure` says; then the last commit is
-    restored on all ranks, and the function is called again. It should therefore take
-    everything that tells how far it is from the state, and wrap a module in DDP itself,
-    for a DDP made outside holds on to the ranks of before. A change of size, by
-    `cluster.scale`, takes place at the next commit, and loses nothing.
+    The function's first argument is a `State`. Every rank must call the function, with
+    equal arguments. It starts with rank 0's values on all ranks. When a rank dies, the
+    notebook replaces or drops it, as `--on-failure` says. Then all ranks restore the
+    last commit and call the function again. The function should therefore read its
+    progress from the state. It should also wrap modules in DDP itself, because a DDP
+    belongs to the ranks that it was made with. A change of size by `cluster.scale`
+    takes place at the next commit and loses nothing.
 
-    Where no notebook watches, under a plain `mpiexec` or `torchrun`, a failure raises,
-    with the last commit intact.
+    Under a plain `mpiexec` or `torchrun`, a failure is raised, and the last commit is
+    intact.
 
     Args:
-        max_restarts: failures after which it goes on; a change of size is none.
-        min_ranks: with fewer it waits for `cluster.scale`.
-        max_ranks: the world grows no further while it runs; None for no limit.
+        max_restarts: number of failures after which the function is called again. A
+            change of size is not counted.
+        min_ranks: with fewer ranks, the run waits for `cluster.scale`.
+        max_ranks: limit on the world's size during the run; None for no limit.
         timeout_s: seconds to wait for ranks.
 
     Raises:
@@ -105,7 +106,7 @@ def _check(state: object, name: str) -> None:
     for key, value in state._objects.items():
         if isinstance(value, DistributedDataParallel):
             raise UsageError(
-                f"{key!r} is wrapped in DDP, which holds on to the ranks of now: give "
+                f"{key!r} is wrapped in DDP, which belongs to the current ranks: give "
                 f"State the module, and wrap it in {name}, as in DDP(state.{key})"
             )
 
@@ -121,7 +122,7 @@ class _Run:
         self._body = body
 
     def go(self) -> Any:
-        """Call the function until it has ended on all ranks."""
+        """Call the function until it has returned on all ranks."""
         begun = coordinator().enter(self._call)
         if begun == "skip":
             return None
@@ -136,14 +137,14 @@ class _Run:
             coordinator().leave()
 
     def _repeat(self, *, joins: bool) -> Any:
-        if joins:  # what it may have from a file is not what the others have
+        if joins:  # a commit from a file differs from the other ranks' commit
             self._state._drop_commit()
         before = self._state.commits
         while True:
             value, reason, released = None, "failure", None
             try:
                 begins = self._state.commits == before
-                joins = joins and begins  # until it has got a commit
+                joins = joins and begins  # until this rank has a commit
                 self._state._rendezvous(self._call.name, joins=joins, begins=begins)
                 value = self._body()
                 reason = "finished"
@@ -159,7 +160,7 @@ class _Run:
                 return value
 
     def _wait(self, reason: str, released: BaseException | None) -> bool:
-        """Wait for what follows; whether the run has ended well."""
+        """Wait for the verdict; return whether the run has ended without an error."""
         commit = self._state.commits
         verdict = coordinator().pause(reason, commit, released)
         if verdict.action == "give up":
@@ -176,7 +177,7 @@ def _kept(commit: int) -> str:
 
 
 def _release_of(error: BaseException) -> BaseException | None:
-    """What let this rank out of a collective; None for an error of its own."""
+    """The error that released this rank from a collective; None for other errors."""
     from mpi4py import MPI
 
     error = original_error(error)

@@ -1,18 +1,18 @@
 """Rank 0's copies of the committed values, in files that outlive its process.
 
-Memory that a process maps from a file in shared memory stays when the process is
-killed. So the copy that a commit makes anyway is also the one that survives the death
-of all ranks; `commit_files` describes the files.
+When a process is killed, memory that it has mapped from a file in shared memory stays.
+So the copy that a commit makes anyway also survives the death of all ranks.
+`commit_files` describes the files.
 
-There are two copies, in a data file each. Only the one that the record does not name is
-written to. At whichever moment the process is killed, the record names a whole copy:
+There are two copies, each in a data file. The process writes only to the file that the
+record does not name. Whenever the process is killed, the record names a complete copy:
 
-    while values are copied         the commit before: its data file is not touched
-    between copying and the rename  the commit before
+    while values are copied         the previous commit, whose file is not written to
+    between copying and the rename  the previous commit
     after the rename                the new commit
-    while a data file is replaced   the commit before: the file that goes is the other
+    while a data file is replaced   the previous commit, in the other file
 
-Commits with other shapes are laid out afresh in the other file, or in a new one.
+A commit with other shapes gets a new layout in the spare file, or a new file.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ __all__ = ["NotShared", "SharedCopies", "read_shared"]
 
 ALIGNMENT = 64
 GROWTH_BYTES = 16 << 20
-"""At most so much more than needed is allocated, for values that grow."""
-PROTOCOL = 2  # the one that torch.load(weights_only=True) reads
+"""Most bytes that are allocated beyond the need, for values that grow."""
+PROTOCOL = 2  # torch.load(weights_only=True) reads this one
 
 _rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v3
 
 
 class NotShared(Exception):
-    """The files cannot be written; the message says why."""
+    """The files cannot be written. The message has the reason."""
 
 
 class SharedCopies:
-    """Two copies of the values, in turn the commit and the one to write to.
+    """Two copies of the values: the commit, and the spare copy to write to.
 
     Args:
-        folders: where the files may lie; the first one that has room is taken. They
-            are this user's alone.
+        folders: folders for the files, of which the first with room is used. Only this
+            user can write to them.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -75,9 +75,13 @@ class SharedCopies:
         self._pickled = b""
 
     def stage(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Copy values into the file that holds no commit; the copy.
+        """Copy values into the spare file.
 
-        What is on a GPU is copied there as well, so that a restore needs no transfer.
+        Tensors on a GPU are also copied on the GPU, so that a restore needs no
+        transfer.
+
+        Returns:
+            The copy.
 
         Raises:
             NotShared: no folder has room for the file, or a value cannot be pickled.
@@ -105,12 +109,12 @@ class SharedCopies:
         self._has_new_file |= is_new
 
     def install(self, commit: Commit) -> None:
-        """Make what was staged last the commit that survives.
+        """Make the staged copy the commit that survives.
 
-        An interrupt must not come in between: see `defer_interrupts`.
+        The caller must defer interrupts, see `defer_interrupts`.
 
         Raises:
-            NotShared: there was no room for the record. The commit before stays.
+            NotShared: there was no room for the record. The previous commit stays.
         """
         copy = self._spare
         assert copy.path is not None
@@ -124,22 +128,26 @@ class SharedCopies:
             self._has_new_file = False
 
     def withdraw(self) -> None:
-        """Remove the files: no commit survives."""
+        """Remove the files, so that no commit survives."""
         self._recorded, self._spare = _Copy(), _Copy()
         self._remove_others(None)
 
     def _remove_others(self, record: Path | None) -> None:
-        """Remove other files, such as those of a rank that was rank 0 before."""
+        """Remove all other files, such as those of a former rank 0.
+
+        Args:
+            record: the record to keep; None for none.
+        """
         kept = {record, self._recorded.path, self._spare.path}
         found = [path for folder in self._folders for path in _files(folder)]
-        # Records first: none may name a file that is gone.
+        # Records go first, so that none names a file that was removed.
         for path in sorted(found, key=lambda path: path.name != RECORD):
             if path not in kept:
                 path.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> list[Path]:
-    with contextlib.suppress(OSError):  # the notebook has taken it
+    with contextlib.suppress(OSError):  # the notebook has removed the folder
         return list(folder.iterdir())
     return []
 
@@ -156,7 +164,7 @@ class _Slot(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """Stands for a part of the data file in a pickle."""
+    """A placeholder in a pickle for a part of the data file."""
 
     key: str
     device: str
@@ -175,17 +183,17 @@ class _Copy:
         self._shared: list[Tensor] = []
         """The tensors in the file."""
         self._own: list[Tensor] = []
-        """The same, where those on a GPU are copies there."""
+        """The tensors of the copy: in the file, or on the GPU for those on a GPU."""
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors can be copied to where the last ones were."""
+        """Whether the current layout fits these tensors."""
         return self.path is not None and self._kinds == _kinds(tensors)
 
     def lay_out(self, tensors: Sequence[Tensor], folders: Sequence[Path]) -> bool:
-        """Give each tensor its place in the file; whether that is a new file.
+        """Lay the tensors out in the file; return whether the file is new.
 
         Raises:
-            OSError: there is no room for a new one.
+            OSError: there is no room for a new file.
         """
         self._kinds, self._shared, self._own = [], [], []
         slots, needed = _plan(tensors)
@@ -203,7 +211,7 @@ class _Copy:
         return is_new
 
     def _replace_file(self, needed: int, folders: Sequence[Path]) -> None:
-        self._memory = None  # its pages go with the file, once no tensor is left
+        self._memory = None  # the last tensor frees the pages
         if self.path is not None:
             self.path.unlink(missing_ok=True)
             self.path = None
@@ -211,7 +219,7 @@ class _Copy:
         self.path, self._memory = _new_file(max(size, ALIGNMENT), folders)
 
     def fill(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the tensors; the copies, each on its tensor's device."""
+        """Copy the tensors; return the copies, each on its tensor's device."""
         with torch.no_grad():
             if tensors:
                 torch._foreach_copy_(self._shared, list(tensors), non_blocking=True)
@@ -225,7 +233,7 @@ class _Copy:
         return self._own
 
     def pickled(self, values: dict[str, Any]) -> bytes:
-        """Values that hold the copies.
+        """Pickle values that hold the copies.
 
         Raises:
             NotShared: a value cannot be pickled.
@@ -233,12 +241,12 @@ class _Copy:
         file = io.BytesIO()
         try:
             _Pickler(file, self._own, self._slots).dump(values)
-        except Exception as error:  # an object may refuse in a way of its own
+        except Exception as error:  # an object's pickling may raise anything
             raise NotShared(f"{type(error).__name__}: {error}") from error
         return file.getvalue()
 
     def record(self, commit: Commit, pickled: bytes) -> Record:
-        """What says that the file holds this commit."""
+        """The record of a commit that lies in this copy's file."""
         assert self.path is not None
         return Record(
             commit=commit.number,
@@ -256,9 +264,12 @@ def _kinds(tensors: Sequence[Tensor]) -> list[object]:
 
 
 def _plan(tensors: Sequence[Tensor]) -> tuple[list[_Slot], int]:
-    """A place for each tensor, and the bytes of all.
+    """Lay tensors out in a file.
 
-    Strides are those of a clone: kept where the tensor is dense.
+    Strides are those of a clone, which keeps them for a dense tensor.
+
+    Returns:
+        The slot of each tensor, and the size of the file in bytes.
     """
     slots, end = [], 0
     for tensor in tensors:
@@ -275,16 +286,16 @@ def _view(memory: Tensor, slot: _Slot) -> Tensor:
 
 
 def _new_file(size: int, folders: Sequence[Path]) -> tuple[Path, Tensor]:
-    """A file of so many bytes, and its memory.
+    """Make a file of this many bytes, and map its memory.
 
     Raises:
-        OSError: no folder has room; the message says how much each has.
+        OSError: no folder has room. The message has the free space of each.
     """
     refused = []
     for folder in folders:
         try:
             free = shutil.disk_usage(folder).free
-            if free > 2 * size:  # others need some of it
+            if free > 2 * size:  # leave room for other users of the folder
                 return _mapped(folder / secrets.token_hex(8), size)
             refused.append(f"{folder.parent} has {free / 1e6:.0f} MB free")
         except OSError as error:
@@ -299,7 +310,7 @@ def _mapped(path: Path, size: int) -> tuple[Path, Tensor]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     try:
-        # Without its pages, a full folder would be a SIGBUS when they are written to.
+        # Allocate the pages now: in a full folder, a later write would be a SIGBUS.
         os.posix_fallocate(descriptor, 0, size)
         memory = mmap.mmap(descriptor, size)
     except BaseException:
@@ -323,11 +334,11 @@ class _Pickler(pickle.Pickler):
         }
 
     def reducer_override(self, value: object) -> Any:
-        """A tensor of the copy refers to its storage; others are pickled as ever."""
+        """Pickle a tensor of the copy as a reference to its storage."""
         return self._reduced.get(id(value), NotImplemented)
 
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
-        """A storage, as `torch.load` wants it."""
+        """The identity of a storage, in the form that `torch.load` reads."""
         if type(value) is not _Storage:
             return None
         return "storage", torch.UntypedStorage, value.key, value.device, value.size
@@ -340,7 +351,7 @@ def _arguments(key: str, slot: _Slot, device: str) -> tuple[object, ...]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives tensors that lie in the memory of a data file."""
+    """Unpickles values whose tensors lie in the memory of a data file."""
 
     def __init__(self, record: Record, memory: Tensor) -> None:
         super().__init__(io.BytesIO(record.pickled))
@@ -348,12 +359,12 @@ class _Unpickler(pickle.Unpickler):
         self._memory = memory
 
     def persistent_load(self, identity: Any) -> _Storage:
-        """What `_Pickler.persistent_id` has made of a storage."""
+        """The storage of an identity that `_Pickler.persistent_id` has made."""
         _kind, _class, key, device, size = identity
         return _Storage(key, device, size)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Tensors are made here."""
+        """Return this object's `_tensor` for the function that rebuilds tensors."""
         if (module, name) == (_rebuild.__module__, _rebuild.__name__):
             return self._tensor
         return super().find_class(module, name)
@@ -369,12 +380,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_shared(opened: checkpoint.Opened) -> dict[str, Any]:
-    """The values of a commit that this cluster has kept, whose code is trusted.
+    """Read the values of a commit of this cluster, whose pickles are trusted.
 
-    Its tensors lie in the file's memory, of which they change nothing.
+    The tensors lie in the file's memory, mapped copy-on-write.
 
     Raises:
-        CheckpointError: it cannot be loaded.
+        CheckpointError: the commit cannot be loaded.
     """
     record = read_record(opened)
     try:

@@ -1,8 +1,13 @@
-"""Nested values with tensors in them: copied without pickling, sent without copying."""
+"""Trees: nested dicts, lists and tuples that hold tensors and other values.
+
+Trees are copied without pickling. `split` separates the tensors, so that they can be
+sent or stored without a copy.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +21,30 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor while the tree around it travels."""
+    """A placeholder for a tensor in a tree that was split."""
 
     number: int
+    """Index in the list of tensors."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
-    """The kind, such as "cpu" or "cuda"."""
+    """The type of the device, such as "cpu" or "cuda"."""
 
 
 _CONSTANT = (int, float, complex, bool, str, bytes, type(None), torch.dtype, Slot)
 
 
 def copy_into(spare: Any, value: Any) -> Any:
-    """A copy of `value` that shares nothing with it.
+    """Copy a tree.
 
     Args:
-        spare: an earlier copy that nobody needs any more. Its tensors take the new
-            values where shape, dtype and device agree, so that a second copy allocates
-            nothing.
-        value: dicts, lists and tuples of tensors and of anything that can be
-            deep-copied. On a GPU the copy is queued on the current stream.
+        spare: an earlier copy, which is overwritten. Its tensors are used again where
+            shape, dtype and device agree, so that a second copy allocates nothing.
+        value: dicts, lists and tuples of tensors and of values that can be deep-copied.
+            On a GPU the copy is queued on the current stream.
+
+    Returns:
+        A copy that shares nothing with `value`.
     """
     pairs: Pairs = []
     copied = _copy(spare, value, pairs)
@@ -47,7 +55,7 @@ def copy_into(spare: Any, value: Any) -> Any:
 
 
 def clone(value: Any) -> Any:
-    """A copy that shares nothing with the value."""
+    """Copy a tree to new memory."""
     return copy_into(None, value)
 
 
@@ -89,29 +97,33 @@ def _fits(spare: object, value: Tensor) -> bool:
 
 
 def split(value: Any) -> tuple[Any, list[Tensor]]:
-    """The tree with slots in place of its tensors, and the tensors."""
+    """Separate a tree's tensors.
+
+    Returns:
+        The tree with slots in place of its tensors, and the tensors.
+    """
     tensors: list[Tensor] = []
-    return _split(value, tensors), tensors
 
+    def replace(leaf: Any) -> Any:
+        if not _is_plain(leaf):
+            return leaf
+        tensors.append(leaf)
+        shape = tuple(leaf.shape)
+        return Slot(len(tensors) - 1, shape, leaf.dtype, leaf.device.type)
 
-def _split(value: Any, tensors: list[Tensor]) -> Any:
-    if _is_plain(value):
-        tensors.append(value)
-        shape = tuple(value.shape)
-        return Slot(len(tensors) - 1, shape, value.dtype, value.device.type)
-    if isinstance(value, dict):
-        return {key: _split(each, tensors) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([_split(each, tensors) for each in value])
-    return value
+    return _map_leaves(replace, value), tensors
 
 
 def unite(skeleton: Any, tensors: list[Tensor]) -> Any:
-    """The tree that `split` took apart."""
-    if isinstance(skeleton, Slot):
-        return tensors[skeleton.number]
-    if isinstance(skeleton, dict):
-        return {key: unite(each, tensors) for key, each in skeleton.items()}
-    if type(skeleton) in (list, tuple):
-        return type(skeleton)([unite(each, tensors) for each in skeleton])
-    return skeleton
+    """Put tensors in place of the slots of a tree that was split."""
+    return _map_leaves(
+        lambda leaf: tensors[leaf.number] if isinstance(leaf, Slot) else leaf, skeleton
+    )
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _map_leaves(function, each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_map_leaves(function, each) for each in value])
+    return function(value)
