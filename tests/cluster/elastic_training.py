@@ -1,4 +1,4 @@
-"""What the tests of elastic runs train, as cells."""
+"""The cells of a training for the tests of elastic runs."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ events, sizes = [], []
 
 
 def prepare(cluster: Cluster, folder: Path) -> None:
-    """Give every rank what training needs; an event happens once, on one rank."""
+    """Define the training on every rank. Each event happens once, on one rank."""
     cluster.execute(SETUP)
     cluster.push(folder=str(folder))
 
 
 def weights(cluster: Cluster) -> list[Any]:
-    """The model's on each rank."""
+    """The model's weight on each rank."""
     return cluster["state.model.weight.detach()"]
 
 
 def assert_trained(cluster: Cluster, reference: Any) -> None:
-    """All ranks have the weights of an undisturbed training, and saw each sample once.
+    """Check the weights against an undisturbed training, and that no sample is missing.
 
-    The sum over ranks may be rounded otherwise in a world of another size.
+    In a world of another size, sums over ranks may round differently.
     """
     assert cluster["state.step"] == [STEPS] * cluster.size
     for weight in weights(cluster):

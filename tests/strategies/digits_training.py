@@ -1,4 +1,4 @@
-"""A training on handwritten digits, the same in one process and with any strategy."""
+"""Trains on handwritten digits, in one process or with a strategy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 TRAIN = 1437
-"""Training samples; the rest of the 1797 is held back. No multiple of the batch."""
+"""Training samples of the 1797, not divisible by the batch. The rest is for tests."""
 BATCH = 96
 EPOCHS = 20
 Make = Callable[[Iterator[nn.Parameter]], Optimizer]
@@ -55,7 +55,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def train_alone(epochs: int, make: Make = sgd) -> nn.Module:
-    """One process, the same global batches in the same order."""
+    """Train in one process, on the same global batches in the same order."""
     from nbdist.training.data.sampler import epoch_order
 
     data, _, _ = samples()
@@ -74,7 +74,7 @@ def train_alone(epochs: int, make: Make = sgd) -> nn.Module:
 def train_with(
     strategy: Any, epochs: int, make: Make = sgd, before_step: Any = None
 ) -> tuple[nn.Module, list[float]]:
-    """The model, alike on all ranks at the end, and the mean loss of each epoch."""
+    """Train with a strategy; return the model, and the mean loss of each epoch."""
     data, _, _ = samples()
     model = make_model(seed=strategy.replica or 0)
     model, optimizer = strategy.setup(model, make(model.parameters()))

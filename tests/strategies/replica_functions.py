@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of strategies in which all ranks are replicas."""
+"""Functions that tests/strategies/test_replicas.py runs on ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def compare(strategy: Any, make: Callable[[Any], Any]) -> Found:
 
 
 def run_all() -> Found:
-    """Everything that is compared with one process, in one world."""
+    """Run all functions of this file in one world."""
     group = start()
     found: Found = {
         "mirrored sgd": compare(Mirrored(), sgd),
@@ -111,7 +111,7 @@ def where_the_state_is() -> int:
 
 
 def drift(rank: int) -> list[bool]:
-    """After each of 6 steps on data of this rank's own: are the ranks' models alike?"""
+    """Whether all ranks' models are equal after each of 6 steps on different data."""
     model = make_model()
     strategy = LocalSGD(every=3)
     model, optimizer = strategy.setup(model, sgd(model.parameters()))
@@ -148,7 +148,7 @@ def shares() -> list[tuple[int, int]]:
 
 
 def with_a_schedule() -> float:
-    """A scheduler on CentralStorage's optimizer steers the root's arithmetic."""
+    """Train with a scheduler on CentralStorage's optimizer."""
     model, alone = nn.Linear(2, 1), nn.Linear(2, 1)
     strategy = CentralStorage()
     model, optimizer = strategy.setup(model, plain(model.parameters()))

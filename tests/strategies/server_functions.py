@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of ParameterServer."""
+"""Functions that tests/strategies/test_servers.py runs on ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Found = dict[str, Any]
 
 
 def run_all() -> Found:
-    """Everything that three workers and a server, or two and two, can show."""
+    """Run all functions in one world of three workers and a server, or two and two."""
     group = start()
     return {
         "sync sgd": distance(ParameterServer(), sgd),
@@ -50,7 +50,7 @@ def run_all() -> Found:
 
 
 def distance(strategy: ParameterServer, make: Callable[[Any], Any]) -> float:
-    """To one process on the same global batches, at most over all parameters."""
+    """The largest difference of a parameter from a training in one process."""
     model, _ = train_with(strategy, 2, make)
     return float((flat(model) - flat(train_alone(2, make))).abs().max())
 
@@ -73,14 +73,14 @@ def accuracies() -> dict[str, float]:
 
 
 class Turns:
-    """Workers that go on one at a time, in an order that a script says."""
+    """Workers that act one at a time, in the order of a script."""
 
     def __init__(self, script: list[int]) -> None:
         self._comm = MPI.COMM_WORLD.Dup()
         self._script = script
 
     def play(self, act: Callable[[], None]) -> None:
-        """Act at each of this rank's places in the script."""
+        """Act whenever it is this rank's turn in the script."""
         token, rank = bytearray(1), self._comm.rank
         for place, who in enumerate(self._script):
             if who != rank:
@@ -115,7 +115,7 @@ def scripted(rank: int) -> dict[int, int]:
 
 
 def shared_counts() -> Any:
-    """An array of int64 that all ranks see at once, a place for each."""
+    """An int64 array in memory that all ranks share, with an element for each rank."""
     own = tempfile.mktemp() if MPI.COMM_WORLD.rank == 0 else None
     path = MPI.COMM_WORLD.bcast(own)
     if own:
@@ -130,7 +130,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def bounded(rank: int, bound: int = 2) -> Any:
-    """Worker 0 stands still until the others can do no more: how far have they come?"""
+    """Hold worker 0 until the others are blocked, and count their steps ahead of it."""
     strategy, counts = (
         ParameterServer(mode="async", max_staleness=bound),
         shared_counts(),
@@ -154,7 +154,7 @@ def bounded(rank: int, bound: int = 2) -> Any:
 
 
 def backup(rank: int) -> tuple[int, int, dict[int, int]]:
-    """With 2 gradients of 3 for an update, the one that comes last is dropped."""
+    """Update with 2 of 3 gradients, so that the last gradient is dropped."""
     strategy, counts = ParameterServer(replicas=2), shared_counts()
     model = make_model()
     act = one_step(*strategy.setup(model, plain(model.parameters())))
@@ -179,7 +179,7 @@ def backup(rank: int) -> tuple[int, int, dict[int, int]]:
 
 
 def idle(rank: int) -> float:
-    """Seconds of processor time that this rank has used while the workers slept 1 s."""
+    """Seconds of CPU time that this rank uses while the workers sleep for 1 s."""
     strategy = ParameterServer()
     model = make_model()
     strategy.setup(model, plain(model.parameters()))
@@ -190,7 +190,7 @@ def idle(rank: int) -> float:
 
 
 def failure(rank: int) -> Any:
-    """One worker raises; the others, and the next run, go on."""
+    """Raise on one worker; the other workers and the next run continue."""
     outcomes = []
     for mode in ("sync", "async"):
         strategy = ParameterServer(mode=mode)
@@ -214,7 +214,7 @@ def failure(rank: int) -> Any:
 
 
 def scheduled() -> float:
-    """A worker's scheduler steers the servers' arithmetic: distance to one process."""
+    """Train with a worker's scheduler; return the distance to one process."""
     strategy = ParameterServer(n_ps=2)
     model, alone = make_model(), make_model()
     _, optimizer = strategy.setup(model, plain(model.parameters()))

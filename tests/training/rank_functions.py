@@ -1,4 +1,4 @@
-"""What the ranks of the tests in this folder do; see tests/collectives/ranks.py."""
+"""Functions that tests/training/test_on_ranks.py runs on ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.process_group.worlds import process_group
 
 
 def everything(folder: str) -> dict[str, Any]:
-    """All that follows, in one world."""
+    """Run all functions of this file in one world."""
     saved = Path(folder) / "saved"
     saved.mkdir(exist_ok=True)
     return {
@@ -63,7 +63,7 @@ def save_and_load(folder: str) -> dict[str, Any]:
 
 
 def save_and_load_states(folder: Path) -> dict[str, Any]:
-    """Load what was saved, at once; what each round gave, and how a save has failed."""
+    """Load states right after they are saved; return values, and a save's error."""
     rank = default_group().rank
     loaded = []
     for number in range(5):
@@ -79,7 +79,7 @@ def save_and_load_states(folder: Path) -> dict[str, Any]:
 
 
 def train_uneven(store: str) -> dict[str, Any]:
-    """One epoch by DDP whose parts are uneven, exactly weighted; the parameters."""
+    """Train one epoch by DDP on weighted parts of uneven size."""
     with process_group(Path(store)) as group:
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1).double()
@@ -101,7 +101,7 @@ def train_uneven(store: str) -> dict[str, Any]:
 
 
 def train_joined(store: str) -> dict[str, Any]:
-    """One epoch under torch's Join: a rank with nothing left helps the others."""
+    """Train one epoch under torch's Join, which some ranks end early."""
     with process_group(Path(store)):
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1).double()
@@ -121,14 +121,14 @@ def train_joined(store: str) -> dict[str, Any]:
 
 
 def samples() -> TensorDataset:
-    """13 of them, the same everywhere."""
+    """13 samples, equal on all ranks."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(13, 4, generator=generator, dtype=torch.float64)
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
 def seeded() -> tuple[list[float], list[float]]:
-    """Weights of a model that was made alike, and what is drawn after it."""
+    """The weights of a model that all ranks seed equally, and numbers drawn later."""
     with seed_all(5):
         model = torch.nn.Linear(3, 1)
     return model.weight.flatten().tolist(), torch.rand(3).tolist()

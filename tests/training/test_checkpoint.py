@@ -1,4 +1,4 @@
-"""Whatever lies at a checkpoint's path is used whole, or refused with its path."""
+"""A file of saved state is complete, or it is refused by its path."""
 
 from __future__ import annotations
 

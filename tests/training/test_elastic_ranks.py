@@ -1,4 +1,4 @@
-"""Elastic runs on ranks that no notebook watches."""
+"""Elastic runs under mpiexec and torchrun, without a notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.collectives.ranks import launch
 
 
 def fail_in_the_middle(folder: str) -> list[int]:
-    """On a rank of mpiexec's: train, fail, and see that the last commit is there."""
+    """Train under mpiexec, fail, and check that the last commit is intact."""
     nbdist.init()
     rank, size = nbdist.rank(), nbdist.size()
     death = CollectiveAborted("as if a rank had died")

@@ -1,4 +1,4 @@
-"""A state keeps its last commit whole, in memory and in files. No ranks needed."""
+"""A state keeps its last commit complete, in memory and in files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbdist.training.elastic.state import State
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step, so that the optimizer has a state."""
+    """Take a step, so that the optimizer has a state."""
     optimizer.zero_grad()
     model(torch.ones(2, 3)).square().sum().backward()
     optimizer.step()
@@ -44,7 +44,7 @@ def advance(state: State) -> None:
 
 
 def values(state: State) -> Any:
-    """All that a state holds, as it is now."""
+    """The current values of a state."""
     return copy.deepcopy(state._capture())
 
 
@@ -129,7 +129,7 @@ def test_a_file_restores_another_process_equally(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two_saves(tmp_path: Path) -> Path:
-    """A file of step 2, with that of step 1 beside it."""
+    """Save step 2 to a file, and step 1 to the previous file."""
     state = make()
     path = tmp_path / "run.state"
     for _ in range(2):

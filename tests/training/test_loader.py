@@ -195,7 +195,7 @@ def test_workers_change_nothing(divides):
 
 
 class Stuck(Numbers):
-    """The first worker's third batch takes for ever."""
+    """The first worker's third batch never ends."""
 
     def __getitem__(self, index: int) -> int:
         if index >= 8:
@@ -261,7 +261,7 @@ def test_workers_die_with_their_rank():
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no more; who inherits it may be slow to take note."""
+    """Whether a process has ended. It may stay a zombie for a while."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""A rank sees what its device allows, and caps what it takes."""
+"""A rank reads the memory of its device, and limits its own use of it."""
 
 from __future__ import annotations
 

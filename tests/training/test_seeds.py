@@ -1,4 +1,4 @@
-"""Ranks draw alike while they make a model, and then each draws its own."""
+"""Ranks draw equal numbers at first, and different ones after the split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _keep_the_generators() -> Iterator[None]:
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, seed: int, extra: int):
-    """What a rank draws while all are alike, and afterwards."""
+    """The numbers that a rank draws before the split and after it."""
     monkeypatch.setattr(seeds, "rank_and_size", lambda _group: (rank, 4))
     with seed_all(seed):
         alike = draw()

@@ -1,4 +1,4 @@
-"""The last commit lies whole in files, whenever its process is killed."""
+"""The files hold a complete commit, whenever their process is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where commits are kept."""
+    """A folder for commits."""
     made = tmp_path / "commits"
     made.mkdir(mode=0o700)
     return made
@@ -209,7 +209,7 @@ def test_another_rank_0_takes_over_with_its_first_commit(folder: Path) -> None:
 
 
 def full(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """Let folders have no room for a file."""
+    """Make folders report too little free space."""
 
     def usage(path: Path) -> Usage:
         return Usage(1, 1, 0 if path in folders else 1 << 40)
