@@ -1,4 +1,4 @@
-"""Failures of several ranks, said once each, the causes before their effects."""
+"""Failures of several ranks as text: each once, causes before their effects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RELEASED = "CollectiveAborted"
 
 
 def group(failures: Sequence[Failure]) -> list[list[Failure]]:
-    """Failures that read the same, together.
+    """Group failures with the same text.
 
-    In the order of their first rank, but those of ranks that were only released from a
-    collective come last: they are not what went wrong.
+    Groups are in the order of their first rank. Failures of ranks that were released
+    from a collective come last, because they are effects of other failures.
     """
     groups: dict[tuple[str, str, str], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
@@ -53,12 +53,12 @@ def render(failures: Sequence[Failure], world_size: int) -> list[str]:
 
 
 def cell_error(failures: Sequence[Failure], world_size: int) -> CellError:
-    """The error that says what went wrong on these ranks."""
+    """The error that describes these failures."""
     return CellError(summary(failures, world_size), render(failures, world_size))
 
 
 def failures_of(call: Call, host_of: Callable[[int], str]) -> list[Failure]:
-    """What went wrong in a call's requests themselves, rank by rank.
+    """The failures of a call, other than a cell's own exceptions.
 
     Args:
         host_of: The host of a rank.

@@ -28,18 +28,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Host:
-    """One machine's share that the notebook may use."""
+    """The part of one machine that the notebook may use."""
 
     name: str
     cores: int
     gpus: tuple[Gpu, ...] = ()
     why_no_gpu: str = "no NVIDIA driver was found"
     memory_available: int | None = None
-    """Bytes of memory that may still be taken; None where that is not known."""
+    """Bytes of available memory; None if not known."""
 
 
 def this_host() -> Host:
-    """Look at this machine: no CUDA is initialised, nothing is reserved."""
+    """Describe this machine. This initialises no CUDA and reserves nothing."""
     gpus, why = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     memory = psutil.virtual_memory()
     available = memory_available(memory.total, memory.available)
@@ -47,7 +47,7 @@ def this_host() -> Host:
 
 
 def _visible_gpus(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that CUDA would see, in its order, and why there are none."""
+    """The GPUs that CUDA would see, in its order, and the reason if there are none."""
     try:
         import pynvml
 
@@ -85,7 +85,7 @@ def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
 
 
 def _all_gpus() -> dict[str, Gpu]:
-    """Every GPU by UUID; one that is split by MIG stands for its MIG devices."""
+    """Every GPU by UUID; a GPU that MIG splits is replaced by its MIG devices."""
     import pynvml
 
     gpus = {}
@@ -130,14 +130,14 @@ class HostSlots:
 
     name: str
     slots: int
-    """Ranks that it takes."""
+    """Number of ranks that the host takes."""
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
     """Hosts written as "server1:4,server2:4"; without a number, one slot.
 
     Raises:
-        UsageError: It is written otherwise, or names a host twice.
+        UsageError: The text is malformed, or names a host twice.
     """
     hosts = []
     for part in text.split(","):
@@ -157,10 +157,10 @@ def parse_hosts(text: str) -> list[HostSlots]:
 
 
 def slots_here(hosts: Sequence[HostSlots]) -> int:
-    """How many ranks are to run on this host, which must be the only one.
+    """Number of ranks for this host, which must be the only one.
 
     Raises:
-        UsageError: Another host is named: no launcher here reaches it yet.
+        UsageError: Another host is named, which no launcher can reach yet.
     """
     others = [host.name for host in hosts if not _is_here(host.name)]
     if others:

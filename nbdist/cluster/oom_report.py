@@ -1,4 +1,4 @@
-"""Who holds what on a GPU on which a rank has run out of memory."""
+"""Reports on which rank holds how much of a GPU whose memory has run out."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def explained(
     infos: Sequence[RankInfo],
     ask: Callable[[], Mapping[int, Sizes | None]],
 ) -> list[Failure]:
-    """The failures; each for want of a GPU's memory says who holds what there.
+    """The failures, each out-of-memory error with a report on its GPU.
 
     Args:
         infos: Every rank.
-        ask: Asks every rank for its sizes; called where there is such a failure.
+        ask: Asks every rank for its sizes; called only if there is such a failure.
     """
     if not any(failure.ename == OUT_OF_MEMORY for failure in failures):
         return list(failures)
@@ -47,11 +47,11 @@ def explained(
 def describe_card(
     sharing: Sequence[RankInfo], sizes: Mapping[int, Sizes | None], short: int
 ) -> str:
-    """A card's memory by holder, as text.
+    """A report on the memory of one GPU.
 
     Args:
-        sharing: The ranks on this card.
-        sizes: Each rank's answer; None from one that gave none.
+        sharing: The ranks on this GPU.
+        sizes: The sizes of each rank; None if it did not answer.
         short: The rank that has run out of memory.
     """
     own = sizes.get(short) or {}
@@ -79,7 +79,7 @@ def describe_card(
 
 
 def _holding(answer: Sizes | None, info: RankInfo) -> str:
-    """What one rank has, in words."""
+    """What one rank holds, as text."""
     if not answer or answer.get("reserved") is None:
         return "does not say"
     parts = [f"{_gib(answer['reserved'])} held by torch"]
@@ -94,7 +94,7 @@ def _holding(answer: Sizes | None, info: RankInfo) -> str:
 
 
 def _of_process(answer: Sizes | None) -> int:
-    """What a rank's process holds, as far as is known."""
+    """Bytes that a rank's process holds, as far as known."""
     if not answer:
         return 0
     return answer.get("process") or answer.get("reserved") or 0

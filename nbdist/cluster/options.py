@@ -1,4 +1,4 @@
-"""What a user asks of a cluster, checked before anything runs."""
+"""Checks of what a user asks of a cluster, before anything is started."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ R = TypeVar("R")
 
 
 def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Have calls with an unknown keyword raise a UsageError that suggests a known one.
+    """Make a function raise UsageError, with a suggestion, for an unknown keyword.
 
-    The signature stays as it is, for type checkers and for `inspect`.
+    The signature is preserved for type checkers and for `inspect`.
     """
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name != "self"]
@@ -52,11 +52,11 @@ def configured(n: int | None, options: Mapping[str, Any]) -> ClusterConfig:
     """The configuration of a cluster, from the environment and from what is given.
 
     Args:
-        n: Number of ranks; None decides by what the machine has.
+        n: Number of ranks; None to derive it from the host.
         options: Other fields of `ClusterConfig`; None keeps a field's default.
 
     Raises:
-        UsageError: An option's value makes no sense.
+        UsageError: The value of an option is invalid.
     """
     given = {name: value for name, value in options.items() if value is not None}
     config = replace(ClusterConfig.from_environment(), n=n, **given)
@@ -73,7 +73,7 @@ def configured(n: int | None, options: Mapping[str, Any]) -> ClusterConfig:
 
 
 def _on_hosts(config: ClusterConfig, hosts: str) -> ClusterConfig:
-    """As many ranks as there are slots, if it is not said how many."""
+    """Derive the number of ranks from the slots, and check it."""
     slots = slots_here(parse_hosts(hosts))
     if config.n is not None and config.n > slots:
         raise UsageError(f"-n {config.n} ranks on the {slots} slots of -H {hosts}")
@@ -81,10 +81,10 @@ def _on_hosts(config: ClusterConfig, hosts: str) -> ClusterConfig:
 
 
 def resume_of(config: ClusterConfig) -> Resume | None:
-    """The file to resume from, once it was found whole.
+    """The file to resume from, after checking that it is complete.
 
     Raises:
-        CheckpointError: Neither it nor the previous one is.
+        CheckpointError: Neither it nor the previous file is complete.
     """
     if config.resume is None:
         return None
@@ -93,7 +93,7 @@ def resume_of(config: ClusterConfig) -> Resume | None:
 
 
 def checked_script(path: str | os.PathLike[str], n_ps: int, size: int) -> Path:
-    """A script for `size` ranks, of which `n_ps` are parameter servers.
+    """The absolute path of a script for `size` ranks with `n_ps` parameter servers.
 
     Raises:
         UsageError: There is no such file, or no worker is left.

@@ -1,4 +1,4 @@
-"""Bringing a cluster up: everything at once, with one deadline and one clean-up."""
+"""Starting a cluster: controller and ranks side by side, with one deadline."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a start is."""
+    """How far a start has come."""
 
     controller: bool
     stages: Mapping[int, str]
-    """What each rank is doing, for those that have begun."""
+    """The stage of each rank that has begun, by rank."""
     ready: int
     assignments: Sequence[DeviceAssignment]
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a finished start leaves behind."""
+    """The processes and ranks of a cluster that has started."""
 
     process_supervisor: SupervisorClient
     client: IppClient
@@ -61,7 +61,7 @@ def start(
     """Start the controller and every rank, and wait until each of them answers.
 
     Raises:
-        StartError: A rank failed, or was not up in time; nothing is left running.
+        StartError: A rank failed, or did not start in time; nothing is left running.
     """
     try:
         run_dir = private_files.make_run_folder()
@@ -162,7 +162,11 @@ class _Start:
         return sorted(infos, key=lambda info: info.rank)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Until the condition holds, a rank fails, or the time is up."""
+        """Wait until a condition holds.
+
+        Raises:
+            StartError: A process has failed, or time is up.
+        """
         while not condition():
             self._show_progress()
             self._check_failures()
@@ -232,7 +236,7 @@ class _Start:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether a JSON file is there, and whole: the controller writes it in place."""
+    """Whether a JSON file exists and is complete: the controller writes it in place."""
     try:
         json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):

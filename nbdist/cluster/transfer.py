@@ -1,4 +1,4 @@
-"""Values to the ranks and back, and what to say when they cannot travel."""
+"""Values to the ranks and back, with errors for those that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Allowance:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left, at least a moment; None where there is no limit."""
+        """Seconds that are left, at least 0.001; None for no limit."""
         return None if self._end is None else max(0.001, self._end - time.monotonic())
 
     @contextmanager
@@ -101,7 +101,7 @@ class _Timer:
             self._clock.start()
 
     def stop(self) -> None:
-        """Send no signal from here on. A second stop is harmless."""
+        """Send no more signals. A second stop does nothing."""
         self._over.set()
         if self._clock is not None:
             self._clock.join()  # its last signal arrives in here
@@ -138,7 +138,7 @@ def encode(value: object, what: str, allowance: Allowance) -> list[bytes]:
 def outgoing(
     values: Mapping[str, Any], run_dir: Path, allowance: Allowance
 ) -> Iterator[shm_payload.Shipment]:
-    """A shipment of named values; its file is removed at the end.
+    """Pack named values into a shipment, whose file is removed at the end.
 
     Raises:
         TransferError: A value cannot be pickled; the message says which.
@@ -166,7 +166,7 @@ def outgoing(
 def incoming(
     shipments: Sequence[shm_payload.Shipment], what: str, allowance: Allowance
 ) -> list[Any]:
-    """The values that ranks packed for us.
+    """Unpack the values that ranks have sent.
 
     Raises:
         TransferError: A value cannot be unpickled here.
@@ -200,7 +200,7 @@ def refuse(values: Iterable[Any]) -> None:
 
 
 def translate(failures: Sequence[Failure]) -> TransferError | None:
-    """The error of a transfer that failed on ranks; None when it was something else."""
+    """The TransferError of these failures; None if some failed otherwise."""
     if any(failure.ename != "TransferError" for failure in failures):
         return None
     alike: dict[str, list[int]] = {}
@@ -215,7 +215,7 @@ def translate(failures: Sequence[Failure]) -> TransferError | None:
 
 @contextmanager
 def _named(refusal: str) -> Iterator[None]:
-    """Say of any error that a value's own code raises what could not be done."""
+    """Turn any error of a value's own code into a TransferError."""
     try:
         yield
     except KeyboardInterrupt:
