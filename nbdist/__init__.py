@@ -113,11 +113,15 @@ else:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """`%load_ext nbdist`: register the magics."""
+    """`%load_ext nbdist`: register the magics, and begin what ranks are forked from."""
+    import os
+
     from nbdist import magics
+    from nbdist.cluster import fork_server_client
 
     lazy.refuse_rank_names()
     magics.register(shell)
+    fork_server_client.prepare(os.environ)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:

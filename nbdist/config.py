@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["ClusterConfig", "CollectiveConfig", "environment"]
+__all__ = ["ClusterConfig", "CollectiveConfig", "ForkConfig", "environment"]
 
 
 def environment(name: str, default: str) -> str:
@@ -85,4 +85,23 @@ class ClusterConfig:
         return cls(
             timeout_s=float(environment("START_TIMEOUT", "120")),
             mpiexec=environment("MPIEXEC", "") or None,
+        )
+
+
+@dataclass(frozen=True)
+class ForkConfig:
+    """How ranks' processes are made."""
+
+    enabled: bool = False
+    """Fork them from one process that has imported torch (NBDIST_FORK_SERVER=1)."""
+    preload: tuple[str, ...] = ()
+    """Modules that this process imports as well (NBDIST_PRELOAD=transformers,pandas).
+    NBDIST_PRELOAD=0 switches the fork server off."""
+
+    @classmethod
+    def from_environment(cls) -> ForkConfig:
+        names = environment("PRELOAD", "")
+        return cls(
+            enabled=environment("FORK_SERVER", "0") != "0" and names != "0",
+            preload=tuple(filter(None, map(str.strip, names.split(",")))),
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import AlreadyRunning, NotRunning
+from nbdist.ipc.fork_messages import FORKED
 from nbdist.widgets.table import Table, bytes_text, seconds_text
 from nbdist.wire import format_ranks
 
@@ -181,7 +183,8 @@ class Session:
             if cluster.fault_tolerant
             else "one dead rank ends all: elastic runs begin again from a commit"
         )
-        caption = f"{cluster.mpi}; {mode}"
+        started = _starts_text([info.started for info in cluster.infos])
+        caption = f"{cluster.mpi}; {mode}; {started}"
         refused = cluster.refused(states)
         if refused:
             caption += f"; {_refusals_text(refused)}"
@@ -228,6 +231,15 @@ class Session:
         seen = self.cluster.last_seen(rank)
         text = "does not answer: stopped, or the interpreter is held"
         return f"{text}; last seen {seen}" if seen else text
+
+
+def _starts_text(starts: Sequence[str]) -> str:
+    """How ranks were started, each way once."""
+    counts = Counter(starts)
+    return ", ".join(
+        f"{count} ranks forked" if how == FORKED else f"{count} started alone ({how})"
+        for how, count in counts.items()
+    )
 
 
 def _refusals_text(count: int) -> str:

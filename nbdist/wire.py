@@ -67,6 +67,8 @@ class RankInfo:
     """The beginning of its process's file names; no later process has the same."""
     parent_pid: int = 0
     """The process that started the rank and reports its exit."""
+    started: str = ""
+    """"forked", or why the fork server has not started it."""
     mpi: str = ""
     """The MPI library in use, with its version."""
     notes: tuple[str, ...] = ()

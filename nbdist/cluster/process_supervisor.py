@@ -27,6 +27,7 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,9 +36,12 @@ from typing import Any
 
 import psutil
 
+from nbdist.ipc.fork_messages import receive
 from nbdist.ipc.prctl import adopt_orphans, die_with_parent
 from nbdist.ipc.private_files import remove_folders
 
+RANK_HOST = "the rank host"
+"""The name under which the end of the process that forks the ranks is told."""
 TERMINATE_GRACE_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
 
@@ -50,6 +54,9 @@ class ProcessSupervisor:
         self._together = together
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._seen: set[psutil.Process] = set()
+        self._selector = selectors.DefaultSelector()
+        self._host_connection: socket.socket | None = None
+        self._rank_host: psutil.Process | None = None
 
     def serve(self) -> None:
         """Carry out orders from standard input until it closes, then end everything."""
@@ -62,7 +69,7 @@ class ProcessSupervisor:
         for terminating in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(terminating, lambda *_: sys.exit(0))
         try:
-            with selectors.DefaultSelector() as selector:
+            with self._selector as selector:
                 selector.register(0, selectors.EVENT_READ)
                 selector.register(wakeup_read, selectors.EVENT_READ)
                 if hasattr(os, "pidfd_open"):
@@ -82,6 +89,9 @@ class ProcessSupervisor:
                 if key.fd == wakeup:
                     os.read(wakeup, 4096)
                     continue
+                if key.fileobj is self._host_connection:
+                    self._hear_rank_host(self._host_connection)
+                    continue
                 received = os.read(0, 1 << 20) if key.fd == 0 else b""
                 if not received:
                     return
@@ -93,8 +103,31 @@ class ProcessSupervisor:
     def _obey(self, order: dict[str, Any]) -> None:
         if "stop" in order:
             self._stop(order["stop"])
+        elif "rank_host" in order:
+            self._connect_rank_host(order["rank_host"])
         else:
             self._start(order)
+
+    def _connect_rank_host(self, path: str) -> None:
+        """Be the first client of the cluster's rank host, which lives as long as this.
+
+        It may be forked only later, and answers then.
+        """
+        self._host_connection = socket.socket(socket.AF_UNIX)
+        self._host_connection.connect(path)
+        self._selector.register(self._host_connection, selectors.EVENT_READ)
+
+    def _hear_rank_host(self, connection: socket.socket) -> None:
+        """Its first message, or its end, with which the forked ranks end."""
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if (received := receive(connection)) is not None:
+                self._rank_host = psutil.Process(received[0]["pid"])
+                return
+        self._selector.unregister(connection)
+        connection.close()
+        if self._rank_host is not None:
+            self._tell({"exited": RANK_HOST, "code": -signal.SIGKILL})
+            self._end_processes()
 
     def _start(self, order: dict[str, Any]) -> None:
         with open(order["log"], "ab") as log:
@@ -133,6 +166,10 @@ class ProcessSupervisor:
     def _remember_descendants(self) -> None:
         """Remember all descendants: their parents may end before they do."""
         self._seen.update(psutil.Process().children(recursive=True))
+        if self._rank_host is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._seen.update(self._rank_host.children(recursive=True))
+                self._seen.add(self._rank_host)
 
     def _stop(self, names: list[str]) -> None:
         """End these programs and their descendants."""

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist.cluster import fork_server_client
 from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.startup_status import ProcessExit, StartupStatus, tail_of
 from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.errors import StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
+from nbdist.ipc.fork_messages import SOCKET, STARTED
 from nbdist.ipc.loopback import confine
 from nbdist.ipc.process_files import describe_exit
 from nbdist.wire import RankInfo
@@ -109,13 +111,19 @@ class _Start:
             dict(os.environ),
         )
         n = len(self._assignments)
+        added = launcher.environment(n, self._run_dir)
+        alone = fork_server_client.serve(self._run_dir, {**os.environ, **added})
+        if not alone:
+            self._process_supervisor.attend_rank_host(self._run_dir / SOCKET)
         environment = {
             **os.environ,
-            **launcher.environment(n, self._run_dir),
+            **added,
+            STARTED: alone,
             "NBDIST_RUN_DIR": str(self._run_dir),
             "NBDIST_WORK_DIR": os.getcwd(),
             "NBDIST_PATH": os.pathsep.join(sys.path),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            "PYTHONHASHSEED": fork_server_client.hash_seed(),
         }
         self._process_supervisor.start(
             "mpiexec", launcher.argv(n, rank_parent.command()), environment

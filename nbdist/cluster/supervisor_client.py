@@ -99,6 +99,15 @@ class SupervisorClient:
                 f"cannot start {name}: the process supervisor has ended; start again"
             )
 
+    def attend_rank_host(self, path: Path) -> None:
+        """Have the process supervisor end the forked ranks with the others.
+
+        Args:
+            path: The listening socket of the cluster's rank host. Called before
+                anything else connects there.
+        """
+        self._order({"rank_host": str(path)})
+
     def stop(self, names: Sequence[str]) -> None:
         """Ask the process supervisor to end some programs, without waiting."""
         self._order({"stop": list(names)})

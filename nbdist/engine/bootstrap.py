@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing.util
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.ipc import loopback
 from nbdist.ipc.device_assignment import DeviceAssignment
+from nbdist.ipc.fork_messages import FORKED, STARTED
 from nbdist.ipc.process_files import JOINING, Process
 
 if TYPE_CHECKING:
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+OPENBLAS_SETTERS = (
+    "openblas_set_num_threads", "openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads", "scipy_openblas_set_num_threads64_",
+)  # fmt: skip
+"""One function, as builds of OpenBLAS call it."""
 MAX_SOCKET_PATH_BYTES = 107
 SOCKET_NAME_BYTES = len("/pymp-abcd1234/listener-abcd1234")
 
@@ -64,6 +71,8 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     import torch
 
     torch.set_num_threads(assignment.threads)
+    if os.environ.get(STARTED) == FORKED:
+        _bound_openblas(assignment.threads)
     process.report_stage(JOINING)
     from nbdist.engine import torch_group, world
 
@@ -81,6 +90,23 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     from nbdist.engine.kernel import run_engine
 
     run_engine(process, here, assignment, device)
+
+
+def _bound_openblas(threads: int) -> None:
+    """Give OpenBLAS, which was loaded before the fork, the threads that it would have.
+
+    It reads the environment when it is loaded; the other libraries read it later,
+    or follow torch.
+    """
+    wanted = os.environ.get("OPENBLAS_NUM_THREADS") or str(threads)
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    for path in paths:
+        if "openblas" in os.path.basename(path):
+            library = ctypes.CDLL(path)
+            for name in OPENBLAS_SETTERS:
+                if hasattr(library, name):
+                    getattr(library, name)(int(wanted))
 
 
 def _select_device(assignment: DeviceAssignment) -> torch.device:

@@ -22,6 +22,7 @@ from nbdist.engine.output import Output
 from nbdist.engine.world import World
 from nbdist.ipc import serialization
 from nbdist.ipc.device_assignment import DeviceAssignment
+from nbdist.ipc.fork_messages import RANK_PARENT, STARTED
 from nbdist.ipc.process_files import Process
 from nbdist.ipc.signed_messages import SignedSession
 from nbdist.telemetry import internal_metrics
@@ -123,6 +124,8 @@ def run_engine(
     config.IPEngine.wait_for_url_file = REGISTRATION_TIMEOUT_S
     config.IPEngine.url_file = str(security / "ipcontroller-engine.json")
     config.IPEngine.log_level = "ERROR"
+    # Its default is the folder in which its module was imported.
+    config.IPEngine.work_dir = os.getcwd()
     config.ProfileDir.location = str(process.run_dir)
     _Engine.launch_instance(
         argv=[],
@@ -149,7 +152,8 @@ def _describe(
         engine_uuid="",
         host=socket.gethostname(),
         pid=os.getpid(),
-        parent_pid=os.getppid(),
+        parent_pid=int(os.environ[RANK_PARENT]),
+        started=os.environ.get(STARTED, ""),
         name=name,
         device=str(device),
         device_name=assignment.gpu_name,

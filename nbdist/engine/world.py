@@ -129,17 +129,24 @@ def is_joined() -> bool:
 
 def join() -> World:
     """Enter the world of the MPI launcher. Every rank must call."""
-    from mpi4py import MPI
-
+    MPI = _begun_mpi()
     return enter(MPI.COMM_WORLD.Dup(), 0)
 
 
 def join_running(rank: int, generation: int) -> World:
     """Enter a world that runs already and has spawned this process, as its rank."""
-    from mpi4py import MPI
-
+    MPI = _begun_mpi()
     bridge = MPI.Comm.Get_parent()
     return enter(bridge.Merge(high=True).Split(0, key=rank), generation)
+
+
+def _begun_mpi() -> Any:
+    """mpi4py's MPI, which begins with its import, but here in a forked rank."""
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MPI
 
 
 def enter(comm: Any, generation: int) -> World:

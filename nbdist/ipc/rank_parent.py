@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -26,11 +28,22 @@ if __name__ == "__main__":
     sys.path[0:1] = []
     sys.path.append(str(ROOT))
 
+from nbdist.ipc.fork_messages import (  # noqa: E402
+    FORKED,
+    RANK_PARENT,
+    SOCKET,
+    STARTED,
+    Request,
+    receive,
+    send,
+)
 from nbdist.ipc.prctl import die_with_parent  # noqa: E402 - once it is found
 from nbdist.ipc.process_files import Process  # noqa: E402
 
 __all__ = ["command"]
 
+FORK_TIMEOUT_S = 60.0
+"""How long a fork server may take to answer, the time of its imports included."""
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -47,46 +60,116 @@ def main(arguments: list[str]) -> None:
     if process.is_refused:
         os._exit(0)
     process.reserve_exit_report()
-    child = os.fork()
-    if child == 0:
-        _become_rank(process, arguments)
-    for signum in FORWARDED:
-        signal.signal(signum, lambda number, _frame: _pass_on(child, number))
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
+    os.environ[RANK_PARENT] = str(os.getpid())
+    forked = _ask_for_rank(process, arguments)
+    code = _own_rank(process, arguments) if forked is None else _follow(forked)
     process.report_exit(code)
     if code != 0:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)
 
 
+# -- a rank that this program starts -------------------------------------------------
+
+
+def _own_rank(process: Process, arguments: list[str]) -> int:
+    """Start the rank, and wait; its exit code, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        _become_rank(process, arguments)
+    for signum in FORWARDED:
+        signal.signal(signum, lambda number, _frame: _pass_on(child, number))
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
 def _become_rank(process: Process, arguments: list[str]) -> None:
     """In the child: run the rank, which ends when this program ends."""
     die_with_parent()
-    _capture_descriptors(process)
+    for number, descriptor in enumerate(_captured(process)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.chdir(ROOT)
     rank = [sys.executable, "-m", "nbdist.engine", *arguments]
     os.execv(sys.executable, rank)
 
 
-def _capture_descriptors(process: Process) -> None:
-    """Redirect descriptors 1 and 2 to files, and descriptor 0 from /dev/null.
+def _captured(process: Process) -> list[int]:
+    """Open what a rank gets as descriptors 0, 1 and 2: /dev/null, and two files.
 
     The files take what C code and child processes write, too. `input()` fails at once,
     for nobody can answer it.
     """
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    for descriptor, path in enumerate(process.captured.values(), start=1):
-        target = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        os.dup2(target, descriptor)
-        os.close(target)
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    for path in process.captured.values():
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        opened.append(os.open(path, flags, 0o600))
+    return opened
 
 
 def _pass_on(child: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signum)
+
+
+# -- a rank that the fork server starts ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Forked:
+    """A rank that is a child of the cluster's rank host."""
+
+    handle: int
+    """Its pidfd."""
+    host: socket.socket
+    """Tells how it ends; when this program ends, the rank does."""
+
+
+def _ask_for_rank(process: Process, arguments: list[str]) -> _Forked | None:
+    """Have the fork server start the rank; None where it does not.
+
+    The environment then says why.
+    """
+    path = process.run_dir / SOCKET
+    if not path.exists():
+        return None
+    os.environ[STARTED] = FORKED
+    host = socket.socket(socket.AF_UNIX)
+    host.settimeout(FORK_TIMEOUT_S)
+    try:
+        host.connect(str(path))
+        descriptors = _captured(process)
+        request = Request(arguments, folder=str(ROOT))
+        send(host, request.message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        received = receive(host, descriptors=1)
+    except OSError as error:
+        os.environ[STARTED] = f"the fork server does not answer: {error}"
+        return None
+    if received is None or "refused" in received[0]:
+        why = received[0]["refused"] if received else "the fork server has ended"
+        os.environ[STARTED] = why
+        return None
+    host.settimeout(None)
+    return _Forked(received[1][0], host)
+
+
+def _follow(rank: _Forked) -> int:
+    """Wait for a forked rank; its exit code, negative for a signal."""
+    for signum in FORWARDED:
+        signal.signal(signum, lambda number, _: _pass_on_to(rank.handle, number))
+    try:
+        ended = receive(rank.host)
+    except OSError:
+        ended = None
+    # A rank dies with the rank host.
+    return int(ended[0]["code"]) if ended else -signal.SIGKILL
+
+
+def _pass_on_to(handle: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(handle, signum)
 
 
 if __name__ == "__main__":

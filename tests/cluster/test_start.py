@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from nbdist import Cluster, StartError, UsageError
+from nbdist.cluster import fork_server_client
 from nbdist.cluster.hosts import this_host
 from nbdist.cluster.startup import Progress
 from nbdist.config import ClusterConfig
@@ -32,6 +33,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", None)
     before = set(psutil.Process().children(recursive=True))
     yield folder
+    fork_server_client.close()  # it lives as long as this process
     started = set(psutil.Process().children(recursive=True)) - before
     _, living = psutil.wait_procs(started, timeout=GONE_WITHIN_S)
     assert living == []

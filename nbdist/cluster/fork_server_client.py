@@ -1,0 +1,226 @@
+"""This process's fork server, from which the ranks of its clusters are forked."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbdist.config import ForkConfig
+from nbdist.ipc.fork_messages import SOCKET, receive, send
+
+__all__ = ["close", "hash_seed", "prepare", "serve"]
+
+ANSWER_TIMEOUT_S = 5.0
+"""How long a fork server that has imported everything may take to answer."""
+PROGRAM = Path(__file__).parents[1] / "ipc" / "fork_server.py"
+UNRELATED = {
+    "CUDA_VISIBLE_DEVICES", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "PYTHONHASHSEED",
+    "SHLVL", "_",
+}  # fmt: skip
+"""Variables in which a fork server and its ranks may differ. Imports and libraries read
+the others while they are loaded, or may."""
+
+
+OF_A_START = ("NBDIST_", "OMPI_", "PRTE_", "PMIX_", "EVENT_")
+"""What variables begin with that nbdist and MPI read when a rank starts, not before."""
+
+
+class _ForkServer:
+    """A fork server, and the connection over which it is told of clusters."""
+
+    def __init__(self, environment: Mapping[str, str], preload: tuple[str, ...]):
+        self.kind = _kind(environment, preload)
+        self.is_ready = False
+        self.why_not = ""
+        """Why it serves no more; "" as long as it does."""
+        self.is_unfit = False
+        """Whether another one would not serve either."""
+        self._connection, inherited = socket.socketpair()
+        with inherited:
+            self._process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), ",".join(preload)],
+                stdin=inherited.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={
+                    **environment,
+                    "PYTHONHASHSEED": hash_seed(),
+                    # The pool of threads would begin with the import of numpy.
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def offer(self, run_dir: Path, listener: socket.socket) -> bool:
+        """Have it serve a cluster; whether it does, or will after its imports."""
+        try:
+            self._hear(timeout_s=0.0)
+            was_ready = self.is_ready
+            if not self.why_not:
+                send(self._connection, {"run_dir": str(run_dir)}, [listener.fileno()])
+            if was_ready and not self.why_not:
+                self._hear(timeout_s=ANSWER_TIMEOUT_S)
+        except OSError as error:
+            self.why_not = f"the fork server does not answer: {error}"
+        return not self.why_not
+
+    def _hear(self, timeout_s: float) -> None:
+        """Take in what it has said; wait for the first message, where time is given."""
+        self._connection.settimeout(timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            while not self.why_not:
+                self._take(self._next_message())
+                self._connection.settimeout(0.0)
+
+    def _next_message(self) -> dict[str, Any]:
+        try:
+            received = receive(self._connection)
+        except ConnectionResetError:  # it ended before it read all; its words follow
+            received = receive(self._connection)
+        return received[0] if received else {"ended": True}
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self.is_ready = True
+        elif "stale" in message:
+            self.why_not = f"{message['stale']} has changed"
+        elif "unfit" in message:
+            self.why_not, self.is_unfit = message["unfit"], True
+        elif "ended" in message:
+            self.why_not = "the fork server has ended"
+            self.is_unfit = not self.is_ready
+
+    def retire(self) -> subprocess.Popen[bytes]:
+        """Have it end with the last cluster that it has forked ranks for."""
+        self._connection.close()
+        if not self.is_ready:
+            self._process.kill()  # it listens only after its imports
+        return self._process
+
+
+_server: _ForkServer | None = None
+_retired: list[subprocess.Popen[bytes]] = []
+"""Servers that end with the clusters which they still serve."""
+_lock = threading.Lock()
+_seed = str(secrets.randbelow(2**32 - 1) + 1)
+
+
+def hash_seed() -> str:
+    """One seed of `hash` for all ranks of this process's clusters."""
+    chosen = os.environ.get("PYTHONHASHSEED", "random")
+    return _seed if chosen in ("", "random") else chosen
+
+
+def prepare(environment: Mapping[str, str]) -> str:
+    """Start the fork server in the background, unless a fitting one runs.
+
+    Args:
+        environment: That of the ranks.
+
+    Returns:
+        Why there is none; "" where there is one.
+    """
+    with _lock:
+        return _prepare(environment, ForkConfig.from_environment())
+
+
+def _prepare(environment: Mapping[str, str], config: ForkConfig) -> str:
+    global _server
+    if not config.enabled:
+        return "it is switched off"
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return f"{sys.platform} has no safe fork"
+    if _server is not None and _server.kind != _kind(environment, config.preload):
+        _retire()
+    if _server is None:
+        _server = _ForkServer(environment, config.preload)
+    return _server.why_not
+
+
+def _retire() -> None:
+    """Begin another server with the next start."""
+    global _server
+    if _server is not None:
+        _retired.append(_server.retire())
+        _server = None
+    _retired[:] = [process for process in _retired if process.poll() is None]
+
+
+def serve(run_dir: Path, environment: Mapping[str, str]) -> str:
+    """Have a cluster's ranks forked; they connect to the socket in its run folder.
+
+    Args:
+        run_dir: The cluster's folder.
+        environment: As for `prepare`.
+
+    Returns:
+        Why they are not forked; "" where they are.
+    """
+    global _server
+    config = ForkConfig.from_environment()
+    with _lock, socket.socket(socket.AF_UNIX) as listener:
+        if why_not := _prepare(environment, config):
+            return why_not
+        try:
+            listener.bind(str(run_dir / SOCKET))
+            listener.listen(socket.SOMAXCONN)
+        except OSError as error:  # a path that is too long, or no sockets there
+            return f"no socket in {run_dir}: {error}"
+        for _ in range(2):
+            assert _server is not None
+            if _server.offer(run_dir, listener):
+                return ""
+            why_not = _server.why_not
+            if _server.is_unfit:
+                break
+            _retire()
+            _prepare(environment, config)
+        (run_dir / SOCKET).unlink()
+        return why_not
+
+
+def close() -> None:
+    """End the fork server; a later start begins another. A second close is harmless.
+
+    Clusters whose ranks it has forked are not affected.
+    """
+    with _lock:
+        _retire()
+        for process in _retired:
+            process.kill()
+            process.wait()
+        _retired.clear()
+
+
+def _forget() -> None:
+    """In a process that this one has forked: the server is the parent's."""
+    global _server, _lock
+    _server, _lock = None, threading.Lock()
+    _retired.clear()
+
+
+def _kind(
+    environment: Mapping[str, str], preload: tuple[str, ...]
+) -> tuple[object, ...]:
+    """What a fork server's imports depend on, beside the files."""
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if name not in UNRELATED and not name.startswith(OF_A_START)
+    }
+    return sys.executable, hash_seed(), preload, tuple(sorted(variables.items()))
+
+
+atexit.register(close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

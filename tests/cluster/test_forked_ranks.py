@@ -1,0 +1,421 @@
+"""Ranks that are forked from one process: like others, and gone when they should be."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist import Cluster
+from nbdist.cluster import fork_server_client
+from nbdist.errors import CellError
+from nbdist.ipc.fork_messages import FORKED
+from nbdist.session import Session
+from tests.cluster.process_state import (
+    open_files,
+    random_states,
+    seeded_draws,
+    state,
+    threads_of_pools,
+)
+from tests.processes import Footprint, Program, wait_until
+
+SUM = "x = torch.ones(1); nbdist.all_reduce(x); assert x == world_size"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBDIST_FORK_SERVER", "1")
+        fork_server_client.close()
+        yield
+    fork_server_client.close()
+
+
+def started(cluster: Cluster) -> list[str]:
+    return [info.started for info in cluster.infos]
+
+
+def server_pid() -> int:
+    server = fork_server_client._server
+    assert server is not None
+    return server._process.pid
+
+
+def rank_host(cluster: Cluster) -> psutil.Process:
+    """The parent of a cluster's ranks."""
+    (host,) = {psutil.Process(info.pid).parent() for info in cluster.infos}
+    assert host is not None
+    return host
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    with Cluster(2, device="cpu", threads=2, oversubscribe=True) as cluster:
+        assert started(cluster) == [FORKED, FORKED]
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def alone(two: Cluster) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBDIST_PRELOAD", "0")
+        cluster = Cluster(2, device="cpu", threads=2, oversubscribe=True).start()
+    with cluster:
+        assert started(cluster) == ["it is switched off"] * 2
+        yield cluster
+
+
+# -- what a rank has ---------------------------------------------------------------
+
+
+def test_a_forked_rank_has_what_one_has_that_was_started_alone(
+    two: Cluster, alone: Cluster
+) -> None:
+    forked, plain = two.run(state)[0], alone.run(state)[0]
+    # The server's switch itself is in the environment of one of them.
+    plain["names of other variables"].remove("NBDIST_PRELOAD")
+    assert forked.keys() == plain.keys()
+    different = {
+        name: (forked[name], plain[name])
+        for name in plain
+        if forked[name] != plain[name]
+    }
+    assert different == {}
+
+
+def test_a_forked_rank_takes_over_folder_mask_limits_and_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    cores = os.sched_getaffinity(0)
+    monkeypatch.chdir(tmp_path)
+    mask = os.umask(0o027)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with Cluster(1, device="cpu") as cluster:
+            assert started(cluster) == [FORKED]
+            (found,) = cluster.run(state)
+    finally:
+        os.umask(mask)
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+        os.sched_setaffinity(0, cores)
+    assert found["umask"] == 0o027
+    assert found["working folder"] == str(tmp_path)
+    assert (0, hard) in found["limits"]
+    assert found["cores"] == [min(cores)]
+
+
+def kinds(opened: dict[int, str]) -> set[str]:
+    """What is open, without the names of one process."""
+    return {re.sub(r"/nbdist-\w+|\d+", "", target) for target in opened.values()}
+
+
+def test_no_descriptor_of_the_servers_is_open_in_a_rank(
+    two: Cluster, alone: Cluster
+) -> None:
+    host = rank_host(two).pid
+    of_servers = {
+        os.readlink(f"/proc/{pid}/fd/{fd}")
+        for pid in (host, server_pid())
+        for fd in os.listdir(f"/proc/{pid}/fd")
+    } - {"/dev/null", "anon_inode:[eventpoll]", "anon_inode:[pidfd]"}
+    forked, plain = two.run(open_files)[0], alone.run(open_files)[0]
+    assert not set(forked.values()) & of_servers
+    assert kinds(forked) == kinds(plain)
+
+
+def test_random_states_differ_unless_seeded(two: Cluster) -> None:
+    drawn = list(two.run(random_states))
+    with Cluster(1, device="cpu") as another:
+        drawn += another.run(random_states)
+    for states in zip(*drawn, strict=True):
+        assert len(set(states)) == 3, states
+    program = (
+        "from tests.cluster.process_state import seeded_draws; print(seeded_draws())"
+    )
+    plain = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert [str(each) for each in two.run(seeded_draws)] == [plain.stdout.strip()] * 2
+
+
+def test_thread_pools_have_the_ranks_size(two: Cluster, alone: Cluster) -> None:
+    assert two.run(threads_of_pools) == [(2, 2, 2, [2])] * 2
+    assert alone.run(threads_of_pools) == [(2, 2, 2, [2])] * 2
+
+
+def test_the_hash_seed_is_one_for_all_ranks(two: Cluster, alone: Cluster) -> None:
+    hashes = [*two.run(hash, "a text"), *alone.run(hash, "a text")]
+    assert len(set(hashes)) == 1
+
+
+def test_locks_of_the_servers_are_free(two: Cluster) -> None:
+    """No thread runs where ranks are forked, so that none can hold a lock."""
+    for pid in (rank_host(two).pid, server_pid()):
+        assert os.listdir(f"/proc/{pid}/task") == [str(pid)]
+
+
+# -- what works in a rank ----------------------------------------------------------
+
+
+def test_workers_of_a_data_loader(two: Cluster) -> None:
+    for context in ("fork", "spawn", "forkserver"):
+        two.execute(
+            f"""
+            data = torch.utils.data.TensorDataset(torch.arange(8.0))
+            loader = torch.utils.data.DataLoader(
+                data, batch_size=2, num_workers=2, multiprocessing_context="{context}"
+            )
+            assert sum(float(x.sum()) for (x,) in loader) == 28
+            """.replace("\n            ", "\n"),
+            timeout_s=120,
+        )
+
+
+def test_mp_spawn(two: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "spawned_work.py").write_text(
+        "import os\ndef work(index, folder):\n"
+        "    open(os.path.join(folder, f'{os.getpid()}.{index}'), 'w').close()\n"
+    )
+    two.execute(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import spawned_work, torch.multiprocessing as mp\n"
+        f"mp.spawn(spawned_work.work, ({str(tmp_path)!r},), nprocs=2)",
+        timeout_s=120,
+    )
+    assert sorted(path.suffix for path in tmp_path.glob("[0-9]*")) == [
+        ".0", ".0", ".1", ".1",
+    ]  # fmt: skip
+
+
+def test_openmp_mkl_and_openblas_compute(two: Cluster) -> None:
+    two.execute(
+        "import numpy as np\n"
+        "a = torch.rand(600, 600)\n"
+        "assert torch.allclose(a @ a, torch.from_numpy(a.numpy() @ a.numpy()), 1e-3)\n"
+        "assert abs(float(torch.ones(3_000_000).sum()) - 3e6) < 1\n"
+        "torch.linalg.svd(a)\n"
+        "np.linalg.svd(a.numpy())",
+        timeout_s=120,
+    )
+
+
+@pytest.mark.slow
+def test_torch_compile(two: Cluster) -> None:
+    two.execute(
+        "f = torch.compile(lambda x: (x * 2 + 1).sum())\n"
+        "assert float(f(torch.ones(1000))) == 3000",
+        timeout_s=300,
+    )
+
+
+# -- ends --------------------------------------------------------------------------
+
+START = """
+import os, sys, time
+from nbdist import Cluster
+cluster = Cluster(n=2, device="cpu").start()
+assert {info.started for info in cluster.infos} == {"forked"}
+cluster.execute("import subprocess; subprocess.Popen(['sleep', '1000'])")
+print(cluster._started.process_supervisor.run_dir, flush=True)
+print(cluster.infos[0].pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("ending", ["killed", "stopped"])
+def test_nothing_is_left_of_a_program(ending: str) -> None:
+    rest = "sys.stdin.readline(); cluster.stop(); print('over', flush=True)\n"
+    with Program(START + rest + "time.sleep(100)") as program:
+        run_dir = Path(program.line())
+        rank = psutil.Process(int(program.line()))
+        host = rank.parent()
+        assert host is not None
+        server = host.parent()
+        assert server is not None
+        below = Footprint([host.pid], run_dir)
+        assert len(below.processes) >= 5, "a host, two ranks and what they started"
+        whole = Footprint([program.pid], run_dir)
+        assert whole.processes > below.processes
+        if ending == "stopped":
+            program.tell("stop")
+            assert program.line() == "over"
+            below.assert_gone(within_s=0.1)
+            assert server.is_running(), "it serves the next start"
+        program.kill()
+        whole.assert_gone()
+
+
+def test_the_end_of_a_rank_is_told_with_its_code() -> None:
+    with (
+        Cluster(2, device="cpu", on_failure="stop") as cluster,
+        pytest.raises(CellError, match="exit code 7"),
+    ):
+        cluster.execute("import os\nif rank == 1: os._exit(7)\nnbdist.barrier()")
+    with Cluster(2, device="cpu", on_failure="stop") as cluster:
+        os.kill(cluster.infos[1].pid, signal.SIGSEGV)
+        with pytest.raises(CellError, match="SIGSEGV"):
+            cluster.execute("nbdist.barrier()")
+
+
+def test_replaced_and_added_ranks_are_forked() -> None:
+    with Cluster(2, device="cpu", threads=1) as cluster:
+        os.kill(cluster.infos[1].pid, signal.SIGKILL)
+        wait_until(lambda: bool(cluster.died()), 10)
+        cluster.execute(SUM)
+        cluster.scale(3)
+        cluster.execute(SUM)
+        assert started(cluster) == [FORKED] * 3
+        assert {info.pid for info in cluster.infos} == {
+            child.pid for child in rank_host(cluster).children()
+        }
+        cluster.restart()
+        cluster.execute(SUM)
+        assert started(cluster) == [FORKED] * 3
+
+
+def test_kill_9_of_the_rank_host_ends_all_ranks(two: Cluster) -> None:
+    with Cluster(2, device="cpu", threads=1) as cluster:
+        cluster.execute("import subprocess; subprocess.Popen(['sleep', '1000'])")
+        host = rank_host(cluster)
+        footprint = Footprint([host.pid])
+        assert len(footprint.processes) >= 5
+        host.kill()
+        footprint.assert_gone()
+        cluster.execute(SUM)
+        assert started(cluster) == [FORKED] * 2
+
+
+def test_kill_9_of_the_fork_server_costs_no_rank() -> None:
+    with Cluster(2, device="cpu", threads=1) as cluster:
+        before = server_pid()
+        os.kill(before, signal.SIGKILL)
+        cluster.execute(SUM)
+        os.kill(cluster.infos[1].pid, signal.SIGKILL)
+        wait_until(lambda: bool(cluster.died()), 10)
+        cluster.execute(SUM)
+        assert started(cluster) == [FORKED] * 2
+        footprint = Footprint([rank_host(cluster).pid])
+        cluster.restart()
+        footprint.assert_gone()
+        assert started(cluster) == [FORKED] * 2
+        assert server_pid() != before
+
+
+def test_a_rank_ends_with_its_parent_process(two: Cluster) -> None:
+    with Cluster(2, device="cpu", on_failure="stop") as cluster:
+        rank = psutil.Process(cluster.infos[1].pid)
+        os.kill(cluster.infos[1].parent_pid, signal.SIGKILL)
+        wait_until(lambda: not rank.is_running() or rank.status() == "zombie", 5)
+
+
+# -- when ranks are not forked -----------------------------------------------------
+
+
+def module(folder: Path, name: str, text: str) -> None:
+    (folder / f"{name}.py").write_text(textwrap.dedent(text))
+
+
+def test_a_preloaded_package_that_changes_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = f"preloaded_{random.randrange(10**9)}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("NBDIST_PRELOAD", name)
+    module(tmp_path, name, "import os\nversion, pid = 1, os.getpid()\n")
+    look = f"import {name}, os; seen = {name}.version, {name}.pid == os.getpid()"
+    with Cluster(1, device="cpu") as cluster:
+        cluster.execute(look)
+        assert (started(cluster), cluster["seen"]) == ([FORKED], [(1, False)])
+        server = server_pid()
+        module(tmp_path, name, "import os\nversion, pid = 22, os.getpid()\n")
+        cluster.restart()
+        cluster.execute(look)
+        assert (started(cluster), cluster["seen"]) == ([FORKED], [(22, False)])
+        assert server_pid() != server
+
+
+def test_a_users_module_of_a_preloaded_name_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import decorator  # ipyparallel imports it
+
+    shutil.copy(decorator.__file__, tmp_path / "decorator.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fork_server_client.prepare(os.environ)
+    with Cluster(1, device="cpu") as cluster:
+        (how,) = started(cluster)
+        assert str(tmp_path / "decorator.py") in how
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,),"
+         " daemon=True).start()\n", "an import has started 1 thread"),
+        ("raise RuntimeError('no such thing')\n", "RuntimeError: no such thing"),
+        ("import os\nos._exit(3)\n", "the fork server has ended"),
+    ],
+)  # fmt: skip
+def test_a_preload_that_cannot_be_forked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, why: str
+) -> None:
+    name = f"preloaded_{random.randrange(10**9)}"
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("NBDIST_PRELOAD", name)
+    module(tmp_path, name, text)
+    session = Session()
+    try:
+        session.start(1, device="cpu")
+        session.execute(SUM, None, None, 1)
+        session.stop()
+        session.start(1, device="cpu")  # it has been seen by now
+        assert why in repr(session.status_table())
+    finally:
+        session.stop()
+
+
+def test_another_environment_has_another_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Cluster(1, device="cpu") as cluster:
+        before = psutil.Process(server_pid())
+        monkeypatch.setenv("TORCH_SOMETHING_READ_AT_IMPORT", "1")
+        fork_server_client.prepare(os.environ)
+        assert server_pid() != before.pid
+        cluster.execute(SUM)
+        assert before.is_running(), "it collects the rank host's exit"
+    wait_until(lambda: before.status() == psutil.STATUS_ZOMBIE, 5)
+
+
+def test_a_server_ends_with_its_program_while_it_imports() -> None:
+    begin = (
+        "import os, time\n"
+        "from nbdist.cluster import fork_server_client as client\n"
+        "client.prepare(os.environ)\n"
+        "print(client._server._process.pid, flush=True)\n"
+        "time.sleep(100)"
+    )
+    with Program(begin) as program:
+        server = psutil.Process(int(program.line()))
+        begun = time.monotonic()
+        program.kill()
+        wait_until(lambda: not server.is_running(), 60)
+        assert time.monotonic() >= begun
