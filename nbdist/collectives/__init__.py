@@ -36,7 +36,7 @@ from nbdist.collectives.registry import (
     set_default_group,
 )
 from nbdist.collectives.signature import Signature, signature
-from nbdist.collectives.tolerant_messages import Post
+from nbdist.collectives.tolerant_messages import TolerantMessages
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.ring import RingStep, chunk_bounds, ring_steps
 
@@ -44,10 +44,10 @@ __all__ = [
     "Group",
     "Handle",
     "Message",
-    "Post",
     "ReduceOp",
     "RingStep",
     "Signature",
+    "TolerantMessages",
     "Transport",
     "all_gather",
     "all_gather_into_tensor",

@@ -1,4 +1,4 @@
-"""One call of a collective on this rank, and how calls are told to the user."""
+"""One call of a collective on this rank, and the texts that describe calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADINGS: tuple[str, ...] = (
 
 
 class Call:
-    """What this rank is doing. Cheap to make: its place is found on demand."""
+    """A call that this rank is in. Its call site is looked up on demand."""
 
     __slots__ = ("call_site", "kind", "sequence", "thread", "timeout")
 
@@ -42,7 +42,7 @@ class Call:
         return f"{self.kind.operation} #{self.sequence}"
 
     def record(self, rank: int) -> CollectiveCall:
-        """The call as `rank` reports it. May be called from any thread meanwhile."""
+        """The call as a record of `rank`. Any thread may call."""
         kind = self.kind
         site = self.call_site or find_call_site(sys._current_frames().get(self.thread))
         return CollectiveCall(
@@ -60,7 +60,7 @@ class Call:
 
 
 def describe_mismatch(calls: Sequence[CollectiveCall]) -> str:
-    """A table of what each rank called."""
+    """The text of a mismatch: a table of each rank's call."""
     rows = [_HEADINGS, *map(_row, calls)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -103,13 +103,13 @@ def describe_timeout(
     missing: Sequence[int],
     notes: Mapping[int, str],
 ) -> str:
-    """Who had arrived at `call` when its time ran out, and where the others were.
+    """The text of a time-out: the ranks that had arrived, and where the others were.
 
     Args:
         call: this rank's.
-        ranks: the members' numbers.
-        missing: those of them that had not arrived.
-        notes: what ranks that wait somewhere said of it; "" for those that do not.
+        ranks: the members' world ranks.
+        missing: the members that had not arrived.
+        notes: by rank, the call that the rank waits in; "" if it waits in none.
     """
     arrived = [rank for rank in ranks if rank not in missing]
     lines = [

@@ -1,4 +1,4 @@
-"""Where in the user's program a collective was called from."""
+"""The call site of a collective: the cell and line of the user's program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIBRARIES = ("nbdist", "torch", "threading", "concurrent", "contextlib", "funct
 
 
 class CallSite(NamedTuple):
-    """A line of the user's, in a file or a notebook cell."""
+    """A line of the user's program, in a file or a notebook cell."""
 
     cell: int | None
     line: int | None
@@ -27,12 +27,11 @@ _resolver: CellResolver = _no_cell
 
 
 def set_cell_resolver(resolver: CellResolver) -> None:
-    """Install the function that knows which notebook cell a code object is from.
+    """Set the function that finds the notebook cell of a code object.
 
     Args:
         resolver: maps a code object's filename to the cell's In[] number, or to None
-            for a file that is no cell. It must not raise, and is called only when a
-            record of a call is asked for.
+            for any other file. It must not raise.
     """
     global _resolver
     _resolver = resolver
@@ -41,7 +40,7 @@ def set_cell_resolver(resolver: CellResolver) -> None:
 def find_call_site(frame: FrameType | None) -> CallSite:
     """The first frame outside nbdist and torch, from `frame` outwards.
 
-    Both parts are None where there is no such frame, as in an autograd thread.
+    Cell and line are None where there is no such frame, as in an autograd thread.
     """
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

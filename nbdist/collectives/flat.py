@@ -1,4 +1,4 @@
-"""Tensors of any layout, as transports want them."""
+"""Tensors of any layout as the flat tensors that transports work on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Flat", "check_memory", "is_plain", "unwrapped"]
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that holds the memory of a tensor or of a subclass.
+    """The plain tensor that holds the memory of a tensor or of a subclass.
 
     Raises:
-        UnsupportedCollective: A subclass has no memory of its own, as a DTensor.
+        UnsupportedCollective: A subclass such as DTensor has no memory of its own.
     """
     kind = type(tensor)
     if kind is Tensor or kind is Parameter:
@@ -33,7 +33,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a strided tensor lies densely, its values as its dtype says."""
+    """Whether a strided tensor is contiguous, without a negative or conjugate bit."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
@@ -47,22 +47,22 @@ def check_memory(tensor: Tensor) -> None:
 
 
 class Flat:
-    """A tensor as the contiguous, one-dimensional one that transports work on."""
+    """A tensor as a contiguous, one-dimensional one."""
 
     __slots__ = ("_original", "tensor")
 
     def __init__(
         self, tensor: Tensor, *, on_host: bool = False, filled: bool = True
     ) -> None:
-        """Alias the tensor where it can be worked on as it lies, else copy it.
+        """Alias the tensor where its layout allows it, else copy it.
 
         Args:
             tensor: strided, of any shape.
-            on_host: copy a device tensor to the host, once it is computed.
-            filled: whether what it holds counts; else a copy is not filled with it.
+            on_host: copy a device tensor to the host.
+            filled: whether a copy needs the tensor's values.
 
         Raises:
-            UnsupportedCollective, UsageError: It has no memory.
+            UnsupportedCollective, UsageError: The tensor has no memory.
         """
         tensor = unwrapped(tensor)
         if tensor.requires_grad:
@@ -80,10 +80,10 @@ class Flat:
 
     @property
     def is_copy(self) -> bool:
-        """Whether `write_back` has something to do."""
+        """Whether `write_back` copies."""
         return self._original is not None
 
     def write_back(self) -> None:
-        """Put what was received where the user's tensor really lies."""
+        """Copy the received values into the user's tensor."""
         if self._original is not None:
             self._original.copy_(self.tensor.view(self._original.shape))

@@ -1,4 +1,4 @@
-"""Ranks that communicate: one communicator, its transports, and the running call."""
+"""A group of ranks: one communicator, its transports, and the running call."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ __all__ = ["Group", "Plan"]
 _numbers = itertools.count()
 _ALL_REDUCE = signature("all_reduce", None, None, None, (), "cpu")
 _FINISH_WITHIN_S = 10.0
-"""A device that takes longer waits for a rank that does not come."""
+"""A device that takes longer waits for a rank that makes no call."""
 
 
 class _OutOfTime(Exception):
-    """The running call's own time-out ran out."""
+    """The time-out of the running call has passed."""
 
 
 class Plan(NamedTuple):
@@ -67,10 +67,10 @@ class Plan(NamedTuple):
 class Group:
     """The ranks of one MPI communicator, for collectives among them.
 
-    All its ranks must make the group, and must make the same calls on it in the same
-    order. Once a call was left by an abort, a time-out or an interrupt, the ranks no
-    longer agree on what was sent: every later call raises, until a new Group over a
-    fresh communicator takes this one's place.
+    All its ranks must make the group, and make the same calls on it in the same order.
+    A group is broken once an abort, a time-out or an interrupt has ended a call
+    halfway, for the ranks no longer agree on what was sent. Every call on a broken
+    group raises, until `renew`.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Group:
         config: CollectiveConfig | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Meet the other ranks. Every rank of `comm` must call.
+        """Connect to the other ranks. Every rank of `comm` must call.
 
         Args:
-            comm: an intracommunicator; it is duplicated, and stays the caller's.
-            generation: counts changes of membership.
-            config: default: from the environment.
+            comm: an intracommunicator. It is duplicated, and stays the caller's.
+            generation: the number of changes of membership so far.
+            config: default `CollectiveConfig.from_environment()`.
             ranks: the members' world ranks; default 0 to size-1.
         """
         self.comm = comm
@@ -104,10 +104,10 @@ class Group:
         self._turn = threading.Lock()
         self._worker = Worker(f"nbdist collectives of {self.ranks}")
         self.number = next(_numbers)
-        """Groups of this process are numbered in the order they were made."""
+        """The groups of a process are numbered in the order in which they were made."""
         self._connect()
         self.identity = self.ranks, self._connection.largest(self.number)
-        """Equal on all members, and on no other group that lives."""
+        """Equal on all members, and different for every open group."""
         live.add(self)
 
     def _connect(self) -> None:
@@ -115,7 +115,7 @@ class Group:
         self._connection: Connection = connect(self.comm, self.config, self._hooks)
         reductions = self._connection.reductions
         self.quick = None if reductions is None else reductions.quick
-        """Does the all-reduces that need nothing of this class; None: there is none."""
+        """Makes all-reduces without this class; None where nothing is compiled."""
         mail_hooks = MailHooks(self.raise_if_aborted, self._wait_for, self.abort)
         self.mailbox = Mailbox(self._connection.mail, mail_hooks)
         """Point-to-point messages among the members."""
@@ -127,10 +127,10 @@ class Group:
     ) -> Transport:
         """The transport for tensors on a device, or on a kind of device.
 
-        The first time for a GPU, every member must call; that GPU stays this rank's.
+        Every member must make the first call for a GPU. That GPU stays this rank's.
 
         Raises:
-            UsageError: there is no such algorithm, or not for this device.
+            UsageError: There is no such algorithm for this device.
         """
         kind = device if isinstance(device, str) else device.type
         if kind not in self._connection.transports:
@@ -199,7 +199,7 @@ class Group:
     def finish_quick(
         self, kind: Signature, timeout: float | timedelta | None = None
     ) -> None:
-        """See a call of `quick` to its end that a rank is late for.
+        """Wait for the end of a call of `quick` for which a rank is late.
 
         Args:
             kind, timeout: As for `run`.
@@ -222,7 +222,7 @@ class Group:
             quick.release()
 
     def leave_quick(self, error: BaseException) -> None:
-        """An error has come while a call of `quick` was under way, or before one."""
+        """Break the group where `error` has ended a call of `quick` halfway."""
         if self.quick is not None and self.quick.waiting is not None:
             self._leave(Call(_ALL_REDUCE), error)
 
@@ -254,18 +254,18 @@ class Group:
         """Make one collective call. Every rank must, with an equal `kind`.
 
         Args:
-            kind: what must agree.
-            body: moves the data, by way of one of this group's transports.
+            kind: what must agree between the ranks.
+            body: moves the data by a transport of this group.
             meets: whether `body` passes the barrier itself (`Transport.meets`).
-            async_op: return at once, with a handle.
-            timeout: seconds; None takes the configured one.
-            call_site: where the user called from, if not from this thread.
+            async_op: return a handle at once.
+            timeout: seconds; None takes the configured time-out.
+            call_site: the user's line, if the user called from another thread.
 
         Raises:
-            CollectiveMismatch: the ranks made different calls. No data was touched,
-                and the group is as usable as before.
-            CollectiveTimeout: some ranks did not come in time.
-            CollectiveAborted: the call was released.
+            CollectiveMismatch: The ranks made different calls. No data was touched,
+                and the group is not broken.
+            CollectiveTimeout: A rank did not make the call in time.
+            CollectiveAborted: The call was released.
         """
         call = Call(kind, timeout, call_site)
         if async_op or self._worker.last is not None:
@@ -280,9 +280,9 @@ class Group:
     def _queue(
         self, call: Call, body: Callable[[], object], meets: bool, async_op: bool
     ) -> Handle | None:
-        """Run a call after the asynchronous ones that were begun before it."""
+        """Run a call after the asynchronous calls that were started before it."""
         gpu = self._connection.gpu if call.kind.device == "cuda" else None
-        # The group's GPU has the streams that count, whichever device is current.
+        # The streams are those of the group's GPU, whichever device is current.
         current = torch.cuda.device(gpu) if gpu is not None else _nowhere
         with current:
             if not async_op and (self._worker.is_current or not self._worker.busy):
@@ -323,7 +323,7 @@ class Group:
     def _conduct(
         self, call: Call, body: Callable[[], object], meets: bool = True
     ) -> None:
-        """Run `body` as the call that other threads see this rank in."""
+        """Run `body` as this rank's present call, which other threads can see."""
         timeout = self.config.timeout_s if call.timeout is None else call.timeout
         if timeout is not None:
             self._deadline = time.monotonic() + seconds(timeout)
@@ -335,7 +335,7 @@ class Group:
             body()
         except CollectiveMismatch:
             raise
-        except BaseException as error:  # noqa: BLE001 - the others must learn of it
+        except BaseException as error:  # noqa: BLE001 - the other ranks are told
             raise self._leave(call, error) from error.__cause__
         finally:
             self._call = None
@@ -345,7 +345,7 @@ class Group:
                 self._connection.barrier.leave_note("")
 
     def _leave(self, call: Call, error: BaseException) -> BaseException:
-        """The error to raise for a call that ended halfway. The group is spent."""
+        """Break the group for a call that ended halfway. Returns the error to raise."""
         if isinstance(error, _OutOfTime):
             error = CollectiveTimeout(self._explain_timeout(call))
         elif isinstance(error, MPI.Exception):
@@ -357,10 +357,10 @@ class Group:
         self._connection.barrier.leave(f"{type(error).__name__}: {error}")
         return error
 
-    # -- meeting -------------------------------------------------------------------
+    # -- the barrier ---------------------------------------------------------------
 
     def _meet(self) -> None:
-        """Wait for all ranks; raise on all of them when their calls differ."""
+        """Wait for all ranks. Raise on all of them if their calls differ."""
         if not self._connection.barrier.arrive(self._hooks.fingerprint, self._check):
             self._differ()
 
@@ -386,17 +386,17 @@ class Group:
         return describe_timeout(record, self.ranks, missing, notes)
 
     def leave_note(self, note: str) -> None:
-        """Let the other members read where this rank is, should they miss it."""
+        """Leave a note for the error of a member that waits for this rank in vain."""
         self._noted = True
         self._connection.barrier.leave_note(note)
 
     # -- life ----------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
-        """Release this rank from whatever call of this group it is blocked in.
+        """Release this rank from the call of this group that it is blocked in.
 
-        May be called from any thread. The blocked call raises `error`, and so does
-        every later one. Other ranks are not told.
+        Any thread may call. The blocked call raises `error`, and so does every later
+        one. Other ranks are not told.
         """
         if self._error is None:
             self._error = error
@@ -404,15 +404,15 @@ class Group:
 
     @property
     def broken(self) -> bool:
-        """Whether a call was left halfway: later calls raise until `renew`."""
+        """Whether a call was left halfway. Later calls raise until `renew`."""
         return self._error is not None
 
     def renew(self, generation: int) -> None:
-        """Make a spent group usable again. Every member must call, in no other call.
+        """Make a broken group usable again. Every member must call, in no other call.
 
-        What was under way on it is given up, on all members.
+        Calls and messages under way are ended on all members.
         """
-        self.abort(CollectiveAborted("the ranks of this group meet anew"))
+        self.abort(CollectiveAborted("this group of ranks was renewed"))
         self._worker.drain()
         with self._turn:  # another thread's call has ended too
             self._connection.discard()
@@ -422,20 +422,20 @@ class Group:
             self._connect()
 
     def raise_if_aborted(self) -> None:
-        """Raise what ended this group, if anything has."""
+        """Raise the error that broke this group, if it is broken."""
         error = self._error
         if error is not None:
             raise error.with_traceback(None)
 
     def new(self, ranks: Sequence[int]) -> Group | None:
-        """A group of some of the members. Every member of this group must call.
+        """Make a group of some members. Every member of this group must call.
 
         Args:
-            ranks: positions in this group, 0 to size-1, in the new group's order; the
-                same on all ranks.
+            ranks: positions in this group, 0 to size-1, in the new group's order.
+                Equal on all ranks.
 
         Returns:
-            The new group; None on ranks that are not in it.
+            The new group; None on ranks outside it.
         """
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(self.size)):
@@ -448,9 +448,9 @@ class Group:
         return self.among(chosen, tag=self.sequence % 32768)
 
     def among(self, positions: Sequence[int], tag: int = 0) -> Group:
-        """A group of some members. Only they call, and once all of them have come.
+        """Make a group of some members. Only they call, after a rendezvous.
 
-        MPI makes the communicator in one blocking call, which nothing can release.
+        MPI makes the communicator in one blocking call that nothing can release.
         """
         members = self.comm.group.Incl(positions)
         comm = self.comm.Create_group(members, tag=tag)
@@ -464,12 +464,12 @@ class Group:
 
     @property
     def sequence(self) -> int:
-        """Collectives begun on this group since it was made or renewed."""
+        """The number of collectives started since the group was made or renewed."""
         return self._sequence + (0 if self.quick is None else self.quick.count)
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The number of each member's host; hosts count in the members' order."""
+        """The number of each member's host. Numbers are given in the members' order."""
         return self._connection.hosts
 
     def describe(self) -> str:
@@ -477,11 +477,11 @@ class Group:
         return self._connection.describe()
 
     def drain(self) -> None:
-        """Wait until all asynchronous calls have ended, well or not."""
+        """Wait until all asynchronous calls have ended, with success or an error."""
         self._worker.drain()
 
     def finish(self) -> None:
-        """Wait for what calls that went well have queued on this rank's GPU."""
+        """Wait for the work that finished calls have queued on this rank's GPU."""
         end = time.monotonic() + _FINISH_WITHIN_S
 
         def check() -> None:
@@ -492,7 +492,7 @@ class Group:
             self._connection.finish(check)
 
     def close(self) -> None:
-        """Give back what the group holds. Safe to call twice; calls after it raise."""
+        """Free what the group holds. Calls after it raise. Safe to call twice."""
         self.finish()
         self.abort(CollectiveAborted("this group of ranks was closed"))
         self._worker.stop()
@@ -500,24 +500,24 @@ class Group:
         live.discard(self)
 
     def give_up(self, error: BaseException) -> None:
-        """Close it without the other members; calls after it raise `error`."""
+        """Close the group without its other members. Calls after it raise `error`."""
         self.finish()
         self._error = error
-        self._connection.discard()  # to free in good order takes all members
+        self._connection.discard()  # freeing a communicator takes all members
         self.close()
 
     def disown(self) -> None:
-        """This process is a child that a member has forked: every call raises."""
+        """Make every call raise: this process is a forked child of a member."""
         self._error = WrongProcess(
-            f"this process is a child that rank {self.ranks[self.rank]} has forked, "
-            "and no rank itself: call collectives in the cell, or in the main process"
+            f"this process is a forked child of rank {self.ranks[self.rank]} and is "
+            "no rank: call collectives in the cell, or in the main process"
         )
         self._worker = Worker("none")  # threads stay with the parent
         self.quick = None
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The call this process is in on this group, as any thread may ask."""
+        """The call of this group that this process is in. Any thread may ask."""
         own = self.ranks[self.rank]
         call, awaited = self._call, self._awaited
         if call is not None:
@@ -525,7 +525,7 @@ class Group:
         if awaited is None:
             return None
         record = awaited.record(own)
-        if record.root is None:  # from any rank: only all of them can be missed
+        if record.root is None:  # a message from any rank
             return record
         peer = self.ranks[record.root]
         return replace(record, root=peer, members=(own, peer))

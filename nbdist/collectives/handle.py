@@ -1,4 +1,4 @@
-"""What an asynchronous call gives back."""
+"""The handle of an asynchronous call."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Handle"]
 
 
 class Handle(dist.Work):
-    """A collective under way, a `dist.Work` that Python signals can interrupt.
+    """A collective under way: a `dist.Work` whose wait Python signals can interrupt.
 
-    `add_done_callback` is called from the thread that completes the work.
+    Callbacks run in the thread that completes the call.
     """
 
     def __init__(
         self, label: str, on_leave: Callable[[BaseException], object] | None = None
     ) -> None:
-        """Make one for a call that is about to start.
+        """Make a handle for a call that is about to start.
 
         Args:
-            label: what to call it in errors.
-            on_leave: told of the interrupt that ended a wait, with the call under way.
+            label: the call's name in errors.
+            on_leave: called with an interrupt that ends a wait during the call.
         """
         super().__init__()
         self._label = label
@@ -40,15 +40,15 @@ class Handle(dist.Work):
         """Wait until the result is in place.
 
         Args:
-            timeout: seconds or a timedelta; None or zero waits until the call ends.
-                Running out of it leaves the call under way.
+            timeout: seconds or a timedelta; None or zero waits until the call ends. A
+                time-out leaves the call under way.
 
         Returns:
             True.
 
         Raises:
-            CollectiveTimeout: `timeout` ran out.
-            BaseException: what ended the call.
+            CollectiveTimeout: `timeout` has passed.
+            BaseException: The call has failed with it.
         """
         if isinstance(timeout, timedelta):
             timeout = timeout.total_seconds()
@@ -67,7 +67,7 @@ class Handle(dist.Work):
             raise
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Whether the call has ended, with success or an error."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
@@ -75,11 +75,11 @@ class Handle(dist.Work):
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What ended the call; None while it is under way or when it went well."""
+        """The error of the call; None while it is under way and after success."""
         return self._error
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """Call `callback(self)` once the call has ended; at once if it has."""
+        """Call `callback(self)` when the call ends, or at once if it has ended."""
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)

@@ -1,4 +1,4 @@
-"""Messages from one rank to another, with their own tags and their own order."""
+"""Point-to-point messages, on a communicator of their own."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _under_way: list[Message] = []
 
 @dataclass(frozen=True)
 class MailHooks:
-    """What messages ask of the group they belong to."""
+    """Functions of the group that messages belong to."""
 
     check: Check
     """Raises when the wait must end."""
     on_wait: Callable[[Message | None], None]
-    """Told of the message this thread waits for, and of None when it no longer does."""
+    """Called with the message that this thread waits for, and with None at the end."""
     on_leave: Callable[[BaseException], None]
-    """Told that a message was left under way."""
+    """Called with the error that ended a wait during the message."""
 
 
 class Message(dist.Work):
-    """A message under way: a `dist.Work`. It moves while somebody waits for it."""
+    """A message under way: a `dist.Work`. It moves while a thread waits for it."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class Message(dist.Work):
     ) -> None:
         super().__init__()
         self.kind = kind
-        """What is under way; its root is the other rank, None for any."""
+        """Operation, dtype and shape. The root is the other rank, None for any."""
         self._request = request
         self._label = label
         self._size = size
         self._hooks = hooks
         self._look = look
-        self._flat = flat  # MPI has its address: it must live as long
+        self._flat = flat  # MPI has its address
         self._status = MPI.Status()
         self._arrived = False
         self.error: NbdistError | None = None
-        """Why it failed: a message of another size, or the other rank has died."""
+        """The error of the message, such as another size or a dead rank."""
         self.source: int | None = None
         """The sender's rank in the group, once a message was received."""
 
@@ -86,7 +86,7 @@ class Message(dist.Work):
     def _test(self) -> bool:
         try:
             done = self._request.Test(self._status)
-        except MPI.Exception as cause:  # the other rank has died, or all gave up
+        except MPI.Exception as cause:  # the other rank has died, or a revocation
             self.error = CollectiveAborted(f"{self._label} failed in MPI: {cause}")
             self.error.__cause__ = cause
             return True
@@ -98,11 +98,11 @@ class Message(dist.Work):
         """Wait until the tensor may be used again.
 
         Args:
-            timeout: seconds or a timedelta; None or zero waits until it is released.
+            timeout: seconds or a timedelta; None or zero sets no limit.
 
         Raises:
-            CollectiveTimeout: `timeout` ran out; the message is still under way.
-            CollectiveMismatch: the other rank's message has another size or dtype.
+            CollectiveTimeout: `timeout` has passed. The message is still under way.
+            CollectiveMismatch: The other rank's message has another size or dtype.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         end = time.monotonic() + seconds if seconds else math.inf
@@ -132,7 +132,7 @@ class Message(dist.Work):
 
     @property
     def is_over(self) -> bool:
-        """Whether MPI is done with the tensor: also when it gave the message up."""
+        """Whether MPI is done with the tensor, after success or an error."""
         try:
             return self.is_completed()
         except MPI.Exception:  # revoked, or the other rank died
@@ -150,22 +150,22 @@ class Message(dist.Work):
             return
         self._flat.write_back()
         if self._flat.is_copy and self._flat.tensor.is_cuda:
-            # For whichever stream goes on: this may not be the one who waits.
+            # The stream that uses it next may be another one.
             torch.cuda.current_stream(self._flat.tensor.device).synchronize()
 
 
 class Mailbox:
-    """Sends and receives on a communicator of their own.
+    """Sends and receives tensors on a communicator of its own.
 
-    The dtype and the number of elements are part of the tag, so that a message that
-    does not fit is never received, and is seen by whoever waits in vain.
+    Dtype and number of elements are part of the tag. A message that does not fit is
+    never received, and the waiting receiver finds it and raises.
     """
 
     def __init__(self, comm: MPI.Comm, hooks: MailHooks) -> None:
         self._comm = comm
         self._hooks = hooks
         self.sequence = 0
-        """Messages begun so far."""
+        """The number of messages started so far."""
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Message:
         """Start to send a tensor to a rank of the group."""
@@ -177,7 +177,7 @@ class Mailbox:
         return _kept(Message(request, label, None, self._hooks, _nothing, kind, flat))
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Message:
-        """Start to receive into a tensor; from anyone where `source` is None."""
+        """Start to receive into a tensor, from any rank if `source` is None."""
         self.sequence += 1
         peer = MPI.ANY_SOURCE if source is None else source
         full = _full_tag(tag, tensor)
@@ -190,11 +190,11 @@ class Mailbox:
         return _kept(Message(request, label, size, self._hooks, look, kind, flat))
 
     def _flat(self, tensor: Tensor, filled: bool) -> Flat:
-        """What MPI may read or write from now on."""
+        """The memory for MPI, ready to be read or written."""
         if not tensor.is_cuda:
             return Flat(tensor, filled=filled)
         with torch.cuda.device(tensor.device):
-            settle(self._hooks.check)  # MPI knows nothing of streams
+            settle(self._hooks.check)  # MPI does not know streams
             flat = Flat(tensor, on_host=not takes_device_memory(), filled=filled)
             if flat.is_copy:
                 settle(self._hooks.check)
@@ -221,7 +221,7 @@ class Mailbox:
 
 
 def _kept(message: Message) -> Message:
-    """Keep a message and its tensor until MPI is done, whoever forgets them."""
+    """Keep a message and its tensor until MPI is done with them."""
     _under_way[:] = [each for each in _under_way if not each.is_over]
     _under_way.append(message)
     return message

@@ -1,4 +1,4 @@
-"""What must agree between ranks before a collective may touch data."""
+"""Signatures: what must agree between ranks before a collective touches data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _cache: dict[tuple[object, ...], Signature] = {}
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """One kind of call. Made once for each kind and then looked up."""
+    """What the calls of all ranks must have in common. Made once for each kind."""
 
     operation: str
     reduce_op: str | None
@@ -24,7 +24,7 @@ class Signature:
     shape: tuple[int, ...]
     device: str
     fingerprint: int
-    """A 63-bit digest of all the above, the same in every process; never 0."""
+    """A 63-bit digest of the fields above, equal in every process and never 0."""
 
 
 def signature(
@@ -39,7 +39,7 @@ def signature(
     key = (operation, reduce_op, root, dtype, shape, device)
     found = _cache.get(key)
     if found is None:
-        if len(_cache) >= _LIMIT:  # shapes that never repeat must not fill the memory
+        if len(_cache) >= _LIMIT:  # shapes may never repeat
             _cache.clear()
         found = _cache[key] = _make(*key)
     return found

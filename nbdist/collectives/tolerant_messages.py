@@ -1,4 +1,4 @@
-"""Messages that outlive a rank that dies, and doorbells that wake a waiting rank."""
+"""Fault-tolerant messages, and doorbells that wake a rank that waits for one."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from nbdist.wire import CollectiveCall
 
 __all__ = [
     "Doorbell",
-    "Post",
+    "TolerantMessages",
 ]
 
 _LONGEST_BLIND_S = 1e-3
 
 
 class Doorbell:
-    """A semaphore for each rank of a group, where all share their host's memory.
+    """A semaphore for each rank of a group, in a segment that all of them share.
 
-    Where they do not, nothing rings, and `wait` is a short sleep instead.
+    Where they cannot share one, `ring` does nothing and `wait` is a short sleep.
     """
 
     def __init__(self, group: Group) -> None:
-        """Make it. Every rank of the group must call."""
+        """Make the doorbells. Every rank of the group must call."""
         self._segment = share(
             group.size * semaphore.SEMAPHORE_BYTES,
             group.rank,
@@ -59,15 +59,15 @@ class Doorbell:
         return self._base + rank * semaphore.SEMAPHORE_BYTES
 
     def ring(self, rank: int) -> None:
-        """Wake a rank, by its position in the group; also when it will only wait."""
+        """Wake a rank, by its position in the group. A later wait returns at once."""
         if self._segment is not None:
             semaphore.post(self._address(rank))
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until this rank is rung for, a signal comes or time is up.
+        """Sleep until the bell rings, a signal arrives or the time is up.
 
         Returns:
-            Whether somebody rang.
+            Whether it rang.
         """
         if self._segment is None:
             time.sleep(min(seconds, _LONGEST_BLIND_S))
@@ -76,7 +76,7 @@ class Doorbell:
         if not semaphore.wait(own, seconds):
             return False
         while semaphore.try_wait(own) == 0:
-            pass  # all who rang meanwhile are served together
+            pass  # one return for all rings so far
         return True
 
 
@@ -84,33 +84,32 @@ _SPINS = 50
 _FIRST_PAUSE_S = 20e-6
 _BUSY_PAUSE_S = 1e-3
 _NAP_S = 0.05
-"""Longest sleep between two looks around; a bell ends it sooner."""
+"""Longest sleep between two checks. A ring ends it sooner."""
 
 
-class Post:
-    """Point-to-point messages for work that some ranks may leave.
+class TolerantMessages:
+    """Point-to-point messages that continue when a rank dies.
 
-    A group ends for all its members when one of them dies. Here the others' messages go
-    on: MPI fails only those from and to the dead (Bland et al., "Post-failure recovery
-    of MPI communication capability", IJHPCA 2013), and `lost` says who that is.
+    A group breaks for all its members when one of them dies. Here MPI fails only the
+    messages from and to the dead rank (Bland et al., "Post-failure recovery of MPI
+    communication capability", IJHPCA 2013), and `lost` has the dead ranks.
 
-    A rank sleeps while it waits, and is woken by who has sent it something. Ranks are
-    world ranks throughout.
+    A rank sleeps while it waits; a sender wakes it. All ranks are world ranks.
     """
 
     def __init__(self, group: Group) -> None:
-        """Meet. Every rank of the group must call; it stays the caller's."""
+        """Connect the ranks of a group. Every rank of it must call."""
         self.rank = group.ranks[group.rank]
         self.lost: dict[int, str] = {}
-        """Ranks that will not come any more, and why."""
+        """Ranks that send no further message, and why."""
         self._ranks = group.ranks
         self._position = {rank: place for place, rank in enumerate(group.ranks)}
         self._error: BaseException | None = None
         self._awaited: tuple[Call, tuple[int, ...]] | None = None
         self._comm, request = group.comm.Idup()
         complete([request], group.raise_if_aborted, self._comm)
-        # Its making ends with a barrier: a message on the new communicator that reaches
-        # a rank which has not got it yet can be lost.
+        # Making the doorbell ends with a barrier: a message can be lost that reaches a
+        # rank before it has the new communicator.
         self._bell = Doorbell(group)
         hooks = MailHooks(self._check, lambda _message: None, self.abort)
         self._mailbox = Mailbox(self._comm, hooks)
@@ -119,7 +118,7 @@ class Post:
     def send(self, tensor: Tensor, to: int, tag: int) -> Message:
         """Start to send a tensor, which must not change until the message is over.
 
-        Follow a series of sends by one `ring`.
+        Call `ring` once after a series of sends.
         """
         return self._mailbox.send(tensor, self._position[to], tag)
 
@@ -128,7 +127,7 @@ class Post:
         return self._mailbox.receive(tensor, self._position[source], tag)
 
     def ring(self, rank: int) -> None:
-        """Wake a rank that waits: there is something for it."""
+        """Wake a rank that waits, after a send to it."""
         self._bell.ring(self._position[rank])
 
     def wait(
@@ -139,16 +138,16 @@ class Post:
         awaited: Callable[[], Collection[int]],
         moving: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Sleep until `ready()`, which is asked after each ring, and now and then.
+        """Sleep until `ready()`, which is called after each ring, and now and then.
 
         Args:
-            ready: looks at messages, which moves them.
-            what: a name for the wait, in errors and in what is shown of this rank.
-            awaited: ranks without all of which there is nothing to wait for.
-            moving: whether messages are under way that move only while it looks.
+            ready: tests messages, which also moves them.
+            what: the name of the wait in errors and in the status of this rank.
+            awaited: the ranks that the wait is for. It is in vain once all are lost.
+            moving: whether messages are under way that move only when tested.
 
         Raises:
-            BaseException: what it was aborted with. The post is of no more use.
+            BaseException: The wait was aborted with it. No further wait succeeds.
         """
         for _ in range(_SPINS):
             if ready():
@@ -176,7 +175,7 @@ class Post:
 
     @property
     def call(self) -> CollectiveCall | None:
-        """What this rank waits for; its members are those it cannot do without."""
+        """What this rank waits for. The members are the awaited ranks."""
         now = self._awaited
         if now is None:
             return None
@@ -185,25 +184,25 @@ class Post:
 
     @property
     def broken(self) -> bool:
-        """Whether it was left halfway, and the ranks must meet anew."""
+        """Whether a wait was aborted, so that the ranks must connect again."""
         return self._error is not None
 
     def abort(self, error: BaseException) -> None:
-        """Let this rank out of its wait. Any thread may call; others are not told."""
+        """Release this rank's wait. Any thread may call. Other ranks are not told."""
         if self._error is None:
             self._error = error
         self._bell.ring(self._position[self.rank])
 
     def lose(self, ranks: Collection[int], reason: str) -> None:
-        """Note that ranks will not come any more. Any thread may call."""
+        """Record ranks that send no further message. Any thread may call."""
         for rank in ranks:
             if rank in self._position:
                 self.lost.setdefault(rank, reason)
         self._bell.ring(self._position[self.rank])
 
     def close(self) -> None:
-        """Give up what is under way. Safe to call twice; all ranks should."""
+        """End all messages under way. Every rank should call. Safe to call twice."""
         waiters.discard(self)
-        self.abort(CollectiveAborted("the ranks meet anew"))
+        self.abort(CollectiveAborted("the groups of ranks were renewed"))
         with contextlib.suppress(NotImplementedError, MPI.Exception):
             self._comm.Revoke()

@@ -21,7 +21,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.last: Handle | None = None
-        """The job that was submitted last; None where there was none."""
+        """The handle of the last job; None before the first."""
 
     @property
     def busy(self) -> bool:
@@ -34,7 +34,7 @@ class Worker:
         return threading.current_thread() is self._thread
 
     def submit(self, body: Callable[[], None], handle: Handle) -> Handle:
-        """Run `body` after all earlier jobs, and complete `handle` with its outcome."""
+        """Run `body` after all earlier jobs, and complete `handle` at its end."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name=self._name, daemon=True
@@ -45,7 +45,7 @@ class Worker:
         return handle
 
     def drain(self) -> None:
-        """Wait until all jobs have ended, well or not. Not to be called by a job."""
+        """Wait until all jobs have ended. A job must not call this."""
         last = self.last
         if last is not None:
             ended = threading.Event()
@@ -53,7 +53,7 @@ class Worker:
             ended.wait()
 
     def stop(self) -> None:
-        """End the thread after the jobs already submitted. Safe to call twice."""
+        """End the thread after the submitted jobs. Safe to call twice."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -61,8 +61,8 @@ class Worker:
             body, handle = job
             try:
                 body()
-            except BaseException as error:  # noqa: BLE001 - it goes to whoever waits
+            except BaseException as error:  # noqa: BLE001 - the waiter raises it
                 handle.complete(error)
             else:
                 handle.complete()
-            del job, body, handle  # release the tensors while idle
+            del job, body, handle  # frees the tensors while idle

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
-import stand_ins
+import simulated_transports
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -57,12 +57,12 @@ def run_all(
 
 def run(transport: str) -> dict[str, list[str | None]]:
     """Run all cases; per case, what went wrong on each rank."""
-    stand_in = transport in stand_ins.MAKERS
+    stand_in = transport in simulated_transports.MAKERS
     name, _, how = ("auto" if stand_in else transport).partition(", ")
     config = CollectiveConfig(name, timeout_s=20.0, compiled=how != "in Python")
     group = nc.Group(COMM, config=config)
     if stand_in:
-        stand_ins.install(transport, group)
+        simulated_transports.install(transport, group)
     nc.set_default_group(group)
     outcomes = {}
     for name, function in CASES.items():
@@ -75,7 +75,7 @@ def run(transport: str) -> dict[str, list[str | None]]:
         if any(COMM.allgather(group.broken)):
             group.renew(group.generation + 1)
             if stand_in:
-                stand_ins.install(transport, group)
+                simulated_transports.install(transport, group)
     group.close()
     return outcomes
 

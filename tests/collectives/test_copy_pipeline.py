@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import PutOff
+from simulated_transports import PutOff
 from torch import Tensor
 
 from nbdist.collectives.transports.copy_pipeline import Piece, Pipeline, Ticket
@@ -67,9 +67,9 @@ def test_memory_is_made_once_and_not_used_while_it_is_read() -> None:
         tensor = torch.arange(95.0)
         pipeline.run(doubling(tensor, 10))  # PutOff sees what is overwritten too soon
         assert torch.equal(tensor, torch.arange(95.0) * 2)
-    assert copier.rooms == 3
+    assert copier.allocations == 3
     pipeline.run(doubling(torch.ones(100), 50))
-    assert copier.rooms == 5, "two places had to grow"
+    assert copier.allocations == 5, "two buffers had to grow"
 
 
 def test_one_piece_is_one_copy_each_way() -> None:

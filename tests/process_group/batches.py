@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from default_process_groups import meet, process_group
 from mpi4py import MPI
-from worlds import meet, process_group
 
 
 def exchange(own_gpus: bool) -> None:

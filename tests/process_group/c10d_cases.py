@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from default_process_groups import meet, process_group
 from mpi4py import MPI
-from worlds import meet, process_group
 
 from nbdist.collectives.torch_backend.process_group import register
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from default_process_groups import process_group
 from ranks import launch
-from worlds import process_group
 
 from nbdist.engine import torch_group
 

@@ -18,7 +18,7 @@ from nbdist.training import files
 from nbdist.training.data.loader import loader
 from nbdist.training.elastic.state import State
 from nbdist.training.seeds import seed_all
-from tests.process_group.worlds import process_group
+from tests.process_group.default_process_groups import process_group
 
 
 def everything(folder: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Waiting for the members of a group that is about to be made."""
+"""The rendezvous of the members of a new process group."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from nbdist.errors import CollectiveAborted, UsageError
 from nbdist.wire import CollectiveCall
 
 __all__ = [
-    "meet",
     "members_of",
+    "rendezvous",
 ]
 
 _TAGS = 32768  # the least that MPI promises
 
 
-def meet(world: Group, ranks: Sequence[int]) -> None:
-    """Wait until each of these ranks has come to make a group of all of them.
+def rendezvous(world: Group, ranks: Sequence[int]) -> None:
+    """Wait until each of these ranks has called, to make a group of all of them.
 
-    Whoever makes several groups of the same ranks meets them in the same order.
+    Several groups of the same ranks must be made in the same order on all of them.
 
     Raises:
-        CollectiveAborted: one of them will not come. The world's group is spent.
+        CollectiveAborted: One of the ranks makes no further calls. The world's group is
+            broken.
     """
-    _Meeting(world, ranks).wait()
+    _Rendezvous(world, ranks).wait()
 
 
-class _Meeting:
-    """A `Waiter`: the notebook sees who waits here, and lets out who waits in vain."""
+class _Rendezvous:
+    """A `Waiter`: the notebook sees the wait, and releases one that is in vain."""
 
     def __init__(self, world: Group, ranks: Sequence[int]) -> None:
         self._world = world
@@ -46,9 +47,9 @@ class _Meeting:
         self._call.call_site = find_call_site(sys._getframe())
 
     def wait(self) -> None:
-        # Not the group's name: torch counts groups on each rank for itself, and the
-        # counts differ once a cell has made one on some ranks alone. What was left of
-        # a meeting that failed lies under an older generation.
+        # The key is not torch's name of the group: each rank numbers its groups, and
+        # the numbers differ once a cell has made one on some ranks only. The messages
+        # of a rendezvous that failed have the tag of an older generation.
         key = repr((self._world.generation, self._ranks)).encode()
         comm, nothing, tag = self._world.comm, bytearray(), zlib.crc32(key) % _TAGS
         peers = [rank for rank in self._ranks if rank != self._world.rank]
@@ -58,7 +59,9 @@ class _Meeting:
         try:
             complete(requests, self._check, nothing)
         except BaseException:
-            self._world.abort(CollectiveAborted("a group's making was left halfway"))
+            self._world.abort(
+                CollectiveAborted("the rendezvous of a new group was left halfway")
+            )
             raise
         finally:
             waiters.discard(self)
@@ -75,34 +78,34 @@ class _Meeting:
 
     @property
     def broken(self) -> bool:
-        """Whether it was left halfway; then the world's group tells so."""
+        """False: a rendezvous left halfway breaks the world's group instead."""
         return False
 
     def abort(self, error: BaseException) -> None:
-        """Let this rank out. Any thread may call."""
+        """Release this rank. Any thread may call."""
         self._error = error
 
     def lose(self, ranks: Collection[int], reason: str) -> None:
-        """These ranks will not come any more. Any thread may call."""
+        """Release this rank if one of these is a member. Any thread may call."""
         if not set(ranks).isdisjoint(self._ranks):
             self._error = CollectiveAborted(f"released from new_group: {reason}")
 
     def close(self) -> None:
-        """The ranks meet anew: what was under way is given up."""
-        self.abort(CollectiveAborted("the ranks meet anew"))
+        """Release this rank: the groups are renewed or closed."""
+        self.abort(CollectiveAborted("the groups of ranks were renewed"))
 
 
 def members_of(ranks: Sequence[int], rank: int, size: int) -> Group:
-    """The world's own group, or a new one of some of its ranks. All of them must call.
+    """The world's group, or a new group of some of its ranks. All of them must call.
 
     Args:
-        ranks: world ranks in the order of the new group; none stands for the world.
-        rank: this rank's number in the group, as torch.distributed has it.
-        size: the group's size, likewise.
+        ranks: world ranks in the order of the new group; empty for the world's group.
+        rank: this rank's number in the group, from torch.distributed.
+        size: the group's size, from torch.distributed.
 
     Raises:
-        UsageError: torch.distributed's numbering is another than nbdist's.
-        WrongProcess: this process has joined no world.
+        UsageError: torch.distributed and nbdist number the ranks differently.
+        WrongProcess: This process has joined no world.
     """
     world = default_group()
     chosen = tuple(ranks) or tuple(range(world.size))
@@ -115,5 +118,5 @@ def members_of(ranks: Sequence[int], rank: int, size: int) -> Group:
 
 
 def _subgroup(world: Group, ranks: Sequence[int]) -> Group:
-    meet(world, ranks)
+    rendezvous(world, ranks)
     return world.among(ranks)

@@ -1,11 +1,11 @@
-"""A long transfer in pieces: one is moved while its neighbours are copied.
+"""Moves a long device tensor through host memory in pieces.
 
-Nothing here knows of CUDA: a `Copier` does, and a host transport moves the data.
+One piece is moved between the ranks while the next one is copied from the device, and
+the one before is copied to it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,51 +17,50 @@ from nbdist.collectives.sync.wait import Check
 
 __all__ = [
     "Copier",
-    "CudaCopier",
     "Move",
     "Piece",
     "Pipeline",
     "Ticket",
 ]
 
-_PLACES = 3
-"""One piece is fetched, one is moved, one is stored."""
+_BUFFERS = 3
+"""One for the piece that is fetched, one for the moved and one for the stored."""
 Move = Callable[[list[Tensor], list[Tensor]], None]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one call of the host transport deals with."""
+    """The work of one call of the host transport."""
 
     takes: Sequence[Tensor]
-    """On the device; the host needs them."""
+    """Device tensors that are copied to the host."""
     gives: Sequence[Tensor]
-    """On the device; the host writes to them."""
+    """Device tensors that are copied from the host."""
     move: Move
-    """Called with all of `takes`, then all of `gives`, in host memory."""
+    """Called with the host copies of `takes` and those of `gives`."""
     in_place: bool = False
-    """Whether `gives` are `takes`, changed: both arguments are then the same."""
+    """Whether `move` changes `takes` in place: both arguments are then the same."""
 
 
 class Pipeline:
-    """Sends pieces through host memory that is made once and used again."""
+    """Sends pieces through host memory that is allocated once."""
 
     def __init__(self, copier: Copier, size: int) -> None:
-        """Make one.
+        """Make a pipeline.
 
         Args:
-            copier: of the device.
-            size: bytes of host memory for what a piece takes, and as many for what it
-                gives. It may need more: the memory grows with the first that does.
+            copier: copies between device and host.
+            size: bytes of host memory for a piece's `takes`, and as many for its
+                `gives`. A larger piece makes the memory grow.
         """
         self._copier = copier
         self._size = size
-        self._places = [_Place(copier, size) for _ in range(_PLACES)]
+        self._buffers = [_Buffers(copier, size) for _ in range(_BUFFERS)]
 
     def run(self, pieces: Sequence[Piece]) -> None:
-        """Move the pieces, in their order. Fails with what `move` raises.
+        """Move the pieces in order. An error of `move` ends it.
 
-        Nothing is written to the device before the first `move` has come back.
+        Nothing is written to the device before the first `move` has returned.
         """
         self._copier.begin(overlap=len(pieces) > 1)
         try:
@@ -71,25 +70,25 @@ class Pipeline:
 
     def _run(self, pieces: Sequence[Piece]) -> None:
         if pieces:
-            self._places[0].fetch(pieces[0])
+            self._buffers[0].fetch(pieces[0])
         for number, piece in enumerate(pieces):
             if number + 1 < len(pieces):
-                self._places[(number + 1) % _PLACES].fetch(pieces[number + 1])
-            place = self._places[number % _PLACES]
-            piece.move(*place.fetched())
-            place.store()
+                self._buffers[(number + 1) % _BUFFERS].fetch(pieces[number + 1])
+            buffers = self._buffers[number % _BUFFERS]
+            piece.move(*buffers.fetched())
+            buffers.store()
 
     def close(self) -> None:
-        """Give the memory back, once it is not read any more. Safe to call twice."""
-        self._places = [_Place(self._copier, self._size) for _ in range(_PLACES)]
+        """Free the memory once pending copies have read it. Safe to call twice."""
+        self._buffers = [_Buffers(self._copier, self._size) for _ in range(_BUFFERS)]
 
 
-class _Place:
-    """Host memory for one piece at a time."""
+class _Buffers:
+    """The host memory of one piece at a time."""
 
     def __init__(self, copier: Copier, size: int) -> None:
         self._copier = copier
-        self._taken, self._given = _Room(copier, size), _Room(copier, size)
+        self._taken, self._given = _HostMemory(copier, size), _HostMemory(copier, size)
         self._piece: Piece | None = None
         self._takes: list[Tensor] = []
         self._gives: list[Tensor] = []
@@ -98,7 +97,7 @@ class _Place:
 
     def fetch(self, piece: Piece) -> None:
         for stored in self._storing:
-            stored()  # or the memory would change while it is read
+            stored()  # the memory must not change while it is read
         self._piece = piece
         self._takes = self._taken.views(piece.takes)
         self._gives = self._takes if piece.in_place else self._given.views(piece.gives)
@@ -122,8 +121,8 @@ class _Place:
         ]
 
 
-class _Room:
-    """Bytes of host memory, divided anew for each piece."""
+class _HostMemory:
+    """Host memory, of which each piece gets views."""
 
     _ALIGNED = 64  # more than any dtype asks for
 
@@ -132,13 +131,13 @@ class _Room:
         self._bytes: Tensor | None = None
 
     def views(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """One tensor as long and of the dtype as each of `like`."""
+        """For each of `like`, a host tensor of the same length and dtype."""
         starts = [0]
         for each in like:
             lines = -(-each.numel() * each.element_size() // self._ALIGNED)
             starts.append(starts[-1] + lines * self._ALIGNED)
         if self._bytes is None or len(self._bytes) < starts[-1]:
-            self._bytes = self._copier.room(max(starts[-1], self._size))
+            self._bytes = self._copier.allocate(max(starts[-1], self._size))
         return [
             self._bytes[start : start + each.numel() * each.element_size()].view(
                 each.dtype
@@ -148,45 +147,19 @@ class _Room:
 
 
 Ticket = Callable[[], None]
-"""Returns once the copy it was given for is done."""
+"""Returns once its copy is done."""
 
 
-class Copier(ABC):
-    """Starts copies; each way, they are done in the order in which they were begun.
+class Copier:
+    """Copies between a device and pinned host memory, with a stream for each direction.
 
-    Between `begin` and `end`. What `fetch` reads is what work before `begin` leaves,
-    and work after `end` sees what `store` writes.
-    """
-
-    @abstractmethod
-    def room(self, size: int) -> Tensor:
-        """New host memory that copies go through: `size` bytes."""
-
-    @abstractmethod
-    def begin(self, overlap: bool) -> None:
-        """A collective starts; with `overlap`, copies go on beside each other."""
-
-    @abstractmethod
-    def fetch(self, source: Tensor, target: Tensor) -> Ticket:
-        """From the device to the host."""
-
-    @abstractmethod
-    def store(self, source: Tensor, target: Tensor) -> Ticket:
-        """From the host to the device; `source` may change once it is done."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """The collective is over, well or not."""
-
-
-class CudaCopier(Copier):
-    """Pinned memory, and a stream for each way.
-
-    One piece alone stays on the current stream: that saves ordering three of them.
+    The copies of one direction are done in order. `fetch` sees the work queued before
+    `begin`, and work queued after `end` sees what `store` has written. A single piece
+    stays on the current stream, which saves ordering three streams.
     """
 
     def __init__(self, check: Check) -> None:
-        """Make one for the device that is current in `begin`.
+        """Make a copier for the device that is current in `begin`.
 
         Args:
             check: called while waiting for a copy; ends the wait by raising.
@@ -197,10 +170,12 @@ class CudaCopier(Copier):
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
 
-    def room(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
+        """New pinned host memory of `size` bytes."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def begin(self, overlap: bool) -> None:
+        """Start a collective. With `overlap`, copies of both directions run at once."""
         current = self._current = torch.cuda.current_stream()
         self._down = self._up = current
         if overlap:
@@ -210,14 +185,17 @@ class CudaCopier(Copier):
                 side.wait_stream(current)
 
     def fetch(self, source: Tensor, target: Tensor) -> Ticket:
+        """Start a copy from the device to the host."""
         return self._copy(self._down, source, target)
 
     def store(self, source: Tensor, target: Tensor) -> Ticket:
+        """Start a copy from the host; `source` may change once it is done."""
         return self._copy(self._up, source, target)
 
     def end(self) -> None:
-        # Also for what is only read: the tensors belong to the current stream, which
-        # may use their memory for others.
+        """End the collective, after success or an error."""
+        # Also for tensors that are only read: they belong to the current stream, which
+        # may give their memory to others.
         for side in (self._down, self._up):
             if self._current is not None and side is not None and side != self._current:
                 self._current.wait_stream(side)
@@ -226,7 +204,7 @@ class CudaCopier(Copier):
     def _copy(
         self, stream: torch.cuda.Stream | None, source: Tensor, target: Tensor
     ) -> Ticket:
-        assert stream is not None  # for it has begun
+        assert stream is not None  # `begin` was called
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         done = stream.record_event()

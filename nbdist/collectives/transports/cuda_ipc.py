@@ -1,11 +1,10 @@
-"""Collectives of ranks on one host whose GPUs can read each other: by CUDA IPC.
+"""Collectives by CUDA IPC, for ranks on one host whose GPUs can read each other.
 
-NCCL refuses two ranks on one GPU, and is not in every build of torch. Here each rank
-has slots in the memory of its own GPU, and the others read them where they lie: their
-share of each to reduce it, and then the shares of the result. Each element crosses
-between two GPUs no more often than in a ring, in two steps instead of 2(N-1), and no
-data passes through the host. The host's barrier orders what the ranks queue, an `Order`
-what the devices do.
+NCCL refuses two ranks on one GPU, and some builds of torch have no NCCL. Here each rank
+has slots in the memory of its own GPU. The others read their share of each slot to
+reduce it, and then the shares of the result. Each element crosses between two GPUs as
+often as in a ring, in two steps instead of 2(N-1), and no data passes through the host.
+The group's barrier orders the ranks' hosts, and an `Order` their devices.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ __all__ = ["DeviceTransport"]
 
 
 class DeviceTransport(SharedTransport):
-    """The slots lie in device memory; the devices are ordered at each step.
+    """A `SharedTransport` with slots in device memory and ordered devices.
 
-    A slot of step s is overwritten in step s+2, after the meeting of step s+1, which
-    waits for what each rank has read in step s.
+    A slot of step s is overwritten in step s+2, after the barrier of step s+1, which
+    waits for the reads of step s.
     """
 
     description: ClassVar[str] = "CUDA IPC"
@@ -48,13 +47,13 @@ class DeviceTransport(SharedTransport):
         """Share memory and events. Every rank must call, on its current device.
 
         Args:
-            barrier: where the ranks of the host meet.
+            barrier: the group's.
             hooks: the group's.
-            slot: bytes of device memory for one rank's block.
-            swap: gives every rank's item, in rank order; all ranks must call.
+            slot: bytes of a slot.
+            swap: among the group's ranks.
 
         Returns:
-            None, on all ranks, where CUDA IPC is not to be had.
+            None, on all ranks, where CUDA IPC does not work.
         """
         reached = all(map(can_reach, swap(identity())))
         if not all(swap(reached)):
@@ -85,12 +84,12 @@ class DeviceTransport(SharedTransport):
 
     @property
     def _parity(self) -> int:
-        # Not the barrier's: calls for CPU tensors pass it too, and use no slots here.
+        # Not the barrier's step: calls on CPU tensors pass the same barrier.
         return self._steps & 1
 
     def _copy_out(self, results: Sequence[Tensor], block: Tensor) -> None:
-        torch.cat(list(results), out=block)  # in one kernel, from wherever they lie
+        torch.cat(list(results), out=block)  # one kernel for all of them
 
     def close(self) -> None:
-        self._order.close()  # first: it waits for what still reads the slots
+        self._order.close()  # first: it waits for pending reads of the slots
         super().close()

@@ -25,7 +25,7 @@ from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.shared_segment import host_name, share
 from nbdist.collectives.sync.wait import Check, Hooks, Swap, complete
 from nbdist.collectives.transports.base import Transport
-from nbdist.collectives.transports.copy_pipeline import CudaCopier, Pipeline
+from nbdist.collectives.transports.copy_pipeline import Copier, Pipeline
 from nbdist.collectives.transports.cuda_ipc import DeviceTransport
 from nbdist.collectives.transports.local import LocalTransport
 from nbdist.collectives.transports.mpi import (
@@ -304,7 +304,7 @@ def gpu_transports(
         swap: among the group's ranks.
     """
     rank, size, piece = comm.rank, comm.size, config.staging_bytes
-    pipeline = Pipeline(CudaCopier(hooks.check), piece)
+    pipeline = Pipeline(Copier(hooks.check), piece)
     found: dict[str, Transport] = {
         name: StagedTransport(transport, pipeline, piece, rank, size)
         for name, transport in host.items()

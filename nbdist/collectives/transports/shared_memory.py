@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks of one host share.
 
-A tensor goes through in blocks that stay in the cores' caches, so that main memory sees
-each element about once in and once out. All ranks move from step to step together, by
-way of the barrier; each step has one of two places for its data, in turn.
+A tensor is moved in blocks that stay in the cores' caches, so that main memory is read
+and written about once for each element. All ranks pass the barrier between two steps.
+Consecutive steps use two sets of slots in turn.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.wait import Hooks
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.native import CompiledReduction, CompiledReductions
-from nbdist.collectives.transports.slots import Grid, Place, Slots
+from nbdist.collectives.transports.slots import PieceViews, Slots, SlotViews
 
 __all__ = ["AT_ONCE_BYTES", "SharedTransport"]
 
 AT_ONCE_BYTES = 32 * 1024
-"""Above this, each rank reduces only its own share."""
+"""Tensors above this size are reduced in shares, one for each rank."""
 
-View = TypeVar("View", Place, Grid)
+View = TypeVar("View", SlotViews, PieceViews)
 Item = TypeVar("Item")
 
 
 class SharedTransport(Transport):
-    """Each rank writes what others need into its slot, and they read it there."""
+    """Each rank writes what others need into its slot; the others read it there."""
 
     description: ClassVar[str] = "shared memory"
     meets: ClassVar[bool] = True
     at_once_bytes: ClassVar[int] = AT_ONCE_BYTES
-    """Above this, each rank reduces only its own share."""
+    """Tensors above this size are reduced in shares, one for each rank."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class SharedTransport(Transport):
         hooks: Hooks,
         compiled: CompiledReductions | None = None,
     ) -> None:
-        """Use slots in memory that all ranks of the barrier map.
+        """Use slots that all ranks of the barrier map.
 
         Args:
-            barrier: where they meet.
-            slots: the memory.
+            barrier: the group's.
+            slots: the group's.
             hooks: the group's.
-            compiled: does the reductions it can do; on all ranks, or on none.
+            compiled: compiled reductions; given on all ranks, or on none.
         """
         self._barrier, self._hooks = barrier, hooks
         self._rank, self._size = barrier.rank, barrier.size
@@ -87,16 +87,16 @@ class SharedTransport(Transport):
         cut = [self._cut_pieces(each) for each in inputs]
         outputs = self._cut_pieces(output)
 
-        def write(step: int, grid: Grid) -> None:
-            for piece, blocks in zip(grid[self._rank], cut, strict=True):
+        def write(step: int, views: PieceViews) -> None:
+            for piece, blocks in zip(views[self._rank], cut, strict=True):
                 piece.copy_(blocks[step])
 
-        def read(step: int, grid: Grid) -> None:
-            rows = [pieces[self._rank] for pieces in grid]
+        def read(step: int, views: PieceViews) -> None:
+            rows = [pieces[self._rank] for pieces in views]
             reduce_rows(op, rows, outputs[step])
 
         lengths = [len(block) for block in outputs]
-        self._run(lengths, output.dtype, self._slots.grids, write, read)
+        self._run(lengths, output.dtype, self._slots.piece_views, write, read)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         outputs = {} if self._rank == root else {root: tensor}
@@ -141,7 +141,7 @@ class SharedTransport(Transport):
         return self._compiled.plan(operation, op, tensor.dtype, tensor.numel(), root)
 
     def _finish(self, plan: CompiledReduction, done: bool | None) -> bool:
-        """See a compiled call to its end; False where it has not begun.
+        """Wait for the end of a compiled call. Returns False where none was begun.
 
         Raises:
             CollectiveMismatch: The ranks made different calls.
@@ -164,54 +164,54 @@ class SharedTransport(Transport):
             self._reduce_by_shares(tensor, op, wanted)
 
     def _reduce_at_once(self, tensor: Tensor, op: str, wanted: bool) -> None:
-        """One step: everybody writes all of it, everybody reduces all of it."""
-        places = self._slots.places(tensor.dtype, len(tensor))
-        slots = places[self._parity].slots
+        """In one step, each rank writes its whole tensor and reduces all of them."""
+        views = self._slots.views(tensor.dtype, len(tensor))
+        slots = views[self._parity].slots
         slots[self._rank].copy_(tensor)
         self._pass(first=True)
         if wanted:
             reduce_rows(op, slots, tensor)
 
     def _reduce_by_shares(self, tensor: Tensor, op: str, wanted: bool) -> None:
-        """Each rank reduces its share of each block; then all copy the results.
+        """Each rank reduces its share of each block, and copies all ranks' shares.
 
-        Three things go on in one step, each for another block: copying one in, reducing
-        the one before and copying out the one before that.
+        One step works on three blocks: it copies one in, reduces the one before, and
+        copies out the one before that.
         """
         blocks = self._cut(tensor)
-        places = [self._slots.places(tensor.dtype, len(block)) for block in blocks]
+        views = [self._slots.views(tensor.dtype, len(block)) for block in blocks]
         for step in range(len(blocks) + 2):
             parity = self._parity
             if step >= 2 and wanted:
-                self._copy_out(places[step - 2][parity].results, blocks[step - 2])
+                self._copy_out(views[step - 2][parity].results, blocks[step - 2])
             if step < len(blocks):
-                places[step][parity].slots[self._rank].copy_(blocks[step])
+                views[step][parity].slots[self._rank].copy_(blocks[step])
             if 1 <= step <= len(blocks):
-                place = places[step - 1][1 - parity]
-                reduce_rows(op, place.shares, place.share)
+                ready = views[step - 1][1 - parity]
+                reduce_rows(op, ready.shares, ready.share)
             if step <= len(blocks):
                 self._pass(first=step == 0)
 
     def _copy_out(self, results: Sequence[Tensor], block: Tensor) -> None:
-        """`results`, one after the other, into `block`."""
-        block.copy_(results[0])  # here all lies in one piece
+        """Copy the results, in order, into `block`."""
+        block.copy_(results[0])  # in shared memory they are one tensor
 
     # -- moving --------------------------------------------------------------------
 
     def _publish(
         self, tensor: Tensor, sources: Sequence[int], outputs: dict[int, Tensor]
     ) -> None:
-        """The ranks in `sources` show their tensor; each rank copies what it wants."""
+        """Show the tensors of the ranks in `sources`; copy those of `outputs`."""
         blocks = self._cut(tensor)
         wanted = [(source, self._cut(output)) for source, output in outputs.items()]
 
-        def write(step: int, place: Place) -> None:
+        def write(step: int, views: SlotViews) -> None:
             if self._rank in sources:
-                place.slots[self._rank].copy_(blocks[step])
+                views.slots[self._rank].copy_(blocks[step])
 
-        def read(step: int, place: Place) -> None:
+        def read(step: int, views: SlotViews) -> None:
             for source, output in wanted:
-                output[step].copy_(place.slots[source])
+                output[step].copy_(views.slots[source])
 
         self._run_blocks(blocks, write, read)
 
@@ -222,35 +222,35 @@ class SharedTransport(Transport):
         longest: int,
         dtype: torch.dtype,
     ) -> None:
-        """The ranks with inputs show one to each other rank; lengths may differ."""
+        """Show each other rank its input, and copy the outputs. Lengths may differ."""
         offered = self._others([self._cut_pieces(each) for each in inputs])
         wanted = {source: self._cut_pieces(each) for source, each in outputs.items()}
 
-        def write(step: int, grid: Grid) -> None:
+        def write(step: int, views: PieceViews) -> None:
             for target, blocks in offered.items():
                 if step < len(blocks):
-                    grid[self._rank][target][: len(blocks[step])].copy_(blocks[step])
+                    views[self._rank][target][: len(blocks[step])].copy_(blocks[step])
 
-        def read(step: int, grid: Grid) -> None:
+        def read(step: int, views: PieceViews) -> None:
             for source, blocks in wanted.items():
                 if step < len(blocks):
-                    blocks[step].copy_(grid[source][self._rank][: len(blocks[step])])
+                    blocks[step].copy_(views[source][self._rank][: len(blocks[step])])
 
         room = self._slots.piece_capacity(dtype)
         steps = -(-longest // room)
-        self._run([room] * steps, dtype, self._slots.grids, write, read)
+        self._run([room] * steps, dtype, self._slots.piece_views, write, read)
 
     # -- steps ---------------------------------------------------------------------
 
     def _run_blocks(
         self,
         blocks: Sequence[Tensor],
-        write: Callable[[int, Place], None],
-        read: Callable[[int, Place], None],
+        write: Callable[[int, SlotViews], None],
+        read: Callable[[int, SlotViews], None],
     ) -> None:
         lengths = [len(block) for block in blocks]
         dtype = blocks[0].dtype if blocks else torch.uint8
-        self._run(lengths, dtype, self._slots.places, write, read)
+        self._run(lengths, dtype, self._slots.views, write, read)
 
     def _run(
         self,
@@ -260,7 +260,7 @@ class SharedTransport(Transport):
         write: Callable[[int, View], None],
         read: Callable[[int, View], None],
     ) -> None:
-        """For each step: write, wait for all ranks, read. No steps: meet once."""
+        """In each step: write, wait for all ranks, read. Without steps, wait once."""
         if not lengths:
             self._pass(first=True)
         for step, length in enumerate(lengths):
@@ -271,11 +271,11 @@ class SharedTransport(Transport):
 
     @property
     def _parity(self) -> int:
-        """Which of the two places this step uses."""
+        """The set of slots of this step: 0 or 1."""
         return self._barrier.semaphores.step & 1
 
     def _pass(self, first: bool) -> None:
-        """Wait for all ranks; the first time in a call, compare signatures too."""
+        """Wait for all ranks. The first step of a call compares fingerprints."""
         if first:
             self._hooks.meet()
         else:
@@ -292,6 +292,6 @@ class SharedTransport(Transport):
 
 
 def _cut(tensor: Tensor, length: int) -> Sequence[Tensor]:
-    """Runs of `length` elements, the last one shorter; none of an empty tensor."""
+    """Blocks of `length` elements, the last one shorter; none of an empty tensor."""
     blocks: Sequence[Tensor] = tensor.split(length) if len(tensor) else ()
     return blocks

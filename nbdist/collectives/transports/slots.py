@@ -1,4 +1,7 @@
-"""The data part of the shared segment: slots, and the views of them that are in use."""
+"""Slots: the memory in which each rank shows a block of its tensor to the others.
+
+Consecutive steps use two sets of slots in turn, those of even and those of odd steps.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from torch import Tensor
 
 __all__ = [
     "SHARE_ELEMENTS",
-    "Grid",
     "PeerSlots",
-    "Place",
+    "PieceViews",
+    "SlotViews",
     "Slots",
     "peer_bytes",
     "rounded_slot",
@@ -21,83 +24,90 @@ __all__ = [
 
 _PAGE = 4096
 SHARE_ELEMENTS = 64
-"""Shares begin at multiples of this: two ranks never write to one cache line."""
+"""Shares start at multiples of this, so that ranks share no cache line."""
 _CACHED_VIEWS = 512
 
 
-class Place(NamedTuple):
-    """Where one step's data lies, as views of one dtype and length."""
+class SlotViews(NamedTuple):
+    """Views of one step's slots as tensors of one dtype and length."""
 
     slots: list[Tensor]
-    """One per rank, written by that rank alone."""
+    """Each rank's slot, which that rank alone writes."""
     results: list[Tensor]
-    """One after the other, the result; written by all ranks, each its own share."""
+    """The parts of the result, in order. Each rank writes its own share."""
     shares: list[Tensor]
     """This rank's share of each slot; may be empty."""
     share: Tensor
     """This rank's share of the result; may be empty."""
 
 
-Grid = list[list[Tensor]]
-"""grid[source][target]: one step's data where each rank has some for each other."""
+PieceViews = list[list[Tensor]]
+"""`views[source][target]`: in each rank's slot, a piece for each other rank."""
 _View = TypeVar("_View")
+_Kind = tuple[torch.dtype, int]
 
 
 def slots_bytes(size: int, slot: int) -> int:
-    """Shared memory for `size` ranks: two places of a slot per rank and a result."""
+    """Bytes for `size` ranks: two sets of a slot for each rank and for the result."""
     return 2 * (size + 1) * rounded_slot(size, slot)
 
 
 def rounded_slot(size: int, slot: int) -> int:
-    """Bytes of a slot: at least `slot`, in whole pages for each of `size` ranks."""
+    """Bytes of a slot: at least `slot`, and whole pages for each of `size` ranks."""
     return max(-(-slot // size // _PAGE), 1) * _PAGE * size
 
 
 class Slots:
-    """Views of memory that all ranks map: made once for each dtype and length.
+    """Slots in memory that all ranks map. Views are made once for a dtype and length.
 
-    Each comes as a pair, for even and odd steps.
+    Views come in pairs, for even and for odd steps.
     """
 
     def __init__(self, memory: Tensor, rank: int, size: int) -> None:
-        """Divide `slots_bytes(...)` bytes of memory among the ranks."""
+        """Divide memory of `slots_bytes(...)` bytes among the ranks."""
         self._rank, self._size = rank, size
         self._bytes = memory
         self._slot = len(memory) // (2 * (size + 1))
-        self._places: dict[tuple[torch.dtype, int], tuple[Place, Place]] = {}
-        self._grids: dict[tuple[torch.dtype, int], tuple[Grid, Grid]] = {}
+        self._slot_views: dict[
+            tuple[torch.dtype, int], tuple[SlotViews, SlotViews]
+        ] = {}
+        self._piece_views: dict[
+            tuple[torch.dtype, int], tuple[PieceViews, PieceViews]
+        ] = {}
 
     def capacity(self, dtype: torch.dtype) -> int:
         """Elements that fit into a slot."""
         return self._slot // dtype.itemsize
 
     def piece_capacity(self, dtype: torch.dtype) -> int:
-        """Elements that fit into a slot for each rank."""
+        """Elements of a piece, of which a slot has one for each rank."""
         return self._slot // self._size // dtype.itemsize
 
-    def places(self, dtype: torch.dtype, length: int) -> tuple[Place, Place]:
-        """Slots of `length` elements."""
-        found = self._places.get((dtype, length))
-        return found or _keep(self._places, (dtype, length), self._make_place)
+    def views(self, dtype: torch.dtype, length: int) -> tuple[SlotViews, SlotViews]:
+        """The slots, as tensors of `length` elements."""
+        found = self._slot_views.get((dtype, length))
+        return found or _keep(self._slot_views, (dtype, length), self._make_slots)
 
-    def grids(self, dtype: torch.dtype, length: int) -> tuple[Grid, Grid]:
-        """Pieces of `length` elements."""
-        found = self._grids.get((dtype, length))
-        return found or _keep(self._grids, (dtype, length), self._make_grid)
+    def piece_views(
+        self, dtype: torch.dtype, length: int
+    ) -> tuple[PieceViews, PieceViews]:
+        """The pieces of the slots, as tensors of `length` elements."""
+        found = self._piece_views.get((dtype, length))
+        return found or _keep(self._piece_views, (dtype, length), self._make_pieces)
 
     def close(self) -> None:
-        """Let go of all views. Safe to call twice."""
-        self._places.clear()
-        self._grids.clear()
+        """Drop all views. Safe to call twice."""
+        self._slot_views.clear()
+        self._piece_views.clear()
 
-    def _make_place(self, parity: int, dtype: torch.dtype, length: int) -> Place:
+    def _make_slots(self, parity: int, dtype: torch.dtype, length: int) -> SlotViews:
         share = -(-length // self._size // SHARE_ELEMENTS) * SHARE_ELEMENTS
         mine = slice(min(self._rank * share, length), (self._rank + 1) * share)
         slots = [self._view(parity, i, dtype)[:length] for i in range(self._size)]
         result = self._view(parity, self._size, dtype)[:length]
-        return Place(slots, [result], [slot[mine] for slot in slots], result[mine])
+        return SlotViews(slots, [result], [slot[mine] for slot in slots], result[mine])
 
-    def _make_grid(self, parity: int, dtype: torch.dtype, length: int) -> Grid:
+    def _make_pieces(self, parity: int, dtype: torch.dtype, length: int) -> PieceViews:
         return [
             [piece[:length] for piece in self._view(parity, i, dtype).chunk(self._size)]
             for i in range(self._size)
@@ -109,8 +119,8 @@ class Slots:
 
 
 def _keep(
-    cache: dict[tuple[torch.dtype, int], tuple[_View, _View]],
-    key: tuple[torch.dtype, int],
+    cache: dict[_Kind, tuple[_View, _View]],
+    key: _Kind,
     make: Callable[[int, torch.dtype, int], _View],
 ) -> tuple[_View, _View]:
     if len(cache) >= _CACHED_VIEWS:  # lengths that never repeat
@@ -120,31 +130,30 @@ def _keep(
 
 
 def peer_bytes(size: int, slot: int) -> int:
-    """Memory of each of `size` ranks: two places of a slot and a share of a result."""
+    """Bytes of each of `size` ranks: two sets of a slot and a share of the result."""
     return slots_bytes(size, slot) // size
 
 
 class PeerSlots(Slots):
-    """Views of the memory of every rank: all may read it, its rank alone writes to it.
+    """Slots in memory of each rank's own, which all ranks may read.
 
-    So nobody's memory can be changed by another rank, whatever becomes of that one; and
-    where the ranks have a GPU each, reading is spread over all of them.
+    A rank writes to its own memory alone, so that a rank that fails cannot change
+    another's. Where each rank has a GPU, reads are spread over all of them.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int) -> None:
-        """Use `peer_bytes(...)` bytes of each rank, in rank order."""
+        """Use memory of `peer_bytes(...)` bytes of each rank, in rank order."""
         super().__init__(memories[rank], rank, len(memories))
         self._memories = list(memories)
-        place = len(memories[rank]) // 2
-        self._slot = place // (self._size + 1) * self._size
-        self._pitch = place
+        self._pitch = len(memories[rank]) // 2
+        self._slot = self._pitch // (self._size + 1) * self._size
 
     def close(self) -> None:
         super().close()
         self._memories.clear()
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def _make_place(self, parity: int, dtype: torch.dtype, length: int) -> Place:
+    def _make_slots(self, parity: int, dtype: torch.dtype, length: int) -> SlotViews:
         share = -(-length // self._size // SHARE_ELEMENTS) * SHARE_ELEMENTS
         edges = [min(rank * share, length) for rank in range(self._size + 1)]
         mine = slice(edges[self._rank], edges[self._rank + 1])
@@ -153,7 +162,7 @@ class PeerSlots(Slots):
             self._share(parity, rank, dtype)[: edges[rank + 1] - edges[rank]]
             for rank in range(self._size)
         ]
-        return Place(
+        return SlotViews(
             slots, results, [slot[mine] for slot in slots], results[self._rank]
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbdist.collectives import Message, Post
+from nbdist.collectives import Message, TolerantMessages
 from nbdist.errors import NbdistError
 from nbdist.training.strategies.flat_buffers import FlatBuffers
 
@@ -77,7 +77,9 @@ class Head:
         return cls(Kind(kind), version, size, detail)
 
 
-def send(post: Post, to: int, head: Head, bodies: Sequence[Tensor]) -> list[Message]:
+def send(
+    post: TolerantMessages, to: int, head: Head, bodies: Sequence[Tensor]
+) -> list[Message]:
     """Start to send a head and the bodies that it announces, and wake the receiver."""
     started = [post.send(head.to_tensor(), to, _HEAD)]
     started += [post.send(body, to, _BODY) for body in bodies if len(body)]
@@ -88,7 +90,7 @@ def send(post: Post, to: int, head: Head, bodies: Sequence[Tensor]) -> list[Mess
 class Receiver:
     """Receives messages from one rank: a head, then the bodies that it announces."""
 
-    def __init__(self, post: Post, source: int) -> None:
+    def __init__(self, post: TolerantMessages, source: int) -> None:
         self._post, self._source = post, source
         self.ask_for_head()
 

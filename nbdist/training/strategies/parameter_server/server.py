@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbdist.collectives import Post
+from nbdist.collectives import TolerantMessages
 from nbdist.errors import CollectiveAborted
 from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.telemetry import internal_metrics
@@ -35,7 +35,7 @@ REDUCTIONS = ("sum", "mean", "min", "max")
 class _Channel:
     """A server's messages from and to one worker."""
 
-    def __init__(self, post: Post, worker: int, store: ShardStore) -> None:
+    def __init__(self, post: TolerantMessages, worker: int, store: ShardStore) -> None:
         self.worker = worker
         self.receiving = Receiver(post, worker)
         self.head: Head | None = None
@@ -72,7 +72,7 @@ class Server:
 
     def __init__(
         self,
-        post: Post,
+        post: TolerantMessages,
         workers: Sequence[int],
         store: ShardStore,
         policy: UpdatePolicy,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nbdist.collectives import Post
+from nbdist.collectives import TolerantMessages
 from nbdist.errors import CollectiveAborted
 from nbdist.training.strategies.parameter_server.messages import (
     Head,
@@ -24,7 +24,7 @@ __all__ = ["exchange_shards"]
 
 
 def exchange_shards(
-    post: Post,
+    post: TolerantMessages,
     servers: Sequence[int],
     shards: Sequence[Sequence[Tensor]],
     report: Report,

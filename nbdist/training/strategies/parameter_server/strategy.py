@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nbdist.collectives import Post, all_gather_object, default_group
+from nbdist.collectives import TolerantMessages, all_gather_object, default_group
 from nbdist.errors import UsageError
 from nbdist.training.strategies.base import Strategy, begin_alike
 from nbdist.training.strategies.parameter_server.server import (
@@ -99,7 +99,7 @@ class ParameterServer(Strategy):
         self.reports: list[Report] = []
         """The counts of each server, over all runs, as of the end of the last `run`."""
         self._shards: Shards | None = None
-        self._post: Post | None = None
+        self._post: TolerantMessages | None = None
         self._worker: Worker | None = None
 
     # -- roles ---------------------------------------------------------------------
@@ -202,7 +202,7 @@ class ParameterServer(Strategy):
 
     def _work(
         self,
-        post: Post,
+        post: TolerantMessages,
         shards: Shards,
         fn: Callable[..., Result],
         args: Sequence[Any],
@@ -230,7 +230,7 @@ class ParameterServer(Strategy):
             )
         self._worker.push(options)
 
-    def _serve(self, post: Post, shards: Shards) -> Any:
+    def _serve(self, post: TolerantMessages, shards: Shards) -> Any:
         assert shards.store is not None
         servers, policy = self.roles.servers, self._policy(shards.report)
         server = Server(
@@ -255,7 +255,7 @@ class ParameterServer(Strategy):
         Every rank must call.
         """
         assert self._shards is not None
-        self._post = Post(default_group())
+        self._post = TolerantMessages(default_group())
         self._shards.assign(self.roles)
 
     def __getstate__(self) -> dict[str, Any]:

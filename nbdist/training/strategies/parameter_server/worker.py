@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbdist.collectives import Post
+from nbdist.collectives import TolerantMessages
 from nbdist.errors import CollectiveAborted
 from nbdist.training.strategies.parameter_server.messages import (
     Head,
@@ -37,7 +37,7 @@ class Worker:
 
     def __init__(
         self,
-        post: Post,
+        post: TolerantMessages,
         servers: Sequence[int],
         shards: Sequence[Sequence[Tensor]],
         versions: Sequence[int],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("releases.py"))
+BODY = str(Path(__file__).with_name("blocked_calls.py"))
 CASES = [
     "mismatch_shows_each_rank_and_line",
     "mismatch_reaches_who_waits_for_an_async_call",

@@ -54,13 +54,13 @@ class PutOff(Copier):
     """
 
     def __init__(self) -> None:
-        self.rooms = 0
+        self.allocations = 0
         self._down: list[Callable[[], None]] = []
         self._up: list[Callable[[], None]] = []
         self._open = False
 
-    def room(self, size: int) -> Tensor:
-        self.rooms += 1
+    def allocate(self, size: int) -> Tensor:
+        self.allocations += 1
         return torch.full((size,), 0xA5, dtype=torch.uint8)
 
     def begin(self, overlap: bool) -> None:

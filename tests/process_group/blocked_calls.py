@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch._dynamo  # the first DDP imports it, which can take a case's whole time
 import torch.distributed as dist
+from default_process_groups import meet, process_group
 from mpi4py import MPI
 from torch import nn
 from torch._C._distributed_c10d import BarrierOptions
 from torch.nn.parallel import DistributedDataParallel
-from worlds import meet, process_group
 
 from nbdist.collectives import release_calls, renew_groups
 from nbdist.collectives.torch_backend.process_group import original_error

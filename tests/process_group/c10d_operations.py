@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from default_process_groups import meet, process_group
 from mpi4py import MPI
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from worlds import meet, process_group
 
 from nbdist.collectives.torch_backend.process_group import ProcessGroup
 from nbdist.errors import UnsupportedCollective

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("surface.py"))
+BODY = str(Path(__file__).with_name("c10d_operations.py"))
 CASES = [
     "every_operation_is_answered_or_refused",
     "every_reduce_op_is_answered",
@@ -30,7 +30,7 @@ def test_every_case_is_listed() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_surface(case: str) -> None:
+def test_operation(case: str) -> None:
     errors = [
         f"rank {rank}: {found[case]}"
         for rank, found in enumerate(outcomes())
