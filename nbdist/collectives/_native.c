@@ -1,12 +1,12 @@
 /* Reductions in memory that the ranks of one host share, without an interpreter between
  * the steps of a call.
  *
- * `sync/shared_barrier.py` and `transports/shared_memory.py` do the same in Python, on
- * the same memory, where nothing was compiled.
+ * Where this file is not compiled, `sync/shared_barrier.py` and
+ * `transports/shared_memory.py` do the same in Python on the same memory.
  *
- * No argument from Python is taken for an address. A Barrier maps the segment itself,
- * from a descriptor, and a tensor's memory is asked of the tensor, whose type, device,
- * dtype, size and layout are checked first.
+ * No argument from Python is used as an address. A Barrier maps the segment from a
+ * descriptor. The address of a tensor comes from the tensor, after a check of its type,
+ * device, dtype, size and layout.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
@@ -23,15 +23,15 @@
 #include <sys/stat.h>
 #include <time.h>
 
-#define EDITION 2 /* of what Python calls here: raise it with native.py's */
+#define EDITION 2 /* of the interface to Python: raise it together with native.py's */
 #define MOST_RANKS 64
 #define LINE_BYTES 64
-#define SHARE_ELEMENTS 64 /* shares begin at multiples of this, as in slots.py */
-#define LONG_BYTES 32768  /* from here other threads may run meanwhile */
+#define SHARE_ELEMENTS 64 /* shares start at multiples of this, as in slots.py */
+#define LONG_BYTES 32768  /* larger calls release the GIL */
 #define CHUNK_BYTES 8192
 #define MOST_PLANS 512
 
-/* A wall clock that is set back makes waits longer; the other one cannot be set. */
+/* The monotonic clock, or a wall clock: setting that back makes waits longer. */
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
 #define WAIT_CLOCK CLOCK_MONOTONIC
 #define WAIT(semaphore, until) sem_clockwait(semaphore, CLOCK_MONOTONIC, until)
@@ -44,16 +44,16 @@ static PyObject *name_dtype, *name_is_cpu, *name_nbytes, *name_is_contiguous,
     *name_is_neg, *name_data_ptr, *name_shape;
 static PyObject *torch, *tensor_type, *parameter_type;
 
-/* -- Barrier: every rank posts to every other one, and waits for every other one ------- */
+/* -- Barrier: each rank posts to each other rank, and waits for each of them ----------- */
 
 typedef struct {
     PyObject_HEAD
-    char *memory;            /* the segment; its first word is not 0 once a rank left */
-    unsigned long long step; /* times that this rank has passed */
-    char stopped;            /* set by Python to end the wait under way, and later ones */
-    char busy;               /* a call of this barrier has not ended yet */
-    Py_ssize_t holds;        /* calls that are queued or running elsewhere */
-    Py_ssize_t waiting_for;  /* the first peer that has not arrived, as an index */
+    char *memory;            /* the segment; its first word is not 0 once a rank has left */
+    unsigned long long step; /* number of times that this rank has passed */
+    char stopped;            /* set by Python to end this wait and all later ones */
+    char busy;               /* a call of this barrier is under way */
+    Py_ssize_t holds;        /* calls queued or running in Python */
+    Py_ssize_t waiting_for;  /* index of the first peer that has not arrived */
     Py_ssize_t rank, size;
     int spins, yields;
     long nap_ns;
@@ -75,7 +75,7 @@ semaphore_of(const Barrier *self, Py_ssize_t source, Py_ssize_t target)
     return (sem_t *)(self->semaphores + LINE_BYTES * (target * self->size + source));
 }
 
-/* The slot of a rank at an even or odd step; that of rank `size` is the result's. */
+/* The slot of a rank at an even or odd step. Slot `size` is the result's. */
 static char *
 slot_of(const Barrier *self, unsigned long long step, Py_ssize_t rank)
 {
@@ -159,7 +159,7 @@ barrier_dealloc(Barrier *self)
     Py_DECREF(type);
 }
 
-/* Marks the barrier as in use; false, with an error set, where it is. */
+/* Marks the barrier as in use. Returns false, with an error set, if it is in use. */
 static bool
 enter(Barrier *self)
 {
@@ -173,7 +173,7 @@ enter(Barrier *self)
     return true;
 }
 
-/* Whether the semaphore could be taken: looks, yields, and one sleep in the end. */
+/* Whether the semaphore could be taken: spins, yields, and sleeps once. */
 static bool
 take(const Barrier *self, sem_t *semaphore, bool may_sleep)
 {
@@ -183,7 +183,7 @@ take(const Barrier *self, sem_t *semaphore, bool may_sleep)
     bool taken = false;
     Py_BEGIN_ALLOW_THREADS
     for (int i = 0; i < self->yields && !taken; i++) {
-        sched_yield(); /* to the rank that is waited for, where ranks share cores */
+        sched_yield(); /* to the awaited rank, if ranks share cores */
         taken = sem_trywait(semaphore) == 0;
     }
     if (!taken && may_sleep) {
@@ -192,7 +192,7 @@ take(const Barrier *self, sem_t *semaphore, bool may_sleep)
         until.tv_nsec += self->nap_ns;
         until.tv_sec += until.tv_nsec / 1000000000L;
         until.tv_nsec %= 1000000000L;
-        taken = WAIT(semaphore, &until) == 0; /* a signal ends it too */
+        taken = WAIT(semaphore, &until) == 0; /* a signal ends it as well */
     }
     Py_END_ALLOW_THREADS
     return taken;
@@ -209,7 +209,7 @@ arrive(Barrier *self, int64_t fingerprint)
 
 typedef enum { LATE, DIFFERENT, AGREED } Arrival;
 
-/* LATE: a rank has not arrived, has left for good, or this barrier was stopped. */
+/* LATE: a rank has not arrived or has left, or this barrier was stopped. */
 static Arrival
 await(Barrier *self, bool may_sleep)
 {
@@ -229,7 +229,7 @@ await(Barrier *self, bool may_sleep)
     return agreed ? AGREED : DIFFERENT;
 }
 
-/* True or False: all have arrived, with the same fingerprint or not. None: look why not. */
+/* True: all have arrived with one fingerprint. False: with several. None: LATE. */
 static PyObject *
 barrier_resume(Barrier *self, PyObject *Py_UNUSED(none))
 {
@@ -285,7 +285,7 @@ static PyType_Spec barrier_spec = {
 
 typedef void (*Kernel)(void *out, void *const *rows, int count, size_t length);
 
-/* Row by row in rank order, so that every rank gets the same bits. */
+/* In rank order, so that every rank gets the same bits. */
 #define KERNEL(NAME, TYPE, COMBINED, FINISHED)                                           \
     static void NAME(void *out, void *const *rows, int count, size_t length)             \
     {                                                                                    \
@@ -306,7 +306,7 @@ typedef void (*Kernel)(void *out, void *const *rows, int count, size_t length);
         total[i] /= count;
 #define SMALLER(a, b) ((b) < (a) || (b) != (b) ? ((a) != (a) ? (a) : (b)) : (a))
 #define GREATER(a, b) ((b) > (a) || (b) != (b) ? ((a) != (a) ? (a) : (b)) : (a))
-/* Integers are added and multiplied as unsigned ones: they wrap, as torch's do. */
+/* Integers are added and multiplied as unsigned, so that they wrap as torch's do. */
 #define FLOATS(SUFFIX, TYPE)                                                             \
     KERNEL(sum_##SUFFIX, TYPE, a + b, NOTHING)                                           \
     KERNEL(mean_##SUFFIX, TYPE, a + b, DIVIDED)                                          \
@@ -347,8 +347,8 @@ static const struct {
 };
 #define KERNELS ((Py_ssize_t)(sizeof kernels / sizeof kernels[0]))
 
-/* A chunk of all rows is reduced in the nearest cache, and goes to all outs from there;
- * so an out may be one of the rows. */
+/* Reduces a chunk of all rows in the nearest cache and copies it to all outs, so that
+ * an out may be one of the rows. */
 static void
 reduce_chunks(Py_ssize_t kernel, char **outs, Py_ssize_t out_count, char **rows,
               Py_ssize_t row_count, size_t length)
@@ -390,8 +390,8 @@ ask(PyObject *tensor, PyObject *method)
     return is_true(PyObject_CallMethodObjArgs(tensor, method, NULL));
 }
 
-/* 1 and the address of its memory: a dense tensor in host memory. 0: it is something
- * else, or has no memory. -1: an error. */
+/* 1, and the address, for a dense tensor in host memory. 0 for any other object, and for
+ * a tensor without memory. -1 with an error set. */
 static int
 memory_of(PyObject *tensor, size_t bytes, char **address)
 {
@@ -412,7 +412,7 @@ memory_of(PyObject *tensor, size_t bytes, char **address)
     return *address || !bytes;
 }
 
-/* A subclass may have no memory, or answer questions as it likes. */
+/* Subclasses are excluded: one may have no memory, or override the methods used. */
 static bool
 is_exact(PyObject *tensor)
 {
@@ -429,7 +429,7 @@ address_of(const Kind *kind, PyObject *tensor, char **address)
     PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
     if (!dtype)
         return -1;
-    Py_DECREF(dtype); /* the tensor's and the kind's are one object, or differ */
+    Py_DECREF(dtype); /* equal dtypes are one object */
     if (dtype != kind->dtype)
         return 0;
     PyObject *bytes = PyObject_GetAttr(tensor, name_nbytes);
@@ -442,7 +442,7 @@ address_of(const Kind *kind, PyObject *tensor, char **address)
     return size == kind->bytes ? memory_of(tensor, size, address) : 0;
 }
 
-/* 0 for a tensor that cannot be asked, such as a sparse one. */
+/* 0 for a tensor whose methods raise, such as a sparse one. */
 static int
 forgive(int found)
 {
@@ -458,8 +458,8 @@ examine(const Kind *kind, PyObject *tensor, char **address)
     return forgive(address_of(kind, tensor, address));
 }
 
-/* Whether `object` is of another type of the module that `self`'s type is in, and was
- * initialised: its first field is then not NULL. */
+/* Whether `object` is an initialised instance of another type of this module. The first
+ * field of an initialised one is not NULL. */
 static bool
 has_made(void *self, const char *name, PyObject *object)
 {
@@ -487,9 +487,9 @@ typedef struct {
     Py_ssize_t root; /* of REDUCE */
     size_t length, itemsize, block, share;
     bool at_once;
-    /* Of the call under way: */
-    bool under_way, differs, inside; /* inside: a thread runs it, perhaps without the lock */
-    size_t phase; /* times that the barrier was passed */
+    /* The call under way: */
+    bool under_way, differs, inside; /* inside: a thread runs it, with or without the GIL */
+    size_t phase; /* number of times that the barrier was passed */
     unsigned long long first_step;
     char *output;
     char *inputs[MOST_RANKS]; /* of REDUCE_SCATTER */
@@ -521,7 +521,7 @@ block_at(const Reduction *self, size_t index)
     size_t lines = (length + ranks * SHARE_ELEMENTS - 1) / (ranks * SHARE_ELEMENTS);
     size_t share = lines * SHARE_ELEMENTS;
     size_t low = least(rank * share, length), high = least((rank + 1) * share, length);
-    if (low == high) /* nothing of it is this rank's */
+    if (low == high) /* this rank has no share of it */
         low = high = length;
     size_t each = self->itemsize;
     return (Block){start * each, length * each, low * each, high * each};
@@ -587,7 +587,7 @@ reduction_dealloc(Reduction *self)
     Py_DECREF(type);
 }
 
-/* Everything of a block but this rank's share. */
+/* A block except this rank's share. */
 static void
 copy_others(const Block *block, char *target, const char *source)
 {
@@ -602,7 +602,7 @@ is_wanted(const Reduction *self)
     return self->operation != REDUCE || self->root == self->barrier->rank;
 }
 
-/* The piece of a slot that a rank has for another one. */
+/* The piece of a rank's slot for another rank. */
 static char *
 piece_of(const Reduction *self, unsigned long long step, Py_ssize_t source,
          Py_ssize_t target)
@@ -612,7 +612,7 @@ piece_of(const Reduction *self, unsigned long long step, Py_ssize_t source,
     return slot_of(barrier, step, source) + (size_t)target * piece;
 }
 
-/* Block `index` of this rank's tensors into its slot. */
+/* Copies block `index` of this rank's tensors into its slot. */
 static void
 show(const Reduction *self, size_t index)
 {
@@ -635,7 +635,7 @@ show(const Reduction *self, size_t index)
         copy_others(&block, slot, self->output + block.start);
 }
 
-/* The others' results of block `index` into this rank's tensor. */
+/* Copies the other ranks' results of block `index` into this rank's tensor. */
 static void
 collect(const Reduction *self, size_t index)
 {
@@ -646,8 +646,8 @@ collect(const Reduction *self, size_t index)
         copy_others(&block, self->output + block.start, results);
 }
 
-/* What this rank reduces of block `index`: of all ranks' rows into its tensor, and into
- * the result's slot for the others. */
+/* Reduces this rank's share of block `index` from all rows into its tensor, and into the
+ * result's slot for the other ranks. */
 static void
 combine(const Reduction *self, size_t index)
 {
@@ -681,7 +681,7 @@ combine(const Reduction *self, size_t index)
                       bytes / self->itemsize);
 }
 
-/* What is to be done after the barrier was passed; whether that was all. */
+/* The work after the barrier was passed. Returns whether the call is done. */
 static bool
 work(const Reduction *self)
 {
@@ -736,7 +736,7 @@ advance_inside(Reduction *self, bool may_sleep)
     return end(self, true);
 }
 
-/* True: done. False: the ranks differ, and nothing was touched. None: look why not yet. */
+/* True: done. False: fingerprints differ, and no data was touched. None: LATE. */
 static PyObject *
 advance(Reduction *self, bool may_sleep)
 {
@@ -748,7 +748,7 @@ advance(Reduction *self, bool may_sleep)
     return outcome;
 }
 
-/* Takes over the reference to `held`. */
+/* Steals the reference to `held`. */
 static PyObject *
 begin(Reduction *self, int64_t fingerprint, PyObject *held, bool may_sleep)
 {
@@ -782,7 +782,7 @@ is_ready(const Reduction *self, bool scatters)
 }
 
 /* run(tensor, fingerprint): True, False or None as `advance`. NotImplemented: the tensor
- * is not of this kind, and nothing was begun. */
+ * is not of this kind, and no call was started. */
 static PyObject *
 reduction_run(Reduction *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -799,7 +799,7 @@ reduction_run(Reduction *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     if (!found)
         Py_RETURN_NOTIMPLEMENTED;
-    if (self->barrier->busy) { /* `output` is the call's that is under way */
+    if (self->barrier->busy) { /* `output` belongs to the call under way */
         enter(self->barrier);
         return NULL;
     }
@@ -808,7 +808,7 @@ reduction_run(Reduction *self, PyObject *const *args, Py_ssize_t count)
     return begin(self, fingerprint, args[0], true);
 }
 
-/* run_lists(output, inputs, fingerprint): the same for reduce-scatter; one input a rank. */
+/* run_lists(output, inputs, fingerprint): `run` of a reduce-scatter. */
 static PyObject *
 reduction_run_lists(Reduction *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -843,7 +843,7 @@ reduction_run_lists(Reduction *self, PyObject *const *args, Py_ssize_t count)
     return held ? begin(self, fingerprint, held, true) : NULL;
 }
 
-/* Goes on with a call that gave None. */
+/* Continues a call that has returned None. */
 static PyObject *
 reduction_resume(Reduction *self, PyObject *Py_UNUSED(none))
 {
@@ -875,14 +875,14 @@ static PyType_Spec reduction_spec = {
     .slots = reduction_slots,
 };
 
-/* -- QuickCalls: all-reduces of a group that no rank is late for ----------------------- */
+/* -- QuickCalls: all-reduces of a group for which no rank is late ---------------------- */
 
 typedef struct {
     PyObject_HEAD
     Barrier *barrier;
     PyObject *plans;          /* {(op, dtype, shape): (Reduction, fingerprint)} */
-    unsigned long long count; /* calls that were begun */
-    Reduction *waiting;       /* the one whose call was begun and has not ended */
+    unsigned long long count; /* number of calls started */
+    Reduction *waiting;       /* the one whose call is under way */
 } QuickCalls;
 
 static int
@@ -923,8 +923,8 @@ is_made(const QuickCalls *self)
     return self->barrier;
 }
 
-/* keep(op, shape, reduction, fingerprint): what `all_reduce` does from now on for tensors
- * of this shape and of the reduction's dtype. */
+/* keep(op, shape, reduction, fingerprint): have `all_reduce` use the reduction for tensors
+ * of this shape and of its dtype. */
 static PyObject *
 quick_keep(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -954,7 +954,7 @@ quick_keep(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
     long long fingerprint = PyLong_AsLongLong(args[3]);
     if (fingerprint == -1 && PyErr_Occurred())
         return NULL;
-    if (PyDict_Size(self->plans) >= MOST_PLANS) /* shapes that never repeat */
+    if (PyDict_Size(self->plans) >= MOST_PLANS) /* shapes may never repeat */
         PyDict_Clear(self->plans);
     PyObject *key = PyTuple_Pack(3, args[0], reduction->kind.dtype, args[1]);
     PyObject *plan = PyTuple_Pack(2, args[2], args[3]);
@@ -966,7 +966,7 @@ quick_keep(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
-/* A new reference to the plan for a tensor. NULL: there is none, or with an error set. */
+/* A new reference to the plan for a tensor. NULL: no plan, or an error is set. */
 static PyObject *
 plan_for(const QuickCalls *self, PyObject *tensor, PyObject *op)
 {
@@ -981,8 +981,8 @@ plan_for(const QuickCalls *self, PyObject *tensor, PyObject *op)
     return plan;
 }
 
-/* all_reduce(tensor, op): True: done. False: nothing was begun. None: `resume` it until it
- * has ended, and `release` then. */
+/* all_reduce(tensor, op): True: done. False: no call was started. None: call `resume`
+ * until the call has ended, then `release`. */
 static PyObject *
 quick_all_reduce(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -1023,11 +1023,11 @@ quick_all_reduce(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
         return outcome;
     }
     self->waiting = reduction;
-    self->barrier->holds++; /* until Python has seen it to its end */
+    self->barrier->holds++; /* until Python has finished the call */
     return outcome;
 }
 
-/* Goes on with a call that gave None, and returns what `Reduction.resume` would. */
+/* Continues a call that has returned None. Returns what `Reduction.resume` returns. */
 static PyObject *
 quick_resume(QuickCalls *self, PyObject *Py_UNUSED(none))
 {
@@ -1044,7 +1044,7 @@ quick_resume(QuickCalls *self, PyObject *Py_UNUSED(none))
     return outcome;
 }
 
-/* hold(): whether no quick call is under way; none is begun from then to `release`. */
+/* hold(): keep calls from starting until `release`. False if a call is under way. */
 static PyObject *
 quick_hold(QuickCalls *self, PyObject *Py_UNUSED(none))
 {

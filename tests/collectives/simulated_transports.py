@@ -1,8 +1,8 @@
-"""The transports for tensors on GPUs, with CPU tensors and without a GPU.
+"""The transports for CUDA tensors, with CPU tensors and without a GPU.
 
-What is CUDA's own is replaced: device memory by memory that the ranks share, copies
-between device and host by copies that are put off until somebody waits for them, and
-the device's streams by the host's own order. The rest is what runs on a GPU.
+Only CUDA itself is replaced: device memory by shared memory, copies between device and
+host by copies that are delayed until something waits for them, and the order of streams
+by that of the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE_BYTES = 40_000
 
 
 class Alternating(Order):
-    """Sees that each step is announced before the ranks meet, and only once."""
+    """Checks that each step is announced once, before the barrier."""
 
     def __init__(self) -> None:
         self.open = False
@@ -47,10 +47,10 @@ class Alternating(Order):
 
 
 class PutOff(Copier):
-    """Copies nothing until it must: who forgets to wait sees what was there before.
+    """Delays each copy until something waits for it, so that a missing wait shows.
 
-    A copy that was begun later is never done earlier; memory that is read by a copy,
-    or written by one, must not change meanwhile, and a checksum shows if it has.
+    Copies are done in the order in which they were started. Memory that a copy reads
+    must not change before it, and a comparison shows if it has.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def install(name: str, group: nc.Group) -> None:
-    """Let a group use a stand-in for all tensors. Every rank must call."""
+    """Have a group use a simulated transport for all tensors. Every rank must call."""
+    group.quick = None  # or small all-reduces would pass by the simulated transport
     transports = group._connection.transports["cpu"]
     made = MAKERS[name](group, transports["auto"], transports["mpi"])
     transports["auto"] = transports["ring"] = transports["mpi"] = made

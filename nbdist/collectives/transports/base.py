@@ -1,4 +1,4 @@
-"""The seam: what a way of moving data between ranks must offer."""
+"""The interface of transports, which move data between ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["Transport"]
 class Transport(ABC):
     """Moves and reduces tensors between the ranks of one group.
 
-    Every tensor is contiguous and one-dimensional, on a device this transport serves,
-    and equal in length and dtype on all ranks, except in `all_to_all`; `all_reduce`
-    takes any strided one. All ranks call the same method; the caller has checked the
-    arguments. A list holds one tensor per
-    rank, in rank order; on ranks where it has no meaning it is None.
+    Every tensor is contiguous and one-dimensional, on a device that the transport
+    serves, and equal in length and dtype on all ranks, except in `all_to_all`.
+    `all_reduce` takes any strided tensor. All ranks call the same method, with checked
+    arguments. A list has one tensor for each rank, in rank order. It is None on ranks
+    where the operation does not use it.
     """
 
     description: ClassVar[str]
-    """In words, for %dist_status."""
+    """Shown by %dist_status."""
     meets: ClassVar[bool] = False
-    """Whether each operation passes the barrier by itself, before it touches data."""
+    """Whether each operation passes the group's barrier before it touches data."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        """Reduce a strided tensor in place; the same bits on all ranks."""
+        """Reduce a strided tensor in place, to the same bits on all ranks."""
         flat = Flat(tensor)
         self.all_reduce_flat(flat.tensor, op)
         flat.write_back()
@@ -41,51 +41,51 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
-        """Reduce into root's tensor; the others' stay as they are."""
+        """Reduce into the root's tensor. The other tensors are kept."""
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
-        """Reduce inputs[r] of all ranks into rank r's output; inputs are kept."""
+        """Reduce `inputs[r]` of all ranks into rank r's output. Inputs are kept."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite all tensors with root's."""
+        """Copy the root's tensor into all others."""
 
     @abstractmethod
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """outputs[r] becomes rank r's tensor."""
+        """Copy rank r's tensor into `outputs[r]`."""
 
     @abstractmethod
     def gather(
         self, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int
     ) -> None:
-        """On root, outputs[r] becomes rank r's tensor."""
+        """Copy rank r's tensor into the root's `outputs[r]`."""
 
     @abstractmethod
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int
     ) -> None:
-        """Rank r's tensor becomes root's inputs[r]."""
+        """Copy the root's `inputs[r]` into rank r's tensor."""
 
     @abstractmethod
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], longest: int
     ) -> None:
-        """outputs[r] becomes rank r's inputs[own rank].
+        """Copy rank r's `inputs[own rank]` into `outputs[r]`.
 
-        Lengths may differ by pair; `longest` is the greatest of them, on all ranks.
+        Each pair of ranks has a length; `longest` is the greatest of all pairs.
         """
 
-    def finish(self, check: Check) -> None:  # noqa: B027 - most are done by then
-        """Wait for what was queued, so that `close` does not cut it off.
+    def finish(self, check: Check) -> None:  # noqa: B027 - most queue nothing
+        """Wait for queued work, so that `close` does not interrupt it.
 
         Args:
-            check: called meanwhile; ends the wait by raising.
+            check: called while waiting; ends the wait by raising.
         """
 
-    def abort(self) -> None:  # noqa: B027 - most look at the group's check instead
-        """Release what this process waits for. May be called from any thread."""
+    def abort(self) -> None:  # noqa: B027 - most call the group's check
+        """Release this process's wait. Any thread may call."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the transport holds. Safe to call twice."""
+        """Free what the transport holds. Safe to call twice."""

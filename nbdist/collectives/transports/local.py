@@ -1,4 +1,4 @@
-"""A world of one: nothing to send, yet every operation keeps its meaning."""
+"""The transport of a group of one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LocalTransport"]
 
 
 class LocalTransport(Transport):
-    """Copies within the process. Every reduction of one operand is the operand."""
+    """Copies within the process. The reduction of one operand is the operand."""
 
     description: ClassVar[str] = "none (a world of one)"
 

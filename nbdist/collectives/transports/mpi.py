@@ -1,4 +1,4 @@
-"""Collectives out of MPI messages: for several hosts, and the literal ring."""
+"""Collectives over MPI: the ring, and MPI's own collectives."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _NATIVE_INTEGERS = frozenset({torch.int32, torch.int64})
 
 
 class RingTransport(Transport):
-    """The ring over MPI point-to-point messages; nothing else is used.
+    """Ring algorithms over MPI's point-to-point messages.
 
-    An all-reduce of n elements sends 2(N-1) messages of at most ceil(n/N) elements from
-    each rank. Half types travel as float32 until they are summed.
+    In an all-reduce of n elements each rank sends 2(N-1) messages of at most ceil(n/N)
+    elements. Half types are sent as float32 until they are summed.
     """
 
     description: ClassVar[str] = "MPI messages in a ring"
@@ -47,12 +47,12 @@ class RingTransport(Transport):
         self._check = check
         self._steps = ring_steps(comm.size, comm.rank)
         self.sent_messages = 0
-        """Messages this rank has sent, for tests and benchmarks."""
+        """The number of messages sent, for tests and benchmarks."""
         self.sent_elements = 0
 
     def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         wide = accumulation_dtype(tensor.dtype)
-        work = tensor.to(wide)  # the tensor itself, unless it is a half type
+        work = tensor.to(wide)  # the tensor itself, except for a half type
         chunks = self._cut(work)
         done = self._reduce_around(chunks, op)
         finish(op, done, self._comm.size)
@@ -80,7 +80,7 @@ class RingTransport(Transport):
         self._gather_around([*outputs[-1:], *outputs[:-1]])
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Pass `tensor` down the chain of ranks in N pieces, each sent on at once."""
+        """Pass the tensor down the chain of ranks in N pieces."""
         position = (self._comm.rank - root) % self._comm.size
         right = (self._comm.rank + 1) % self._comm.size
         left = (self._comm.rank - 1) % self._comm.size
@@ -126,7 +126,7 @@ class RingTransport(Transport):
         return [tensor[start:stop] for start, stop in bounds]
 
     def _reduce_around(self, chunks: Sequence[Tensor], op: str) -> Tensor:
-        """Overwrites `chunks`; returns the one that is reduced on this rank."""
+        """Overwrite `chunks`, and return the one that this rank has reduced."""
         incoming = torch.empty_like(max(chunks, key=len))
         for step in self._steps[: self._comm.size - 1]:
             mine = chunks[step.receive_chunk]
@@ -167,7 +167,7 @@ class RingTransport(Transport):
 
 
 class MpiTransport(RingTransport):
-    """MPI's own collectives where they do what torch does; the ring elsewhere."""
+    """MPI's collectives where their results are torch's; the ring elsewhere."""
 
     description: ClassVar[str] = "MPI"
 
@@ -187,17 +187,16 @@ class MpiTransport(RingTransport):
 
 
 def _is_native(op: str, dtype: torch.dtype) -> bool:
-    """Whether MPI's own reduction does what torch's does."""
+    """Whether MPI's reduction has torch's results."""
     if dtype.is_floating_point or dtype.is_complex:
         return op in _NATIVE_FLOATS
     return dtype in _NATIVE_INTEGERS
 
 
 class DirectTransport(RingTransport):
-    """The ring over a CUDA-aware MPI; the GPU does the sums.
+    """The ring over a CUDA-aware MPI. The GPU computes the sums.
 
-    Messages alone: MPI's own non-blocking reductions work on the host, and take no
-    device memory in Open MPI.
+    Open MPI's non-blocking reductions take no device memory, so only messages are used.
     """
 
     description: ClassVar[str] = "CUDA-aware MPI"
@@ -205,19 +204,19 @@ class DirectTransport(RingTransport):
     def __init__(
         self, comm: MPI.Comm, check: Check, settle: Callable[[], None]
     ) -> None:
-        """Make it.
+        """Make a transport.
 
         Args:
             comm: among the group's ranks.
             check: called while waiting for messages; ends the wait by raising.
-            settle: returns once what is queued on the current stream is done. MPI knows
-                nothing of streams: it reads and writes at once.
+            settle: waits for the work queued on the current stream. MPI does not know
+                streams, and reads and writes at once.
         """
         super().__init__(comm, check)
         self._settle = settle
 
     def _receive(self, tensor: Tensor, peer: int) -> MPI.Request:
-        self._settle()  # what is queued may still use this memory
+        self._settle()  # queued work may still use this memory
         return super()._receive(tensor, peer)
 
     def _send(self, tensor: Tensor, peer: int) -> MPI.Request:

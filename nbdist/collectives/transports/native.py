@@ -1,4 +1,4 @@
-"""The compiled reductions of a group: one call of C checks, meets and reduces."""
+"""Compiled reductions: one call checks, passes the barrier and reduces."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = [
 ]
 
 _EDITION = 2
-"""Of the compiled part: a checkout that was changed may still have an older one."""
+"""Of the compiled part's interface. A changed checkout may have an older one."""
 _PLANS = 512
 
 
 def find_compiled() -> ModuleType | None:
-    """The compiled part, where the installation has one that fits this code."""
+    """The compiled part; None where it is missing or of another edition."""
     try:
         found = importlib.import_module("nbdist.collectives._native")
     except ImportError:
@@ -34,15 +34,14 @@ def find_compiled() -> ModuleType | None:
 class CompiledReduction(Protocol):
     """A reduction of tensors of one dtype and length.
 
-    Its calls return True once they are done; False where a rank came with another
-    fingerprint, and no data was touched; None where a rank is late, has left, or the
-    barrier was stopped: `resume` goes on. They return NotImplemented, and have begun
-    nothing, for a tensor that is not dense, in host memory, of exactly this kind and of
-    no subclass.
+    A call returns True when it is done, and False where fingerprints differ and no data
+    was touched. It returns None where a rank is late or has left, or the barrier was
+    stopped; `resume` continues it. It returns NotImplemented, and has not started, for
+    a tensor of another kind, outside of host memory, not dense, or of a subclass.
     """
 
     def run(self, tensor: Tensor, fingerprint: int) -> bool | None:
-        """Reduce a tensor in place; or into the root's, for `reduce`."""
+        """Reduce a tensor in place, or for `reduce` into the root's."""
 
     def run_lists(
         self, output: Tensor, inputs: Sequence[Tensor], fingerprint: int
@@ -50,16 +49,16 @@ class CompiledReduction(Protocol):
         """Reduce `inputs[r]` of all ranks into rank r's output."""
 
     def resume(self) -> bool | None:
-        """Go on with the call that returned None."""
+        """Continue the call that has returned None."""
 
 
 class QuickCalls(Protocol):
-    """All-reduces of a group, on tensors of known kinds, that no rank is late for."""
+    """All-reduces on tensors of known kinds, without a wait for a late rank."""
 
     count: int
-    """Calls that were begun."""
+    """The number of calls started."""
     waiting: object | None
-    """What a rank is late for; None where no call is under way."""
+    """The reduction of the call under way; None where there is none."""
 
     def keep(
         self,
@@ -68,49 +67,48 @@ class QuickCalls(Protocol):
         reduction: CompiledReduction,
         fingerprint: int,
     ) -> None:
-        """Make `all_reduce` do the tensors of this shape and of the reduction's dtype.
+        """Make `all_reduce` handle tensors of this shape and of the reduction's dtype.
 
         Args:
-            op: What the user calls the reduce-op.
-            shape: Of the tensors.
-            reduction: An all-reduce of as many elements.
-            fingerprint: What the ranks must agree on.
+            op: The reduce-op as the user gives it.
+            shape: The tensors' shape.
+            reduction: An all-reduce of the same number of elements.
+            fingerprint: Of the call's signature.
         """
 
     def all_reduce(self, tensor: object, op: object) -> bool | None:
-        """Reduce a tensor in place, if this can be done at once.
+        """Reduce a tensor in place, if that is possible without a wait.
 
         Returns:
-            True once it is done. False where nothing was begun: this is no dense tensor
-            of a known kind, or another call is held. None where the call was begun, and
-            a rank is late: `resume` it until it has ended, and `release` then.
+            True when it is done. False where no call was started: the tensor is not
+            dense or not of a known kind, or calls are held. None where the call was
+            started and a rank is late: `resume` until it has ended, then `release`.
         """
 
     def resume(self) -> bool | None:
-        """Go on with the call that returned None. See `CompiledReduction`."""
+        """Continue the call that has returned None. See `CompiledReduction`."""
 
     def hold(self) -> bool:
-        """Have `all_reduce` begin nothing until `release`.
+        """Keep `all_reduce` from starting calls until `release`.
 
         Returns:
-            False where a call is under way, and nothing is held.
+            False where a call is under way, and `hold` has no effect.
         """
 
     def release(self) -> None:
-        """Take back one `hold`."""
+        """End one `hold`."""
 
 
 class CompiledReductions:
     """The plan cache of one group's compiled reductions."""
 
     def __init__(self, native: ModuleType, barrier: object, at_once_bytes: int) -> None:
-        """Make none yet.
+        """Make an empty cache.
 
         Args:
             native: The compiled part.
-            barrier: Its Barrier, where the ranks meet.
-            at_once_bytes: Up to this size, each rank reduces all of a tensor; above,
-                only its own share of it.
+            barrier: Its Barrier, of the group.
+            at_once_bytes: Larger tensors are reduced in shares, one for each rank.
         """
         self._native, self._barrier = native, barrier
         self._at_once_bytes = at_once_bytes
@@ -122,7 +120,7 @@ class CompiledReductions:
         }
         self.quick: QuickCalls = native.QuickCalls(barrier)
         self.plans: dict[object, CompiledReduction | None] = {}
-        """By operation, reduce-op, dtype, length and root; None: no kernel for it."""
+        """By operation, reduce-op, dtype, length and root. None: there is no kernel."""
 
     def plan(
         self, operation: str, op: str, dtype: torch.dtype, length: int, root: int = 0
@@ -133,7 +131,7 @@ class CompiledReductions:
         """
         key = operation, op, dtype, length, root
         if key not in self.plans:
-            if len(self.plans) >= _PLANS:  # lengths that never repeat
+            if len(self.plans) >= _PLANS:  # lengths may never repeat
                 self.plans.clear()
             self.plans[key] = self._make(operation, op, dtype, length, root)
         return self.plans[key]

@@ -1,4 +1,4 @@
-"""One rank per GPU: NCCL, as torch.distributed brings it."""
+"""Collectives by NCCL, for ranks with a GPU each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DTYPES = frozenset(
 
 
 class NcclTransport(Transport):
-    """A NCCL communicator of the group's own. Work is queued on the current stream."""
+    """A NCCL communicator of the group. Work is queued on the current stream."""
 
     description: ClassVar[str] = "NCCL"
 
@@ -51,19 +51,19 @@ class NcclTransport(Transport):
     def connect(
         cls, rank: int, size: int, swap: Swap, fallback: Transport
     ) -> NcclTransport | None:
-        """Every rank must call; each has a GPU of its own as its current device.
+        """Connect the ranks. Every rank must call, with a GPU of its own as current.
 
-        The ranks find each other through a file, so that no port is opened for it;
-        between hosts, through the store of torch.distributed's default group.
+        On one host the rendezvous is a file, so that no port is opened. Between hosts
+        it is the store of torch.distributed's default group.
 
         Args:
             rank: this process's in the group.
             size: number of ranks.
-            swap: gives every rank's item, in rank order; all ranks must call.
+            swap: among the group's ranks.
             fallback: for the reductions that NCCL lacks.
 
         Returns:
-            None, on all ranks, where torch has no NCCL, or there is nowhere to meet.
+            None, on all ranks, where torch has no NCCL or there is no store.
         """
         if not all(swap(dist.is_nccl_available())):
             return None
@@ -90,25 +90,24 @@ class NcclTransport(Transport):
         fallback: Transport,
         folder: Path | None = None,
     ) -> None:
-        """Make the communicator, in the first operation, by way of a store.
+        """Make a transport. The first operation makes the communicator.
 
         Args:
-            store: the same on all ranks, and used for nothing else.
+            store: shared by all ranks, and used for nothing else.
             rank: this process's in the group.
             size: number of ranks.
             fallback: for the reductions that NCCL lacks.
-            folder: to remove in the end.
+            folder: removed by `close`.
         """
         c10d: Any = dist  # ProcessGroupNCCL exists in CUDA builds of torch alone
         options = c10d.ProcessGroupNCCL.Options()
-        # A collective that waits is released by `abort`, not by torch's watchdog,
-        # which ends the process.
+        # `abort` releases a collective. torch's watchdog would end the process.
         options._timeout = _NO_TIMEOUT
         self._group: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
         self._fallback = fallback
         self._folder = folder
         self._last: Any = None
-        """The work that was queued last."""
+        """The work queued last."""
 
     def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         numbers = _as_nccl(tensor, op)
@@ -187,7 +186,7 @@ class NcclTransport(Transport):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _queue(self, work: Any) -> None:
-        """The current stream waits for what NCCL does on its own; the host does not."""
+        """Make the current stream wait for NCCL's. The host does not wait."""
         work.wait()
         self._last = work
 
@@ -195,7 +194,7 @@ class NcclTransport(Transport):
     def _keeping_nan(
         self, numbers: Tensor, op: str, outputs: Sequence[Tensor]
     ) -> Iterator[None]:
-        """NCCL's own min and max of floats take the other operand of a NaN."""
+        """Restore NaN, which NCCL's min and max of floats drop."""
         if op not in _LOSE_NAN or not numbers.is_floating_point():
             yield
             return
@@ -209,7 +208,7 @@ class NcclTransport(Transport):
 
 
 def _as_nccl(tensor: Tensor, op: str) -> Tensor | None:
-    """The tensor as one of a dtype that NCCL has; None where it cannot reduce it."""
+    """The tensor in a dtype of NCCL's; None where NCCL cannot reduce it."""
     if REDUCE_OPS[op].nccl is None or tensor.dtype not in _DTYPES:
         return None
     if not tensor.is_complex():
@@ -218,5 +217,5 @@ def _as_nccl(tensor: Tensor, op: str) -> Tensor | None:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    # NCCL knows neither int16 nor complex numbers, and moves bytes as fast.
+    # NCCL has neither int16 nor complex numbers, and moves bytes as fast.
     return tensor.view(torch.uint8)

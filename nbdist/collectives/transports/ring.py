@@ -1,8 +1,7 @@
 """The ring schedule as data: who sends which chunk to whom, step by step.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", J. Parallel Distrib. Comput. 69 (2009). Pure arithmetic: nothing is sent
-from here.
+workstations", J. Parallel Distrib. Comput. 69 (2009). This module only computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Device tensors by way of pinned host memory, where there is no better way."""
+"""Collectives on device tensors through pinned host memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["StagedTransport"]
 
 
 class StagedTransport(Transport):
-    """Copies to the host, a host transport, and copies back: piece by piece.
+    """Copies pieces to the host, calls a host transport, and copies them back.
 
-    All ranks cut alike, for equal tensors into equal pieces, so that each piece is one
-    call of the host transport on all of them.
+    All ranks cut equal tensors into equal pieces. Each piece is one call of the host
+    transport on all ranks.
     """
 
     description: ClassVar[str] = "staged through pinned host memory"
@@ -26,12 +26,12 @@ class StagedTransport(Transport):
     def __init__(
         self, host: Transport, pipeline: Pipeline, piece: int, rank: int, size: int
     ) -> None:
-        """Send what is on a device by way of `host`.
+        """Use a host transport for device tensors.
 
         Args:
             host: the transport for CPU tensors.
-            pipeline: takes one transfer at a time, which several transports share.
-            piece: bytes that one call of `host` deals with on each rank.
+            pipeline: runs one transfer at a time; transports may share it.
+            piece: bytes of each rank in one call of `host`.
             rank: this process's in the group.
             size: number of ranks.
         """
@@ -126,18 +126,18 @@ class StagedTransport(Transport):
         return max(self._piece // parts // dtype.itemsize, 1)
 
     def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Pieces of a tensor; an empty one of an empty tensor, for the ranks meet."""
+        """Pieces of a tensor. An empty tensor has one, for the barrier."""
         pieces: Sequence[Tensor] = tensor.split(self._room(tensor.dtype, 1))
         return pieces
 
     def _cut_all(
         self, tensors: Sequence[Tensor], count: int | None = None
     ) -> list[list[Tensor]]:
-        """For each piece its part of each tensor, where there is one for each rank.
+        """For each piece, its part of each tensor of a list.
 
         Args:
             tensors: of one dtype; equal in length, unless `count` is given.
-            count: how many pieces.
+            count: the number of pieces.
         """
         if not tensors:
             return [[] for _ in range(count or 0)]
