@@ -1,4 +1,4 @@
-"""all_gather: everybody's tensor, on all ranks."""
+"""all_gather: copies every rank's tensor to all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""all_reduce: the same reduction on all ranks."""
+"""all_reduce: reduces a tensor over all ranks, to the same result on each."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def all_reduce(
     Args:
         tensor: any shape, strided, equal shape and dtype on all ranks; overwritten.
         op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or c10d's.
-        algorithm: "auto", "ring", "mpi", "shared" or "nccl", as far as there is such a
-            one for the tensor's device.
-        group: default: all ranks.
-        async_op: return a handle at once; the tensor is the group's until it is done.
+        algorithm: "auto", "ring", "mpi", "shared" or "nccl", if the tensor's device has
+            it.
+        group: default all ranks.
+        async_op: return a handle at once. Leave the tensor alone until its end.
         timeout: seconds to wait for the other ranks; None takes the configured time.
 
     Raises:

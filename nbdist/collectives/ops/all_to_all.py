@@ -1,4 +1,4 @@
-"""all_to_all: each rank has something for each other rank."""
+"""all_to_all: sends a tensor of each rank to each other rank."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _exchange(
 def _agree_on_lengths(
     group: Group, outputs: Sequence[Flat], inputs: Sequence[Flat]
 ) -> int:
-    """The longest piece of any pair. All ranks see all lengths, and decide alike."""
+    """The greatest length of any pair. All ranks see all lengths, and decide alike."""
     rows = [[len(each.tensor) for each in row] for row in (inputs, outputs)]
     mine = torch.tensor(rows, device="cpu")
     table = mine.new_empty(group.size, 2, group.size)

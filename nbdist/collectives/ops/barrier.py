@@ -1,4 +1,4 @@
-"""barrier: nobody passes before all have come."""
+"""barrier: waits until every rank has called."""
 
 from __future__ import annotations
 

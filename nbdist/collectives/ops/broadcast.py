@@ -1,4 +1,4 @@
-"""broadcast: one rank's tensor to all."""
+"""broadcast: copies one rank's tensor to all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gather: everybody's tensor, on one rank."""
+"""gather: copies every rank's tensor to one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any picklable object, in place of a tensor."""
+"""Collectives of picklable objects."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def broadcast_object(
     group: Group | None = None,
     timeout: float | timedelta | None = None,
 ) -> Any:
-    """Rank `src`'s object, on all ranks. Every rank must call.
+    """Send rank `src`'s object to all ranks. Every rank must call.
 
     Args:
-        obj: picklable on `src`; not looked at elsewhere.
+        obj: picklable on `src`; ignored elsewhere.
         src: a world rank.
         group, timeout: as for `all_reduce`.
 
@@ -58,7 +58,7 @@ def all_gather_object(
     group: Group | None = None,
     timeout: float | timedelta | None = None,
 ) -> list[Any]:
-    """Every rank's object, in rank order, on all ranks. Every rank must call.
+    """Gather every rank's object on all ranks, in rank order. Every rank must call.
 
     Args:
         obj: picklable.

@@ -1,4 +1,4 @@
-"""send and recv: between two ranks, with tags."""
+"""send and recv: messages between two ranks, with tags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def isend(
         tag: 0 to 1048575; messages of one tag between two ranks keep their order.
 
     Returns:
-        The message, a `dist.Work`; it moves while somebody waits for it.
+        The message, a `dist.Work`. It moves while a thread waits for it.
     """
     group = resolve(tensor, group)
     return group.mailbox.send(tensor, root_position(group, dst), tag)
@@ -47,7 +47,7 @@ def irecv(
         tag: the sender's.
 
     Returns:
-        The message, a `dist.Work`; once it was waited for, `source` is the sender.
+        The message, a `dist.Work`. After `wait`, its `source` is the sender.
     """
     group = resolve(tensor, group)
     source = None if src is None else root_position(group, src)

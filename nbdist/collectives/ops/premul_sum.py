@@ -1,4 +1,4 @@
-"""A sum of what each rank has multiplied by a factor first: c10d's PREMUL_SUM."""
+"""Sums of tensors that each rank multiplies by a factor first: c10d's PREMUL_SUM."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def premul_sum_reduce_scatter_tensor(
 
 
 def _checked(factor: Factor, tensor: Tensor) -> Factor:
-    """The factor so that a product with it keeps the tensor's dtype."""
+    """The factor in a form that keeps the tensor's dtype in a product."""
     parse_op("sum", tensor.dtype)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise UnsupportedCollective(

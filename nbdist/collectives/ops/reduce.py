@@ -1,4 +1,4 @@
-"""reduce: the reduction of all ranks' tensors, on one of them."""
+"""reduce: reduces the tensors of all ranks into one rank's."""
 
 from __future__ import annotations
 

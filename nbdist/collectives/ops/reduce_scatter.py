@@ -1,4 +1,4 @@
-"""reduce_scatter: each rank gets its part of the reduction."""
+"""reduce_scatter: gives each rank its part of a reduction."""
 
 from __future__ import annotations
 

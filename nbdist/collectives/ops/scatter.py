@@ -1,4 +1,4 @@
-"""scatter: one rank deals a tensor to each."""
+"""scatter: sends one rank's list of tensors to the ranks."""
 
 from __future__ import annotations
 

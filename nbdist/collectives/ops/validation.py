@@ -57,10 +57,10 @@ def flat_on_root(
 
 
 def resolve(tensor: object, group: Group | None) -> Group:
-    """The group to use for `tensor`, which must be one that can be sent.
+    """The group of a call on `tensor`, after a check that the tensor can be sent.
 
     Raises:
-        UsageError: It is no tensor, or not on the CPU or a CUDA device.
+        UsageError: It is no tensor, or on neither the CPU nor a CUDA device.
         UnsupportedCollective: It is sparse or quantized, or has no memory.
         WrongProcess: This process has no group.
     """
@@ -78,7 +78,7 @@ def resolve(tensor: object, group: Group | None) -> Group:
 
 
 def root_position(group: Group, rank: int) -> int:
-    """Where a world rank stands in the group."""
+    """The position of a world rank in the group."""
     try:
         return group.ranks.index(rank)
     except ValueError:
@@ -86,14 +86,14 @@ def root_position(group: Group, rank: int) -> int:
 
 
 def check_list(name: str, tensors: Sequence[Tensor] | None, group: Group) -> None:
-    """One tensor for each member."""
+    """Check that there is one tensor for each member."""
     if tensors is None or len(tensors) != group.size:
         got = "none" if tensors is None else len(tensors)
         raise UsageError(f"{name}: expected {group.size} tensors, got {got}")
 
 
 def check_kind(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-    """All of one dtype and device kind."""
+    """Check that all have the dtype and kind of device of `like`."""
     for tensor in tensors:
         if tensor.dtype != like.dtype or tensor.device.type != like.device.type:
             raise UsageError(
@@ -103,7 +103,7 @@ def check_kind(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
 
 
 def check_same(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-    """All of one dtype, device kind and number of elements."""
+    """Check dtype, kind of device and number of elements."""
     check_kind(name, tensors, like)
     for tensor in tensors:
         if tensor.numel() != like.numel():
@@ -116,7 +116,7 @@ def check_same(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
 def split_evenly(
     name: str, tensor: Tensor, part: Tensor, group: Group
 ) -> Sequence[Tensor]:
-    """One run of `tensor`, flattened, for each member; each as long as `part`."""
+    """`tensor`, flat, in one part for each member. Each is as long as `part`."""
     if tensor.numel() != part.numel() * group.size:
         raise UsageError(
             f"{name}: expected {group.size} x {part.numel()} elements, "

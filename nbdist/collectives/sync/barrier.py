@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet, and see whether they mean the same call."""
+"""Barriers that compare the fingerprints of the ranks' calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nbdist.collectives.sync.wait import Check, abandon, complete
 __all__ = ["RECORD_BYTES", "Barrier", "MessageBarrier"]
 
 RECORD_BYTES = 512
-"""Room for one rank's pickled record of its call."""
+"""Size of one rank's pickled record of its call, padded."""
 _ARRIVAL_TAG = 1
 _RECORD_TAG = 2
 
 
 class Barrier(ABC):
-    """Every rank arrives with a fingerprint; nobody passes before all have arrived."""
+    """Each rank arrives with a fingerprint, and passes once all have arrived."""
 
     @abstractmethod
     def arrive(self, fingerprint: int, check: Check) -> bool:
@@ -29,37 +29,37 @@ class Barrier(ABC):
             check: called while waiting; ends the wait by raising.
 
         Returns:
-            Whether all fingerprints are equal: the same answer on all ranks.
+            Whether all fingerprints are equal. All ranks return the same.
         """
 
     @abstractmethod
     def exchange(self, record: bytes, check: Check) -> list[bytes]:
-        """Every rank's record, in rank order. All ranks must call."""
+        """Every rank's record, in rank order. Every rank must call."""
 
     @abstractmethod
     def missing(self) -> list[int]:
-        """Ranks whose arrival the last `arrive` was still waiting for."""
+        """The ranks that had not arrived in the last `arrive`."""
 
-    def leave(self, reason: str) -> None:  # noqa: B027 - a barrier need not be able to
-        """Tell the ranks that wait here that this one will not come any more."""
+    def leave(self, reason: str) -> None:  # noqa: B027 - optional
+        """Tell the waiting ranks that this one does not arrive any more."""
 
-    def leave_note(self, note: str) -> None:  # noqa: B027 - likewise
-        """Say where this rank is, for `notes` on the other ranks; "" takes it back."""
+    def leave_note(self, note: str) -> None:  # noqa: B027 - optional
+        """Set this rank's note, for `notes` on the other ranks; "" removes it."""
 
     def notes(self) -> list[str]:
-        """Each rank's last note, in rank order; empty where there is none to read."""
+        """Each rank's note, in rank order. Empty where notes are not supported."""
         return []
 
-    def wake(self) -> None:  # noqa: B027 - where waits look often anyway
-        """Make a waiting thread of this process run its `check` now."""
+    def wake(self) -> None:  # noqa: B027 - some waits check often
+        """Make a thread of this process that waits call its `check` now."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the barrier holds. Safe to call twice."""
+        """Free what the barrier holds. Safe to call twice."""
 
 
 class MessageBarrier(Barrier):
-    """A barrier of MPI messages, each rank to each other: one latency, any network."""
+    """A barrier of MPI messages from each rank to each other, over any network."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm

@@ -1,9 +1,8 @@
-"""What makes the work of one rank's device come before that of another's.
+"""Orders the work of one rank's device before that of another's.
 
-A kernel that is queued here must not read what another rank's device has yet to write.
-The device itself never waits for another process: an event of a rank that is killed may
-never come, and a stream that waits for it could not be released. The host waits, and
-can be.
+A queued kernel must not read memory that another rank's device has yet to write. The
+device never waits for another process: a killed rank may never record its event, and a
+stream that waits for it cannot be released. The host waits instead.
 """
 
 from __future__ import annotations
@@ -27,49 +26,49 @@ __all__ = [
 ]
 
 _LONGEST_PAUSE_S = 50e-6
-"""Between two looks at a device: a step of a collective takes some 100 microseconds."""
+"""Between two queries of a device. A step of a collective takes about 100 us."""
 
 
 class Order(ABC):
-    """Called around each meeting of the ranks."""
+    """Called around each barrier."""
 
     @abstractmethod
     def before(self) -> None:
-        """What this rank has queued is to be done before others go on."""
+        """Called before the barrier: announce the work that this rank has queued."""
 
     @abstractmethod
     def after(self) -> None:
-        """All ranks have met: return once what they announced is done."""
+        """Called after the barrier: wait for the work that all ranks have announced."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back what it holds. Safe to call twice."""
+        """Free what the order holds. Safe to call twice."""
 
 
 class _DeviceOrder(Order):
     def __init__(self, check: Check) -> None:
         self._check = check
         self._stream: torch.cuda.Stream | None = None
-        """Where this rank has queued its last step."""
+        """The stream of this rank's last step."""
 
     def before(self) -> None:
         current = torch.cuda.current_stream()
         if self._stream is not None and self._stream != current:
-            current.wait_stream(self._stream)  # it may still read what comes next here
+            current.wait_stream(self._stream)  # its reads come first
         self._stream = current
 
     def close(self) -> None:
         if self._stream is not None:
-            # What is queued there may still read the memory that is given back next.
+            # Queued work may still read memory that is freed next.
             with contextlib.suppress(RuntimeError):  # the device itself has failed
                 self._stream.synchronize()
             self._stream = None
 
 
 class EventOrder(_DeviceOrder):
-    """Each rank records an interprocess event, and looks at everybody's.
+    """Each rank records an interprocess event, and queries those of all ranks.
 
-    There is one for even and one for odd steps: a rank that is a step ahead records the
-    other one, and can be no further ahead before all have looked at the first.
+    Even and odd steps have an event each. A rank that is a step ahead records the other
+    one, and cannot be further ahead before all ranks have queried the first.
     """
 
     def __init__(self, mine: Events, theirs: Sequence[Events], check: Check) -> None:
@@ -85,8 +84,8 @@ class EventOrder(_DeviceOrder):
 
     def after(self) -> None:
         assert self._mine is not None
-        # Also this rank's own: the next call may come on a stream that knows nothing of
-        # what this one still reads.
+        # Also this rank's own: the next call may use a stream that is not ordered after
+        # the reads of this one.
         for events in (self._mine, *self._theirs):
             await_device(events[self._step & 1].query, self._check)
         self._step += 1
@@ -99,7 +98,7 @@ class EventOrder(_DeviceOrder):
 
 
 class HostOrder(_DeviceOrder):
-    """Each rank comes only when its device is done: where events cannot be shared."""
+    """Each host waits for its device before the barrier. It needs no shared events."""
 
     def before(self) -> None:
         super().before()
@@ -110,10 +109,10 @@ class HostOrder(_DeviceOrder):
 
 
 def settle(check: Check) -> None:
-    """Wait until what is queued on the current stream is done.
+    """Wait for the work queued on the current stream.
 
     Args:
-        check: called meanwhile; ends the wait by raising.
+        check: called while waiting; ends the wait by raising.
     """
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream())
@@ -121,17 +120,16 @@ def settle(check: Check) -> None:
 
 
 def await_device(done: Callable[[], bool], check: Check) -> None:
-    """Wait for a device: `done` asks it, and `check` ends the wait by raising."""
+    """Wait until `done`, which queries a device. `check` ends the wait by raising."""
     wait_until(done, check, longest_pause_s=_LONGEST_PAUSE_S)
 
 
 def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], None]:
-    """A body for another thread, ordered as c10d orders an asynchronous collective.
+    """A function for another thread that runs `body` as c10d runs an asynchronous call.
 
-    It comes after the work now queued on the caller's current stream. It returns when
-    its own work is done on the device: so the tensors that it holds, which belong to
-    the caller's stream, are not given back too soon, and whoever learns that the call
-    has ended can use the result on any stream.
+    Its work is ordered after the work queued on the caller's current stream. It returns
+    when its work is done on the device, so that its tensors, which belong to the
+    caller's stream, are not freed too soon, and any stream can use the result.
 
     Args:
         body: queues work on the stream that is current.
@@ -148,8 +146,8 @@ def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], Non
                 body()
                 settle(check)
             except BaseException:
-                # The tensors may be given back at once: what the caller's stream puts
-                # in their place must come after what this one still does to them.
+                # The tensors may be freed at once: work of the caller's stream on the
+                # same memory must come after the work of this one.
                 caller.wait_stream(side)
                 raise
 

@@ -1,4 +1,4 @@
-"""Tensors as MPI sees them."""
+"""Tensors as buffers of MPI."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moved(tensor: Tensor) -> Spec:
 
 
 def reduced(tensor: Tensor) -> Spec:
-    """A contiguous tensor as numbers, where MPI reckons with them as torch does."""
+    """A contiguous tensor as numbers, for dtypes that MPI reduces as torch does."""
     return [_memory(tensor), tensor.numel(), _NUMBERS[tensor.dtype]]
 
 

@@ -1,7 +1,7 @@
 """POSIX semaphores in memory that processes share.
 
-A post releases and a wait acquires, on every processor: what was written before the
-post is seen after the wait. `_multiprocessing` wraps only named ones, which outlive a
+A post releases and a wait acquires, on every processor: memory written before the post
+is seen after the wait. `_multiprocessing` has only named semaphores, which outlive a
 killed process.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["AVAILABLE", "SEMAPHORE_BYTES", "initialise", "post", "try_wait", "wa
 AVAILABLE = sys.platform == "linux"
 """macOS has no unnamed semaphores."""
 SEMAPHORE_BYTES = 64
-"""A cache line each. sem_t itself takes 16 or 32 bytes in glibc and musl."""
+"""A cache line each. A sem_t has 16 or 32 bytes in glibc and musl."""
 _BETWEEN_PROCESSES = 1
 
 
@@ -37,9 +37,9 @@ if AVAILABLE:
     # PyDLL keeps the GIL, which suits calls that never block; CDLL releases it.
     _quick, _slow = ctypes.PyDLL(None), ctypes.CDLL(None)
     post = _bind(_quick, "sem_post", ctypes.c_void_p)
-    """post(address): let one wait through."""
+    """post(address): let one wait return."""
     try_wait = _bind(_quick, "sem_trywait", ctypes.c_void_p)
-    """try_wait(address): 0 when there was something to take, else -1."""
+    """try_wait(address): 0 if the semaphore was taken, else -1."""
     _init = _bind(_quick, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
     _timed_wait = _bind(_slow, "sem_timedwait", ctypes.c_void_p, ctypes.c_void_p)
     _clock_wait = (
@@ -50,13 +50,13 @@ if AVAILABLE:
 
 
 def initialise(address: int) -> None:
-    """Make a semaphore of value 0 at an address in shared memory."""
+    """Initialise a semaphore of value 0 at an address in shared memory."""
     if _init(address, _BETWEEN_PROCESSES, 0):
         raise OSError(f"sem_init failed at {address:#x}")
 
 
 def wait(address: int, seconds: float) -> bool:
-    """Sleep until the semaphore can be taken, a signal comes or time is up.
+    """Sleep until the semaphore is taken, a signal arrives or the time is up.
 
     Returns:
         Whether it was taken.

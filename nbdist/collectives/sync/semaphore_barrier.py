@@ -1,7 +1,7 @@
-"""A semaphore barrier: post to every other rank, and wait for each of them.
+"""A semaphore barrier: a rank posts to each other rank, and waits for each of them.
 
-There are two of them: the compiled one, and the same in Python for machines that had no
-compiler. They use the same memory in the same way.
+There is a compiled one, and the same in Python for machines without a compiler. Both
+use the same memory in the same way.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ __all__ = ["NAP_S", "YIELDS", "PythonSemaphoreBarrier", "SemaphoreBarrier"]
 YIELDS = 100
 """Some 50 microseconds: waking a sleeper takes as long as that."""
 NAP_S = 0.05
-"""Longest sleep between two looks at why a wait should end; a wake ends it sooner."""
+"""Longest sleep between two checks of a wait. `wake` ends it sooner."""
 
 
 class SemaphoreBarrier(Protocol):
-    """One rank's way through a barrier, again and again."""
+    """One rank's part of the barrier."""
 
     step: int
-    """How often this rank has passed it."""
+    """The number of times that this rank has passed."""
     waiting_for: int
-    """The first peer, as an index into `inbound`, that was not there yet."""
+    """The first peer that has not arrived, as an index into `inbound`."""
     stopped: bool
-    """Set to end the wait under way, and every later one, with None."""
+    """True makes this wait and every later one return None."""
 
     def cross(self, fingerprint: int) -> bool | None:
         """Arrive with a fingerprint, and wait a while for the others.
 
         Returns:
-            Whether all fingerprints are equal; None when a rank is late, has left the
-            barrier, or when this barrier was stopped: look which, and `resume`.
+            Whether all fingerprints are equal. None when a rank is late or has left, or
+            this barrier was stopped: find out which, and `resume`.
         """
 
     def resume(self) -> bool | None:
-        """Wait a while more."""
+        """Wait a while longer."""
 
 
 class PythonSemaphoreBarrier:
-    """The one where nothing was compiled."""
+    """The barrier in Python."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class PythonSemaphoreBarrier:
             if try_wait(address) == 0:
                 return True
         for _ in range(YIELDS):
-            os.sched_yield()  # to the rank we wait for, where ranks share cores
+            os.sched_yield()  # to the awaited rank, if ranks share cores
             if try_wait(address) == 0:
                 return True
         return semaphore.wait(address, NAP_S)

@@ -1,4 +1,4 @@
-"""A barrier in shared memory: a semaphore for each pair of ranks."""
+"""A barrier in shared memory, with a semaphore for each ordered pair of ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LINE = 64
 
 
 class SharedBarrier(Barrier):
-    """Ranks of one host meet here in a microsecond or two.
+    """The barrier of ranks on one host. It takes a microsecond or two.
 
-    Each rank posts to every other and waits for every other. Nobody can be two steps
-    ahead of anybody, so that fingerprints, and slots of data, need two places each:
+    Each rank posts to each other rank and waits for each of them. No rank can be two
+    steps ahead of another, so that two sets of fingerprints and of slots are enough:
     those of step s are free again once step s+1 was passed.
     """
 
     @staticmethod
     def bytes_needed(size: int) -> int:
-        """Of shared memory, for `size` ranks."""
+        """Bytes of shared memory for `size` ranks."""
         semaphores = size * size * semaphore.SEMAPHORE_BYTES
         return _LINE * (2 * size + 1) + semaphores + 2 * size * RECORD_BYTES
 
@@ -42,15 +42,15 @@ class SharedBarrier(Barrier):
         on_late: Callable[[], None],
         compiled: SemaphoreBarrier | None,
     ) -> None:
-        """Map zeroed memory. Each rank calls `prepare` next.
+        """Use zeroed memory. Each rank calls `prepare` next.
 
         Args:
             memory: at least `bytes_needed(size)` bytes, shared.
             rank: this process's.
             size: number of ranks.
-            spins: how often to look before giving up the core; 0 where ranks share it.
-            on_late: called once in each wait that takes longer than a nap.
-            compiled: the compiled barrier over the same memory, where there is one.
+            spins: attempts before the core is given up; 0 where ranks share cores.
+            on_late: called once in each wait that is longer than a nap.
+            compiled: the compiled barrier over the same memory, if there is one.
         """
         self.rank = rank
         self.size = size
@@ -82,7 +82,7 @@ class SharedBarrier(Barrier):
             start,
             spins,
         )
-        """This rank's way through; `step` tells which of two places is in use."""
+        """The barrier itself. `step` tells which of two sets is in use."""
         self._closed = memory[:_LINE].cast("q")
         records = fingerprints_end + size * size * pitch
         self._records = [
@@ -90,7 +90,7 @@ class SharedBarrier(Barrier):
         ]
 
     def prepare(self) -> None:
-        """Make this rank's own semaphores; all ranks must have, before any arrives."""
+        """Initialise this rank's semaphores. All ranks must, before any arrives."""
         for address in self._inbound:
             semaphore.initialise(address)
 
@@ -101,7 +101,7 @@ class SharedBarrier(Barrier):
         return agreed
 
     def pass_through(self, check: Check) -> None:
-        """Wait for all ranks, without comparing anything."""
+        """Wait for all ranks without comparing fingerprints."""
         self.arrive(0, check)
 
     def wait(self, check: Check, resume: Callable[[], bool | None]) -> bool:
@@ -109,7 +109,7 @@ class SharedBarrier(Barrier):
 
         Args:
             check: ends the wait by raising.
-            resume: waits a while more; None while a rank is late.
+            resume: waits a while longer; returns None while a rank is late.
         """
         self._waiting = True
         self._explain(check)
@@ -120,7 +120,7 @@ class SharedBarrier(Barrier):
         return agreed
 
     def _explain(self, check: Check) -> None:
-        """Raise if this rank was aborted or another one has left."""
+        """Raise if this rank was aborted or another rank has left."""
         check()
         left = self._closed[0]
         if left:
@@ -131,7 +131,7 @@ class SharedBarrier(Barrier):
         self._records[self.rank][:] = record.ljust(RECORD_BYTES, b"\0")
         self.pass_through(check)
         found = [bytes(each) for each in self._records[: len(self._peers) + 1]]
-        self.pass_through(check)  # all have read: the place is free again
+        self.pass_through(check)  # all have read: the records are free again
         return found
 
     def missing(self) -> list[int]:
@@ -148,7 +148,7 @@ class SharedBarrier(Barrier):
 
     def leave(self, reason: str) -> None:
         if self._closed[0]:
-            return  # the first who left is the reason for the others
+            return  # the first rank to leave is the reason
         text = reason.encode()[:RECORD_BYTES]
         self._records[self.rank][:] = text.ljust(RECORD_BYTES, b"\0")
         self._closed[0] = self.rank + 1

@@ -1,4 +1,4 @@
-"""Waits that can be released: for MPI, and what ends a wait."""
+"""Waits that can be released, and the hooks that release them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ _abandoned: list[tuple[list[MPI.Request], tuple[object, ...]]] = []
 def wait_until(
     done: Callable[[], bool], check: Check, longest_pause_s: float = _LONGEST_PAUSE_S
 ) -> None:
-    """Call `done` until it is true: in quick succession first, then ever more rarely.
+    """Call `done` until it returns true, with pauses that grow to `longest_pause_s`.
 
-    Between two calls Python runs its signal handlers, so KeyboardInterrupt comes
-    through, and `check` may raise. A long wait costs little CPU: the pause grows to
-    `longest_pause_s`.
+    Between two calls Python runs signal handlers, so that KeyboardInterrupt is raised,
+    and `check` may raise. A long wait takes little CPU.
     """
     for _ in range(_SPINS):
         if done():
@@ -58,12 +57,12 @@ def wait_until(
 
 
 def complete(requests: Sequence[MPI.Request], check: Check, *buffers: object) -> None:
-    """Wait for all requests; when `check` ends the wait, the buffers are kept.
+    """Wait for all requests. The buffers are kept if `check` ends the wait.
 
     Args:
-        requests: point-to-point, collective or persistent ones.
+        requests: point-to-point, collective or persistent requests.
         check: as for `wait_until`.
-        buffers: what MPI reads or writes until the requests are done.
+        buffers: memory that MPI uses until the requests are done.
     """
     waiting = list(requests)
     try:
@@ -74,10 +73,9 @@ def complete(requests: Sequence[MPI.Request], check: Check, *buffers: object) ->
 
 
 def abandon(requests: Sequence[MPI.Request], *buffers: object) -> None:
-    """Nobody waits for these requests any more, but MPI may still use the buffers.
+    """Keep the buffers of requests that have no waiter until MPI is done with them.
 
-    They stay in memory until the requests are done: a late message into memory that
-    Python has given to something else would destroy it.
+    A late message would overwrite memory that Python has given to something else.
     """
     _abandoned[:] = [entry for entry in _abandoned if not _over(entry[0])]
     _abandoned.append((list(requests), buffers))
@@ -86,12 +84,12 @@ def abandon(requests: Sequence[MPI.Request], *buffers: object) -> None:
 def _over(requests: list[MPI.Request]) -> bool:
     try:
         return MPI.Request.Testall(requests)
-    except MPI.Exception:  # revoked, or the peer died: MPI lets go of the buffers
+    except MPI.Exception:  # revoked, or the peer has died: MPI is done
         return True
 
 
 def seconds(duration: float | timedelta) -> float:
-    """A duration in seconds, however it was given."""
+    """A duration in seconds."""
     if isinstance(duration, timedelta):
         return duration.total_seconds()
     return duration
@@ -99,15 +97,15 @@ def seconds(duration: float | timedelta) -> float:
 
 @dataclass
 class Hooks:
-    """Functions of a group, and what its running call must agree on."""
+    """Functions of a group for its transports, and the running call's fingerprint."""
 
     meet: Callable[[], None]
-    """Passes the barrier with the running call's signature."""
+    """Passes the barrier with the running call's fingerprint."""
     differ: Callable[[], NoReturn]
-    """Raises, when the ranks have arrived with different signatures."""
+    """Raises CollectiveMismatch, where the ranks' fingerprints differ."""
     check: Check
     """Raises when the running call must end."""
     on_late: Callable[[], None]
-    """Called when a wait takes long."""
+    """Called when a wait is long."""
     fingerprint: int = 0
-    """Of the running call; 0 where calls are not compared."""
+    """The running call's; 0 where calls are not compared."""
