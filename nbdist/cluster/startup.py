@@ -72,6 +72,7 @@ def start(
     process_supervisor = SupervisorClient(run_dir)
     try:
         private_files.make_memory_folder(run_dir)
+        private_files.make_rendezvous_folder(run_dir, len(assignments))
         startup = _Start(
             process_supervisor, assignments, time.monotonic() + timeout_s, on_progress
         )

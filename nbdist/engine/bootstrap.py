@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing.util
 import os
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from nbdist.ipc import loopback
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import FORKED, STARTED
+from nbdist.ipc.private_files import rendezvous_folder
 from nbdist.ipc.process_files import JOINING, Process
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     else:
         here = world.join()
     loopback.confine(os.getpid())
+    _allocate_segments(process.run_dir)
     here.publish_environment()
     device = _select_device(assignment)
     process.report_stage("starting torch.distributed")
@@ -107,6 +110,21 @@ def _bound_openblas(threads: int) -> None:
             for name in OPENBLAS_SETTERS:
                 if hasattr(library, name):
                     getattr(library, name)(int(wanted))
+
+
+def _allocate_segments(run_dir: Path) -> None:
+    """Allocate the memory that ranks share through Open MPI, this rank's included.
+
+    Open MPI leaves that to the first write to each page, which is a SIGBUS where the
+    file system has become full.
+    """
+    for path in rendezvous_folder(run_dir).glob("sm_segment.*"):
+        with contextlib.suppress(OSError):  # no room, or it is an ended rank's
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+            finally:
+                os.close(descriptor)
 
 
 def _select_device(assignment: DeviceAssignment) -> torch.device:

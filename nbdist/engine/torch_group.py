@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from nbdist.collectives import default_group
 from nbdist.collectives.torch_backend.process_group import register
 from nbdist.engine import shared_default_group
+from nbdist.ipc.private_files import rendezvous_folder
 
 __all__ = ["abort", "groups_made", "number_alike", "start", "stop"]
 
@@ -27,7 +28,7 @@ _at_start = 0
 def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     """Initialise the default process group, and share it. Every rank must call.
 
-    The ranks meet through a file in `run_dir`, so that no port is opened for it.
+    The ranks meet through a file in the cluster's folders, which opens no port.
 
     Args:
         run_dir: The cluster's folder.
@@ -38,10 +39,11 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     register()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for groups of the user's
     group = default_group()
+    folder = rendezvous_folder(run_dir)
     seconds = group.config.timeout_s
     shared_default_group.make(
         "cpu:nbdist,cuda:nccl" if owns_gpu else "nbdist",
-        store=FileStore(str(run_dir / f"torch-store-{generation}"), group.size),
+        store=FileStore(str(folder / f"torch-store-{generation}"), group.size),
         rank=group.rank,
         world_size=group.size,
         timeout=NO_TIMEOUT if seconds is None else timedelta(seconds=seconds),

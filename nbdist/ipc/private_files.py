@@ -27,16 +27,21 @@ __all__ = [
     "commit_folders",
     "make_commit_folders",
     "make_memory_folder",
+    "make_rendezvous_folder",
     "make_run_folder",
     "memory_folder",
     "open_file",
     "read_file",
     "remove_folders",
+    "rendezvous_folder",
 ]
 
 MEMORY_FOLDER = Path("/dev/shm")
 LINK = "memory"
 COMMITS = "commits"
+RENDEZVOUS = "rendezvous"
+SEGMENT_BYTES = 4 << 20
+"""Memory that each rank shares with the others through Open MPI."""
 RUN_FOLDER_BYTES = 32 << 20
 """Free space that a run folder must have: what Open MPI's launcher and each rank write
 there, the reserve of a recovery, and room for the first output."""
@@ -91,6 +96,28 @@ def memory_folder(run_dir: Path) -> Path:
     except FileNotFoundError:
         folder = run_dir
     return check_folder(folder)
+
+
+def make_rendezvous_folder(run_dir: Path, ranks: int) -> None:
+    """Make the folder in shared memory through which ranks meet, if there is room."""
+    folder = memory_folder(run_dir)
+    with contextlib.suppress(OSError):  # the run folder serves
+        if shutil.disk_usage(folder).free >= 2 * ranks * SEGMENT_BYTES:
+            (folder / RENDEZVOUS).mkdir(mode=0o700)
+
+
+def rendezvous_folder(run_dir: Path) -> Path:
+    """Where Open MPI and torch keep the files through which ranks meet.
+
+    It is in memory where there was room at the start, because these files are written
+    to, and mapped, while ranks join: a full disk would end ranks, and mpiexec, with
+    SIGBUS. Otherwise it is the run folder.
+
+    Raises:
+        PermissionError: The folder is not ours.
+    """
+    folder = memory_folder(run_dir) / RENDEZVOUS
+    return check_folder(folder) if folder.exists() else run_dir
 
 
 def make_commit_folders(run_dir: Path) -> None:

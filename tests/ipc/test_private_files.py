@@ -52,6 +52,17 @@ def test_without_shared_memory_the_run_folder_serves(
     assert list(run_dir.iterdir()) == []
 
 
+@pytest.mark.parametrize("mib", [16, 15])
+def test_ranks_meet_in_memory_where_there_is_room_for_them(
+    memory: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, mib: int
+) -> None:
+    usage = SimpleNamespace(free=mib << 20)
+    monkeypatch.setattr(private_files.shutil, "disk_usage", lambda _: usage)
+    private_files.make_rendezvous_folder(run_dir, 2)
+    wanted = memory / "rendezvous" if mib == 16 else run_dir
+    assert private_files.rendezvous_folder(run_dir) == wanted
+
+
 @pytest.mark.parametrize("taken", ["open to others", "a link"])
 def test_a_folder_that_another_has_put_in_place_is_refused_and_not_removed(
     memory: Path, run_dir: Path, taken: str

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nbdist.cluster.launchers.base import Launcher
 from nbdist.errors import UsageError
+from nbdist.ipc.private_files import SEGMENT_BYTES, rendezvous_folder
 
 __all__ = ["Mpiexec"]
 
@@ -58,6 +59,7 @@ class Mpiexec(Launcher):
         variables = _home() | _library_of(self._path, self.is_open_mpi, run_dir)
         if not self.is_open_mpi:
             return variables
+        folder = rendezvous_folder(run_dir)
         variables |= {
             # One host: loopback is all that is announced. But a rank's tcp transport,
             # over which a replaced rank joins, and PRRTE's daemon each bind an IPv4 and
@@ -70,8 +72,11 @@ class Mpiexec(Launcher):
             "PRTE_MCA_oob_tcp_disable_ipv6_family": "1",
             "OMPI_MCA_pml": "ob1",
             # A stale session directory of the same pid stops PRRTE: have our own.
-            "PRTE_MCA_prte_tmpdir_base": str(run_dir),
-            "OMPI_MCA_btl_sm_backing_directory": str(run_dir),
+            "PRTE_MCA_prte_tmpdir_base": str(folder),
+            "OMPI_MCA_btl_sm_backing_directory": str(folder),
+            "OMPI_MCA_btl_sm_segment_size": str(SEGMENT_BYTES),
+            # The other stores map files, and a full disk is then a SIGBUS.
+            "PMIX_MCA_gds": "hash",
             # The other kinds take names in /dev/shm that anybody can predict.
             "OMPI_MCA_shmem": "mmap",
             "OMPI_MCA_osc": "^ucx",
