@@ -118,7 +118,7 @@ def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     rank = this_rank()
     close_groups()
     torch_group.stop()
-    comm = _without_the_dead(world.communicator_of(plan.base), attempt)
+    comm = attempt.own(_of_the_living(world.communicator_of(plan.base), plan.living))
     number = plan.numbers.get(rank.info.engine_uuid)
     comm = _split(comm, number)
     if number is None:
@@ -134,9 +134,22 @@ def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     return rank.info
 
 
-def _without_the_dead(comm: Any, attempt: _Attempt) -> Any:
+def _of_the_living(comm: Any, living: int) -> Any:
+    """A communicator of the ranks that live.
+
+    `MPIX_Comm_shrink` finds out who lives by an agreement. There, a rank that was
+    spawned can wait for ever for one that was spawned together with it and has died,
+    because PRRTE tells that to the ranks of other jobs only. A rank that is the last
+    one needs no agreement.
+    """
+    from mpi4py import MPI
+
+    if living == 1:
+        alone = MPI.COMM_SELF.Dup()
+        alone.Set_errhandler(MPI.ERRORS_RETURN)
+        return alone
     comm.Revoke()
-    return attempt.own(comm.Shrink())
+    return comm.Shrink()
 
 
 def _split(comm: Any, number: int | None) -> Any:

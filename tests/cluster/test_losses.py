@@ -17,6 +17,7 @@ import pytest
 
 from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CellError, ScaleFailed, UsageError
+from nbdist.ipc.private_files import memory_folder, rendezvous_folder
 from tests.processes import wait_until
 
 SUM = """
@@ -167,6 +168,36 @@ def test_a_rank_dies_whose_parent_is_stopped(cluster: Cluster) -> None:
 
 
 # -- helper processes --------------------------------------------------------------
+
+
+def test_the_last_rank_goes_on_although_one_spawned_with_it_has_died(
+    cluster: Cluster, notes: list[str]
+) -> None:
+    def strike(*ranks: int) -> None:
+        for rank in ranks:
+            os.kill(cluster.infos[rank].pid, signal.SIGKILL)
+        wait_until(lambda: cluster.died().keys() == set(ranks), 10)
+
+    strike(0, 2)
+    cluster.execute(f"mine = 100 + rank\n{SUM}")  # two are spawned together
+    strike(0, 1)
+    cluster.execute(SUM)
+    assert cluster["mine"] == [102] * 3
+    assert "rank 0-1 was replaced" in notes[-1]
+
+
+def test_no_process_maps_a_file_in_the_temporary_folder(cluster: Cluster) -> None:
+    """A page of it that is new when the disk is full would be a SIGBUS."""
+    run_dir = cluster._live().run_dir
+    if memory_folder(run_dir) == run_dir:
+        pytest.skip("there is no room in /dev/shm")
+    pids = [*(info.pid for info in cluster.infos), helper_pid(cluster, "mpiexec")]
+    maps = [region.path for p in pids for region in psutil.Process(p).memory_maps()]
+    assert not [path for path in maps if path.startswith(f"{run_dir}/")]
+    segments = list(rendezvous_folder(run_dir).glob("sm_segment.*"))
+    assert len(segments) >= cluster.size
+    for path in segments:
+        assert path.stat().st_blocks * 512 >= path.stat().st_size > 0
 
 
 @pytest.mark.parametrize("name", ["process supervisor", "controller", "mpiexec"])
