@@ -321,8 +321,9 @@ class Cluster:
         else:
             died = self._live().died
             note = self._recover()
-            if died and note:
-                note = f"{_whole_loss(died)}\n{note}"
+            causes = {r: died[r] for r in died if str(died[r]) not in note}
+            if causes and note:
+                note = f"{_whole_loss(causes)}\n{note}"
         if note:
             self.on_note(note)
 
@@ -453,10 +454,11 @@ class Cluster:
     def _rebuild(self, error: ChangeFailed) -> str:
         """Start all ranks again with the variables of the survivors; a description."""
         saved = self._save(error, {})
+        why = dict.fromkeys([str(error), *map(str, self._live().died.values())])
         self.restart()
         return (
-            f"the ranks could not form a world again ({error}), and all were started "
-            "again; " + self._give_back(saved)
+            f"the ranks could not form a world again ({'; '.join(why)}), and all were "
+            "started again; " + self._give_back(saved)
         )
 
     def _save(self, error: ChangeFailed, notices: Mapping[int, Notice]) -> SavedWorld:

@@ -96,18 +96,18 @@ class Recovery:
         """
         ask = ask or self._send
         told: list[str] = []
-        heard = self._deaths()  # the caller reports these
+        # The caller reports these.
+        heard = list(map(str, self._registry.died.values()))
         problem = ""
         failed = 0
         while True:
             died = self._registry.died.keys()
             try:
                 self._check_answers()
-                told += self._meet(ask, problem)
+                told += self._meet(ask, problem, heard)
                 told = self._bring_up_to_date(told, ask)
                 if not self._registry.died:
                     return "; ".join(told)
-                news = self._deaths()
             except ChangeFailed as error:
                 failed += 1
                 if not self._goes_on(error, died, failed):
@@ -115,13 +115,8 @@ class Recovery:
                 if error.newcomer and failed >= MOST_TRIES:
                     problem = str(error)
                 first_line = str(error).partition("\n")[0]
-                news = [*self._deaths(), *([first_line] if error.newcomer else [])]
-            told += [cause for cause in news if cause not in heard]
-            heard += news
-
-    def _deaths(self) -> list[str]:
-        """How each dead rank has ended."""
-        return list(map(str, self._registry.died.values()))
+                if error.newcomer and first_line not in told:
+                    told.append(first_line)
 
     def interrupt(self) -> None:
         """End a running recovery with KeyboardInterrupt.
@@ -169,11 +164,12 @@ class Recovery:
                 stuck=True,
             )
 
-    def _meet(self, ask: Ask, problem: str) -> list[str]:
-        """Replace or drop the dead ranks; a description of what was done.
+    def _meet(self, ask: Ask, problem: str, heard: list[str]) -> list[str]:
+        """Replace or drop the dead ranks; how they ended, and what was done.
 
         Args:
             problem: Why ranks cannot be replaced; "" to replace them, if configured.
+            heard: Deaths that are reported already. Those reported here are added.
         """
         died = self._registry.died
         if not died and not self.is_broken:
@@ -198,7 +194,9 @@ class Recovery:
                 done += f"; %dist_scale -n {size} tries again"
         self.is_broken = False
         self._on_change()
-        return [done]
+        news = [cause for cause in map(str, died.values()) if cause not in heard]
+        heard += news
+        return [*news, done]
 
     def _bring_up_to_date(self, done: list[str], ask: Ask) -> list[str]:
         """Prepare unprepared newcomers; `done` with a description of that."""
@@ -406,6 +404,8 @@ class Newcomers:
             replies = {source: ask(source, EXPORT, list(lost))}
             (answer,) = self._answers(replies, end - time.monotonic())
             if error := _why(answer):
+                if source.rank in self._registry.died:
+                    return self._copy_variables(newcomers, ask)
                 return f"it has none of the variables of rank {source.rank}: {error}"
             shipment, unpicklable = answer.value
             lost |= unpicklable

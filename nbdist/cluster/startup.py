@@ -203,9 +203,10 @@ class _Start:
         for status in self._statuses:
             if (failure := status.failure) is not None:
                 raise StartError(self._failed(status.rank, failure))
-        if not self._process_supervisor.alive:
+        if (code := self._process_supervisor.own_exit_code) is not None:
             raise StartError(
-                "the process supervisor ended while the cluster was starting"
+                f"the process supervisor ended with {describe_exit(code)} while the "
+                "cluster was starting"
             )
         for program in ("mpiexec", "controller"):
             code = self._process_supervisor.exit_code(program)

@@ -153,6 +153,11 @@ class SupervisorClient:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def own_exit_code(self) -> int | None:
+        """Exit code of the process supervisor, -N for signal N; None while it runs."""
+        return self._process.poll()
+
     def on_loss(self, callback: Callable[[Loss], None]) -> None:
         """Call back, on a thread, when a program or the process supervisor has ended.
 
