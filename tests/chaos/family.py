@@ -11,8 +11,18 @@ import psutil
 
 from nbdist import Cluster
 from nbdist.ipc.private_files import memory_folder
+from tests.chaos.draw import RANKS
 
-__all__ = ["Coming", "Family", "process_supervisors"]
+__all__ = ["CENSUS", "Coming", "Family", "process_supervisors"]
+
+CENSUS = {
+    "process_supervisor": 1,
+    "controller": 1,
+    "--with-ft": 1,
+    "-m nbdist.engine": RANKS,
+    "a rank's parent": RANKS,
+}
+"""The processes of a whole cluster whose ranks have no children, by kind."""
 
 
 def process_supervisors() -> set[psutil.Process]:
@@ -136,6 +146,5 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _kind(command: str) -> str:
-    words = ("process_supervisor", "controller", "--with-ft", "-m nbdist.engine")
-    known = next((word for word in words if word in command), "")
+    known = next((word for word in CENSUS if word in command), "")
     return known or ("a rank's parent" if " -S " in command else command)

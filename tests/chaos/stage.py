@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Stage:
         """The processes of each rank's loader."""
         self._cluster: Cluster | None = None
         self._reference: Any = None
-        self._descriptors: int | None = None
+        self._descriptors: Counter[str] | None = None
         self._patch = pytest.MonkeyPatch()
         self.own = folder / "own"
         """Where the cluster's files lie."""
@@ -93,6 +94,10 @@ class Stage:
     def infos(self) -> list[RankInfo]:
         """The ranks of the cluster; none before it runs."""
         return [] if self._cluster is None else self._cluster.infos
+
+    def said_stopped(self) -> bool:
+        """Whether it was noted that a process had been stopped."""
+        return any("stopped" in note for note in self.said)
 
     def look_up(self) -> None:
         """Find the processes as they are now."""
@@ -146,9 +151,10 @@ class Stage:
         left = {path.name for path in self.own.iterdir()} - {"filler"}
         left -= {name for name in left if name.startswith("torchinductor_")}
         assert not left, f"left in the temporary folder: {left}"
-        now = psutil.Process().num_fds()
+        now = _descriptors()
         before = self._descriptors = self._descriptors or now
-        assert now <= before + MORE_DESCRIPTORS, f"{now} descriptors are open"
+        more = now - before
+        assert more.total() <= MORE_DESCRIPTORS, f"open descriptors: {dict(more)}"
 
     def reference(self) -> Any:
         """The weights of an undisturbed training."""
@@ -169,7 +175,7 @@ class Stage:
     def assert_kept(self, but: set[int]) -> None:
         """The ranks have what they kept, but for these."""
         pids = {info.rank: info.pid for info in self.cluster.ranks}
-        if but >= pids.keys():
+        if but >= set(range(RANKS)):
             return  # all were started again, without variables
         for rank, (number, tensor, pid) in enumerate(self.cluster["kept"]):
             if rank in pids.keys() - but and rank < RANKS:
@@ -183,6 +189,15 @@ class Stage:
             self.cluster.execute(f"t = torch.full((3,), rank + 1.0)\n{call}")
             sums = [t.tolist() for t in self.cluster["t"]]
             assert sums == [[total] * 3] * self.cluster.size
+
+
+def _descriptors() -> Counter[str]:
+    """The open files of this process by name, or kind, and how many there are."""
+    found: Counter[str] = Counter()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this very folder
+            found[os.readlink(path).partition(":[")[0]] += 1
+    return found
 
 
 def _mounted(folder: Path) -> bool:
