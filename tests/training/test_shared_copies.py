@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import nbdist
-from nbdist.errors import CheckpointError
+from nbdist.errors import CheckpointError, ClusterError
 from nbdist.training.elastic import checkpoint, commit_files, shared_copies
 from nbdist.training.elastic import coordinator as coordinators
 from nbdist.training.elastic.shared_copies import read_shared
@@ -265,16 +265,17 @@ def test_a_value_that_cannot_be_pickled_is_said_once(folder: Path) -> None:
     assert not names(folder)
 
 
-def test_a_folder_that_was_taken_is_written_to_no_more(folder: Path) -> None:
+@pytest.mark.parametrize("shape", [10, 20], ids=["same shape", "new file"])
+def test_no_commit_completes_after_the_folder_was_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shape: int
+) -> None:
+    monkeypatch.setattr(shared_copies, "END_TIMEOUT_S", 0.1)
     state = sharing(folder, weight=torch.ones(10))
     for _ in range(3):
         state.commit()
     taken = folder.rename(folder.with_name("taken"))
-    state.weight += 1
-    with pytest.warns(UserWarning, match="will lose"):
-        state.commit()
-    for _ in range(3):
-        state.weight += 1
+    state.weight = torch.full((shape,), 2.0)
+    with pytest.raises(ClusterError, match="ends this cluster"):
         state.commit()
     assert_equal(kept(taken), (3, {"weight": torch.ones(10)}))
 

@@ -13,6 +13,9 @@ record does not name. Whenever the process is killed, the record names a complet
     while a data file is replaced   the previous commit, in the other file
 
 A commit with other shapes gets a new layout in the spare file, or a new file.
+
+When a cluster ends because of a failure, the notebook moves the folders away. No commit
+completes from then on: the training would continue from an older one.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import os
 import pickle
 import secrets
 import shutil
+import threading
 import time
 import warnings
 from collections import OrderedDict
@@ -35,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nbdist.errors import CheckpointError
+from nbdist.errors import CheckpointError, ClusterError
 from nbdist.training.elastic import checkpoint, tree
 from nbdist.training.elastic.commit_files import (
     RECORD,
@@ -50,6 +54,8 @@ __all__ = ["NotShared", "SharedCopies", "read_shared"]
 ALIGNMENT = 64
 GROWTH_BYTES = 16 << 20
 """Most bytes that are allocated beyond the need, for values that grow."""
+END_TIMEOUT_S = 30.0
+"""How long a rank whose folders are gone may take to be ended by the notebook."""
 PROTOCOL = 2  # torch.load(weights_only=True) reads this one
 
 _rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v3
@@ -85,6 +91,7 @@ class SharedCopies:
 
         Raises:
             NotShared: no folder has room for the file, or a value cannot be pickled.
+            ClusterError: the folders are gone, see `install`.
         """
         skeleton, tensors = tree.split(values)
         skeleton = tree.clone(skeleton)
@@ -98,6 +105,7 @@ class SharedCopies:
         try:
             is_new = self._spare.lay_out(tensors, self._folders)
         except OSError as error:
+            self._check_folders()
             raise NotShared(str(error)) from error
         path = self._spare.path
         if is_new and path is not None and path.parent != self._folders[0]:
@@ -115,17 +123,30 @@ class SharedCopies:
 
         Raises:
             NotShared: there was no room for the record. The previous commit stays.
+            ClusterError: the folders are gone, and the notebook, which moves them away
+                when the cluster ends, has not ended this rank within `END_TIMEOUT_S`.
         """
         copy = self._spare
         assert copy.path is not None
         try:
             write_record(copy.path.parent, copy.record(commit, self._pickled))
         except OSError as error:
+            self._check_folders()
             raise NotShared(str(error)) from error
         self._spare, self._recorded = self._recorded, copy
         if self._has_new_file:
             self._remove_others(copy.path.parent / RECORD)
             self._has_new_file = False
+
+    def _check_folders(self) -> None:
+        """Wait for the end of this process if all folders are gone."""
+        if any(folder.is_dir() for folder in self._folders):
+            return
+        threading.Event().wait(END_TIMEOUT_S)
+        raise ClusterError(
+            f"this commit is not kept: {self._folders[0].parent} has no folder for it "
+            "any longer, because the notebook ends this cluster; start it again"
+        )
 
     def withdraw(self) -> None:
         """Remove the files, so that no commit survives."""
