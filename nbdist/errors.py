@@ -118,7 +118,14 @@ class AlreadyRunning(ClusterError):
 
 
 class StartError(ClusterError):
-    """The cluster did not come up. Everything that was started is cleaned up."""
+    """The cluster did not come up. Everything that was started is cleaned up.
+
+    `died` is true where a process ended while it was starting.
+    """
+
+    def __init__(self, message: str, *, died: bool = False) -> None:
+        super().__init__(message)
+        self.died = died
 
 
 class ChangeFailed(ClusterError):

@@ -58,6 +58,8 @@ class Call:
         self._observer = observer
         self.restarts = 0
         """How often the elastic run in it has continued after a failure."""
+        self.has_entered = False
+        """Whether any rank has entered an elastic run."""
         self._begun = self.last_event = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
 
@@ -289,6 +291,7 @@ class Call:
             urgent = rank_call.died is not None
         elif message["msg_type"] == ELASTIC:
             notice = message["notice"]
+            self.has_entered = True
             rank_call.elastic = None if notice.kind == "left" else notice
             return bool(notice.pause)
         outcome = self._outcome(rank_call) if rank_call.done else "finished"

@@ -38,6 +38,7 @@ from nbdist.errors import (
     NotRunning,
     RankDied,
     ScaleFailed,
+    StartError,
     UsageError,
 )
 from nbdist.ipc import endpoints
@@ -59,6 +60,8 @@ __all__ = ["Cluster"]
 VARIABLES_TIMEOUT_S = 10.0
 LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
+START_TRIES = 3
+"""How often an elastic run's world is started again, if processes die meanwhile."""
 FIRST_LINE = "# %%distributed\n"
 """Takes the line of the notebook's magic, so that line numbers agree."""
 QUIET = Quiet()
@@ -500,6 +503,9 @@ class Cluster:
     def _begin_again(self, saved: SavedWorld, restarts: int) -> None:
         """Start a new world, to continue from what was saved of this one.
 
+        If a process dies during the start or in a setup cell, the world is started
+        again, `START_TRIES` times in all.
+
         Raises:
             RankDied: The elastic run may not restart, or the world did not start. The
                 message says where the last commit is.
@@ -510,9 +516,7 @@ class Cluster:
         size, died = self.size, self._live().died
         lost = f"{_whole_loss(died)}. A" if died else "a"
         try:
-            self.restart()
-            told = self._give_back(saved)
-            self._begin_from(saved.resume(self._live().run_dir) or self._resume)
+            told = self._start_from(saved)
         except (ClusterError, OSError) as error:
             if saved.commit is None:
                 raise
@@ -523,6 +527,27 @@ class Cluster:
         self.on_note(
             f"{lost}ll {size} ranks were started again, {told}; {name} {goes_on}"
         )
+
+    def _start_from(self, saved: SavedWorld) -> str:
+        """Start all ranks with the saved variables and commit; a description.
+
+        Raises:
+            StartError, CellError, RankDied: The ranks did not start, or a setup cell
+                failed.
+            OSError: No folder has room for the commit.
+        """
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                self.restart()
+                told = self._give_back(saved)
+                self._begin_from(saved.resume(self._live().run_dir) or self._resume)
+                return told
+            except (ClusterError, CellError) as error:
+                if tries == START_TRIES or not _is_death(error):
+                    raise
+                self._tell(f"{error}\nthe ranks are started once more")
 
     def _check_may_begin_again(
         self, call: ElasticCall, saved: SavedWorld, restarts: int
@@ -825,6 +850,7 @@ class Cluster:
         If the whole world is lost in an elastic run, a new world continues the run.
         """
         restarts = 0
+        resumed: SavedWorld | None = None
         while True:
             call = self._new_call(
                 target,
@@ -835,8 +861,11 @@ class Cluster:
             )
             call.restarts = restarts
             stopped, saved = self._see_through(call, timeout_s)
+            if resumed and call.died and not (stopped or call.has_entered):
+                saved = resumed  # a rank died before any had entered the run again
             if saved is None:
                 break
+            resumed = saved
             restarts = call.restarts
             self._begin_again(saved, restarts)
             restarts += 1
@@ -958,6 +987,14 @@ class Cluster:
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the cell that each rank runs."""
         self._live().ask(endpoints.INTERRUPT)
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether ranks could not start because a process died meanwhile."""
+    if isinstance(error, CellError):
+        failures = [] if error.result is None else error.result.failures
+        return any(failure.ename == "RankDied" for failure in failures)
+    return isinstance(error, RankDied) or (isinstance(error, StartError) and error.died)
 
 
 def _whole_loss(died: Mapping[int, RankDied]) -> str:

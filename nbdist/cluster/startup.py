@@ -206,15 +206,16 @@ class _Start:
         if (code := self._process_supervisor.own_exit_code) is not None:
             raise StartError(
                 f"the process supervisor ended with {describe_exit(code)} while the "
-                "cluster was starting"
+                "cluster was starting",
+                died=True,
             )
         for program in ("mpiexec", "controller"):
             code = self._process_supervisor.exit_code(program)
             if code is not None:
-                raise StartError(self._ended(program, code))
+                raise StartError(self._ended(program, code), died=True)
         for status in self._statuses:
             if (end := status.end()) is not None:
-                raise StartError(self._failed(status.rank, end))
+                raise StartError(self._failed(status.rank, end), died=True)
 
     def _failed(self, rank: int, end: ProcessExit) -> str:
         host = self._assignments[rank].host

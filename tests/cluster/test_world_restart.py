@@ -161,6 +161,42 @@ def test_the_last_commit_is_kept_when_the_ranks_do_not_start_again(
     assert checkpoint.check(Path(kept)).header["commit"] == 7  # the first before step 0
 
 
+EARLY = """
+def die_early(now):
+    if now == place and os.path.exists(folder + "/lost"):
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_EXCL))
+            if rank in victims:
+                die()
+
+def lose_all():
+    os.close(os.open(folder + "/lost", os.O_CREAT))
+    for pid in sorted(pids, key=os.getpid().__eq__):
+        os.kill(pid, signal.SIGKILL)
+
+die_early("setup cell")
+"""
+
+
+@pytest.mark.parametrize("victims", [[1], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize("place", ["setup cell", "cell"])
+def test_ranks_that_die_before_the_run_is_entered_again(
+    tmp_path: Path, place: str, victims: list[int]
+) -> None:
+    given = f"folder, place, victims = {str(tmp_path)!r}, {place!r}, {victims}\n"
+    with Cluster(n=2, device="cpu", threads=1) as cluster:
+        cluster.on_note = notes_of(cluster).append
+        setup = given + "import contextlib\n" + SETUP + EARLY
+        cluster.execute(setup, setup=True)
+        cluster.execute("pids = nbdist.all_gather_object(os.getpid())")
+        cluster.execute("if rank == 1: events = [(6, 'forward', lose_all)]")
+        cluster.execute("die_early('cell'); " + TRAIN, timeout_s=120)
+        assert cluster["result"] == [STEPS] * 2
+        assert [sorted(seen) for seen in cluster["state.seen"]] == [[*range(240)]] * 2
+        assert {path.name for path in tmp_path.iterdir()} >= {"0", "1", "lost"}
+        assert any("goes on from its commit" in note for note in notes_of(cluster))
+
+
 MPICH = shutil.which("mpiexec.mpich")
 
 
