@@ -87,6 +87,14 @@ def test_a_third_commit_allocates_no_tensor() -> None:
     assert addresses[4] == addresses[2] != addresses[3]
 
 
+def test_an_expanded_tensor_is_restored() -> None:
+    state = State(weight=torch.tensor([2.0]).expand(3))
+    state.commit()
+    state.weight = torch.tensor([5.0]).expand(3)
+    state.restore()
+    assert state.weight.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_restoring_without_a_commit_is_refused() -> None:
     with pytest.raises(UsageError, match=r"commit\(\)"):
         make().restore()

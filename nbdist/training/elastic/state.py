@@ -456,10 +456,13 @@ def _is_stateful(value: object) -> bool:
 
 
 def _is_alike(live: Tensor, values: object) -> bool:
+    """Whether values can be copied into a tensor; never into an expanded one."""
+    dimensions = zip(live.shape, live.stride(), strict=True)
     return (
         isinstance(values, Tensor)
         and live.shape == values.shape
         and live.dtype == values.dtype
+        and all(stride or size < 2 for size, stride in dimensions)
     )
 
 
