@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import fork_server_client
 from nbdist.cluster.launchers.base import Launcher
-from nbdist.cluster.startup_status import ProcessExit, StartupStatus, tail_of
+from nbdist.cluster.startup_status import (
+    EXIT_REPORT_TIMEOUT_S,
+    ProcessExit,
+    StartupStatus,
+    tail_of,
+)
 from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.errors import StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
@@ -211,8 +216,20 @@ class _Start:
             )
         for program in ("mpiexec", "controller"):
             code = self._process_supervisor.exit_code(program)
+            if program == "mpiexec" and code is not None and code >= 0:
+                self._await_exit_of_a_rank()  # mpiexec ends when its ranks have ended
             if code is not None:
                 raise StartError(self._ended(program, code), died=True)
+        self._check_ranks()
+
+    def _await_exit_of_a_rank(self) -> None:
+        """Raise for a rank that has ended, which a rank's parent may report late."""
+        deadline = time.monotonic() + 2 * EXIT_REPORT_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._check_ranks()
+            time.sleep(POLL_S)
+
+    def _check_ranks(self) -> None:
         for status in self._statuses:
             if (end := status.end()) is not None:
                 raise StartError(self._failed(status.rank, end), died=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -216,6 +217,20 @@ def test_a_rank_that_ends_is_named_with_its_exit_code_and_last_words(
         part for part in ["rank 1 of 3", *parts] if part not in str(failed.value)
     ]
     assert missing == []
+
+
+def test_ranks_that_are_all_killed_are_named_rather_than_mpiexec(traces: Path):
+    def kill_all(progress: Progress) -> None:
+        if "loading torch" in progress.stages.values():
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.cmdline()[1:3] == ["-m", "nbdist.engine"]:
+                        process.kill()
+
+    named = r"rank . of 2 on .* ended with SIGKILL"
+    with pytest.raises(StartError, match=named) as ended:
+        Cluster(n=2, device="cpu").start(kill_all)
+    assert ended.value.died
 
 
 @pytest.mark.parametrize(
