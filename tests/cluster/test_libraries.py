@@ -192,7 +192,7 @@ def test_a_forked_child_is_told_that_it_is_no_rank(cluster: Cluster):
                     try:
                         mp.start_processes(child, (asynchronous,), start_method="fork")
                     except mp.ProcessRaisedException as error:
-                        assert "a child that rank 2 has forked" in str(error)
+                        assert "a forked child of rank 2" in str(error)
                         last = error
                 raise last
             """,
