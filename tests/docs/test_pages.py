@@ -45,9 +45,9 @@ def step(ddp, optimizer, indices):
     F.cross_entropy(ddp(images[indices]), labels[indices]).backward()
     optimizer.step()
 """,
-    "front_ends.md": "",
+    "front-ends.md": "",
     "horovod.md": DIGITS,
-    "how_do_i.md": DIGITS,
+    "how-do-i.md": DIGITS,
     "monitor.md": DIGITS + """
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 
