@@ -190,10 +190,12 @@ class Call:
     def lost_in(self) -> ElasticCall | None:
         """The elastic run in which all ranks have died; None if some have not.
 
-        Ranks that were about to join and had not reached it do not count.
+        Ranks that were to join the run and had not reached it count only where no
+        other rank is left.
         """
         rank_calls = self._in_order()
         calls = {rank_call.lost_in for rank_call in rank_calls} - {None}
+        calls = calls or {rank_call.joins for rank_call in rank_calls} - {None}
         all_dead = all(rank_call.died is not None for rank_call in rank_calls)
         return calls.pop() if all_dead and len(calls) == 1 else None
 
@@ -232,9 +234,9 @@ class Call:
         for rank in sorted(before - {info.rank for info in now.values()}):
             self._observer.take(Event(rank, None, self._elapsed(), outcome="left"))
 
-    def join(self, info: RankInfo) -> None:
-        """Send the request to a rank that joined after the call began."""
-        rank_call = self._rank_calls[info.engine_uuid] = RankCall(info)
+    def join(self, info: RankInfo, run: ElasticCall) -> None:
+        """Send the request to a rank that joins an elastic run of this call."""
+        rank_call = self._rank_calls[info.engine_uuid] = RankCall(info, joins=run)
         self._send(rank_call, next(iter(self._args.values())))
 
     # -- waiting -------------------------------------------------------------------
@@ -292,6 +294,7 @@ class Call:
         elif message["msg_type"] == ELASTIC:
             notice = message["notice"]
             self.has_entered = True
+            rank_call.joins = None
             rank_call.elastic = None if notice.kind == "left" else notice
             return bool(notice.pause)
         outcome = self._outcome(rank_call) if rank_call.done else "finished"
@@ -351,6 +354,8 @@ class RankCall:
     """The call on one process, whose rank may change while it runs."""
 
     info: RankInfo
+    joins: ElasticCall | None = None
+    """The elastic run that it joins; None for a rank of the call's beginning."""
     exchange: Exchange | None = None
     answer: Answer | None = None
     died: RankDied | None = None

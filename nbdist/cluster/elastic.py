@@ -291,7 +291,7 @@ class Elastic:
             for info in new:
                 self._registry.tell(endpoints.ELASTIC_EXPECT, run, ranks=[info.rank])
                 progress.joined.add(info.engine_uuid)
-                call.join(info)
+                call.join(info, run)
 
         with defer_interrupts(self._recovery.interrupt):
             try:

@@ -1,0 +1,59 @@
+"""What a call knows of its ranks. No ranks needed."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist.cluster.call import Call
+from nbdist.cluster.ipp_client import Exchange
+from nbdist.cluster.observer import Quiet
+from nbdist.errors import RankDied
+from nbdist.ipc import serialization
+from nbdist.wire import ELASTIC, ElasticCall, Notice
+
+RUN = ElasticCall("train", max_restarts=1, min_ranks=1, max_ranks=None, timeout_s=1)
+
+
+class Client:
+    """Keeps what is sent, and lets a test answer for the ranks."""
+
+    def __init__(self) -> None:
+        self.exchanges: dict[str, Exchange] = {}
+
+    def send(self, uuid: str, *_args: object, on_output: Any, **_more: object) -> Any:
+        self.exchanges[uuid] = exchange = Exchange(uuid, on_output)
+        return exchange
+
+    def notify(self, uuid: str, kind: str) -> None:
+        buffers = serialization.dumps(Notice(kind, RUN))
+        self.exchanges[uuid].output({"msg_type": ELASTIC, "buffers": buffers})
+
+    def die(self, uuid: str) -> None:
+        self.exchanges[uuid].reply.set_exception(RankDied("killed"))
+
+
+@pytest.mark.parametrize(
+    ("notices", "lost_in"),
+    [([], RUN), (["entered"], RUN), (["entered", "left"], None)],
+    ids=["not reached", "in it", "left"],
+)
+def test_the_run_in_which_the_last_rank_a_newcomer_has_died(
+    notices: list[str], lost_in: ElasticCall | None
+) -> None:
+    client: Any = Client()
+    first: Any = SimpleNamespace(engine_uuid="first", rank=0)
+    newcomer: Any = SimpleNamespace(engine_uuid="newcomer", rank=0)
+    call = Call(client, [first], "function", {0: ()}, "a cell", Quiet())
+    call.begin()
+    client.notify("first", "entered")
+    call.follow([newcomer])
+    call.join(newcomer, RUN)
+    for kind in notices:
+        client.notify("newcomer", kind)
+    client.die("newcomer")
+    assert call.wait(time.monotonic() + 10)
+    assert call.lost_in == lost_in
