@@ -13,8 +13,9 @@ import torch
 
 from nbdist.cluster import world_restart
 from nbdist.cluster.world_restart import LastCommit, SavedWorld, last_commit
-from nbdist.errors import CheckpointError
+from nbdist.errors import CheckpointError, ClusterError
 from nbdist.ipc import private_files
+from nbdist.training.elastic import shared_copies
 from nbdist.training.elastic.state import State
 from nbdist.wire import ElasticCall
 
@@ -91,17 +92,18 @@ def test_a_new_commit_is_preferred_to_the_one_a_cluster_began_from(
     assert taken(second).number == 2  # it can be asked for again
 
 
-def test_what_a_living_rank_commits_later_changes_nothing(clusters: Clusters) -> None:
+def test_what_a_living_rank_commits_later_changes_nothing(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_copies, "END_TIMEOUT_S", 0.1)
     run_dir = clusters.begin()
     state = training(run_dir, weight=torch.ones(1000))
     state.commit()
     commit = taken(run_dir)
     state.weight += 1
-    with pytest.warns(UserWarning, match="will lose"):
-        state.commit()
     for _ in range(2):
-        state.weight += 1
-        state.commit()
+        with pytest.raises(ClusterError, match="ends this cluster"):
+            state.commit()
     resumed = State(weight=torch.zeros(1000))
     resumed.load(commit.give(clusters.begin()).path, trusted=True)
     assert resumed.weight.eq(1).all()
