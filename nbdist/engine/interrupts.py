@@ -28,6 +28,12 @@ USERS_SIGNALS = [
 ]
 """Those that a library or a cell may handle; to look at each costs a microsecond."""
 
+_PYTHONS_OWN: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
+"""Python's own handlers of the signals that an engine handles."""
+
 INSIST_S = 0.05
 INSIST_TIMES = 100
 
@@ -72,6 +78,7 @@ class Interrupts:
         self._armed = False
         self._waiting: asyncio.Task[object] | None = None
         self._lock = threading.Lock()
+        self._forking = threading.local()
         self._deadline: float | None = None
         self._ticked = False
         self.delivered = False
@@ -84,8 +91,23 @@ class Interrupts:
         self._take()
         self._own = _handlers()
         sys.unraisablehook = self._on_unraisable
-        self._ours = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-        os.register_at_fork(after_in_child=self._forget_in_child)
+        self._ours = {s: signal.getsignal(s) for s in _PYTHONS_OWN}
+        os.register_at_fork(
+            before=self._block_while_forking,
+            after_in_parent=self._unblock_after_forking,
+            after_in_child=self._forget_in_child,
+        )
+
+    def _block_while_forking(self) -> None:
+        """A signal to the child waits until the child has Python's own handlers.
+
+        Otherwise the engine's handler takes it, and it is lost: a pool that terminates
+        a worker it has just forked waits for that worker for ever.
+        """
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PYTHONS_OWN)
+
+    def _unblock_after_forking(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _forget_in_child(self) -> None:
         """Give a forked child, such as a pool's worker, Python's own signal handling.
@@ -93,15 +115,12 @@ class Interrupts:
         The engine's would print, and the wake-up descriptor is the rank's event loop's.
         What the user has set stays.
         """
-        defaults: dict[signal.Signals, Any] = {
-            signal.SIGINT: signal.default_int_handler,
-            signal.SIGTERM: signal.SIG_DFL,
-        }
-        for signum, handler in defaults.items():
+        for signum, handler in _PYTHONS_OWN.items():
             if signal.getsignal(signum) == self._ours[signum]:
                 signal.signal(signum, handler)
         signal.set_wakeup_fd(-1)
         sys.unraisablehook = self._unraisable
+        self._unblock_after_forking()
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:

@@ -532,6 +532,23 @@ def test_a_forked_pool_is_quiet_and_has_pythons_own_signals(cluster: Cluster):
     cluster.execute("nbdist.barrier()")
 
 
+def test_a_child_ends_by_a_signal_that_comes_while_it_is_forked(cluster: Cluster):
+    cluster.execute(
+        "import os, signal\n"
+        "ended = []\n"
+        "for _ in range(50):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        while True:\n"
+        "            signal.pause()\n"
+        "    os.kill(child, signal.SIGTERM)\n"
+        "    ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))",
+        timeout_s=30,
+    )
+    assert cluster["ended"] == [[-15] * 50] * 4
+    assert cluster["signal.pthread_sigmask(signal.SIG_BLOCK, [])"] == [set()] * 4
+
+
 @pytest.mark.parametrize(
     ("ending", "code"), [("pass", 0), ("raise ValueError", 1), ("sys.exit(0)", 1)]
 )
