@@ -19,9 +19,6 @@ from nbdist.wire import ELASTIC, ElasticCall, Failure, Notice, RankInfo, Verdict
 
 __all__ = ["Call"]
 
-INTERRUPT = endpoints.INTERRUPT
-ORDER = endpoints.ELASTIC_ORDER
-DECIDE = endpoints.ELASTIC_DECIDE
 
 Message = dict[str, Any]
 
@@ -104,7 +101,7 @@ class Call:
         for rank_call in self._open():
             assert rank_call.exchange is not None
             uuid, name = rank_call.info.engine_uuid, rank_call.exchange.name
-            self._client.send(uuid, INTERRUPT, name, control=True)
+            self._client.send(uuid, endpoints.INTERRUPT, name, control=True)
 
     # -- answers -------------------------------------------------------------------
 
@@ -206,7 +203,9 @@ class Call:
         token, future = rank_call.order()
         if notice is not None and not future.done():
             uuid, pause = info.engine_uuid, notice.pause
-            self._client.send(uuid, ORDER, pause, token, target, *args, control=True)
+            self._client.send(
+                uuid, endpoints.ELASTIC_ORDER, pause, token, target, *args, control=True
+            )
         return future
 
     def decide(self, verdict: Verdict) -> None:
@@ -216,7 +215,9 @@ class Call:
             if notice is not None and notice.pause:
                 rank_call.elastic = Notice("entered", notice.call)
                 uuid = rank_call.info.engine_uuid
-                self._client.send(uuid, DECIDE, notice.pause, verdict, control=True)
+                self._client.send(
+                    uuid, endpoints.ELASTIC_DECIDE, notice.pause, verdict, control=True
+                )
 
     def follow(self, infos: Iterable[RankInfo]) -> None:
         """Adopt the numbers that ranks have in a new generation.

@@ -861,7 +861,8 @@ class Cluster:
             )
             call.restarts = restarts
             stopped, saved = self._see_through(call, timeout_s)
-            if resumed and call.died and not (stopped or call.has_entered):
+            entered = stopped is not None or call.has_entered
+            if resumed is not None and resumed.call and call.died and not entered:
                 saved = resumed  # a rank died before any had entered the run again
             if saved is None:
                 break

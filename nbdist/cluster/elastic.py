@@ -263,7 +263,7 @@ class Elastic:
         def ask(info: RankInfo, target: str, *args: object) -> Future[Answer]:
             if info.engine_uuid in paused:
                 return call.order(info, target, *args)
-            return self._registry.client.send(info.engine_uuid, target, *args).reply
+            return self._registry.send(info, target, *args)
 
         return ask
 

@@ -9,11 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
 import psutil
 
+from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.startup import Started
 from nbdist.cluster.startup_status import runs
 from nbdist.cluster.supervisor_client import Loss
@@ -122,6 +124,10 @@ class RankRegistry:
                 + "which keep their variables; %dist_stop and %dist_start start again"
             )
         return wanted
+
+    def send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
+        """Have a rank's main thread call an endpoint, once it is idle."""
+        return self.client.send(info.engine_uuid, target, *args).reply
 
     def ask(
         self,

@@ -94,7 +94,7 @@ class Recovery:
             CellInterrupted: The ranks have a working world, but the user has
                 interrupted the preparation of newcomers.
         """
-        ask = ask or self._send
+        ask = ask or self._registry.send
         told: list[str] = []
         # The caller reports these.
         heard = list(map(str, self._registry.died.values()))
@@ -219,7 +219,7 @@ class Recovery:
         Raises:
             ChangeFailed: Another rank has died.
         """
-        self._membership.drop_dead(ask or self._send)
+        self._membership.drop_dead(ask or self._registry.send)
         self.is_broken = False
         self._on_change()
 
@@ -244,7 +244,7 @@ class Recovery:
             ScaleFailed: A rank died or did not start; the ranks are a working world.
             ChangeFailed: They are not.
         """
-        ask = ask or self._send
+        ask = ask or self._registry.send
         self.is_broken = True  # until the change is complete
         try:
             if size <= self.size:
@@ -288,9 +288,6 @@ class Recovery:
                 f"({', '.join(sorted(lost - kept))}): add --yes to remove them anyway"
             )
 
-    def _send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
-        return self._registry.client.send(info.engine_uuid, target, *args).reply
-
 
 SETUP_TIMEOUT_S = 600.0
 """Seconds that one setup cell may take."""
@@ -300,10 +297,6 @@ GRACE_S = 5.0
 """Seconds within which an interrupted rank answers."""
 SETUP_LOOK_S = 0.5
 """Seconds between two looks at whether a setup cell waits in a collective."""
-RENEW = endpoints.RENEW
-RUN_CELL = endpoints.RUN_CELL
-EXPORT = endpoints.EXPORT_VARIABLES
-ADOPT = endpoints.ADOPT_VARIABLES
 
 Replies = Mapping[RankInfo, "Future[Answer]"]
 
@@ -356,7 +349,8 @@ class Newcomers:
         broken = False
         for code, number in setup:
             replies = {
-                info: self._send(info, RUN_CELL, code, number) for info in newcomers
+                info: self._registry.send(info, endpoints.RUN_CELL, code, number)
+                for info in newcomers
             }
             for answer in self._answers(replies, SETUP_TIMEOUT_S, release=True):
                 broken |= answer.broken
@@ -366,7 +360,7 @@ class Newcomers:
                 if error:
                     failed.append(f"setup cell In[{number}] failed on it: {error}")
         if broken:  # a setup cell has left a collective half done
-            asked = {info: ask(info, RENEW) for info in self._registry.living}
+            asked = {info: ask(info, endpoints.RENEW) for info in self._registry.living}
             answers = self._answers(asked, COPY_TIMEOUT_S)
             self._registry.update(answer.value for answer in answers if answer.ok)
         return failed
@@ -401,7 +395,7 @@ class Newcomers:
         end = time.monotonic() + COPY_TIMEOUT_S
         lost: dict[str, str] = {}
         while True:
-            replies = {source: ask(source, EXPORT, list(lost))}
+            replies = {source: ask(source, endpoints.EXPORT_VARIABLES, list(lost))}
             (answer,) = self._answers(replies, end - time.monotonic())
             if error := _why(answer):
                 if source.rank in self._registry.died:
@@ -411,7 +405,8 @@ class Newcomers:
             lost |= unpicklable
             try:
                 replies = {
-                    info: self._send(info, ADOPT, shipment) for info in newcomers
+                    info: self._registry.send(info, endpoints.ADOPT_VARIABLES, shipment)
+                    for info in newcomers
                 }
                 answers = self._answers(replies, end - time.monotonic())
             finally:
@@ -429,9 +424,6 @@ class Newcomers:
         return told
 
     # -- waiting -------------------------------------------------------------------
-
-    def _send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
-        return self._registry.client.send(info.engine_uuid, target, *args).reply
 
     def _answers(
         self, replies: Replies, timeout_s: float, *, release: bool = False

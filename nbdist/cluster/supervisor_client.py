@@ -56,12 +56,10 @@ class SupervisorClient:
         """Called on a thread when a stopped helper process has been continued."""
         self._process = subprocess.Popen(
             [
-                *(
-                    sys.executable,
-                    "-m",
-                    "nbdist.cluster.process_supervisor",
-                    str(run_dir),
-                ),
+                sys.executable,
+                "-m",
+                "nbdist.cluster.process_supervisor",
+                str(run_dir),
                 *([] if together else ["--apart"]),
             ],
             stdin=subprocess.PIPE,
@@ -151,7 +149,7 @@ class SupervisorClient:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self.own_exit_code is None
 
     @property
     def own_exit_code(self) -> int | None:

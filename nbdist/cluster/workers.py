@@ -11,12 +11,10 @@ import atexit
 import itertools
 import math
 import os
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from nbdist.cluster.hosts import this_host
 from nbdist.cluster.options import checked_script
 from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.errors import UsageError
+from nbdist.ipc.loopback import free_ports
 from nbdist.ipc.process_files import describe_exit
 from nbdist.ipc.roles import environment, role_of, tf_config
 
@@ -328,7 +327,7 @@ def _launch(
     argv = _command(_count("n", n), n_ps, script, args, code)
     gpus = _gpus(n, nvidia_gpu)
     options = {"cwd": os.getcwd(), "memory": _bytes(memory)}
-    port, *ports = _free_ports(n + 1)
+    port, *ports = free_ports(n + 1)
     addresses = [f"127.0.0.1:{each}" for each in ports]
     process_supervisor = _running_supervisor()
     launched = []
@@ -419,14 +418,6 @@ def _count(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name}={value!r}: expected a whole number, {least} or more")
     return value
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:  # all at once, so that they differ
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _find(workers: Chosen | list[Chosen]) -> list[Worker]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from nbdist.engine import torch_group
 from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
 from nbdist.ipc import roles
+from nbdist.ipc.loopback import free_ports
 from nbdist.wire import RankInfo
 
 __all__ = [
@@ -59,13 +59,14 @@ class World:
 
     def publish_environment(self) -> None:
         """Set the variables that torchrun sets. Every rank must call."""
+        port = free_ports(1)[0] if self.rank == 0 else None
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.size),
             LOCAL_RANK=str(self.local_rank),
             LOCAL_WORLD_SIZE=str(self.local_size),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.comm.bcast(_free_port() if self.rank == 0 else None)),
+            MASTER_PORT=str(self.comm.bcast(port)),
             **roles.environment(self.rank, self.size, n_ps=0),
         )
 
@@ -191,9 +192,3 @@ def _local_numbers(comm: Any) -> tuple[int, int]:
         return int(local.rank), int(local.size)
     finally:
         local.Free()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["write_atomically"]
+__all__ = ["umask", "write_atomically"]
 
 
 def write_atomically(
@@ -47,7 +47,7 @@ def write_atomically(
         with os.fdopen(descriptor, "wb") as file:
             write(file)
             file.flush()
-            os.fchmod(descriptor, 0o666 & ~_umask() if mode is None else mode)
+            os.fchmod(descriptor, 0o666 & ~umask() if mode is None else mode)
             if durable:
                 os.fsync(descriptor)
         beside.replace(target)
@@ -58,7 +58,7 @@ def write_atomically(
         _sync_folder(target.parent)
 
 
-def _umask() -> int:
+def umask() -> int:
     """This process's umask. To ask with `os.umask` would change it for a moment."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nbdist.ipc.atomic_files import umask
+
 __all__ = [
     "FORKED",
     "RANK_PARENT",
@@ -52,7 +54,7 @@ class Request:
     arguments: list[str]
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: str = field(default_factory=os.getcwd)
-    umask: int = field(default_factory=lambda: _umask())
+    umask: int = field(default_factory=umask)
     limits: dict[str, tuple[int, int]] = field(default_factory=lambda: _limits())
     """(soft, hard) by the name of `resource`'s constant."""
     cores: list[int] = field(default_factory=lambda: _cores())
@@ -79,13 +81,6 @@ class Request:
             with contextlib.suppress(OSError):  # cores that were taken away meanwhile
                 os.sched_setaffinity(0, self.cores)
         os.chdir(self.folder)
-
-
-def _umask() -> int:
-    """This process's mask, which can be read only by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _limits() -> dict[str, tuple[int, int]]:

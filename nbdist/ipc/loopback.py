@@ -1,4 +1,4 @@
-"""Closing the ports that Open MPI opens on every address to other hosts."""
+"""Ports that only this host reaches: Open MPI's, and free ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from collections.abc import Iterator
 
 import psutil
 
-__all__ = ["confine"]
+__all__ = ["confine", "free_ports"]
 
 PIDFD_GETFD = 438
 """The number of that system call, the same on every architecture."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of 127.0.0.1 on which nothing listens now."""
+    with contextlib.ExitStack() as stack:  # all at once, so that they differ
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def confine(pid: int) -> None:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import inspect
 import signal
-import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # the first DDP imports it, which can take a case's whole time
 import torch.distributed as dist
-from default_process_groups import meet, process_group
-from mpi4py import MPI
+from default_process_groups import meet, run_cases
 from torch import nn
 from torch._C._distributed_c10d import BarrierOptions
 from torch.nn.parallel import DistributedDataParallel
@@ -42,24 +38,17 @@ def run_all() -> dict[str, str | None]:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    outcomes = {}
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(MPI.COMM_WORLD.bcast(own))
-        for name, case in CASES.items():
-            outcomes[name] = _run(case, folder / name)
-        meet()  # the folder is shared
-    return outcomes
+    return run_cases({name: _then_sum(case) for name, case in CASES.items()})
 
 
-def _run(case: Callable[[], None], store: Path) -> str | None:
-    meet()
-    try:
-        with process_group(store):
-            case()
-            check_sum()
-    except Exception:  # noqa: BLE001 - it is the outcome
-        return traceback.format_exc()
-    return None
+def _then_sum(case: Callable[[], None]) -> Callable[[], None]:
+    """The case, and a collective that must work after it."""
+
+    def run() -> None:
+        case()
+        check_sum()
+
+    return run
 
 
 def check_sum() -> None:

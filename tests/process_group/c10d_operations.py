@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from default_process_groups import meet, process_group
+from default_process_groups import run_cases
 from mpi4py import MPI
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,23 +34,7 @@ NO_OPERATION = {
 
 def run_all() -> dict[str, str | None]:
     """Every case; what went wrong on this rank, by case. Every rank must call."""
-    outcomes = {}
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(MPI.COMM_WORLD.bcast(own))
-        for name, case in CASES.items():
-            outcomes[name] = _run(case, folder / name)
-        meet()  # the folder is shared
-    return outcomes
-
-
-def _run(case: Callable[[], None], store: Path) -> str | None:
-    meet()
-    try:
-        with process_group(store):
-            case()
-    except Exception:  # noqa: BLE001 - it is the outcome
-        return traceback.format_exc()
-    return None
+    return run_cases(CASES)
 
 
 # -- the walk --------------------------------------------------------------------------

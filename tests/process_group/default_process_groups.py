@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -45,6 +47,31 @@ def process_group(store: Path, backend: str = "nbdist") -> Iterator[Group]:
         if dist.is_initialized():
             dist.destroy_process_group()
         group.close()
+
+
+def run_cases(cases: Mapping[str, Callable[[], None]]) -> dict[str, str | None]:
+    """Run each case in a process group of its own. Every rank must call.
+
+    Returns:
+        The traceback of each case that failed on this rank, else None, by case.
+    """
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(MPI.COMM_WORLD.bcast(own))
+        for name, case in cases.items():
+            outcomes[name] = _run(case, folder / name)
+        meet()  # the folder is shared
+    return outcomes
+
+
+def _run(case: Callable[[], None], store: Path) -> str | None:
+    meet()
+    try:
+        with process_group(store):
+            case()
+    except Exception:  # noqa: BLE001 - it is the outcome
+        return traceback.format_exc()
+    return None
 
 
 def meet() -> None:
