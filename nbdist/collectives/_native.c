@@ -23,7 +23,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
-#define EDITION 2 /* of the interface to Python: raise it together with native.py's */
+#define EDITION 3 /* of the interface to Python: raise it together with native.py's */
 #define MOST_RANKS 64
 #define LINE_BYTES 64
 #define SHARE_ELEMENTS 64 /* shares start at multiples of this, as in slots.py */
@@ -48,7 +48,7 @@ static PyObject *torch, *tensor_type, *parameter_type;
 
 typedef struct {
     PyObject_HEAD
-    char *memory;            /* the segment; its first word is not 0 once a rank has left */
+    char *memory;            /* the segment; its first word tells who has left */
     unsigned long long step; /* number of times that this rank has passed */
     char stopped;            /* set by Python to end this wait and all later ones */
     char busy;               /* a call of this barrier is under way */
@@ -209,6 +209,15 @@ arrive(Barrier *self, int64_t fingerprint)
 
 typedef enum { LATE, DIFFERENT, AGREED } Arrival;
 
+/* Whether a rank has left without passing the present step. One that has passed it left
+ * a later step: all have arrived at this one. The word is that of shared_barrier.py. */
+static bool
+lacks_a_rank(const Barrier *self)
+{
+    int64_t left = *(volatile int64_t *)self->memory;
+    return left && (unsigned long long)(left - 1) / self->size <= self->step;
+}
+
 /* LATE: a rank has not arrived or has left, or this barrier was stopped. */
 static Arrival
 await(Barrier *self, bool may_sleep)
@@ -219,7 +228,7 @@ await(Barrier *self, bool may_sleep)
             return LATE;
         self->waiting_for++;
     }
-    if (self->stopped || *(volatile int64_t *)self->memory)
+    if (self->stopped || lacks_a_rank(self))
         return LATE;
     int64_t own = *fingerprint_of(self, self->rank);
     bool agreed = true;

@@ -13,12 +13,37 @@ from typing import Protocol
 
 from nbdist.collectives.sync import semaphore
 
-__all__ = ["NAP_S", "YIELDS", "PythonSemaphoreBarrier", "SemaphoreBarrier"]
+__all__ = [
+    "NAP_S",
+    "YIELDS",
+    "PythonSemaphoreBarrier",
+    "SemaphoreBarrier",
+    "closing_word",
+    "lacks_a_rank",
+]
 
 YIELDS = 100
 """Some 50 microseconds: waking a sleeper takes as long as that."""
 NAP_S = 0.05
 """Longest sleep between two checks of a wait. `wake` ends it sooner."""
+
+
+def closing_word(rank: int, size: int, passed: int) -> int:
+    """What a rank that leaves writes for the others, in one store. 0: nobody has left.
+
+    Args:
+        rank, size: The rank that leaves, and the number of ranks.
+        passed: The number of times that it has passed.
+    """
+    return 1 + rank + size * passed
+
+
+def lacks_a_rank(word: int, size: int, step: int) -> bool:
+    """Whether the rank that wrote `word` has left without passing `step`.
+
+    A rank that has passed this step left a later one: all have arrived at this one.
+    """
+    return word != 0 and (word - 1) // size <= step
 
 
 class SemaphoreBarrier(Protocol):
@@ -61,6 +86,7 @@ class PythonSemaphoreBarrier:
         places = [ctypes.c_int64.from_address(address) for address in fingerprints]
         half = len(fingerprints) // 2
         self._fingerprints = (places[:half], places[half:])
+        self._size = len(inbound) + 1
         self._closed = ctypes.c_int64.from_address(closed)
         self._spins = spins
 
@@ -76,7 +102,7 @@ class PythonSemaphoreBarrier:
             if not self._take(self._inbound[self.waiting_for]):
                 return None
             self.waiting_for += 1
-        if self.stopped or self._closed.value:
+        if self.stopped or lacks_a_rank(self._closed.value, self._size, self.step):
             return None
         mine, *theirs = self._fingerprints[self.step & 1]
         self.step += 1

@@ -10,6 +10,8 @@ from nbdist.collectives.sync.barrier import RECORD_BYTES, Barrier
 from nbdist.collectives.sync.semaphore_barrier import (
     PythonSemaphoreBarrier,
     SemaphoreBarrier,
+    closing_word,
+    lacks_a_rank,
 )
 from nbdist.collectives.sync.wait import Check
 from nbdist.errors import CollectiveAborted
@@ -120,12 +122,13 @@ class SharedBarrier(Barrier):
         return agreed
 
     def _explain(self, check: Check) -> None:
-        """Raise if this rank was aborted or another rank has left."""
+        """Raise if this rank was aborted, or another rank has left in this step."""
         check()
-        left = self._closed[0]
-        if left:
-            reason = _text(self._records[left - 1])
-            raise CollectiveAborted(f"rank {left - 1} of the group left it: {reason}")
+        word = self._closed[0]
+        if lacks_a_rank(word, self.size, self.semaphores.step):
+            left = (word - 1) % self.size
+            reason = _text(self._records[left])
+            raise CollectiveAborted(f"rank {left} of the group left it: {reason}")
 
     def exchange(self, record: bytes, check: Check) -> list[bytes]:
         self._records[self.rank][:] = record.ljust(RECORD_BYTES, b"\0")
@@ -151,7 +154,7 @@ class SharedBarrier(Barrier):
             return  # the first rank to leave is the reason
         text = reason.encode()[:RECORD_BYTES]
         self._records[self.rank][:] = text.ljust(RECORD_BYTES, b"\0")
-        self._closed[0] = self.rank + 1
+        self._closed[0] = closing_word(self.rank, self.size, self.semaphores.step)
         for address in self._outbound:
             semaphore.post(address)
 

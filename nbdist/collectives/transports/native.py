@@ -17,7 +17,7 @@ __all__ = [
     "find_compiled",
 ]
 
-_EDITION = 2
+_EDITION = 3
 """Of the compiled part's interface. A changed checkout may have an older one."""
 _PLANS = 512
 
