@@ -81,6 +81,9 @@ class Controller(IPController):  # type: ignore[misc]
     def init_hub(self) -> None:
         super().init_hub()
         hub = self.hub
+        # No file of the engines: where the disk is full, writing it would end the
+        # registration of an engine halfway.
+        hub.engine_state_file = ""
         # Only the heart's news; the hub would also keep the number of each message.
         hub.monitor.setsockopt(zmq.UNSUBSCRIBE, b"")
         hub.monitor.setsockopt(zmq.SUBSCRIBE, b"heartmonitor")

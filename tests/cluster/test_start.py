@@ -268,3 +268,8 @@ def test_the_first_cells_run_right_after_a_start(traces: Path):
         for number in range(10):
             assert cluster.execute(f"print({number})")[1].stdout == f"{number}\n"
         assert cluster.refused(cluster.status()) == 0
+
+
+def test_ranks_register_without_a_file(cluster: Cluster):
+    """On a full disk, a file of the controller's would end a registration halfway."""
+    assert list((cluster._live().run_dir / "log").iterdir()) == []
