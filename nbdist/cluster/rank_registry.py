@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import threading
@@ -53,12 +54,16 @@ class RankRegistry:
         """Why all ranks have ended at once; "" while they have not."""
         self._lock = threading.Lock()
         self._exit_monitor = ExitMonitor(started.infos, self._on_death)
+        self._helpers = started.process_supervisor.pids
+        self._exit_order = ExitOrder()
+        self._watch_order()
         self._pipes = LauncherPipes()
         self._pipes.hold(started.infos)
 
     def close(self) -> None:
         """Stop watching the ranks. A second close does nothing."""
         self._exit_monitor.close()
+        self._exit_order.close()
         self._pipes.close()
 
     @property
@@ -91,6 +96,7 @@ class RankRegistry:
             self._infos = {info.rank: info for info in infos}
             self._died.clear()
         self.last_places.clear()
+        self._watch_order()
         self._pipes.hold(self.infos)
         self._exit_monitor = ExitMonitor(self.infos, self._on_death)
 
@@ -214,12 +220,25 @@ class RankRegistry:
             time.sleep(ENDING_TIMEOUT_S / 50)
 
     def lose(self, loss: Loss) -> None:
-        """Record that all ranks end because a process that they depend on has ended."""
+        """Record that all ranks end because a process that they depend on has ended.
+
+        Ranks that had ended before it, or whose parents had, are recorded with their
+        own exit code or signal: their end can be what has ended the process.
+        """
         self.lost = loss.reason
+        earlier = self._exit_order.ended_before(loss.pid)
         for info in self.living:
             ended_itself = not loss.is_cause and not psutil.pid_exists(info.pid)
-            reason = self._death_message(info.rank) if ended_itself else loss.reason
-            self._record_death(info.rank, RankDied(reason))
+            if ended_itself or earlier & {info.pid, info.parent_pid}:
+                error = RankDied(self._death_message(info.rank))
+            else:
+                error = RankDied(loss.reason)
+            self._record_death(info.rank, error)
+
+    def _watch_order(self) -> None:
+        """Have the order known in which the ranks, their parents and helpers end."""
+        ranks = [pid for info in self.infos for pid in (info.pid, info.parent_pid)]
+        self._exit_order.watch([*ranks, *self._helpers])
 
     def _on_death(self, rank: int) -> None:
         """Record a death. Runs on the exit monitor's thread."""
@@ -315,6 +334,53 @@ class ExitMonitor:
                 living = [info for info in living if info not in ended]
                 for info in ended:
                     self._on_death(info.rank)
+
+
+class ExitOrder:
+    """The order in which processes end.
+
+    Linux keeps it: an epoll instance returns process descriptors in the order in which
+    they have become readable. Elsewhere it is unknown.
+    """
+
+    def __init__(self) -> None:
+        is_kept = hasattr(os, "pidfd_open")
+        self._epoll = select.epoll() if is_kept else None
+        self._descriptors: dict[int, int] = {}
+        """By pid."""
+        self._lock = threading.Lock()
+
+    def watch(self, pids: Iterable[int]) -> None:
+        """Watch these processes, and no others. Those that have ended are left out."""
+        wanted = set(pids)
+        with self._lock:
+            if self._epoll is None:
+                return
+            for pid in self._descriptors.keys() - wanted:
+                os.close(self._descriptors.pop(pid))
+            for pid in wanted - self._descriptors.keys():
+                with contextlib.suppress(ProcessLookupError):
+                    self._descriptors[pid] = os.pidfd_open(pid)
+                    self._epoll.register(self._descriptors[pid], select.EPOLLIN)
+
+    def ended_before(self, pid: int) -> set[int]:
+        """The processes that had ended when this one did."""
+        with self._lock:
+            if self._epoll is None or pid not in self._descriptors:
+                return set()
+            pids = {descriptor: pid for pid, descriptor in self._descriptors.items()}
+            events = self._epoll.poll(0, len(pids))
+        ended = [pids[descriptor] for descriptor, _ in events]
+        return set(ended[: ended.index(pid)]) if pid in ended else set()
+
+    def close(self) -> None:
+        """Stop watching. A second close does nothing."""
+        with self._lock:
+            if self._epoll is not None:
+                for descriptor in self._descriptors.values():
+                    os.close(descriptor)
+                self._epoll.close()
+                self._epoll = None
 
 
 class LauncherPipes:

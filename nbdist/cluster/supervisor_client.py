@@ -29,6 +29,7 @@ class Loss(NamedTuple):
     is_cause: bool
     """Whether it ends the ranks. False for an `mpiexec` that exits because its ranks
     have ended."""
+    pid: int
 
 
 class SupervisorClient:
@@ -148,6 +149,12 @@ class SupervisorClient:
             return self._pids.get(name)
 
     @property
+    def pids(self) -> list[int]:
+        """The process supervisor, and each program that has been started."""
+        with self._changed:
+            return [self._process.pid, *self._pids.values()]
+
+    @property
     def alive(self) -> bool:
         return self.own_exit_code is None
 
@@ -216,7 +223,8 @@ class SupervisorClient:
         if callback is not None:
             how = describe_exit(code)
             reason = f"{name} has ended with {how}, and all ranks with it"
-            callback(Loss(reason, is_cause=name != "mpiexec" or code < 0))
+            is_cause = name != "mpiexec" or code < 0
+            callback(Loss(reason, is_cause, self.pid(name) or self._process.pid))
 
 
 LOOK_S = 0.5

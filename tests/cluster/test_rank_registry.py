@@ -1,0 +1,146 @@
+"""Which process has ended first, and what is therefore said of ranks."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist.cluster import rank_registry
+from nbdist.cluster.rank_registry import ExitOrder, RankRegistry
+from nbdist.cluster.supervisor_client import Loss
+from nbdist.wire import RankInfo
+
+WITHIN_S = 10.0
+PARENT = """
+import os, signal
+from nbdist.ipc.prctl import die_with_parent
+child = os.fork()
+if child == 0:
+    die_with_parent()
+    print(os.getpid(), flush=True)
+signal.pause()
+"""
+"""Prints the pid of its child, which ends when it does."""
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="needs Linux's process descriptors"
+)
+
+
+class Family:
+    """A process and its child, which ends when it does."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.child = int(self._process.stdout.readline())
+        self.parent = self._process.pid
+
+    def kill(self) -> None:
+        """Kill the parent, and return when both have ended."""
+        if self._process.poll() is not None:
+            return
+        child = os.pidfd_open(self.child)
+        with self._process:
+            self._process.kill()
+        assert select.select([child], [], [], WITHIN_S)[0]
+        os.close(child)
+
+
+@pytest.fixture
+def families() -> Iterator[list[Family]]:
+    made = [Family() for _ in range(3)]
+    yield made
+    for family in made:
+        family.kill()
+
+
+def test_processes_are_told_in_the_order_of_their_ends(families: list[Family]) -> None:
+    first, second, third = families
+    order = ExitOrder()
+    order.watch(pid for each in families for pid in (each.child, each.parent))
+    assert order.ended_before(second.parent) == set()
+    second.kill()
+    assert order.ended_before(second.parent) == set()
+    assert order.ended_before(second.child) == {second.parent}
+    third.kill()
+    for _ in range(2):
+        assert order.ended_before(third.parent) == {second.parent, second.child}
+        assert order.ended_before(first.parent) == set()
+    order.close()
+    order.close()
+    assert order.ended_before(third.parent) == set()
+
+
+def test_what_is_not_watched_any_longer_keeps_no_descriptor(
+    families: list[Family],
+) -> None:
+    order = ExitOrder()
+    order.watch([families[0].parent, families[1].parent])
+    before = len(os.listdir("/proc/self/fd"))
+    order.watch([families[1].parent, families[2].parent])
+    assert len(os.listdir("/proc/self/fd")) == before
+    order.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 3
+
+
+class _NoMonitor:
+    """A monitor that is late with every death."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_ranks_that_end_before_mpiexec_are_named_when_it_ends(
+    families: list[Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_registry, "ExitMonitor", _NoMonitor)
+    mpiexec, *ranks = families
+    infos = [_info(rank, family) for rank, family in enumerate(ranks)]
+    started: Any = SimpleNamespace(
+        client=SimpleNamespace(fail=lambda *_: None),
+        process_supervisor=SimpleNamespace(run_dir=tmp_path, pids=[mpiexec.parent]),
+        infos=infos,
+    )
+    registry = RankRegistry(started)
+    ranks[1].kill()
+    mpiexec.kill()
+    ranks[0].kill()
+    reason = "mpiexec has ended with SIGABRT"
+    registry.lose(Loss(reason, is_cause=True, pid=mpiexec.parent))
+    registry.close()
+    assert str(registry.died[0]) == reason
+    assert f"rank 1 (pid {ranks[1].child} on here) has died" in str(registry.died[1])
+
+
+def _info(rank: int, family: Family) -> RankInfo:
+    return RankInfo(
+        rank=rank,
+        world_size=2,
+        local_rank=rank,
+        local_world_size=2,
+        engine_uuid="",
+        host="here",
+        pid=family.child,
+        device="cpu",
+        device_name="",
+        device_uuid=None,
+        memory_limit=None,
+        threads=1,
+        transport="",
+        name=f"rank{rank}",
+        parent_pid=family.parent,
+    )
