@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -156,3 +158,28 @@ def test_the_extension_loads_neither_torch_nor_mpi(
 def test_the_extension_loads_fast(loads: list[dict[str, float]]) -> None:
     # The fastest of three: what it costs, not what else the machine was doing.
     assert min(load["seconds"] for load in loads) < LOAD_LIMIT_S
+
+
+def test_an_editable_installation_is_found_beside_a_folder_of_its_name(tmp_path: Path):
+    copy = tmp_path / "copy"
+    (copy / "nbdist").mkdir(parents=True)
+    (copy / "nbdist" / "__init__.py").touch()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    site = tmp_path / "site"
+    install = f"-m pip install -q --no-index --no-deps --no-build-isolation -t {site}"
+    command = [sys.executable, *install.split(), "-e", str(copy)]
+    subprocess.run(command, check=True, timeout=120)
+    here = tmp_path / "here"
+    (here / "nbdist").mkdir(parents=True)
+    code = f"import site; site.addsitedir({str(site)!r}); import nbdist; "
+    found = subprocess.run(
+        [sys.executable, "-c", code + "print(nbdist.__file__)"],
+        cwd=here,
+        env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert found.stdout.strip() == str(copy / "nbdist" / "__init__.py")
