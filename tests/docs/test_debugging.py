@@ -1,6 +1,6 @@
-"""docs/debugging.md: its cells end as the page says, in the words of its outputs.
+"""docs/debugging.md and docs/reliability.md: their cells end as the pages say.
 
-The cells that take long, or end a rank, are those of tests/cluster.
+tests/cluster has the cells that take long or end a rank.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ import pytest
 from nbdist import Cluster
 from nbdist.errors import CellError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "debugging.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n%%distributed.*\n((?s:.*?))^```", PAGE, re.MULTILINE)
-WORDS = " ".join(PAGE.split())
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "\n".join(
+    (DOCS / name).read_text(encoding="utf-8")
+    for name in ("debugging.md", "reliability.md")
+)
+BLOCKS = re.findall(r"^```python\n%%distributed.*\n((?s:.*?))^```", PAGES, re.MULTILINE)
+WORDS = " ".join(PAGES.split())
 DEADLINE_S = 60
 
 
 def cell_with(text: str) -> str:
-    """The one cell of the page that contains a text."""
+    """The one cell of the pages that contains a text."""
     (block,) = (each for each in BLOCKS if text in each)
     return block
 
@@ -29,10 +33,11 @@ def cell_with(text: str) -> str:
     ("text", "words"),
     [
         ("if rank != 0:", "released from all_reduce: the cell of rank 0 has ended"),
+        ('ValueError("no data")', "ValueError: no data"),
         ("else x[:2]", "the ranks called different collectives; no data was touched."),
     ],
 )
-def test_a_cell_fails_in_the_page_s_words(cluster: Cluster, text: str, words: str):
+def test_a_cell_fails_as_its_page_says(cluster: Cluster, text: str, words: str):
     assert words in WORDS
     cluster.execute("x = torch.ones(3) * rank")
     with pytest.raises(CellError, match=re.escape(words)):
@@ -43,3 +48,19 @@ def test_a_cell_fails_in_the_page_s_words(cluster: Cluster, text: str, words: st
 def test_a_cell_prints(cluster: Cluster, text: str):
     result = cluster.execute(cell_with(text), timeout_s=DEADLINE_S)
     assert "holds" in result[0].stdout or "aten::" in result[0].stdout
+
+
+def test_a_cell_frees_the_tensors_of_a_failed_function(cluster: Cluster):
+    cluster.execute(
+        "import weakref\n"
+        "kept = []\n"
+        "def fail():\n"
+        "    large = torch.ones(1000)\n"
+        "    kept.append(weakref.ref(large))\n"
+        "    raise ValueError"
+    )
+    with pytest.raises(CellError, match="ValueError"):
+        cluster.execute("fail()", timeout_s=DEADLINE_S)
+    assert cluster["kept[0]() is not None"] == [True] * 4
+    cluster.execute(cell_with("last_execution_result"), timeout_s=DEADLINE_S)
+    assert cluster["kept[0]() is not None"] == [False] * 4
