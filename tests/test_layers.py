@@ -1,8 +1,8 @@
-"""The folder layout is the architecture: imports run one way only.
+"""Each package is a layer: it imports only layers below it.
 
-All checks follow the imports of the source text, at every depth: also those inside of
-functions, which run later, and those that other modules make in turn. Imports under
-`TYPE_CHECKING` never run. They must respect the layers, and count nowhere else.
+The checks read the imports in the source text. They include imports inside functions,
+and the imports of the imported modules. Imports under `TYPE_CHECKING` do not run. Only
+the check of the layers includes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYERS = [
 NOTEBOOK_SIDE = {"", "magics", "session", "cluster", "widgets"} | SHARED
 RANK_SIDE = {"torch", "mpi4py", "nbdist.engine", "nbdist.collectives"}
 ON_DEMAND = {
-    # Unpickles a tensor of a rank's, where the user has asked for one.
+    # Unpickles a tensor of a rank when the user asks for one.
     ("nbdist.ipc.serialization", "torch"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -39,7 +39,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def room(module: str) -> str:
+def layer(module: str) -> str:
     """The layer or shared file that a module belongs to; "" for nbdist itself."""
     return module.partition(".")[2].partition(".")[0]
 
@@ -86,19 +86,19 @@ def loaded_with(module: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module: str) -> None:
-    own = room(module)
+    own = layer(module)
     if own == "":
-        return  # the face names every room, lazily
-    assert own in SHARED or own in LAYERS, f"{own} is not a room of the design"
+        return  # nbdist itself names every layer, and loads it at first use
+    assert own in SHARED or own in LAYERS, f"{own} is not in LAYERS"
     named = imports(module, type_checking=True)
-    rooms = {room(name) for name in named if name.startswith("nbdist.")}
-    for other in rooms - {own} - SHARED:
+    layers = {layer(name) for name in named if name.startswith("nbdist.")}
+    for other in layers - {own} - SHARED:
         assert own not in SHARED, f"shared file {own} imports {other}"
         assert LAYERS.index(other) > LAYERS.index(own), f"{own} imports {other}"
 
 
-def test_nothing_of_the_notebook_side_reaches_torch_or_mpi() -> None:
-    chains = {name: [name] for name in MODULES if room(name) in NOTEBOOK_SIDE}
+def test_the_notebook_side_imports_neither_torch_nor_mpi() -> None:
+    chains = {name: [name] for name in MODULES if layer(name) in NOTEBOOK_SIDE}
     waiting = list(chains)
     used = set()
     while waiting:
@@ -134,7 +134,7 @@ def test_underscore_modules_are_imported_in_their_own_package_only(module: str) 
 
 def test_only_cluster_imports_the_client_side_of_ipyparallel() -> None:
     for module in MODULES:
-        if room(module) not in {"cluster", "engine"}:
+        if layer(module) not in {"cluster", "engine"}:
             named = imports(module, type_checking=True)
             tops = {name.partition(".")[0] for name in named}
             assert "ipyparallel" not in tops, module

@@ -36,6 +36,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
 GIVEN = {
+    "collectives.md": "",
     "data.md": DIGITS,
     "elastic.md": DIGITS + """
 data = torch.arange(256)
