@@ -6,13 +6,14 @@ from its standard input:
 - `{"start": name, "argv": [...], "env": {...}, "log": path}` starts a program. The
   optional "cwd" is its working folder, and "memory" limits its bytes.
 - `{"stop": [name, ...]}` ends some programs.
+- `{"remove": path}` names one more folder to be removed at the end.
 
 It writes `{"started": name, "pid": pid}` to its standard output, and
 `{"exited": name, "code": code}` once the program has ended.
 
 When its input closes or its parent ends, whatever the reason, the process supervisor
-ends every process below it and removes RUN_DIR and the cluster's folder in shared
-memory. Cleaning up therefore does not depend on the notebook. When one program ends,
+ends every process below it and removes RUN_DIR and the folders that were named to it.
+Cleaning up therefore does not depend on the notebook. When one program ends,
 the others end too, unless `--apart` was given. If the process supervisor itself is
 killed, Linux signals its programs to end.
 
@@ -50,7 +51,7 @@ class ProcessSupervisor:
     """Starts programs, reports when they end, and ends them all when it ends."""
 
     def __init__(self, run_dir: Path, *, together: bool = True) -> None:
-        self._run_dir = run_dir
+        self._folders = [run_dir]
         self._together = together
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._seen: set[psutil.Process] = set()
@@ -80,7 +81,7 @@ class ProcessSupervisor:
             for terminating in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(terminating, signal.SIG_IGN)
             self._end_processes()
-            remove_folders(self._run_dir)
+            remove_folders(*self._folders)
 
     def _loop(self, selector: selectors.BaseSelector, wakeup: int) -> None:
         pending = b""
@@ -103,6 +104,8 @@ class ProcessSupervisor:
     def _obey(self, order: dict[str, Any]) -> None:
         if "stop" in order:
             self._stop(order["stop"])
+        elif "remove" in order:
+            self._folders.append(Path(order["remove"]))
         elif "rank_host" in order:
             self._connect_rank_host(order["rank_host"])
         else:

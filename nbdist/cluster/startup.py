@@ -76,7 +76,9 @@ def start(
         raise StartError(str(error)) from error
     process_supervisor = SupervisorClient(run_dir)
     try:
-        private_files.make_memory_folder(run_dir)
+        memory = private_files.new_memory_folder()
+        process_supervisor.remove_at_end(memory)
+        private_files.make_memory_folder(run_dir, memory)
         private_files.make_rendezvous_folder(run_dir, len(assignments))
         startup = _Start(
             process_supervisor, assignments, time.monotonic() + timeout_s, on_progress

@@ -36,7 +36,8 @@ class SupervisorClient:
     """Starts a process supervisor, and starts and stops programs through it.
 
     When this client is closed, or this process ends, the process supervisor ends all
-    programs and removes `run_dir`. A second `close` does nothing.
+    programs and removes `run_dir` and the folders given to `remove_at_end`. A second
+    `close` does nothing.
     """
 
     def __init__(self, run_dir: Path, *, together: bool = True) -> None:
@@ -47,6 +48,7 @@ class SupervisorClient:
             together: Whether all programs end when one does.
         """
         self.run_dir = run_dir
+        self._folders = [run_dir]
         self._together = together
         self._changed = threading.Condition()
         self._pids: dict[str, int] = {}
@@ -106,6 +108,11 @@ class SupervisorClient:
                 anything else connects there.
         """
         self._order({"rank_host": str(path)})
+
+    def remove_at_end(self, folder: Path) -> None:
+        """Have one more folder removed at the end. Called before the folder is made."""
+        self._folders.append(folder)
+        self._order({"remove": str(folder)})
 
     def stop(self, names: Sequence[str]) -> None:
         """Ask the process supervisor to end some programs, without waiting."""
@@ -194,6 +201,7 @@ class SupervisorClient:
                 f"the cluster's processes did not end within {timeout_s:.0f} s; "
                 f"process supervisor {self._process.pid} is still ending them"
             ) from error
+        remove_folders(*self._folders)  # what one that was killed has left
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -214,7 +222,7 @@ class SupervisorClient:
             self._changed.notify_all()
         if not self._closed:
             self._report_loss("the process supervisor", self._process.wait())
-            remove_folders(self.run_dir)
+            remove_folders(*self._folders)
 
     def _report_loss(self, name: str, code: int) -> None:
         with self._changed:

@@ -4,6 +4,7 @@ A cluster keeps its files in two folders of mode 0700: its run folder, and a fol
 shared memory, to which the symbolic link `memory` in the run folder points. Both have
 random names, and both are made with `mkdir`, which refuses a name that exists. Another
 user can see the names, but can neither read what lies there nor put anything there.
+Who removes them knows both names, and needs no link.
 
 What is read back is checked, because some of it is unpickled: a cleaner of temporary
 folders may have removed a folder whose name another user has taken since.
@@ -19,6 +20,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "make_rendezvous_folder",
     "make_run_folder",
     "memory_folder",
+    "new_memory_folder",
     "open_file",
     "read_file",
     "remove_folders",
@@ -45,6 +48,8 @@ SEGMENT_BYTES = 4 << 20
 RUN_FOLDER_BYTES = 32 << 20
 """Free space that a run folder must have: what Open MPI's launcher and each rank write
 there, the reserve of a recovery, and room for the first output."""
+REMOVE_TIMEOUT_S = 5.0
+REMOVE_POLL_S = 0.05
 
 
 def make_run_folder() -> Path:
@@ -69,13 +74,17 @@ def make_run_folder() -> Path:
     )
 
 
-def make_memory_folder(run_dir: Path) -> None:
+def new_memory_folder() -> Path:
+    """A name for a cluster's folder in shared memory. Nothing is made."""
+    return MEMORY_FOLDER / f"nbdist-{secrets.token_hex(16)}"
+
+
+def make_memory_folder(run_dir: Path, folder: Path) -> None:
     """Make the cluster's folder in shared memory, if there is shared memory.
 
-    The link is written before the folder is made. Whoever removes the run folder thus
-    finds the other folder, even if this process is killed in between.
+    Args:
+        folder: From `new_memory_folder`. Whoever is to remove it knows it already.
     """
-    folder = MEMORY_FOLDER / f"nbdist-{secrets.token_hex(16)}"
     link = run_dir / LINK
     with contextlib.suppress(OSError):  # a full disk: the run folder serves
         link.symlink_to(folder)
@@ -189,11 +198,20 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
-def remove_folders(run_dir: Path) -> None:
-    """Remove a cluster's two folders."""
-    with contextlib.suppress(OSError):  # not ours: another user has taken the name
-        shutil.rmtree(memory_folder(run_dir), ignore_errors=True)
-    shutil.rmtree(run_dir, ignore_errors=True)
+def remove_folders(*folders: Path) -> None:
+    """Remove folders of a cluster. Those that do not exist are skipped.
+
+    Processes that are just ending may write to a folder while it is removed; it is
+    tried again for some seconds.
+    """
+    deadline = time.monotonic() + REMOVE_TIMEOUT_S
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            while check_folder(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                if not folder.exists() or time.monotonic() > deadline:
+                    break
+                time.sleep(REMOVE_POLL_S)
 
 
 def _check(found: os.stat_result, is_kind: object, path: Path) -> None:

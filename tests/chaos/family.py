@@ -80,12 +80,16 @@ class Family:
     def in_memory(self) -> set[str]:
         """The names of its files in shared memory."""
         try:
-            return {path.name for path in self._memory.iterdir()}
+            return {path.name for path in self.memory.iterdir()}
         except FileNotFoundError:
             return set()
 
     @cached_property
-    def _memory(self) -> Path:
+    def memory(self) -> Path:
+        """Its folder in shared memory, or else its run folder.
+
+        Looked up for the first time while the cluster runs.
+        """
         return memory_folder(self.run_dir)
 
 

@@ -301,6 +301,7 @@ class Start(Scene):
         self._coming = [Coming(run_dir, rank, again=False) for rank in range(RANKS)]
         for rank in self._whose:
             _await_stage(self._coming[rank], self.draw.stage)
+        assert self.stage.family.memory.exists()
 
     def targets(self) -> list[psutil.Process]:
         if self.draw.process in ("controller", "mpiexec"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import tempfile
 from collections import Counter
@@ -102,7 +103,7 @@ class Stage:
     def look_up(self) -> None:
         """Find the processes as they are now."""
         self.family = Family.of(self.cluster)
-        self.family.in_memory()  # its folder is known from here on
+        assert self.family.memory.exists()
         self._ranks = {r.rank: psutil.Process(r.pid) for r in self.cluster.ranks}
 
     def ready(self) -> None:
@@ -147,7 +148,7 @@ class Stage:
         """No cluster runs: no process, no file, no descriptor of one is there."""
         family = self.family
         wait_until(lambda: family.census() == {}, GONE_WITHIN_S, family.describe)
-        assert not family.in_memory(), f"in shared memory: {family.in_memory()}"
+        assert not family.memory.exists(), f"in shared memory: {family.in_memory()}"
         left = {path.name for path in self.own.iterdir()} - {"filler"}
         left -= {name for name in left if name.startswith("torchinductor_")}
         assert not left, f"left in the temporary folder: {left}"
@@ -196,7 +197,7 @@ def _descriptors() -> Counter[str]:
     found: Counter[str] = Counter()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of this very folder
-            found[os.readlink(path).partition(":[")[0]] += 1
+            found[re.sub(r":\[\d+\]", "", os.readlink(path))] += 1
     return found
 
 

@@ -31,9 +31,14 @@ class Clusters:
     def begin(self) -> Path:
         """A new cluster's run folder."""
         run_dir = Path(tempfile.mkdtemp(dir=self._folder))
-        private_files.make_memory_folder(run_dir)
+        private_files.make_memory_folder(run_dir, private_files.new_memory_folder())
         private_files.make_commit_folders(run_dir)
         return run_dir
+
+    def end(self, run_dir: Path) -> None:
+        """Remove the folders of a cluster."""
+        memory = private_files.memory_folder(run_dir)
+        private_files.remove_folders(run_dir, memory)
 
 
 @pytest.fixture
@@ -66,11 +71,11 @@ def test_a_commit_goes_through_three_clusters(clusters: Clusters) -> None:
     for _ in range(3):
         state.commit()
     commit = taken(first)
-    private_files.remove_folders(first)
+    clusters.end(first)
     second = clusters.begin()
     commit.give(second)  # it is lost before its own first commit
     again = taken(second)
-    private_files.remove_folders(second)
+    clusters.end(second)
     third = clusters.begin()
     resume = again.give(third)
     fresh = State(weight=torch.zeros(5), step=0)
@@ -136,7 +141,7 @@ def test_a_kept_commit_is_an_ordinary_file(
     run_dir = clusters.begin()
     training(run_dir, weight=torch.arange(4.0), step=3).commit()
     saved = SavedWorld(CALL, taken(run_dir))
-    private_files.remove_folders(run_dir)
+    clusters.end(run_dir)
     monkeypatch.setattr(world_restart.tempfile, "tempdir", str(tmp_path))
     told = saved.keep()
     assert "number 1" in told

@@ -27,7 +27,7 @@ def memory(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shared = tmp_path / "shm"
     shared.mkdir(mode=0o777)
     monkeypatch.setattr(private_files, "MEMORY_FOLDER", shared)
-    private_files.make_memory_folder(run_dir)
+    private_files.make_memory_folder(run_dir, private_files.new_memory_folder())
     return private_files.memory_folder(run_dir)
 
 
@@ -38,16 +38,33 @@ def test_the_folder_in_memory_is_private_and_found_by_its_link(
     assert run_dir.name not in memory.name
     assert os.readlink(run_dir / "memory") == str(memory)
     (memory / "commit").write_bytes(b"")
-    private_files.remove_folders(run_dir)
+    private_files.remove_folders(run_dir, memory)
     assert not memory.exists()
     assert not run_dir.exists()
+
+
+def test_a_folder_that_is_written_to_while_it_is_removed_is_removed(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = shutil.rmtree
+    late = iter([memory / "a last file"])
+
+    def rmtree(folder: Path, ignore_errors: bool) -> None:
+        for path in late:
+            path.touch()
+            return
+        remove(folder, ignore_errors)
+
+    monkeypatch.setattr(private_files.shutil, "rmtree", rmtree)
+    private_files.remove_folders(memory)
+    assert not memory.exists()
 
 
 def test_without_shared_memory_the_run_folder_serves(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(private_files, "MEMORY_FOLDER", tmp_path / "nowhere")
-    private_files.make_memory_folder(run_dir)
+    private_files.make_memory_folder(run_dir, private_files.new_memory_folder())
     assert private_files.memory_folder(run_dir) == run_dir
     assert list(run_dir.iterdir()) == []
 
@@ -76,7 +93,7 @@ def test_a_folder_that_another_has_put_in_place_is_refused_and_not_removed(
         (memory / "commit").write_bytes(b"a stranger's")
     with pytest.raises(PermissionError, match=r"is not this cluster's"):
         private_files.memory_folder(run_dir)
-    private_files.remove_folders(run_dir)
+    private_files.remove_folders(run_dir, memory)
     assert memory.exists()
 
 
