@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import shlex
 import shutil
 import struct
 import subprocess
@@ -27,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 WORK = [sys.executable, "-m", "tests.cluster.hostile_work"]
 WITHIN_S = 150.0
 FULL = "dd if=/dev/zero of={0}/filler bs=64k 2> /dev/null || true"
-SMALL = "mount -t tmpfs -o size=1m,mode=1777 tmpfs {0}"
-LARGE = "mount -t tmpfs -o size=192m,mode=1777 tmpfs {0}"
+SMALL = "size=1m"
+LARGE = "size=192m"
 # /dev is shared with the rest of the machine: another one, without /dev/shm.
 NO_MEMORY_FOLDER = """
 dev=$(mktemp -d) && mount -t tmpfs tmpfs $dev && cd $dev && mkdir pts
@@ -37,6 +38,11 @@ do touch $each && mount --bind /dev/$each $each; done
 ln -s /proc/self/fd fd && ln -s pts/ptmx ptmx && mount --bind /dev/pts pts
 mount --rbind $dev /dev && cd / && ! test -e /dev/shm
 """
+
+
+def full(folder: str) -> tuple[str, ...]:
+    """Shell commands that have a folder be a file system without room."""
+    return cover(folder, SMALL), FULL.format(folder)
 
 
 @functools.cache
@@ -51,6 +57,31 @@ def why_no_mounts() -> str:
         check=False,
     )
     return tried.stderr.strip()
+
+
+def cover(folder: str, option: str) -> str:
+    """Shell commands that mount an empty file system over a folder.
+
+    What the work needs of this repository, of the virtual environment and of Python is
+    there afterwards, where it lies in that folder.
+    """
+    needed = {
+        path.resolve()
+        for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix))
+        if path.resolve().is_relative_to(folder)
+    }
+    mount = f"mount -t tmpfs -o {option},mode=1777 tmpfs {folder}"
+    if not needed:
+        return mount
+    commands = ["mount -t tmpfs tmpfs /mnt"]
+    for number, path in enumerate(needed):
+        place = f"mkdir /mnt/{number} && mount --rbind {{}} /mnt/{number}"
+        commands.append(place.format(shlex.quote(str(path))))
+    commands.append(mount)
+    for number, path in enumerate(needed):
+        place = "mkdir -p {0} && mount --rbind /mnt/{1} {0}"
+        commands.append(place.format(shlex.quote(str(path)), number))
+    return " && ".join([*commands, "umount --lazy /mnt"])
 
 
 def work(
@@ -72,10 +103,7 @@ def work(
     if mounts:
         if why := why_no_mounts():
             pytest.skip(f"no mount namespace: {why}")
-        for needed in (ROOT, Path(sys.prefix), Path(sys.base_prefix)):
-            if needed.resolve().is_relative_to("/tmp"):
-                pytest.skip(f"{needed} lies in /tmp, which the test hides")
-        script = " && ".join([*mounts, f"cd {folder}", 'exec "$@"'])
+        script = " && ".join([*mounts, f"cd {shlex.quote(str(folder))}", 'exec "$@"'])
         command = ["unshare", "--mount", "sh", "-c", script, "sh", *command]
 
     def limit() -> None:
@@ -102,18 +130,16 @@ def assert_works(done: subprocess.CompletedProcess[str]) -> None:
 
 def test_tmp_becomes_full() -> None:
     """Output is cut with a note, and a rank that dies then is replaced."""
-    assert_works(work("full", mounts=(LARGE.format("/tmp"),)))
+    assert_works(work("full", mounts=(cover("/tmp", LARGE),)))
 
 
 def test_tmp_is_full_from_the_start() -> None:
-    mounts = [each.format("/tmp") for each in (SMALL, FULL)]
     # Else Python's tempfile goes to /var/tmp.
-    hidden = [each.format("/var/tmp") for each in (SMALL, FULL)]
-    assert_works(work(mounts=(*mounts, *hidden)))
+    assert_works(work(mounts=(*full("/tmp"), *full("/var/tmp"))))
 
 
 def test_shared_memory_is_full() -> None:
-    assert_works(work(mounts=tuple(each.format("/dev/shm") for each in (SMALL, FULL))))
+    assert_works(work(mounts=full("/dev/shm")))
 
 
 def test_shared_memory_is_absent() -> None:
@@ -121,7 +147,7 @@ def test_shared_memory_is_absent() -> None:
 
 
 def test_tmp_is_noexec() -> None:
-    assert_works(work(mounts=("mount -t tmpfs -o noexec,mode=1777 tmpfs /tmp",)))
+    assert_works(work(mounts=(cover("/tmp", "noexec"),)))
 
 
 @pytest.mark.parametrize("home", [None, "/dev/null/nobody"], ids=["unset", "unusable"])
@@ -135,8 +161,8 @@ def test_256_descriptors() -> None:
 
 def test_no_room_anywhere_is_said_before_anything_is_started() -> None:
     folders = ("/tmp", "/var/tmp", "/dev/shm")
-    mounts = [each.format(folder) for folder in folders for each in (SMALL, FULL)]
-    done = work(mounts=tuple(mounts), folder="/tmp")  # else Python takes this folder
+    mounts = tuple(command for folder in folders for command in full(folder))
+    done = work(mounts=mounts, folder="/tmp")  # else Python takes this folder
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "no room for the cluster's files" in last
