@@ -180,6 +180,10 @@ class _Client(Client):  # type: ignore[misc]
 
     def _setup_streams(self) -> None:
         super()._setup_streams()
+        for name in self.trait_names():
+            if name.endswith("_socket"):
+                # What a controller that has ended has not taken would keep it open.
+                getattr(self, name).linger = 0
         news = {REFUSED, *self._notification_handlers}
         for stream, types, handle in (
             (self._control_stream, {REPLY}, self._on_reply),

@@ -314,15 +314,17 @@ class ExitMonitor:
                     self._on_death(info.rank)
                 else:
                     selector.register(descriptor, selectors.EVENT_READ, info.rank)
-            while not self._closed:
-                for key, _ in selector.select():
+            try:
+                while not self._closed:
+                    for key, _ in selector.select():
+                        if key.data is not None:
+                            selector.unregister(key.fd)
+                            os.close(key.fd)
+                            self._on_death(key.data)
+            finally:
+                for key in list(selector.get_map().values()):
                     if key.data is not None:
-                        selector.unregister(key.fd)
                         os.close(key.fd)
-                        self._on_death(key.data)
-            for key in list(selector.get_map().values()):
-                if key.data is not None:
-                    os.close(key.fd)
 
     def _watch_by_polling(self, infos: list[RankInfo]) -> None:
         """Elsewhere, look at the processes twice a second."""
