@@ -242,7 +242,19 @@ class RankRegistry:
 
     def _on_death(self, rank: int) -> None:
         """Record a death. Runs on the exit monitor's thread."""
-        self._record_death(rank, RankDied(self._death_message(rank)))
+        if not self._ended_with_helper(self._infos[rank]):
+            self._record_death(rank, RankDied(self._death_message(rank)))
+
+    def _ended_with_helper(self, info: RankInfo) -> bool:
+        """Whether a helper process had ended before the rank and its parent.
+
+        Then that is the cause, and `lose` records the death.
+        """
+        earlier = self._exit_order.ended_before(info.pid)
+        return any(
+            info.parent_pid not in self._exit_order.ended_before(helper)
+            for helper in earlier & set(self._helpers)
+        )
 
     def _record_death(self, rank: int, error: RankDied) -> None:
         with self._lock:
@@ -251,8 +263,9 @@ class RankRegistry:
 
     def _death_message(self, rank: int) -> str:
         info = self._infos[rank]
-        path = self.run_dir / f"{info.name}.stderr"
-        text = path.read_text(errors="replace") if path.exists() else ""
+        text = ""
+        with contextlib.suppress(OSError):  # the folder has been removed
+            text = (self.run_dir / f"{info.name}.stderr").read_text(errors="replace")
         lines = text.rstrip().splitlines()[-LAST_LINES:]
         last = "".join(f"\n    {line}" for line in lines)
         said = f"; the last lines of its stderr:{last}\n" if last else ""
@@ -346,10 +359,11 @@ class ExitOrder:
     """
 
     def __init__(self) -> None:
-        is_kept = hasattr(os, "pidfd_open")
-        self._epoll = select.epoll() if is_kept else None
+        self._epoll = select.epoll() if hasattr(os, "pidfd_open") else None
         self._descriptors: dict[int, int] = {}
-        """By pid."""
+        """Those of processes that run, by pid."""
+        self._ended: list[int] = []
+        """The pids of the others, in their order."""
         self._lock = threading.Lock()
 
     def watch(self, pids: Iterable[int]) -> None:
@@ -358,29 +372,45 @@ class ExitOrder:
         with self._lock:
             if self._epoll is None:
                 return
+            self._hear(self._epoll)
+            self._ended = [pid for pid in self._ended if pid in wanted]
             for pid in self._descriptors.keys() - wanted:
-                os.close(self._descriptors.pop(pid))
-            for pid in wanted - self._descriptors.keys():
+                self._forget(self._epoll, pid)
+            for pid in wanted - self._descriptors.keys() - set(self._ended):
                 with contextlib.suppress(ProcessLookupError):
                     self._descriptors[pid] = os.pidfd_open(pid)
                     self._epoll.register(self._descriptors[pid], select.EPOLLIN)
 
     def ended_before(self, pid: int) -> set[int]:
-        """The processes that had ended when this one did."""
+        """The processes that had ended when this one did; none while it runs."""
         with self._lock:
-            if self._epoll is None or pid not in self._descriptors:
-                return set()
-            pids = {descriptor: pid for pid, descriptor in self._descriptors.items()}
-            events = self._epoll.poll(0, len(pids))
-        ended = [pids[descriptor] for descriptor, _ in events]
-        return set(ended[: ended.index(pid)]) if pid in ended else set()
+            if self._epoll is not None:
+                self._hear(self._epoll)
+            ended = self._ended
+            return set(ended[: ended.index(pid)]) if pid in ended else set()
+
+    def _hear(self, epoll: select.epoll) -> None:
+        """Take in which processes have ended since the last call."""
+        if not self._descriptors:
+            return
+        pids = {descriptor: pid for pid, descriptor in self._descriptors.items()}
+        # All at once: the next call would begin with others.
+        for descriptor, _ in epoll.poll(0, len(pids)):
+            self._ended.append(pids[descriptor])
+            self._forget(epoll, pids[descriptor])
+
+    def _forget(self, epoll: select.epoll, pid: int) -> None:
+        descriptor = self._descriptors.pop(pid)
+        epoll.unregister(descriptor)  # a forked child may have it, too
+        os.close(descriptor)
 
     def close(self) -> None:
         """Stop watching. A second close does nothing."""
         with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
             if self._epoll is not None:
-                for descriptor in self._descriptors.values():
-                    os.close(descriptor)
                 self._epoll.close()
                 self._epoll = None
 

@@ -79,7 +79,7 @@ def test_processes_are_told_in_the_order_of_their_ends(families: list[Family]) -
         assert order.ended_before(first.parent) == set()
     order.close()
     order.close()
-    assert order.ended_before(third.parent) == set()
+    assert order.ended_before(third.parent) == {second.parent, second.child}
 
 
 def test_what_is_not_watched_any_longer_keeps_no_descriptor(
@@ -104,25 +104,51 @@ class _NoMonitor:
         pass
 
 
-def test_ranks_that_end_before_mpiexec_are_named_when_it_ends(
+@pytest.fixture
+def registry(
     families: list[Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[RankRegistry]:
+    """Two ranks of an mpiexec, which is the first family. Nobody hears of deaths."""
     monkeypatch.setattr(rank_registry, "ExitMonitor", _NoMonitor)
     mpiexec, *ranks = families
-    infos = [_info(rank, family) for rank, family in enumerate(ranks)]
     started: Any = SimpleNamespace(
         client=SimpleNamespace(fail=lambda *_: None),
         process_supervisor=SimpleNamespace(run_dir=tmp_path, pids=[mpiexec.parent]),
-        infos=infos,
+        infos=[_info(rank, family) for rank, family in enumerate(ranks)],
     )
-    registry = RankRegistry(started)
+    made = RankRegistry(started)
+    yield made
+    made.close()
+
+
+REASON = "mpiexec has ended with SIGABRT"
+
+
+def test_ranks_that_end_before_mpiexec_are_named_when_it_ends(
+    families: list[Family], registry: RankRegistry
+) -> None:
+    mpiexec, *ranks = families
     ranks[1].kill()
     mpiexec.kill()
     ranks[0].kill()
-    reason = "mpiexec has ended with SIGABRT"
-    registry.lose(Loss(reason, is_cause=True, pid=mpiexec.parent))
-    registry.close()
-    assert str(registry.died[0]) == reason
+    registry.lose(Loss(REASON, is_cause=True, pid=mpiexec.parent))
+    assert str(registry.died[0]) == REASON
+    assert f"rank 1 (pid {ranks[1].child} on here) has died" in str(registry.died[1])
+
+
+def test_mpiexec_is_named_by_ranks_that_end_after_it(
+    families: list[Family], registry: RankRegistry
+) -> None:
+    """Also where their ends are heard of before that of mpiexec."""
+    mpiexec, *ranks = families
+    ranks[1].kill()
+    registry._on_death(1)
+    mpiexec.kill()
+    ranks[0].kill()
+    registry._on_death(0)
+    assert list(registry.died) == [1]
+    registry.lose(Loss(REASON, is_cause=True, pid=mpiexec.parent))
+    assert str(registry.died[0]) == REASON
     assert f"rank 1 (pid {ranks[1].child} on here) has died" in str(registry.died[1])
 
 
