@@ -185,8 +185,6 @@ class Change:
     base: int
     """The generation of the last change that every rank completed. The ranks start from
     its communicator, whatever a failed attempt has left."""
-    living: int
-    """How many ranks of that communicator live. They all carry the change out."""
     numbers: dict[str, int]
     """The new rank of each process that stays, by its engine's uuid."""
     joins: tuple[Join, ...] = ()

@@ -137,7 +137,6 @@ class Membership:
         plan = Change(
             generation=self._generation,
             base=self._base,
-            living=len(self._registry.living),
             numbers=dict(numbers),
             joins=tuple(Join(rank) for rank in joins),
         )

@@ -118,7 +118,9 @@ def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     rank = this_rank()
     close_groups()
     torch_group.stop()
-    comm = attempt.own(_of_the_living(world.communicator_of(plan.base), plan.living))
+    comm = world.communicator_of(plan.base)
+    comm.Revoke()
+    comm = attempt.own(comm.Shrink())
     number = plan.numbers.get(rank.info.engine_uuid)
     comm = _split(comm, number)
     if number is None:
@@ -132,24 +134,6 @@ def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     torch_group.start(rank.run_dir, owns_gpu, plan.generation)
     _update_rank(here)
     return rank.info
-
-
-def _of_the_living(comm: Any, living: int) -> Any:
-    """A communicator of the ranks that live.
-
-    `MPIX_Comm_shrink` finds out who lives by an agreement. There, a rank that was
-    spawned can wait for ever for one that was spawned together with it and has died,
-    because PRRTE tells that to the ranks of other jobs only. A rank that is the last
-    one needs no agreement.
-    """
-    from mpi4py import MPI
-
-    if living == 1:
-        alone = MPI.COMM_SELF.Dup()
-        alone.Set_errhandler(MPI.ERRORS_RETURN)
-        return alone
-    comm.Revoke()
-    return comm.Shrink()
 
 
 def _split(comm: Any, number: int | None) -> Any:

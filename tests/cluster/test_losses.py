@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.membership import MEET_TIMEOUT_S
 from nbdist.errors import CellError, ScaleFailed, UsageError
 from nbdist.ipc.private_files import memory_folder, rendezvous_folder
 from tests.processes import wait_until
@@ -170,20 +171,28 @@ def test_a_rank_dies_whose_parent_is_stopped(cluster: Cluster) -> None:
 # -- helper processes --------------------------------------------------------------
 
 
-def test_the_last_rank_goes_on_although_one_spawned_with_it_has_died(
+def test_ranks_go_on_although_one_that_was_spawned_with_them_has_died(
     cluster: Cluster, notes: list[str]
 ) -> None:
-    def strike(*ranks: int) -> None:
+    def strike(*ranks: int) -> float:
+        """Kill these ranks; the seconds until the others have replaced them."""
         for rank in ranks:
             os.kill(cluster.infos[rank].pid, signal.SIGKILL)
         wait_until(lambda: cluster.died().keys() == set(ranks), 10)
+        begun = time.monotonic()
+        cluster.execute(SUM)
+        return time.monotonic() - begun
 
-    strike(0, 2)
-    cluster.execute(f"mine = 100 + rank\n{SUM}")  # two are spawned together
-    strike(0, 1)
-    cluster.execute(SUM)
-    assert cluster["mine"] == [102] * 3
+    cluster.scale(1, drop=True)
+    cluster.scale(4)  # ranks 1 to 3 are spawned together
+    cluster.execute("mine = 100 + rank")
+    assert strike(0, 1) < MEET_TIMEOUT_S
     assert "rank 0-1 was replaced" in notes[-1]
+    assert cluster["mine"] == [102, 102, 102, 103]
+    cluster.execute("mine = 100 + rank")
+    assert strike(1, 2, 3) < MEET_TIMEOUT_S  # the last of the two that were spawned
+    assert "rank 1-3 was replaced" in notes[-1]
+    assert cluster["mine"] == [100] * 4
 
 
 def test_no_process_maps_a_file_in_the_temporary_folder(cluster: Cluster) -> None:

@@ -67,8 +67,11 @@ class Mpiexec(Launcher):
             "OMPI_MCA_btl": "self,sm,tcp" if self.is_fault_tolerant else "self,vader",
             "OMPI_MCA_btl_tcp_if_include": "lo",
             "OMPI_MCA_btl_tcp_disable_family": "6",
-            # `--with-ft` covers the first ranks alone; those spawned later need this.
+            # `--with-ft` covers the first ranks alone. Those spawned later end together
+            # without the first of these; without the second, none of them hears that
+            # another one has died, and waits for it in MPIX_Comm_shrink.
             "PRTE_MCA_state_base_recoverable": "1",
+            "PRTE_MCA_state_base_notify_errors": "1",
             "PRTE_MCA_oob_tcp_disable_ipv6_family": "1",
             "OMPI_MCA_pml": "ob1",
             # A stale session directory of the same pid stops PRRTE: have our own.
