@@ -221,6 +221,7 @@ class Cluster:
         """
         started, self._started = self._started, None
         registry, self._registry = self._registry, None
+        self._commit = None  # its files are open, and take memory until they are closed
         if registry is not None:
             registry.close()
         if started is not None:

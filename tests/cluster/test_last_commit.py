@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nbdist import Cluster
 from nbdist.cluster import world_restart
 from nbdist.cluster.world_restart import LastCommit, SavedWorld, last_commit
 from nbdist.errors import CheckpointError, ClusterError
@@ -171,3 +172,16 @@ def test_a_record_that_names_a_file_elsewhere_is_refused(
         path.write_bytes(checkpoint.packed({**header, "data": name}, b""))
         with pytest.raises(CheckpointError, match="does not say where"):
             read_record(checkpoint.check(path))
+
+
+def test_a_cluster_that_is_stopped_keeps_no_file_of_a_commit_open(
+    clusters: Clusters,
+) -> None:
+    run_dir = clusters.begin()
+    training(run_dir, weight=torch.arange(4.0)).commit()
+    cluster = Cluster(1, device="cpu")
+    before = len(os.listdir("/proc/self/fd"))
+    cluster._commit = taken(run_dir)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    cluster.stop()
+    assert len(os.listdir("/proc/self/fd")) == before
