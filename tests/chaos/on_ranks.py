@@ -40,7 +40,9 @@ def listen(folder: Path) -> None:
     """Have this process end with the exit code that `faults.exit_code` sends it."""
     if _Here.listens != os.getpid():
         _Here.listens = os.getpid()
-        os.mkfifo(folder / f"exit {os.getpid()}", 0o600)
+        fifo = folder / f"exit {os.getpid()}"
+        fifo.unlink(missing_ok=True)  # a process that has ended had the same pid
+        os.mkfifo(fifo, 0o600)
         threading.Thread(target=_await_code, args=(folder,), daemon=True).start()
 
 
