@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from nbdist.errors import UsageError
-from nbdist.ipc.resources import cores, memory_available
+from nbdist.ipc.resources import cores, host_name, is_this_host, memory_available
 
 __all__ = ["Gpu", "Host", "HostSlots", "parse_hosts", "slots_here", "this_host"]
 
@@ -43,7 +42,7 @@ def this_host() -> Host:
     gpus, why = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     memory = psutil.virtual_memory()
     available = memory_available(memory.total, memory.available)
-    return Host(os.uname().nodename, cores(), gpus, why, available)
+    return Host(host_name(), cores(), gpus, why, available)
 
 
 def _visible_gpus(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
@@ -121,7 +120,6 @@ def _mig_devices(handle: object) -> list[object]:
 
 
 _ENTRY = re.compile(r"(?P<name>[\w.-]+|\[[\da-fA-F:]+\])(?::(?P<slots>\d+))?")
-_HERE = {"localhost", "127.0.0.1", "[::1]"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def slots_here(hosts: Sequence[HostSlots]) -> int:
     Raises:
         UsageError: Another host is named, which no launcher can reach yet.
     """
-    others = [host.name for host in hosts if not _is_here(host.name)]
+    others = [host.name for host in hosts if not is_this_host(host.name)]
     if others:
         raise UsageError(
             f"-H {', '.join(others)}: ranks on other hosts are not possible yet, for "
@@ -170,8 +168,3 @@ def slots_here(hosts: Sequence[HostSlots]) -> int:
             "start a script there with mpiexec and nbdist.init()"
         )
     return sum(host.slots for host in hosts)
-
-
-def _is_here(name: str) -> bool:
-    own = socket.gethostname()
-    return name in _HERE or name.split(".")[0].lower() == own.split(".")[0].lower()

@@ -44,7 +44,7 @@ class Doorbell:
         self._segment = share(
             group.size * semaphore.SEMAPHORE_BYTES,
             group.rank,
-            len(set(group.hosts)) == 1,
+            group.hosts,
             partial(all_gather_object, group=group),
         )
         self._own = group.rank

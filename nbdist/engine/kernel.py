@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from nbdist.ipc import serialization
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import RANK_PARENT, STARTED
 from nbdist.ipc.process_files import Process
+from nbdist.ipc.resources import host_name
 from nbdist.ipc.signed_messages import SignedSession
 from nbdist.telemetry import internal_metrics
 from nbdist.telemetry.recorder import Recorder
@@ -150,7 +150,7 @@ def _describe(
         local_rank=int(os.environ["LOCAL_RANK"]),
         local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
         engine_uuid="",
-        host=socket.gethostname(),
+        host=host_name(),
         pid=os.getpid(),
         parent_pid=int(os.environ[RANK_PARENT]),
         started=os.environ.get(STARTED, ""),

@@ -1,14 +1,22 @@
-"""The share of this machine that a process may use: cores, memory, GPU memory."""
+"""This host: its name, and the cores and memory that a process may use."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 
 from nbdist.errors import UsageError
 
-__all__ = ["cores", "memory_available", "memory_fraction", "memory_limit"]
+__all__ = [
+    "cores",
+    "host_name",
+    "is_this_host",
+    "memory_available",
+    "memory_fraction",
+    "memory_limit",
+]
 
 UNITS = {
     "": 1, "B": 1,
@@ -16,6 +24,20 @@ UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
 }  # fmt: skip
+
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def host_name() -> str:
+    """The name of this host in messages and tables."""
+    return socket.gethostname()
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a host that the user names is this one. The domain is ignored."""
+    own = host_name().partition(".")[0].lower()
+    return name in LOOPBACK or name.partition(".")[0].lower() == own
 
 
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

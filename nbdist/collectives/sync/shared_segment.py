@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from mpi4py import MPI
@@ -12,7 +13,7 @@ from mpi4py import MPI
 from nbdist.collectives.sync import semaphore
 from nbdist.collectives.sync.wait import Swap
 
-__all__ = ["Segment", "host_name", "share"]
+__all__ = ["Segment", "host_identity", "share"]
 
 _DIRECTORY = "/dev/shm"
 
@@ -82,14 +83,14 @@ class Segment:
             self._descriptor = None
 
 
-def host_name() -> str:
-    """Equal for processes that can share a segment by way of /proc."""
+def host_identity() -> str:
+    """Name this process's host and PID namespace. Equal ones can share a segment."""
     namespace = Path("/proc/self/ns/pid")
     processes = namespace.stat().st_ino if namespace.exists() else 0
     return f"{MPI.Get_processor_name()}/{processes}"
 
 
-def share(size: int, rank: int, one_host: bool, swap: Swap) -> Segment | None:
+def share(size: int, rank: int, hosts: Iterable[object], swap: Swap) -> Segment | None:
     """Map a segment of `size` bytes on all ranks. Every rank must call.
 
     The segment's file is open afterwards: call `close_file`.
@@ -97,13 +98,13 @@ def share(size: int, rank: int, one_host: bool, swap: Swap) -> Segment | None:
     Args:
         size: Bytes.
         rank: This process's.
-        one_host: Whether `host_name` is equal on all ranks.
+        hosts: Each rank's host: its `host_identity`, or a number for it.
         swap: Among the ranks.
 
     Returns:
         None, on all ranks, where one of them cannot map it.
     """
-    if not one_host or not semaphore.AVAILABLE:
+    if len(set(hosts)) > 1 or not semaphore.AVAILABLE:
         return None
     segment = None
     if rank == 0:

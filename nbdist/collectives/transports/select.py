@@ -22,7 +22,7 @@ from nbdist.collectives.sync.cuda_events import settle
 from nbdist.collectives.sync.cuda_peers import identity
 from nbdist.collectives.sync.semaphore_barrier import NAP_S, YIELDS
 from nbdist.collectives.sync.shared_barrier import SharedBarrier
-from nbdist.collectives.sync.shared_segment import host_name, share
+from nbdist.collectives.sync.shared_segment import host_identity, share
 from nbdist.collectives.sync.wait import Check, Hooks, Swap, complete
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.copy_pipeline import Copier, Pipeline
@@ -220,7 +220,7 @@ class _Card:
 def _own_card(config: CollectiveConfig, size: int) -> _Card:
     native = find_compiled() if config.compiled else None
     compiled = native is not None and size <= native.MOST_RANKS
-    return _Card(host_name(), _cores(), compiled)
+    return _Card(host_identity(), _cores(), compiled)
 
 
 def _share_memory(
@@ -236,10 +236,8 @@ def _share_memory(
     """
     pages = -(-SharedBarrier.bytes_needed(comm.size) // mmap.PAGESIZE)
     head = pages * mmap.PAGESIZE
-    one_host = len({card.host for card in cards}) == 1
-    segment = share(
-        head + slots_bytes(comm.size, config.slot_bytes), comm.rank, one_host, swap
-    )
+    size = head + slots_bytes(comm.size, config.slot_bytes)
+    segment = share(size, comm.rank, [card.host for card in cards], swap)
     if segment is None:
         return None
     cores = {core for card in cards for core in card.cores}
