@@ -161,7 +161,7 @@ class CollectiveCall:
 class ProgressSnapshot:
     """Where the main thread of a rank is. Two are equal if it has not moved between."""
 
-    place: str
+    location: str
     """The collective that the thread is in, else the line of its cell."""
     call: CollectiveCall | None
     """The collective in which the thread waits for other ranks."""
@@ -255,8 +255,8 @@ class Failure:
     host: str
     ename: str
     evalue: str
-    place: str = ""
-    """The last line of the user's own that was reached: "In[7] line 4"."""
+    location: str = ""
+    """The innermost line of the user's code, such as "In[7] line 4"."""
     traceback: tuple[str, ...] = field(default=(), repr=False)
     """Formatted lines, with ANSI colours, as IPython made them on the rank."""
 

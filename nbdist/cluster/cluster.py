@@ -950,8 +950,8 @@ class Cluster:
 
         While a cell runs, the cluster asks all ranks every two seconds.
         """
-        place, when = self._live().last_places.get(rank, ("", 0.0))
-        return place and f"{time.monotonic() - when:.0f} s ago at {place}"
+        location, when = self._live().last_locations.get(rank, ("", 0.0))
+        return location and f"{time.monotonic() - when:.0f} s ago at {location}"
 
     def variables(self, pattern: str = "*") -> dict[int, Any]:
         """A description of each rank's variables, for `%dist_vars`."""

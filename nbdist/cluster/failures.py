@@ -85,7 +85,7 @@ def _who(alike: Sequence[Failure], world_size: int) -> str:
 
 
 def _where(failure: Failure) -> str:
-    return f" in {failure.place}" if failure.place else ""
+    return f" in {failure.location}" if failure.location else ""
 
 
 def _error(failure: Failure, *, first: bool = False) -> str:

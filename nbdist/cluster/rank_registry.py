@@ -48,7 +48,7 @@ class RankRegistry:
         self.run_dir = started.process_supervisor.run_dir
         self._infos = {info.rank: info for info in started.infos}
         self._died: dict[int, RankDied] = {}
-        self.last_places: dict[int, tuple[str, float]] = {}
+        self.last_locations: dict[int, tuple[str, float]] = {}
         """By rank, the position last seen in a cell, and when (monotonic clock)."""
         self.lost = ""
         """Why all ranks have ended at once; "" while they have not."""
@@ -95,7 +95,7 @@ class RankRegistry:
         with self._lock:
             self._infos = {info.rank: info for info in infos}
             self._died.clear()
-        self.last_places.clear()
+        self.last_locations.clear()
         self._watch_order()
         self._pipes.hold(self.infos)
         self._exit_monitor = ExitMonitor(self.infos, self._on_death)

@@ -60,7 +60,7 @@ class StallDetector:
 
     def _update(self, rank: int, snapshot: ProgressSnapshot | None, now: float) -> Seen:
         if snapshot is not None:
-            self._registry.last_places[rank] = snapshot.place, now
+            self._registry.last_locations[rank] = snapshot.location, now
         before = self._seen.get(rank)
         if before is not None and before.snapshot == snapshot:
             return before
@@ -70,14 +70,14 @@ class StallDetector:
 def describe(seen: Mapping[int, Seen], now: float) -> str:
     """Where each rank is and for how long, and which ranks the others wait for."""
     lines = [
-        f"rank {rank} for {now - each.since:.0f} s: {_place(each.snapshot)}"
+        f"rank {rank} for {now - each.since:.0f} s: {_location(each.snapshot)}"
         for rank, each in seen.items()
     ]
     return "\n".join([_verdict(seen), *lines])
 
 
-def _place(snapshot: ProgressSnapshot | None) -> str:
-    return "does not answer" if snapshot is None else snapshot.place
+def _location(snapshot: ProgressSnapshot | None) -> str:
+    return "does not answer" if snapshot is None else snapshot.location
 
 
 def _verdict(seen: Mapping[int, Seen]) -> str:

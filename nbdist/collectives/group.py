@@ -111,7 +111,7 @@ class Group:
         live.add(self)
 
     def _connect(self) -> None:
-        self._hooks = Hooks(self._meet, self._differ, self._check, leave_notes)
+        self._hooks = Hooks(self._pass_barrier, self._differ, self._check, leave_notes)
         self._connection: Connection = connect(self.comm, self.config, self._hooks)
         reductions = self._connection.reductions
         self.quick = None if reductions is None else reductions.quick
@@ -173,9 +173,9 @@ class Group:
         timeout: float | timedelta | None,
     ) -> Handle | None:
         """Make the call of a plan. See `run`."""
-        meets = plan.transport.meets
+        has_barrier = plan.transport.has_barrier
         return self.run(
-            plan.kind, body, meets=meets, async_op=async_op, timeout=timeout
+            plan.kind, body, has_barrier=has_barrier, async_op=async_op, timeout=timeout
         )
 
     def keep_quick(self, tensor: Tensor, op: ReduceOp, kind: Signature) -> None:
@@ -246,7 +246,7 @@ class Group:
         kind: Signature,
         body: Callable[[], object],
         *,
-        meets: bool = False,
+        has_barrier: bool = False,
         async_op: bool = False,
         timeout: float | timedelta | None = None,
         call_site: CallSite | None = None,
@@ -256,7 +256,7 @@ class Group:
         Args:
             kind: what must agree between the ranks.
             body: moves the data by a transport of this group.
-            meets: whether `body` passes the barrier itself (`Transport.meets`).
+            has_barrier: whether `body` passes the barrier (`Transport.has_barrier`).
             async_op: return a handle at once.
             timeout: seconds; None takes the configured time-out.
             call_site: the user's line, if the user called from another thread.
@@ -269,16 +269,16 @@ class Group:
         """
         call = Call(kind, timeout, call_site)
         if async_op or self._worker.last is not None:
-            return self._queue(call, body, meets, async_op)
+            return self._queue(call, body, has_barrier, async_op)
         if self._connection.gpu is not None and kind.device == "cuda":
             with torch.cuda.device(self._connection.gpu):
-                self._run(call, body, meets)
+                self._run(call, body, has_barrier)
         else:
-            self._run(call, body, meets)
+            self._run(call, body, has_barrier)
         return None
 
     def _queue(
-        self, call: Call, body: Callable[[], object], meets: bool, async_op: bool
+        self, call: Call, body: Callable[[], object], has_barrier: bool, async_op: bool
     ) -> Handle | None:
         """Run a call after the asynchronous calls that were started before it."""
         gpu = self._connection.gpu if call.kind.device == "cuda" else None
@@ -286,7 +286,7 @@ class Group:
         current = torch.cuda.device(gpu) if gpu is not None else _nowhere
         with current:
             if not async_op and (self._worker.is_current or not self._worker.busy):
-                self._run(call, body, meets)
+                self._run(call, body, has_barrier)
                 return None
             call.call_site = call.call_site or find_call_site(sys._getframe())
             handle = Handle(call.kind.operation, self.abort)
@@ -295,13 +295,13 @@ class Group:
             if self.quick is not None:
                 self._hold(self.quick)
                 handle.add_done_callback(partial(_release, self.quick))
-            self._worker.submit(partial(self._run, call, body, meets), handle)
+            self._worker.submit(partial(self._run, call, body, has_barrier), handle)
             if async_op:
                 return handle
             handle.wait()
         return None
 
-    def _run(self, call: Call, body: Callable[[], object], meets: bool) -> None:
+    def _run(self, call: Call, body: Callable[[], object], has_barrier: bool) -> None:
         with self._turn:
             quick = self.quick
             if quick is not None:
@@ -311,7 +311,7 @@ class Group:
                     self.raise_if_aborted()
                 self._sequence += 1
                 call.sequence = self.sequence
-                self._conduct(call, body, meets)
+                self._conduct(call, body, has_barrier)
             finally:
                 if quick is not None:
                     quick.release()
@@ -321,7 +321,7 @@ class Group:
             wait_until(quick.hold, self.raise_if_aborted)
 
     def _conduct(
-        self, call: Call, body: Callable[[], object], meets: bool = True
+        self, call: Call, body: Callable[[], object], has_barrier: bool = True
     ) -> None:
         """Run `body` as this rank's present call, which other threads can see."""
         timeout = self.config.timeout_s if call.timeout is None else call.timeout
@@ -330,8 +330,8 @@ class Group:
         self._hooks.fingerprint = call.kind.fingerprint if self.config.check else 0
         self._call = call
         try:
-            if not meets:
-                self._meet()
+            if not has_barrier:
+                self._pass_barrier()
             body()
         except CollectiveMismatch:
             raise
@@ -359,7 +359,7 @@ class Group:
 
     # -- the barrier ---------------------------------------------------------------
 
-    def _meet(self) -> None:
+    def _pass_barrier(self) -> None:
         """Wait for all ranks. Raise on all of them if their calls differ."""
         if not self._connection.barrier.arrive(self._hooks.fingerprint, self._check):
             self._differ()

@@ -59,7 +59,7 @@ def line_of(filename: str, line: int) -> str:
 def last_line(error: BaseException) -> str:
     """The last line of the user's that an exception passed, as of `line_of`."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        place = line_of(frame.f_code.co_filename, line)
-        if place:
-            return place
+        location = line_of(frame.f_code.co_filename, line)
+        if location:
+            return location
     return ""

@@ -154,7 +154,7 @@ def _failure(result: Any) -> Failure | None:
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return None
-    place = cell_names.last_line(error)
+    location = cell_names.last_line(error)
     # An error that crosses DDP's backward, which is C++, arrives as another class.
     error = original_error(error)
     name = type(error).__name__
@@ -166,6 +166,6 @@ def _failure(result: Any) -> Failure | None:
         info.host,
         name,
         message_of(error),
-        place,
+        location,
         tuple(map(encodable, getattr(shell, "_last_traceback", None) or ())),
     )

@@ -101,13 +101,15 @@ def _exit_failure(end: SystemExit) -> Failure | None:
         return None
     code, text = (end.code, "") if isinstance(end.code, int) else (1, f": {end.code}")
     info = this_rank().info
-    place = cell_names.last_line(end)
-    return Failure(info.rank, info.host, "SystemExit", f"exit code {code}{text}", place)
+    location = cell_names.last_line(end)
+    return Failure(
+        info.rank, info.host, "SystemExit", f"exit code {code}{text}", location
+    )
 
 
 def _failure(error: BaseException, path: str) -> Failure:
     info = this_rank().info
-    place = cell_names.last_line(error)
+    location = cell_names.last_line(error)
     trace = _from_script(error.__traceback__, path)
     error = original_error(error)
     lines: tuple[str, ...] = ()
@@ -115,7 +117,9 @@ def _failure(error: BaseException, path: str) -> Failure:
         formatter = this_rank().shell.InteractiveTB
         lines = tuple(formatter.structured_traceback(type(error), error, trace))
     traceback.clear_frames(error.__traceback__)  # their variables may be large
-    return Failure(info.rank, info.host, type(error).__name__, str(error), place, lines)
+    return Failure(
+        info.rank, info.host, type(error).__name__, str(error), location, lines
+    )
 
 
 def _from_script(trace: TracebackType | None, path: str) -> TracebackType | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Compression", "Compressor"]
+__all__ = ["Compression", "Compressor", "compressed"]
 
 
 class Compressor:
@@ -48,6 +49,27 @@ class BF16Compressor(FP16Compressor):
     """Sends floating tensors as bfloat16: the range of float32, 8 bits of mantissa."""
 
     dtype = torch.bfloat16
+
+
+def compressed(
+    compression: type[Compressor],
+    tensors: Sequence[Tensor],
+    reduce: Callable[..., Sequence[Tensor]],
+) -> list[Tensor]:
+    """Compress tensors, reduce them, and decompress the results.
+
+    Args:
+        compression: Applied to each tensor by itself.
+        tensors: Kept.
+        reduce: Takes the compressed tensors as its arguments, and returns a result for
+            each of them.
+    """
+    packed = [compression.compress(tensor) for tensor in tensors]
+    reduced = reduce(*(tensor for tensor, _ in packed))
+    return [
+        compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(reduced, packed, strict=True)
+    ]
 
 
 class Compression:

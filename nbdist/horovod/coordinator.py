@@ -210,7 +210,7 @@ class Coordinator:
             self.group.run(
                 request.kind,
                 request.body,
-                meets=request.meets,
+                has_barrier=request.has_barrier,
                 call_site=request.call_site,
             )
         except CollectiveMismatch:
@@ -293,7 +293,9 @@ class Coordinator:
         """This rank's part in a reduction of the others, after it has joined."""
         assert offer.stand_in is not None
         body = offer.stand_in.body(self.group.transport(offer.stand_in.device))
-        return Request(name, offer.kind, body, self.abort, meets=offer.meets)
+        return Request(
+            name, offer.kind, body, self.abort, has_barrier=offer.has_barrier
+        )
 
     def _end_join(self, last: int) -> None:
         self._joined = frozenset()

@@ -77,12 +77,20 @@ class Request:
         body: Moves the data. It changes nothing until all ranks have met, so that it
             can be started again.
         on_leave: As for `Handle`.
-        meets: As for `Group.run`.
+        has_barrier: As for `Group.run`.
         reduces: Op and flat tensors of a reduction that can go on without the ranks
             that have joined; None for any other call.
     """
 
-    __slots__ = ("body", "call_site", "handle", "kind", "meets", "name", "reduces")
+    __slots__ = (
+        "body",
+        "call_site",
+        "handle",
+        "has_barrier",
+        "kind",
+        "name",
+        "reduces",
+    )
 
     def __init__(
         self,
@@ -91,11 +99,11 @@ class Request:
         body: Callable[[], object],
         on_leave: Callable[[BaseException], object],
         *,
-        meets: bool = False,
+        has_barrier: bool = False,
         reduces: tuple[str, Sequence[Tensor]] | None = None,
     ) -> None:
         self.name, self.kind = name, kind
-        self.meets, self.reduces = meets, reduces
+        self.has_barrier, self.reduces = has_barrier, reduces
         self.handle = Handle(kind.operation, on_leave)
         on_gpu = kind.device == "cuda"
         self.body = on_side_stream(body, _nothing) if on_gpu else body
@@ -105,7 +113,7 @@ class Request:
     def offer(self) -> Offer:
         """The call as the other ranks see it."""
         stand_in = None if self.reduces is None else StandIn.of(*self.reduces)
-        return Offer(self.kind, self.meets, stand_in)
+        return Offer(self.kind, self.has_barrier, stand_in)
 
 
 def _nothing() -> None:
@@ -144,7 +152,7 @@ class Offer:
     """A call that a rank has made and that has not ended."""
 
     kind: Signature
-    meets: bool
+    has_barrier: bool
     stand_in: StandIn | None
 
 

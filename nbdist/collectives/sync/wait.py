@@ -99,7 +99,7 @@ def seconds(duration: float | timedelta) -> float:
 class Hooks:
     """Functions of a group for its transports, and the running call's fingerprint."""
 
-    meet: Callable[[], None]
+    pass_barrier: Callable[[], None]
     """Passes the barrier with the running call's fingerprint."""
     differ: Callable[[], NoReturn]
     """Raises CollectiveMismatch, where the ranks' fingerprints differ."""

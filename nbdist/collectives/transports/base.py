@@ -26,7 +26,7 @@ class Transport(ABC):
 
     description: ClassVar[str]
     """Shown by %dist_status."""
-    meets: ClassVar[bool] = False
+    has_barrier: ClassVar[bool] = False
     """Whether each operation passes the group's barrier before it touches data."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:

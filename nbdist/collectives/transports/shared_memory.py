@@ -33,7 +33,7 @@ class SharedTransport(Transport):
     """Each rank writes what others need into its slot; the others read it there."""
 
     description: ClassVar[str] = "shared memory"
-    meets: ClassVar[bool] = True
+    has_barrier: ClassVar[bool] = True
     at_once_bytes: ClassVar[int] = AT_ONCE_BYTES
     """Tensors above this size are reduced in shares, one for each rank."""
 
@@ -277,7 +277,7 @@ class SharedTransport(Transport):
     def _pass(self, first: bool) -> None:
         """Wait for all ranks. The first step of a call compares fingerprints."""
         if first:
-            self._hooks.meet()
+            self._hooks.pass_barrier()
         else:
             self._barrier.pass_through(self._hooks.check)
 

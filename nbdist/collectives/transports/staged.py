@@ -38,7 +38,7 @@ class StagedTransport(Transport):
         self._host, self._pipeline = host, pipeline
         self._piece = piece
         self._rank, self._size = rank, size
-        self.meets = host.meets  # type: ignore[misc]
+        self.has_barrier = host.has_barrier  # type: ignore[misc]
 
     def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         def move(takes: list[Tensor], gives: list[Tensor]) -> None:

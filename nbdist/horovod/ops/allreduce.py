@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from nbdist.collectives.ops.validation import Flat, resolve
 from nbdist.collectives.reduction import parse_op
 from nbdist.errors import UsageError
 from nbdist.horovod.adasum import adasum
-from nbdist.horovod.compression import Compression, Compressor
+from nbdist.horovod.compression import Compression, Compressor, compressed
 from nbdist.horovod.coordinator import Coordinator
 from nbdist.horovod.handles import begin, complete
 from nbdist.horovod.negotiation import Request, copied, named
@@ -136,14 +137,8 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one call. Every rank of the set must call."""
     scaling = Scaling(chosen_op(op, average), prescale_factor, postscale_factor)
-    packed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _GroupedAllreduce.apply(
-        scaling, name, process_set, *(each for each, _ in packed)
-    )
-    return [
-        compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, packed, strict=True)
-    ]
+    reduce = partial(_GroupedAllreduce.apply, scaling, name, process_set)
+    return compressed(compression, tensors, reduce)
 
 
 def grouped_allreduce_async(
@@ -303,8 +298,8 @@ def reduction(
     reduces = None
     if len({each.op for each in fused}) == 1:
         reduces = fused[0].op, [each.flat.tensor for each in fused]
-    meets = transport.meets and len(fused) == 1
-    return Request(key, kind, body, on_leave, meets=meets, reduces=reduces)
+    has_barrier = transport.has_barrier and len(fused) == 1
+    return Request(key, kind, body, on_leave, has_barrier=has_barrier, reduces=reduces)
 
 
 def _all_sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -120,5 +120,7 @@ def _start(
         flat.write_back()
 
     key = coordinator.name("broadcast", name)
-    request = Request(key, kind, body, coordinator.abort, meets=transport.meets)
+    request = Request(
+        key, kind, body, coordinator.abort, has_barrier=transport.has_barrier
+    )
     return how(coordinator, request, lambda: tensor)

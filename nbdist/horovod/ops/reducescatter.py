@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from nbdist.collectives import Group, chunk_bounds
 from nbdist.collectives.ops.validation import resolve
 from nbdist.collectives.reduction import parse_op
 from nbdist.errors import UsageError
-from nbdist.horovod.compression import Compression, Compressor
+from nbdist.horovod.compression import Compression, Compressor, compressed
 from nbdist.horovod.handles import begin, complete
 from nbdist.horovod.negotiation import Request, named
 from nbdist.horovod.ops.allgather import grouped_allgather
@@ -97,14 +98,8 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """`reducescatter` of each of several tensors, as one call."""
     scaling = Scaling(chosen_op(op, None), prescale_factor, postscale_factor)
-    packed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _Reducescatter.apply(
-        scaling, name, process_set, *(each for each, _ in packed)
-    )
-    return [
-        compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, packed, strict=True)
-    ]
+    reduce = partial(_Reducescatter.apply, scaling, name, process_set)
+    return compressed(compression, tensors, reduce)
 
 
 def grouped_reducescatter_async(
