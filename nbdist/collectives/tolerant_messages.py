@@ -1,4 +1,4 @@
-"""Fault-tolerant messages, and doorbells that wake a rank that waits for one."""
+"""Fault-tolerant messages, and doorbells that wake the ranks that wait for them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _LONGEST_BLIND_S = 1e-3
 
 
 class Doorbell:
-    """A semaphore for each rank of a group, in a segment that all of them share.
+    """A semaphore for each rank of a group, in a shared segment.
 
-    Where they cannot share one, `ring` does nothing and `wait` is a short sleep.
+    If the ranks cannot share a segment, `ring` does nothing and `wait` sleeps briefly.
     """
 
     def __init__(self, group: Group) -> None:
@@ -67,7 +67,7 @@ class Doorbell:
         """Sleep until the bell rings, a signal arrives or the time is up.
 
         Returns:
-            Whether it rang.
+            Whether the bell rang.
         """
         if self._segment is None:
             time.sleep(min(seconds, _LONGEST_BLIND_S))
@@ -76,7 +76,7 @@ class Doorbell:
         if not semaphore.wait(own, seconds):
             return False
         while semaphore.try_wait(own) == 0:
-            pass  # one return for all rings so far
+            pass  # one wait takes all rings so far
         return True
 
 
@@ -84,39 +84,40 @@ _SPINS = 50
 _FIRST_PAUSE_S = 20e-6
 _BUSY_PAUSE_S = 1e-3
 _NAP_S = 0.05
-"""Longest sleep between two checks. A ring ends it sooner."""
+"""Longest sleep between two checks. A ring ends the sleep."""
 
 
 class TolerantMessages:
     """Point-to-point messages that continue when a rank dies.
 
-    A group breaks for all its members when one of them dies. Here MPI fails only the
-    messages from and to the dead rank (Bland et al., "Post-failure recovery of MPI
-    communication capability", IJHPCA 2013), and `lost` has the dead ranks.
+    When a member of a `Group` dies, the group breaks for all members. These messages
+    use MPI's fault tolerance instead: only messages from and to the dead rank fail
+    (Bland et al., "Post-failure recovery of MPI communication capability", IJHPCA
+    2013). `lost` has the dead ranks.
 
-    A rank sleeps while it waits; a sender wakes it. All ranks are world ranks.
+    A waiting rank sleeps until a sender wakes it. All ranks are world ranks.
     """
 
     def __init__(self, group: Group) -> None:
-        """Connect the ranks of a group. Every rank of it must call."""
+        """Connect the ranks of a group. Every rank of the group must call."""
         self.rank = group.ranks[group.rank]
         self.lost: dict[int, str] = {}
-        """Ranks that send no further message, and why."""
+        """Ranks that send no further message, each with the reason."""
         self._ranks = group.ranks
-        self._position = {rank: place for place, rank in enumerate(group.ranks)}
+        self._position = {rank: index for index, rank in enumerate(group.ranks)}
         self._error: BaseException | None = None
         self._awaited: tuple[Call, tuple[int, ...]] | None = None
         self._comm, request = group.comm.Idup()
         complete([request], group.raise_if_aborted, self._comm)
-        # Making the doorbell ends with a barrier: a message can be lost that reaches a
-        # rank before it has the new communicator.
+        # A message that reaches a rank before the rank has the new communicator can be
+        # lost. The doorbells' constructor ends with a barrier.
         self._bell = Doorbell(group)
         hooks = MailHooks(self._check, lambda _message: None, self.abort)
         self._mailbox = Mailbox(self._comm, hooks)
         waiters.add(self)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Message:
-        """Start to send a tensor, which must not change until the message is over.
+        """Start to send a tensor, which must not change until the message is complete.
 
         Call `ring` once after a series of sends.
         """
@@ -127,7 +128,7 @@ class TolerantMessages:
         return self._mailbox.receive(tensor, self._position[source], tag)
 
     def ring(self, rank: int) -> None:
-        """Wake a rank that waits, after a send to it."""
+        """Wake a waiting rank, after messages were sent to it."""
         self._bell.ring(self._position[rank])
 
     def wait(
@@ -138,16 +139,17 @@ class TolerantMessages:
         awaited: Callable[[], Collection[int]],
         moving: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Sleep until `ready()`, which is called after each ring, and now and then.
+        """Sleep until `ready()`, which is called after each ring and at intervals.
 
         Args:
-            ready: tests messages, which also moves them.
+            ready: tests messages. Only then do they make progress.
             what: the name of the wait in errors and in the status of this rank.
-            awaited: the ranks that the wait is for. It is in vain once all are lost.
-            moving: whether messages are under way that move only when tested.
+            awaited: the ranks that can end the wait.
+            moving: whether messages are under way. They are then tested more often.
 
         Raises:
-            BaseException: The wait was aborted with it. No further wait succeeds.
+            BaseException: The error that the wait was aborted with. Every later wait
+                raises it, too.
         """
         for _ in range(_SPINS):
             if ready():
@@ -171,11 +173,11 @@ class TolerantMessages:
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    # -- what supervises waits -----------------------------------------------------
+    # -- the `Waiter` protocol -----------------------------------------------------
 
     @property
     def call(self) -> CollectiveCall | None:
-        """What this rank waits for. The members are the awaited ranks."""
+        """This rank's wait. Its members are this rank and the awaited ranks."""
         now = self._awaited
         if now is None:
             return None
@@ -184,7 +186,7 @@ class TolerantMessages:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait was aborted, so that the ranks must connect again."""
+        """Whether a wait was aborted. The ranks must then connect again."""
         return self._error is not None
 
     def abort(self, error: BaseException) -> None:

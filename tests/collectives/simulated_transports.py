@@ -17,7 +17,7 @@ import nbdist.collectives as nc
 from nbdist.collectives.sync.cuda_events import Order
 from nbdist.collectives.sync.shared_segment import Segment
 from nbdist.collectives.transports.base import Transport
-from nbdist.collectives.transports.copy_pipeline import Copier, Pipeline, Ticket
+from nbdist.collectives.transports.copy_pipeline import Copier, Pipeline, WaitForCopy
 from nbdist.collectives.transports.cuda_ipc import DeviceTransport
 from nbdist.collectives.transports.mpi import DirectTransport
 from nbdist.collectives.transports.slots import PeerSlots, peer_bytes
@@ -67,10 +67,10 @@ class PutOff(Copier):
         assert not self._open, "a transfer began within another"
         self._open = True
 
-    def fetch(self, source: Tensor, target: Tensor) -> Ticket:
+    def fetch(self, source: Tensor, target: Tensor) -> WaitForCopy:
         return self._put_off(self._down, source, target)
 
-    def store(self, source: Tensor, target: Tensor) -> Ticket:
+    def store(self, source: Tensor, target: Tensor) -> WaitForCopy:
         return self._put_off(self._up, source, target)
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ class PutOff(Copier):
 
     def _put_off(
         self, queue: list[Callable[[], None]], source: Tensor, target: Tensor
-    ) -> Ticket:
+    ) -> WaitForCopy:
         assert self._open, "a copy outside of a transfer"
         assert source.numel() == target.numel()
         assert source.dtype == target.dtype

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simulated_transports import PutOff
 from torch import Tensor
 
-from nbdist.collectives.transports.copy_pipeline import Piece, Pipeline, Ticket
+from nbdist.collectives.transports.copy_pipeline import Piece, Pipeline, WaitForCopy
 
 
 class Told(PutOff):
@@ -22,13 +22,13 @@ class Told(PutOff):
         self.log: list[str] = []
         self._count = itertools.count()
 
-    def fetch(self, source: Tensor, target: Tensor) -> Ticket:
+    def fetch(self, source: Tensor, target: Tensor) -> WaitForCopy:
         return self._told("fetch", super().fetch(source, target))
 
-    def store(self, source: Tensor, target: Tensor) -> Ticket:
+    def store(self, source: Tensor, target: Tensor) -> WaitForCopy:
         return self._told("store", super().store(source, target))
 
-    def _told(self, what: str, ticket: Ticket) -> Ticket:
+    def _told(self, what: str, ticket: WaitForCopy) -> WaitForCopy:
         name = f"{what} {next(self._count)}"
         self.log.append(name)
 

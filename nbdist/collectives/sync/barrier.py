@@ -25,7 +25,7 @@ class Barrier(ABC):
         """Wait for all ranks.
 
         Args:
-            fingerprint: 63 bits that must agree.
+            fingerprint: 63 bits that must be equal on all ranks.
             check: called while waiting; ends the wait by raising.
 
         Returns:
@@ -38,10 +38,10 @@ class Barrier(ABC):
 
     @abstractmethod
     def missing(self) -> list[int]:
-        """The ranks that had not arrived in the last `arrive`."""
+        """The ranks that have not arrived in the last `arrive`."""
 
     def leave(self, reason: str) -> None:  # noqa: B027 - optional
-        """Tell the waiting ranks that this one does not arrive any more."""
+        """Tell the waiting ranks that this rank will not arrive."""
 
     def leave_note(self, note: str) -> None:  # noqa: B027 - optional
         """Set this rank's note, for `notes` on the other ranks; "" removes it."""
@@ -51,11 +51,11 @@ class Barrier(ABC):
         return []
 
     def wake(self) -> None:  # noqa: B027 - some waits check often
-        """Make a thread of this process that waits call its `check` now."""
+        """Make the waiting thread of this process call its `check` now."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the barrier holds. Safe to call twice."""
+        """Free the barrier's requests. Safe to call twice."""
 
 
 class MessageBarrier(Barrier):

@@ -1,4 +1,7 @@
-"""Whether MPI takes addresses in device memory: it is asked, for trying would crash."""
+"""Whether MPI accepts addresses in device memory.
+
+The MPI library is asked, because a trial with a library that does not would crash.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ _LIBRARY = re.compile(r"/\S*/lib(?:mpi|mpich|pmpi)[^/\s]*\.(?:so|dylib)[^/\s]*$"
 _CUDA = 0
 """MPIX_GPU_SUPPORT_CUDA."""
 _MVAPICH_SWITCHES = ("MV2_USE_CUDA", "MVP_USE_CUDA")
-"""MVAPICH says what it was built for; a variable turns that on."""
+"""MVAPICH reports what it was built with. One of these variables enables it."""
 
 
 @functools.cache
 def takes_device_memory() -> bool:
-    """Whether the MPI of this process says so, once it is initialised."""
+    """Whether this process's MPI accepts addresses in device memory.
+
+    MPI must be initialised.
+    """
     if MPI.get_vendor()[0].startswith("MVAPICH"):
         values = [os.environ.get(name) for name in _MVAPICH_SWITCHES]
         if "1" not in values:
@@ -32,23 +38,26 @@ def takes_device_memory() -> bool:
 
 
 def ask(library: Any) -> bool:
-    """Ask a library that may be an MPI.
+    """Whether a library is an MPI that accepts addresses in device memory.
 
     Args:
-        library: as of `ctypes.CDLL`.
+        library: a `ctypes.CDLL`.
     """
-    # MPICH's own first: its MPIX_Query_cuda_support has ended debug builds.
+    # MPICH's function comes first: its MPIX_Query_cuda_support aborts debug builds.
     query = getattr(library, "MPIX_GPU_query_support", None)
     if query is not None:
         supported = ctypes.c_int(0)
         return query(_CUDA, ctypes.byref(supported)) == 0 and bool(supported.value)
-    # Open MPI's tells what it has found at run time, not what it was built with.
+    # Open MPI reports what it has found at run time.
     query = getattr(library, "MPIX_Query_cuda_support", None)
     return query is not None and bool(query())
 
 
 def _loaded_libraries() -> Iterator[ctypes.CDLL]:
-    """MPI's, which mpi4py may have loaded out of the reach of other lookups."""
+    """The loaded MPI libraries, found in the process's memory map.
+
+    mpi4py may load MPI with local symbols, which other lookups do not find.
+    """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {found[0] for line in lines if (found := _LIBRARY.search(line))}

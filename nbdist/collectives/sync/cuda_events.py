@@ -1,8 +1,8 @@
-"""Orders the work of one rank's device before that of another's.
+"""Orders the work of the ranks' devices.
 
-A queued kernel must not read memory that another rank's device has yet to write. The
-device never waits for another process: a killed rank may never record its event, and a
-stream that waits for it cannot be released. The host waits instead.
+A kernel must not read memory before another rank's device has written it. A device
+never waits for another process, because a killed rank may never record its event, and a
+stream that waits for the event cannot be released. The host waits instead.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = [
 ]
 
 _LONGEST_PAUSE_S = 50e-6
-"""Between two queries of a device. A step of a collective takes about 100 us."""
+"""Longest pause between two queries of a device. A step takes about 100 us."""
 
 
 class Order(ABC):
-    """Called around each barrier."""
+    """Orders the devices at each barrier of a group."""
 
     @abstractmethod
     def before(self) -> None:
-        """Called before the barrier: announce the work that this rank has queued."""
+        """Announce the work that this rank has queued. Called before each barrier."""
 
     @abstractmethod
     def after(self) -> None:
-        """Called after the barrier: wait for the work that all ranks have announced."""
+        """Wait for the announced work of all ranks. Called after each barrier."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Free what the order holds. Safe to call twice."""
+        """Free the events. Safe to call twice."""
 
 
 class _DeviceOrder(Order):
@@ -58,17 +58,18 @@ class _DeviceOrder(Order):
 
     def close(self) -> None:
         if self._stream is not None:
-            # Queued work may still read memory that is freed next.
+            # Queued work may still read the memory that is freed after this.
             with contextlib.suppress(RuntimeError):  # the device itself has failed
                 self._stream.synchronize()
             self._stream = None
 
 
 class EventOrder(_DeviceOrder):
-    """Each rank records an interprocess event, and queries those of all ranks.
+    """Each rank records an interprocess event, and queries the events of all ranks.
 
-    Even and odd steps have an event each. A rank that is a step ahead records the other
-    one, and cannot be further ahead before all ranks have queried the first.
+    Even and odd steps have different events. A rank can be one step ahead of another,
+    and then records the other event. It cannot be two steps ahead, because the barrier
+    lets no rank pass before all have queried the first event.
     """
 
     def __init__(self, mine: Events, theirs: Sequence[Events], check: Check) -> None:
@@ -84,8 +85,8 @@ class EventOrder(_DeviceOrder):
 
     def after(self) -> None:
         assert self._mine is not None
-        # Also this rank's own: the next call may use a stream that is not ordered after
-        # the reads of this one.
+        # The host also waits for this rank's own event: the next call may use a stream
+        # that is not ordered after the reads of this call.
         for events in (self._mine, *self._theirs):
             await_device(events[self._step & 1].query, self._check)
         self._step += 1
@@ -125,14 +126,15 @@ def await_device(done: Callable[[], bool], check: Check) -> None:
 
 
 def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], None]:
-    """A function for another thread that runs `body` as c10d runs an asynchronous call.
+    """Wrap `body` for another thread, on a side stream, as c10d does.
 
-    Its work is ordered after the work queued on the caller's current stream. It returns
-    when its work is done on the device, so that its tensors, which belong to the
-    caller's stream, are not freed too soon, and any stream can use the result.
+    The work of `body` is ordered after the work queued on the caller's current stream.
+    The returned function ends when that work is done on the device. So the tensors,
+    which belong to the caller's stream, are not freed too soon, and any stream can use
+    the result.
 
     Args:
-        body: queues work on the stream that is current.
+        body: queues work on the current stream.
         check: called while waiting; ends the wait by raising.
     """
     caller = torch.cuda.current_stream()
@@ -146,8 +148,8 @@ def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], Non
                 body()
                 settle(check)
             except BaseException:
-                # The tensors may be freed at once: work of the caller's stream on the
-                # same memory must come after the work of this one.
+                # The tensors may be freed now. Work of the caller's stream on the same
+                # memory must come after the work of the side stream.
                 caller.wait_stream(side)
                 raise
 

@@ -1,7 +1,7 @@
-"""What ranks of one host show each other of their GPUs: memory and events, by CUDA IPC.
+"""GPU memory and events that the ranks of one host share by CUDA IPC.
 
-A GPU that this process cannot name, as CUDA_VISIBLE_DEVICES hides it, can be read all
-the same: the driver maps its memory for the current device.
+A process can read the memory of a GPU that CUDA_VISIBLE_DEVICES hides from it: the
+driver maps that memory for the current device.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ __all__ = [
 
 Event = torch.cuda.Event
 Events = tuple[Event, Event]
-Ticket = tuple[Callable[..., Tensor], tuple[Any, ...]]
+MemoryHandle = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 _PROBED_BYTES = 64 * 1024
 _spare: dict[int, list[Events]] = {}
-"""By device. Making and destroying events has held up older drivers."""
+"""Unused events by device. They are reused, because creating and destroying events
+has blocked in older drivers."""
 
 
 def identity() -> str:
-    """The current device's, the same in every process that uses it."""
+    """The current device's UUID, which is the same in every process."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def can_reach(peer: str) -> bool:
-    """Whether the current device may read another's memory, as far as is known.
+    """Whether the current device may read another device's memory.
 
     Args:
-        peer: the other's `identity`.
+        peer: the other device's `identity`.
+
+    Returns:
+        True also if the driver does not tell.
     """
     own = identity()
     if peer == own:
@@ -63,39 +67,40 @@ def _driver_allows(own: str, peer: str) -> bool:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return True  # opening the memory will tell
+        return True  # an attempt to open the memory will tell
     try:
         cards = [
             pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{each}") for each in (own, peer)
         ]
-        # A plain int: newer versions have an enum there that ctypes refuses.
+        # Newer versions of pynvml have an enum here, which ctypes refuses.
         reading = int(pynvml.NVML_P2P_CAPS_INDEX_READ)
         status = pynvml.nvmlDeviceGetP2PStatus(*cards, reading)
         return int(status) == int(pynvml.NVML_P2P_STATUS_OK)
     except pynvml.NVMLError:
-        return True  # likewise
+        return True  # an attempt to open the memory will tell
     finally:
         pynvml.nvmlShutdown()
 
 
 def map_memories(size: int, rank: int, swap: Swap) -> list[Tensor] | None:
-    """Memory of each rank's, `size` bytes on its GPU, that all may read.
+    """Allocate `size` bytes on each rank's GPU, and map them on all ranks.
 
     Every rank must call, on its current device.
 
     Returns:
-        In rank order; None, on all ranks, where one cannot read another's.
+        A uint8 tensor of each rank's memory, in rank order; None, on all ranks, if one
+        of them cannot read another's memory.
     """
-    torch.cuda.ipc_collect()  # what earlier groups have let go of since
+    torch.cuda.ipc_collect()  # memory that earlier groups have released
     own = _allocate(size)
     have = swap(own is not None)
     if own is None or not all(have):
         return None
     ranks = range(len(have))
-    # A ticket for each reader: torch counts one reader for each, and keeps the memory
-    # until all of them have let go of it.
-    tickets = [swap(None if each == rank else _ticket(own)) for each in ranks][rank]
-    memories = [own if each == rank else _open(tickets[each]) for each in ranks]
+    # Each reader gets a handle of its own: torch counts one reader for each handle, and
+    # keeps the memory until all readers have released it.
+    handles = [swap(None if each == rank else _handle(own)) for each in ranks][rank]
+    memories = [own if each == rank else _open(handles[each]) for each in ranks]
     opened = [each for each in memories if each is not None]
     if not all(swap(len(opened) == len(ranks))):
         return None
@@ -109,22 +114,22 @@ def _allocate(size: int) -> Tensor | None:
         return None
 
 
-def _ticket(memory: Tensor) -> Ticket | None:
+def _handle(memory: Tensor) -> MemoryHandle | None:
     try:
         return reduce_tensor(memory)  # type: ignore[no-any-return]
     except RuntimeError:  # CUDA IPC is not allowed here
         return None
 
 
-def _open(ticket: Ticket | None) -> Tensor | None:
-    if ticket is None:
+def _open(handle: MemoryHandle | None) -> Tensor | None:
+    if handle is None:
         return None
-    rebuild, arguments = ticket
+    rebuild, arguments = handle
     bound = inspect.signature(rebuild).bind(*arguments)
-    # Mapped for the device of this rank, whatever number the sender's has there: so
-    # that both are operands of one kernel, and no context is made on the other one.
+    # The memory is mapped for this rank's device, whatever the sender's device number
+    # is. So one kernel can use both, and no context is made on the other device.
     bound.arguments["storage_device"] = torch.cuda.current_device()
-    bound.arguments["event_sync_required"] = False  # the ranks meet anyway
+    bound.arguments["event_sync_required"] = False  # the ranks pass a barrier
     try:
         return rebuild(*bound.args)
     except RuntimeError:  # another container, or devices that do not reach each other
@@ -132,7 +137,10 @@ def _open(ticket: Ticket | None) -> Tensor | None:
 
 
 def _all_read_right(memories: Sequence[Tensor], rank: int, swap: Swap) -> bool:
-    """Write here, read there. Some platforms map what then reads as something else."""
+    """Whether each rank reads what the others have written.
+
+    On some platforms mapping succeeds, but reads return other data.
+    """
     probed = min(_PROBED_BYTES, len(memories[rank]))
     memories[rank][:probed].fill_(_mark(rank))
     torch.cuda.synchronize()
@@ -149,13 +157,13 @@ def _mark(rank: int) -> int:
 
 
 def open_events(rank: int, swap: Swap) -> tuple[Events, list[Events]] | None:
-    """Two interprocess events of this rank, and those of the others.
+    """Two interprocess events of this rank, and those of each other rank.
 
-    Every rank must call, on its current device. Give this rank's to `keep_events` in
-    the end: an event must outlive whoever may still look at it.
+    Every rank must call, on its current device. Pass this rank's events to
+    `keep_events` at the end: an event must outlive the ranks that may query it.
 
     Returns:
-        None, on all ranks, where events cannot be shared.
+        None, on all ranks, if events cannot be shared.
     """
     device = torch.cuda.current_device()
     spare = _spare.setdefault(device, [])
@@ -193,5 +201,5 @@ def _open_handles(
             for peer, (even, odd) in enumerate(handles)
             if peer != rank
         ]
-    except RuntimeError:  # not an event of this device, and the driver wants that
+    except RuntimeError:  # some drivers open only events of the same device
         return None

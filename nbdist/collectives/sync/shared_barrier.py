@@ -25,8 +25,8 @@ class SharedBarrier(Barrier):
     """The barrier of ranks on one host. It takes a microsecond or two.
 
     Each rank posts to each other rank and waits for each of them. No rank can be two
-    steps ahead of another, so that two sets of fingerprints and of slots are enough:
-    those of step s are free again once step s+1 was passed.
+    steps ahead of another, so two sets of fingerprints and of slots are enough. The set
+    of step s is free after step s+1.
     """
 
     @staticmethod
@@ -48,9 +48,9 @@ class SharedBarrier(Barrier):
 
         Args:
             memory: at least `bytes_needed(size)` bytes, shared.
-            rank: this process's.
+            rank: this process's rank.
             size: number of ranks.
-            spins: attempts before the core is given up; 0 where ranks share cores.
+            spins: checks before the core is yielded; 0 if ranks share cores.
             on_late: called once in each wait that is longer than a nap.
             compiled: the compiled barrier over the same memory, if there is one.
         """
@@ -68,11 +68,11 @@ class SharedBarrier(Barrier):
         fingerprints_end = _LINE * (2 * size + 1)
         pitch = semaphore.SEMAPHORE_BYTES
 
-        def place(source: int, target: int) -> int:
+        def address(source: int, target: int) -> int:
             return start + fingerprints_end + (target * size + source) * pitch
 
-        self._inbound = [place(peer, rank) for peer in self._peers]
-        self._outbound = [place(rank, peer) for peer in self._peers]
+        self._inbound = [address(peer, rank) for peer in self._peers]
+        self._outbound = [address(rank, peer) for peer in self._peers]
         self.semaphores = self.compiled or PythonSemaphoreBarrier(
             self._inbound,
             self._outbound,
@@ -134,7 +134,7 @@ class SharedBarrier(Barrier):
         self._records[self.rank][:] = record.ljust(RECORD_BYTES, b"\0")
         self.pass_through(check)
         found = [bytes(each) for each in self._records[: len(self._peers) + 1]]
-        self.pass_through(check)  # all have read: the records are free again
+        self.pass_through(check)  # all ranks have read the records
         return found
 
     def missing(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share. It has no name, so nothing outlives them."""
+"""Memory that the ranks of one host share. It has no name, and ends with the ranks."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Segment:
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor: int | None = descriptor
         self.memory = mmap.mmap(descriptor, size)
-        """Stays mapped as long as something refers to it."""
+        """The mapping. It lasts as long as something refers to it."""
 
     @classmethod
     def create(cls, size: int) -> Segment:
         """Make a segment of `size` bytes.
 
         Raises:
-            OSError: There is not that much memory to share.
+            OSError: There is not enough shared memory.
         """
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("nbdist")
             os.ftruncate(descriptor, size)
         else:
             descriptor = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-            # /dev/shm is often small. A page that is missing later kills the process.
+            # /dev/shm is often small. Writing to a page without room kills the process.
             os.posix_fallocate(descriptor, 0, size)
         return cls(descriptor, size)
 
@@ -55,7 +55,7 @@ class Segment:
 
     @property
     def address(self) -> str:
-        """Where processes of this user and host can open it, until `close_file`."""
+        """The path at which processes of this user can open it, until `close_file`."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @classmethod
@@ -63,7 +63,7 @@ class Segment:
         """Map a segment that another process made.
 
         Raises:
-            OSError: It cannot be opened, as from another container.
+            OSError: It cannot be opened, for instance from another container.
         """
         descriptor = os.open(address, os.O_RDWR)
         try:
@@ -77,7 +77,8 @@ class Segment:
             raise
 
     def close_file(self) -> None:
-        """Let no other process open it. Mappings stay. Safe to call twice."""
+        """Close the file, so that no process can open it. Mappings stay. Safe to call
+        twice."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -97,22 +98,22 @@ def share(size: int, rank: int, hosts: Iterable[object], swap: Swap) -> Segment 
 
     Args:
         size: Bytes.
-        rank: This process's.
+        rank: This process's rank.
         hosts: Each rank's host: its `host_identity`, or a number for it.
-        swap: Among the ranks.
+        swap: Gives every rank's item.
 
     Returns:
-        None, on all ranks, where one of them cannot map it.
+        None, on all ranks, if one of them cannot map it.
     """
     if len(set(hosts)) > 1 or not semaphore.AVAILABLE:
         return None
     segment = None
     if rank == 0:
-        with contextlib.suppress(OSError):  # there is not that much memory
+        with contextlib.suppress(OSError):  # there is not enough memory
             segment = Segment.create(size)
     address = swap(None if segment is None else segment.address)[0]
     if segment is None and address is not None:
-        with contextlib.suppress(OSError):  # of another container, or another user
+        with contextlib.suppress(OSError):  # another container's, or another user's
             segment = Segment.open(address, size)
     if all(swap(segment is not None)):
         return segment

@@ -1,4 +1,4 @@
-"""Waits that can be released, and the hooks that release them."""
+"""Waits for MPI and devices that another thread or a signal can end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = [
 ]
 
 Check = Callable[[], None]
-"""Raises when the wait must end: aborted, or out of time."""
+"""Raises when the wait must end: the call was aborted, or its time is up."""
 Swap = Callable[[Any], list[Any]]
-"""Gives every rank's item, in rank order. Every rank must call. Some kB at most."""
+"""Returns every rank's item, in rank order. Every rank must call. An item has at most
+a few kB."""
 
 _SPINS = 100
 _YIELDS = 200
@@ -73,9 +74,9 @@ def complete(requests: Sequence[MPI.Request], check: Check, *buffers: object) ->
 
 
 def abandon(requests: Sequence[MPI.Request], *buffers: object) -> None:
-    """Keep the buffers of requests that have no waiter until MPI is done with them.
+    """Keep the buffers of unfinished requests alive until MPI is done with them.
 
-    A late message would overwrite memory that Python has given to something else.
+    Otherwise a late message would overwrite memory that Python has reused.
     """
     _abandoned[:] = [entry for entry in _abandoned if not _over(entry[0])]
     _abandoned.append((list(requests), buffers))
@@ -102,10 +103,10 @@ class Hooks:
     pass_barrier: Callable[[], None]
     """Passes the barrier with the running call's fingerprint."""
     differ: Callable[[], NoReturn]
-    """Raises CollectiveMismatch, where the ranks' fingerprints differ."""
+    """Raises CollectiveMismatch. Called when the ranks' fingerprints differ."""
     check: Check
     """Raises when the running call must end."""
     on_late: Callable[[], None]
-    """Called when a wait is long."""
+    """Called once in each long wait."""
     fingerprint: int = 0
-    """The running call's; 0 where calls are not compared."""
+    """The running call's fingerprint; 0 if calls are not compared."""

@@ -1,4 +1,4 @@
-"""A backend of torch.distributed over these collectives.
+"""The backend "nbdist" of torch.distributed, built on `nbdist.collectives`.
 
 After `register()`, `dist.init_process_group("nbdist")` works on every rank that has
 joined a world. With "cpu:nbdist,cuda:nccl", tensors on GPUs go to NCCL instead.
@@ -64,7 +64,7 @@ _Call = Callable[..., Handle | None]
 
 
 def register() -> None:
-    """Tell torch.distributed of the backend. Safe to call twice."""
+    """Register the backend with torch.distributed. Safe to call twice."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
             NAME, _create, extended_api=True, devices=["cpu", "cuda"]
@@ -73,7 +73,7 @@ def register() -> None:
 
 
 def _create(options: Any, _: object) -> ProcessGroup:
-    """What torch.distributed calls on each member of a new process group."""
+    """Make a member's part of a new process group. torch.distributed calls this."""
     ranks = options.global_ranks_in_group
     members = members_of(ranks, options.group_rank, options.group_size)
     owned = members if ranks else None
@@ -81,7 +81,7 @@ def _create(options: Any, _: object) -> ProcessGroup:
 
 
 def _by_device(operation: _Operation) -> _Operation:
-    """Give tensors on GPUs to NCCL, where that is the group's backend for them."""
+    """Delegate CUDA tensors to NCCL if it is the group's backend for CUDA."""
 
     @functools.wraps(operation)
     def chosen(self: ProcessGroup, tensors: Any, *args: Any, **options: Any) -> Any:
@@ -98,18 +98,19 @@ def _refuse(name: str, instead: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(f"nbdist has no {name}: {instead}")
 
     refuse.__name__ = name.rsplit(".", 1)[-1]
-    refuse.__doc__ = f"Refused: {instead}."
+    refuse.__doc__ = f"Raise NotImplementedError: {instead}."
     return refuse
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """A group of ranks, as torch.distributed and all that is built on it see one.
+    """A process group of torch.distributed.
 
-    Every operation takes what c10d's has: lists of one tensor, an options object, ranks
-    that count within the group. Those without `asyncOp` return when the result is in
-    place; the others at once, and run in the order of the calls in the group's thread.
+    Each operation has the signature of c10d's: lists of one tensor, an options object,
+    and ranks numbered within the group. With `asyncOp` an operation returns at once and
+    runs in the group's thread, in the order of the calls. Otherwise it returns when the
+    result is in place. Every member must call each collective.
 
-    Operations raise what those of `nbdist.collectives` raise.
+    The operations raise the errors of the functions of `nbdist.collectives`.
     """
 
     def __init__(
@@ -119,12 +120,12 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         owned: Group | None = None,
     ) -> None:
-        """Make it. Every member must.
+        """Make a process group. Every member must call.
 
         Args:
-            store: where NCCL's ranks meet.
+            store: used by NCCL's ranks for their rendezvous.
             members: the ranks.
-            timeout: for operations that come without one.
+            timeout: the default time-out of an operation.
             owned: a group to close in `shutdown`.
         """
         # The one constructor that a Python subclass can use; torch's stubs lack it.
@@ -142,26 +143,26 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """all_reduce, in place."""
+        """Reduce a tensor over all ranks, in place."""
         tensor = _one(tensors)
         call = _reduction(opts, all_reduce, premul_sum_all_reduce, tensor)
         return self._run(call, opts, [tensor])
 
     @_by_device
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """all_reduce of several tensors."""
+        """Reduce several tensors over all ranks, in place."""
         return WorkList([self.allreduce(tensor, opts) for tensor in tensors])
 
     @_by_device
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
-        """reduce to one rank."""
+        """Reduce into one rank's tensor, in place."""
         tensor, root = _one(tensors), self._root(opts)
         call = _reduction(opts, reduce, premul_sum_reduce, tensor, root)
         return self._run(call, opts, [tensor])
 
     @_by_device
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """reduce_scatter of a list of tensors."""
+        """Reduce `inputs[0][r]` of all ranks into rank r's output."""
         output, pieces = _one(outputs), _only_list(inputs)
         kinds = reduce_scatter, premul_sum_reduce_scatter
         call = _reduction(opts, *kinds, output, pieces)
@@ -171,7 +172,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_scatter_base(
         self, output: Tensor, input: Tensor, opts: Any = None
     ) -> dist.Work:
-        """reduce_scatter of one tensor that holds all parts."""
+        """Reduce the r-th part of all ranks' inputs into rank r's output."""
         kinds = reduce_scatter_tensor, premul_sum_reduce_scatter_tensor
         call = _reduction(opts, *kinds, output, input)
         return self._run(call, opts, [output])
@@ -180,21 +181,21 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> dist.Work:
-        """reduce_scatter of several tensors."""
+        """Reduce and scatter several tensors."""
         pairs = zip(outputs, inputs, strict=True)
         return WorkList([self._reduce_scatter_base(*pair, opts) for pair in pairs])
 
-    # -- moving --------------------------------------------------------------------
+    # -- copies --------------------------------------------------------------------
 
     @_by_device
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
-        """broadcast from one rank, in place."""
+        """Copy one rank's tensor into all others, in place."""
         tensor, root = _one(tensors), self._root(opts)
         return self._run(functools.partial(broadcast, tensor, root), opts, [tensor])
 
     @_by_device
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """all_gather into a list of tensors."""
+        """Gather all ranks' tensors into a list, on all ranks."""
         parts, tensor = _only_list(outputs), _one(inputs)
         return self._run(functools.partial(all_gather, parts, tensor), opts, parts)
 
@@ -202,7 +203,7 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> dist.Work:
-        """all_gather of several tensors; `outputs[r]` are those of rank r."""
+        """Gather several tensors; `outputs[r]` are those of rank r."""
         columns = zip(*outputs, strict=True)
         pairs = zip(columns, inputs, strict=True)
         return WorkList(
@@ -213,7 +214,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _allgather_base(
         self, output: Tensor, input: Tensor, opts: Any = None
     ) -> dist.Work:
-        """all_gather into one tensor."""
+        """Gather all ranks' tensors into one, on all ranks."""
         call = functools.partial(all_gather_into_tensor, output, input)
         return self._run(call, opts, [output])
 
@@ -221,13 +222,13 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> dist.Work:
-        """all_gather of several tensors, each into one."""
+        """Gather several tensors, each into one output."""
         pairs = zip(outputs, inputs, strict=True)
         return WorkList([self._allgather_base(*pair, opts) for pair in pairs])
 
     @_by_device
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """all_to_all of lists of tensors."""
+        """Send `inputs[r]` to rank r, and receive rank r's tensor in `outputs[r]`."""
         return self._run(functools.partial(all_to_all, outputs, inputs), opts, outputs)
 
     @_by_device
@@ -239,13 +240,17 @@ class ProcessGroup(dist.ProcessGroup):
         input_sizes: Any,
         opts: Any = None,
     ) -> dist.Work:
-        """all_to_all of runs of rows."""
+        """Send consecutive rows of one tensor to each rank.
+
+        Args:
+            output_sizes, input_sizes: rows for each rank; empty for equal parts.
+        """
         call = functools.partial(
             all_to_all_single, output, input, output_sizes, input_sizes
         )
         return self._run(call, opts, [output])
 
-    # torch 2.13's names for the same.
+    # torch 2.13 has these names for the same operations.
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_gather_single = _allgather_base
@@ -256,14 +261,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """gather on one rank; `outputs` is empty on the others."""
+        """Gather into a list on one rank. `outputs` is empty on the others."""
         parts, tensor = _only_list(outputs) if outputs else None, _one(inputs)
         call = functools.partial(gather, tensor, parts, self._root(opts))
         return self._run(call, opts, parts or [])
 
     @_by_device
     def gather_into_tensor(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
-        """gather on one rank, into one tensor; `output` does not count elsewhere."""
+        """Gather into one tensor on one rank. `output` is ignored on the others."""
         root, parts = self._root(opts), None
         if self.members.ranks[self.members.rank] == root:
             parts = list(split_evenly("output", output, input, self.members))
@@ -274,26 +279,26 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """scatter from one rank; `inputs` is empty on the others."""
+        """Scatter one rank's tensors. `inputs` is empty on the others."""
         tensor, parts = _one(outputs), _only_list(inputs) if inputs else None
         call = functools.partial(scatter, tensor, parts, self._root(opts))
         return self._run(call, opts, [tensor])
 
     @_by_device
     def send(self, tensors: Any, target: int, tag: int = 0) -> dist.Work:
-        """send to one rank."""
+        """Start to send a contiguous tensor to one rank."""
         tensor, target = _contiguous(tensors), self.members.ranks[target]
         return self._message(isend(tensor, target, group=self.members, tag=tag))
 
     @_by_device
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
-        """receive from one rank."""
+        """Start to receive from one rank into a contiguous tensor."""
         tensor, source = _contiguous(tensors), self.members.ranks[source]
         return self._message(irecv(tensor, source, group=self.members, tag=tag))
 
     @_by_device
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """receive from any rank."""
+        """Start to receive from any rank into a contiguous tensor."""
         tensor = _contiguous(tensors)
         return self._message(irecv(tensor, group=self.members, tag=tag))
 
@@ -301,7 +306,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Wait for every member."""
         return self._run(barrier, opts, [])
 
-    # -- several as one ------------------------------------------------------------
+    # -- coalescing ----------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type == "cuda" and self._nccl is not None:
@@ -315,7 +320,7 @@ class ProcessGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced, None
         return WorkList(works or [])
 
-    # -- what every operation does -------------------------------------------------
+    # -- common to all operations --------------------------------------------------
 
     def _run(self, call: _Call, opts: Any, result: Sequence[Tensor]) -> dist.Work:
         handle = call(
@@ -344,7 +349,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self.members.ranks[root]
 
     def _native(self, tensors: Any) -> dist.ProcessGroup | None:
-        """The group to use in place of this one for these tensors."""
+        """NCCL's group for CUDA tensors; None where this group serves them."""
         while not isinstance(tensors, Tensor):
             if not tensors:
                 return None
@@ -353,7 +358,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @functools.cached_property
     def _nccl(self) -> dist.ProcessGroup | None:
-        """NCCL for the same ranks, where the group was asked for with "cuda:nccl"."""
+        """NCCL's group of the same ranks; None unless the backend has "cuda:nccl"."""
         if "cuda:nccl" not in dist.get_backend_config(self):
             return None
         options = dist.ProcessGroupNCCL.Options()
@@ -365,14 +370,14 @@ class ProcessGroup(dist.ProcessGroup):
         group._register_backend(_CUDA, _Type.NCCL, nccl)
         return group
 
-    # What torch.distributed asks of a backend before it takes a way of NCCL's.
+    # torch.distributed reads these before it uses a feature that only NCCL has.
     supports_coalescing = supports_splitting = supports_shrinking = False
     supports_time_estimate = False
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What carries the operations on a device's tensors: NCCL's backend, or this.
+        """The backend for a device's tensors: NCCL's, or this process group.
 
-        C++ knows no backend of a group whose operations are written in Python.
+        This group's operations are Python methods, so C++ has no backend for it.
         """
         if torch.device(device.type) not in self._device_types:
             return super()._get_backend(device)  # raises
@@ -380,16 +385,19 @@ class ProcessGroup(dist.ProcessGroup):
             return self._nccl._get_backend(device)
         return self
 
-    # -- barriers, numbers, and what is refused ------------------------------------
+    # -- barriers, sequence numbers, unsupported operations ------------------------
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that tells who is missing when its time runs out, as all here do.
+        """Wait for every member. The error of a time-out names the missing ranks.
 
         Args:
-            timeout: None takes the group's.
-            wait_all_ranks: the error names all who are missing in any case.
+            timeout: None means the group's time-out.
+            wait_all_ranks: has no effect: the error always names all missing ranks.
+
+        Raises:
+            CollectiveTimeout: A member did not call in time.
         """
         barrier(group=self.members, timeout=timeout or self._timeout)
 
@@ -397,7 +405,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self.members.sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """The members have counted alike from the first call on."""
+        """Do nothing: all members count their calls from the first one."""
 
     def _wait_for_pending_works(self) -> None:
         self.members.drain()
@@ -407,9 +415,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     split_group = _refuse("split_group", "make a group with dist.new_group")
     new_window = _refuse("new_window", "send and receive")
-    reconfigure = _refuse("reconfigure", "the world renews its groups by itself")
+    reconfigure = _refuse(
+        "reconfigure", "nbdist renews the groups after a change of the world"
+    )
     get_reconfigure_handle = _refuse(
-        "get_reconfigure_handle", "the world renews its groups by itself"
+        "get_reconfigure_handle", "nbdist renews the groups after a change of the world"
     )
     _add_ephemeral_timeout = _refuse(
         "_add_ephemeral_timeout", "give the call its time-out"
@@ -425,15 +435,15 @@ class ProcessGroup(dist.ProcessGroup):
     # -- life ----------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of operations that come without one."""
+        """Set the default time-out of an operation."""
         self._timeout = timeout
 
     def abort(self) -> None:
-        """Release this rank from what it is blocked in. Any thread may call."""
+        """Release this rank from the operation that blocks it. Any thread may call."""
         self.members.abort(CollectiveAborted("the process group was aborted"))
 
     def shutdown(self) -> None:
-        """Give back what the group holds. The world's own group stays."""
+        """Close the group. The world's group stays open."""
         if self._owned is not None:
             self._owned.close()
 
@@ -469,11 +479,11 @@ for _hook in ("pre", "post", "abort"):
 
 
 def _one(tensors: Any) -> Tensor:
-    """c10d passes lists, from the days of several GPUs per process."""
+    """The only tensor of a list. c10d passes lists of one tensor."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
-        raise UsageError(f"expected one tensor for each rank, got {len(tensors)}")
+        raise UsageError(f"expected a list of one tensor, got {len(tensors)} tensors")
     only: Tensor = tensors[0]
     return only
 
@@ -482,7 +492,7 @@ def _only_list(lists: Any) -> list[Tensor]:
     if lists and isinstance(lists[0], Tensor):
         return list(lists)
     if len(lists) != 1:
-        raise UsageError(f"expected one list of tensors, got {len(lists)}")
+        raise UsageError(f"expected one list of tensors, got {len(lists)} lists")
     return list(lists[0])
 
 
@@ -490,7 +500,7 @@ def _contiguous(tensors: Any) -> Tensor:
     tensor = _one(tensors)
     if not tensor.is_contiguous():
         raise UsageError(
-            f"a tensor of strides {tensor.stride()}: expected a contiguous one; send "
+            f"a tensor of strides {tensor.stride()}: expected a contiguous tensor; use "
             "tensor.contiguous()"
         )
     return tensor
@@ -499,9 +509,13 @@ def _contiguous(tensors: Any) -> Tensor:
 def _reduction(
     opts: Any, plain: _Call, premultiplied: _Call, *arguments: object
 ) -> _Call:
-    """The one of two functions that the reduce-op asks for, given all it needs.
+    """Bind the arguments and the reduce-op to one of two functions.
 
-    c10d's default is a sum.
+    Args:
+        opts: has the reduce-op; None means a sum, as in c10d.
+        plain: for all reduce-ops but PREMUL_SUM.
+        premultiplied: for PREMUL_SUM. Its last argument is the factor.
+        arguments: the first arguments of either function.
     """
     op = getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op)  # the enum, or an object around it
@@ -509,7 +523,7 @@ def _reduction(
     if name is not None:
         return functools.partial(plain, *arguments, name)
     if kind == dist.ReduceOp.PREMUL_SUM:
-        factor = op.__getstate__()[1]  # there is no other way to ask for it
+        factor = op.__getstate__()[1]  # c10d has no public accessor
         return functools.partial(premultiplied, *arguments, factor)
     raise NotImplementedError(f"nbdist has no reduce-op {kind}")
 
@@ -519,11 +533,11 @@ if TYPE_CHECKING:
 
 
 def coalesce_batches() -> None:
-    """Let `dist.batch_isend_irecv` coalesce messages of our process groups too.
+    """Make `dist.batch_isend_irecv` coalesce the messages of our process groups.
 
-    torch does it for groups of exactly its own class, and else begins the messages one
-    by one. NCCL would then wait in each for its other end, and two ranks that each send
-    before they receive would wait for each other. Safe to call twice.
+    torch coalesces only for its own class of group, and starts the messages of other
+    groups one after the other. With NCCL, each would wait for its peer, and two ranks
+    that send before they receive would deadlock. Safe to call twice.
     """
     if distributed_c10d.batch_isend_irecv is not _batch_isend_irecv:
         distributed_c10d.batch_isend_irecv = _batch_isend_irecv
@@ -540,7 +554,7 @@ def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     ours = isinstance(first, dist.P2POp) and isinstance(group, ProcessGroup)
     works: list[dist.Work]
     if not ours or group._native(first.tensor) is None:
-        works = _one_by_one(p2p_op_list)  # in our own messages nothing waits
+        works = _one_by_one(p2p_op_list)  # our own messages do not wait
         return works
     distributed_c10d._check_p2p_op_list(p2p_op_list)
     device = first.tensor.device

@@ -25,9 +25,13 @@ _TAGS = 32768  # the least that MPI promises
 
 
 def rendezvous(world: Group, ranks: Sequence[int]) -> None:
-    """Wait until each of these ranks has called, to make a group of all of them.
+    """Wait until each of these ranks has called. Each of them must.
 
     Several groups of the same ranks must be made in the same order on all of them.
+
+    Args:
+        world: the world's group.
+        ranks: world ranks, this rank among them.
 
     Raises:
         CollectiveAborted: One of the ranks makes no further calls. The world's group is
@@ -37,7 +41,7 @@ def rendezvous(world: Group, ranks: Sequence[int]) -> None:
 
 
 class _Rendezvous:
-    """A `Waiter`: the notebook sees the wait, and releases one that is in vain."""
+    """A `Waiter`, so that the notebook sees the wait and can release it."""
 
     def __init__(self, world: Group, ranks: Sequence[int]) -> None:
         self._world = world
@@ -47,8 +51,8 @@ class _Rendezvous:
         self._call.call_site = find_call_site(sys._getframe())
 
     def wait(self) -> None:
-        # The key is not torch's name of the group: each rank numbers its groups, and
-        # the numbers differ once a cell has made one on some ranks only. The messages
+        # torch's name of the group cannot be the key: each rank numbers its groups, and
+        # the numbers differ once a cell has made a group on some ranks only. Messages
         # of a rendezvous that failed have the tag of an older generation.
         key = repr((self._world.generation, self._ranks)).encode()
         comm, nothing, tag = self._world.comm, bytearray(), zlib.crc32(key) % _TAGS
@@ -73,7 +77,7 @@ class _Rendezvous:
 
     @property
     def call(self) -> CollectiveCall:
-        """What this rank waits for."""
+        """The call of `new_group` that this rank is in."""
         return replace(self._call.record(self._world.rank), members=self._ranks)
 
     @property

@@ -1,4 +1,4 @@
-"""What operations of the torch.distributed backend give back."""
+"""The `Work` objects that operations of the torch.distributed backend return."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
 
 _completing = threading.local()
 _last_error: BaseException | None = None
-"""What ended the last future that failed."""
+"""The error of the last future that failed."""
 
 
 def original_error(error: BaseException) -> BaseException:
-    """The error that C++ has turned into this one, where it has; else `error` itself.
+    """The Python error behind an error that came through C++; else `error` itself.
 
-    A future's error comes through C++, as from DDP's backward, as a RuntimeError with
-    the text of the original.
+    C++ code that waits for a future, such as DDP's backward, raises the future's error
+    as a RuntimeError with the original's text.
     """
     last = _last_error
     if last is not None and type(error) is RuntimeError and str(last) in str(error):
@@ -41,27 +41,27 @@ def original_error(error: BaseException) -> BaseException:
 
 
 def in_callback() -> bool:
-    """Whether this thread runs callbacks of a future that a call has just completed.
+    """Whether this thread runs the callbacks of a future that a call has completed.
 
-    A collective that is begun there must be run there and then: its place is between
-    the call that has ended and the next one, on all ranks, whatever else is queued.
+    A collective that starts in a callback must run in it. So it comes between the same
+    two calls on all ranks, whatever each rank has queued.
     """
     return getattr(_completing, "now", False)
 
 
 class CollectiveWork(dist.Work):
-    """A collective, under way or done. Waiting for it lets KeyboardInterrupt through.
+    """A collective that runs or has ended. `wait` can raise KeyboardInterrupt.
 
-    C++ waits by `get_future`, as DDP's reducer does: that wait ends with the call, so
-    also when the group is aborted from another thread.
+    C++ code, such as DDP's reducer, waits for the future of `get_future`. The future
+    completes when the call ends, also when another thread aborts the group.
     """
 
     def __init__(self, handle: Handle | None, tensors: Sequence[Tensor]) -> None:
-        """Make it from what a collective returned.
+        """Make the work of one collective.
 
         Args:
-            handle: the asynchronous call; None for one that is done.
-            tensors: where its result lies.
+            handle: the asynchronous call; None if the call has ended.
+            tensors: the tensors that the call writes to.
         """
         super().__init__()
         self._handle = handle
@@ -69,7 +69,7 @@ class CollectiveWork(dist.Work):
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the result is in place; raises what ended the call otherwise."""
+        """Wait for the result. Raises the error of a call that failed."""
         return self._handle is None or self._handle.wait(timeout)
 
     def synchronize(self) -> None:
@@ -77,11 +77,11 @@ class CollectiveWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as `wait`: it is the host that waits here."""
+        """The same as `wait`: the host waits, and not the stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Whether the call has ended, with success or an error."""
         return self._handle is None or self._handle.is_completed()
 
     def is_success(self) -> bool:
@@ -89,7 +89,7 @@ class CollectiveWork(dist.Work):
         return self._handle is None or self._handle.is_success()
 
     def exception(self) -> BaseException | None:
-        """What ended the call; None while it is under way or when it went well."""
+        """The error of a call that failed; None if it runs or has succeeded."""
         return None if self._handle is None else self._handle.exception()
 
     def result(self) -> list[Tensor]:
@@ -97,13 +97,13 @@ class CollectiveWork(dist.Work):
         return self._tensors
 
     def get_future(self) -> Future[Any]:
-        """A future of `result()`. It fails with the text of what ended the call."""
+        """A future of `result()`. It fails with the text of the call's error."""
         if self._future is None:
-            # Its callbacks may queue work: on streams of these devices, which whoever
-            # waits for the future is ordered after.
+            # Callbacks may queue work on streams of these devices. A waiter of the
+            # future is ordered after that work.
             ended: Future[None] = Future(devices=_devices(self._tensors))
-            # Future.set_exception sets no error that C++ sees. One that is raised in
-            # a callback is seen.
+            # C++ does not see an error set by Future.set_exception. It sees one that a
+            # callback raises.
             self._future = ended.then(self._outcome)
             if self._handle is None:
                 ended.set_result(None)
@@ -133,7 +133,7 @@ def _complete(ended: Future[None]) -> None:
 
 
 class MessageWork(dist.Work):
-    """A message under way. It moves while somebody waits."""
+    """A point-to-point message. It makes progress while a thread waits for it."""
 
     def __init__(self, message: Message, timeout: timedelta) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class MessageWork(dist.Work):
         self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the tensor may be used again."""
+        """Wait until the message has been sent or received."""
         return self._message.wait(timeout or self._timeout)
 
     def synchronize(self) -> None:
@@ -149,11 +149,11 @@ class MessageWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as `wait`: it is the host that waits here."""
+        """The same as `wait`: the host waits, and not the stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the message has left, or has arrived."""
+        """Whether the message has been sent or received."""
         return self._message.is_completed()
 
     def is_success(self) -> bool:
@@ -162,12 +162,12 @@ class MessageWork(dist.Work):
 
     def _source_rank(self) -> int:
         """The sender's rank in the group."""
-        assert self._message.source is not None, "wait first"
+        assert self._message.source is not None, "the message has not arrived"
         return self._message.source
 
 
 class WorkList(dist.Work):
-    """Several works as one."""
+    """Several works that are waited for together."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class WorkList(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as `wait`: it is the host that waits here."""
+        """The same as `wait`: the host waits, and not the stream."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -192,11 +192,11 @@ class WorkList(dist.Work):
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all have ended well."""
+        """Whether all have succeeded."""
         return all(work.is_success() for work in self._works)
 
     def result(self) -> list[Tensor]:
-        """The tensors of all."""
+        """The tensors that the works write to."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> Future[Any]:
@@ -206,5 +206,5 @@ class WorkList(dist.Work):
 
     def _outcome(self, every: Future[list[Future[Any]]]) -> list[Tensor]:
         for future in every.value():
-            future.value()  # raises what ended it
+            future.value()  # raises the error of a work that failed
         return self.result()

@@ -1,4 +1,4 @@
-"""The interface of transports, which move data between ranks."""
+"""The interface of transports, which move and reduce data between ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Transport(ABC):
     """Moves and reduces tensors between the ranks of one group.
 
     Every tensor is contiguous and one-dimensional, on a device that the transport
-    serves, and equal in length and dtype on all ranks, except in `all_to_all`.
-    `all_reduce` takes any strided tensor. All ranks call the same method, with checked
-    arguments. A list has one tensor for each rank, in rank order. It is None on ranks
-    where the operation does not use it.
+    serves, and of equal length and dtype on all ranks. Lengths may differ in
+    `all_to_all`, and `all_reduce` takes any strided tensor. Every rank must call the
+    same method; the operation has checked the arguments. A list has one tensor for each
+    rank, in rank order, and is None on ranks that do not use it.
     """
 
     description: ClassVar[str]
-    """Shown by %dist_status."""
+    """The transport's name in `%dist_status`."""
     has_barrier: ClassVar[bool] = False
-    """Whether each operation passes the group's barrier before it touches data."""
+    """Whether each operation passes the group's barrier before it changes data."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Reduce a strided tensor in place, to the same bits on all ranks."""
@@ -41,7 +41,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
-        """Reduce into the root's tensor. The other tensors are kept."""
+        """Reduce into the root's tensor. The other tensors do not change."""
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
@@ -73,19 +73,19 @@ class Transport(ABC):
     ) -> None:
         """Copy rank r's `inputs[own rank]` into `outputs[r]`.
 
-        Each pair of ranks has a length; `longest` is the greatest of all pairs.
+        Each pair of ranks has its own length, in elements; `longest` is the greatest.
         """
 
     def finish(self, check: Check) -> None:  # noqa: B027 - most queue nothing
-        """Wait for queued work, so that `close` does not interrupt it.
+        """Wait for the work queued on devices, so that `close` does not interrupt it.
 
         Args:
             check: called while waiting; ends the wait by raising.
         """
 
-    def abort(self) -> None:  # noqa: B027 - most call the group's check
+    def abort(self) -> None:  # noqa: B027 - most waits call the group's check
         """Release this process's wait. Any thread may call."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the transport holds. Safe to call twice."""
+        """Free the transport's memory and connections. Safe to call twice."""

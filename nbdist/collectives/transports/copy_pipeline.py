@@ -1,7 +1,7 @@
 """Moves a long device tensor through host memory in pieces.
 
-One piece is moved between the ranks while the next one is copied from the device, and
-the one before is copied to it.
+While one piece is moved between the ranks, the next one is copied from the device and
+the previous one is copied to the device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = [
     "Move",
     "Piece",
     "Pipeline",
-    "Ticket",
+    "WaitForCopy",
 ]
 
 _BUFFERS = 3
-"""One for the piece that is fetched, one for the moved and one for the stored."""
+"""One for each of the three pieces: being fetched, being moved, being stored."""
 Move = Callable[[list[Tensor], list[Tensor]], None]
 
 
@@ -39,7 +39,7 @@ class Piece:
     move: Move
     """Called with the host copies of `takes` and those of `gives`."""
     in_place: bool = False
-    """Whether `move` changes `takes` in place: both arguments are then the same."""
+    """Whether `move` changes `takes` in place. Its two arguments are then the same."""
 
 
 class Pipeline:
@@ -50,17 +50,17 @@ class Pipeline:
 
         Args:
             copier: copies between device and host.
-            size: bytes of host memory for a piece's `takes`, and as many for its
-                `gives`. A larger piece makes the memory grow.
+            size: bytes of host memory for a piece's `takes`, and again for its `gives`.
+                The memory grows for a larger piece.
         """
         self._copier = copier
         self._size = size
         self._buffers = [_Buffers(copier, size) for _ in range(_BUFFERS)]
 
     def run(self, pieces: Sequence[Piece]) -> None:
-        """Move the pieces in order. An error of `move` ends it.
+        """Move the pieces in order, until the end or an error of `move`.
 
-        Nothing is written to the device before the first `move` has returned.
+        The device's tensors do not change before the first `move` has returned.
         """
         self._copier.begin(overlap=len(pieces) > 1)
         try:
@@ -79,7 +79,7 @@ class Pipeline:
             buffers.store()
 
     def close(self) -> None:
-        """Free the memory once pending copies have read it. Safe to call twice."""
+        """Free the host memory after pending copies. Safe to call twice."""
         self._buffers = [_Buffers(self._copier, self._size) for _ in range(_BUFFERS)]
 
 
@@ -92,8 +92,8 @@ class _Buffers:
         self._piece: Piece | None = None
         self._takes: list[Tensor] = []
         self._gives: list[Tensor] = []
-        self._fetching: list[Ticket] = []
-        self._storing: list[Ticket] = []
+        self._fetching: list[WaitForCopy] = []
+        self._storing: list[WaitForCopy] = []
 
     def fetch(self, piece: Piece) -> None:
         for stored in self._storing:
@@ -122,16 +122,16 @@ class _Buffers:
 
 
 class _HostMemory:
-    """Host memory, of which each piece gets views."""
+    """Host memory, divided into views for each piece."""
 
-    _ALIGNED = 64  # more than any dtype asks for
+    _ALIGNED = 64  # bytes; enough for every dtype
 
     def __init__(self, copier: Copier, size: int) -> None:
         self._copier, self._size = copier, size
         self._bytes: Tensor | None = None
 
     def views(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """For each of `like`, a host tensor of the same length and dtype."""
+        """Host tensors with the lengths and dtypes of `like`."""
         starts = [0]
         for each in like:
             lines = -(-each.numel() * each.element_size() // self._ALIGNED)
@@ -146,20 +146,20 @@ class _HostMemory:
         ]
 
 
-Ticket = Callable[[], None]
-"""Returns once its copy is done."""
+WaitForCopy = Callable[[], None]
+"""Returns when its copy is done."""
 
 
 class Copier:
     """Copies between a device and pinned host memory, with a stream for each direction.
 
-    The copies of one direction are done in order. `fetch` sees the work queued before
-    `begin`, and work queued after `end` sees what `store` has written. A single piece
-    stays on the current stream, which saves ordering three streams.
+    The copies of one direction run in order. `fetch` runs after the work queued before
+    `begin`, and work queued after `end` runs after each `store`. A single piece is
+    copied on the current stream, so that no other stream must be ordered.
     """
 
     def __init__(self, check: Check) -> None:
-        """Make a copier for the device that is current in `begin`.
+        """Make a copier. `begin` selects the current device and stream.
 
         Args:
             check: called while waiting for a copy; ends the wait by raising.
@@ -175,7 +175,7 @@ class Copier:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def begin(self, overlap: bool) -> None:
-        """Start a collective. With `overlap`, copies of both directions run at once."""
+        """Begin a collective. With `overlap`, both directions are copied at once."""
         current = self._current = torch.cuda.current_stream()
         self._down = self._up = current
         if overlap:
@@ -184,18 +184,18 @@ class Copier:
             for side in self._sides:
                 side.wait_stream(current)
 
-    def fetch(self, source: Tensor, target: Tensor) -> Ticket:
+    def fetch(self, source: Tensor, target: Tensor) -> WaitForCopy:
         """Start a copy from the device to the host."""
         return self._copy(self._down, source, target)
 
-    def store(self, source: Tensor, target: Tensor) -> Ticket:
-        """Start a copy from the host; `source` may change once it is done."""
+    def store(self, source: Tensor, target: Tensor) -> WaitForCopy:
+        """Start a copy from the host. `source` must not change before it is done."""
         return self._copy(self._up, source, target)
 
     def end(self) -> None:
         """End the collective, after success or an error."""
-        # Also for tensors that are only read: they belong to the current stream, which
-        # may give their memory to others.
+        # The current stream also waits for copies that only read: the tensors belong to
+        # it, and the allocator may reuse their memory.
         for side in (self._down, self._up):
             if self._current is not None and side is not None and side != self._current:
                 self._current.wait_stream(side)
@@ -203,7 +203,7 @@ class Copier:
 
     def _copy(
         self, stream: torch.cuda.Stream | None, source: Tensor, target: Tensor
-    ) -> Ticket:
+    ) -> WaitForCopy:
         assert stream is not None  # `begin` was called
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)

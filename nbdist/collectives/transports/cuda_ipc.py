@@ -1,10 +1,11 @@
 """Collectives by CUDA IPC, for ranks on one host whose GPUs can read each other.
 
-NCCL refuses two ranks on one GPU, and some builds of torch have no NCCL. Here each rank
-has slots in the memory of its own GPU. The others read their share of each slot to
-reduce it, and then the shares of the result. Each element crosses between two GPUs as
-often as in a ring, in two steps instead of 2(N-1), and no data passes through the host.
-The group's barrier orders the ranks' hosts, and an `Order` their devices.
+NCCL refuses two ranks on one GPU, and some builds of torch have no NCCL. In this
+transport each rank has slots in the memory of its own GPU. The other ranks read their
+share of each slot and reduce it, and then read the shares of the result. Each element
+crosses between two GPUs as often as in a ring, but in two steps instead of 2(N-1). No
+data passes through the host. The group's barrier orders the hosts of the ranks, and an
+`Order` orders their devices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class DeviceTransport(SharedTransport):
     """
 
     description: ClassVar[str] = "CUDA IPC"
-    at_once_bytes: ClassVar[int] = 512 * 1024  # a step costs more than reading that
+    at_once_bytes: ClassVar[int] = (
+        512 * 1024
+    )  # reading this much takes less than a step
 
     @classmethod
     def connect(
@@ -47,13 +50,13 @@ class DeviceTransport(SharedTransport):
         """Share memory and events. Every rank must call, on its current device.
 
         Args:
-            barrier: the group's.
-            hooks: the group's.
+            barrier: the group's barrier.
+            hooks: the group's hooks.
             slot: bytes of a slot.
-            swap: among the group's ranks.
+            swap: gives every rank's item.
 
         Returns:
-            None, on all ranks, where CUDA IPC does not work.
+            None, on all ranks, if CUDA IPC does not work.
         """
         reached = all(map(can_reach, swap(identity())))
         if not all(swap(reached)):
@@ -84,11 +87,11 @@ class DeviceTransport(SharedTransport):
 
     @property
     def _parity(self) -> int:
-        # Not the barrier's step: calls on CPU tensors pass the same barrier.
+        # Calls on CPU tensors pass the same barrier, so its step cannot be used here.
         return self._steps & 1
 
     def _copy_out(self, results: Sequence[Tensor], block: Tensor) -> None:
-        torch.cat(list(results), out=block)  # one kernel for all of them
+        torch.cat(list(results), out=block)  # one kernel for all results
 
     def close(self) -> None:
         self._order.close()  # first: it waits for pending reads of the slots

@@ -1,4 +1,4 @@
-"""The transport of a group of one rank."""
+"""The transport of a group with one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LocalTransport"]
 
 
 class LocalTransport(Transport):
-    """Copies within the process. The reduction of one operand is the operand."""
+    """Copies within the process. A reduction of one tensor changes nothing."""
 
     description: ClassVar[str] = "none (a world of one)"
 

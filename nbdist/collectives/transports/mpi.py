@@ -1,4 +1,4 @@
-"""Collectives over MPI: the ring, and MPI's own collectives."""
+"""Transports over MPI: ring algorithms, and MPI's own collectives."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ __all__ = [
 
 _TAG = 3
 _NATIVE_FLOATS = frozenset({"sum", "mean", "product"})
-"""MPI's own min and max of floats lose NaN."""
+"""Reduce-ops of floats that MPI computes as torch does. MPI's min and max lose NaN."""
 _NATIVE_INTEGERS = frozenset({torch.int32, torch.int64})
-"""Open MPI's sums of shorter ones saturate on some processors instead of wrapping."""
+"""Integers that MPI reduces as torch does. Open MPI's sums of shorter integers saturate
+on some processors, instead of wrapping."""
 
 
 class RingTransport(Transport):
@@ -68,7 +69,7 @@ class RingTransport(Transport):
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
         wide = accumulation_dtype(output.dtype)
-        # The ring leaves chunk r+1 on rank r: shift, so that it leaves rank r its own.
+        # The ring leaves chunk r+1 on rank r. Shifted by one, that is rank r's own.
         chunks = [piece.to(wide, copy=True) for piece in [*inputs[-1:], *inputs[:-1]]]
         done = self._reduce_around(chunks, op)
         finish(op, done, self._comm.size)
@@ -76,7 +77,7 @@ class RingTransport(Transport):
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         outputs[self._comm.rank].copy_(tensor)
-        # The ring's all-gather starts from chunk r+1 on rank r: shift by one.
+        # The ring's all-gather starts with chunk r+1 on rank r: shift by one.
         self._gather_around([*outputs[-1:], *outputs[:-1]])
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -126,7 +127,7 @@ class RingTransport(Transport):
         return [tensor[start:stop] for start, stop in bounds]
 
     def _reduce_around(self, chunks: Sequence[Tensor], op: str) -> Tensor:
-        """Overwrite `chunks`, and return the one that this rank has reduced."""
+        """Overwrite `chunks`; return the chunk that this rank has reduced."""
         incoming = torch.empty_like(max(chunks, key=len))
         for step in self._steps[: self._comm.size - 1]:
             mine = chunks[step.receive_chunk]
@@ -167,7 +168,7 @@ class RingTransport(Transport):
 
 
 class MpiTransport(RingTransport):
-    """MPI's collectives where their results are torch's; the ring elsewhere."""
+    """MPI's collectives where they compute torch's results; otherwise the ring."""
 
     description: ClassVar[str] = "MPI"
 
@@ -187,16 +188,17 @@ class MpiTransport(RingTransport):
 
 
 def _is_native(op: str, dtype: torch.dtype) -> bool:
-    """Whether MPI's reduction has torch's results."""
+    """Whether MPI's reduction computes torch's result."""
     if dtype.is_floating_point or dtype.is_complex:
         return op in _NATIVE_FLOATS
     return dtype in _NATIVE_INTEGERS
 
 
 class DirectTransport(RingTransport):
-    """The ring over a CUDA-aware MPI. The GPU computes the sums.
+    """The ring over a CUDA-aware MPI, for CUDA tensors. The GPU computes the reduction.
 
-    Open MPI's non-blocking reductions take no device memory, so only messages are used.
+    Only point-to-point messages are used, because Open MPI's non-blocking reductions
+    take no device memory.
     """
 
     description: ClassVar[str] = "CUDA-aware MPI"
@@ -207,10 +209,10 @@ class DirectTransport(RingTransport):
         """Make a transport.
 
         Args:
-            comm: among the group's ranks.
+            comm: a communicator over the group's ranks.
             check: called while waiting for messages; ends the wait by raising.
-            settle: waits for the work queued on the current stream. MPI does not know
-                streams, and reads and writes at once.
+            settle: waits for the work queued on the current stream. It is called before
+                each message, because MPI ignores streams and accesses memory at once.
         """
         super().__init__(comm, check)
         self._settle = settle

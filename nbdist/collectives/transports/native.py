@@ -18,12 +18,12 @@ __all__ = [
 ]
 
 _EDITION = 3
-"""Of the compiled part's interface. A changed checkout may have an older one."""
+"""Version of the compiled module's interface. An old build may have another one."""
 _PLANS = 512
 
 
 def find_compiled() -> ModuleType | None:
-    """The compiled part; None where it is missing or of another edition."""
+    """The compiled module; None if it is missing or has another interface."""
     try:
         found = importlib.import_module("nbdist.collectives._native")
     except ImportError:
@@ -34,14 +34,18 @@ def find_compiled() -> ModuleType | None:
 class CompiledReduction(Protocol):
     """A reduction of tensors of one dtype and length.
 
-    A call returns True when it is done, and False where fingerprints differ and no data
-    was touched. It returns None where a rank is late or has left, or the barrier was
-    stopped; `resume` continues it. It returns NotImplemented, and has not started, for
-    a tensor of another kind, outside of host memory, not dense, or of a subclass.
+    A call returns one of four values:
+
+    - True: the call is done.
+    - False: the fingerprints differ, and no data has changed.
+    - None: a rank is late or has left, or the barrier was stopped. `resume` continues
+      the call.
+    - NotImplemented: the call has not started, because a tensor has another dtype or
+      length, lies outside host memory, is not dense, or is of a subclass.
     """
 
     def run(self, tensor: Tensor, fingerprint: int) -> bool | None:
-        """Reduce a tensor in place, or for `reduce` into the root's."""
+        """Reduce a tensor in place; for the operation `reduce`, on the root only."""
 
     def run_lists(
         self, output: Tensor, inputs: Sequence[Tensor], fingerprint: int
@@ -73,16 +77,17 @@ class QuickCalls(Protocol):
             op: The reduce-op as the user gives it.
             shape: The tensors' shape.
             reduction: An all-reduce of the same number of elements.
-            fingerprint: Of the call's signature.
+            fingerprint: The fingerprint of the call's signature.
         """
 
     def all_reduce(self, tensor: object, op: object) -> bool | None:
         """Reduce a tensor in place, if that is possible without a wait.
 
         Returns:
-            True when it is done. False where no call was started: the tensor is not
-            dense or not of a known kind, or calls are held. None where the call was
-            started and a rank is late: `resume` until it has ended, then `release`.
+            True if the call is done. False if no call was started, because the tensor
+            is not dense or not of a known kind, or because calls are held. None if the
+            call was started and a rank is late: call `resume` until it has ended, and
+            then `release`.
         """
 
     def resume(self) -> bool | None:
@@ -92,7 +97,7 @@ class QuickCalls(Protocol):
         """Keep `all_reduce` from starting calls until `release`.
 
         Returns:
-            False where a call is under way, and `hold` has no effect.
+            False if a call is under way; `hold` then has no effect.
         """
 
     def release(self) -> None:
@@ -106,8 +111,8 @@ class CompiledReductions:
         """Make an empty cache.
 
         Args:
-            native: The compiled part.
-            barrier: Its Barrier, of the group.
+            native: The compiled module.
+            barrier: The group's `Barrier` of that module.
             at_once_bytes: Larger tensors are reduced in shares, one for each rank.
         """
         self._native, self._barrier = native, barrier
@@ -125,7 +130,7 @@ class CompiledReductions:
     def plan(
         self, operation: str, op: str, dtype: torch.dtype, length: int, root: int = 0
     ) -> CompiledReduction | None:
-        """The reduction of tensors of `length` elements; None where there is no kernel.
+        """The reduction of tensors of `length` elements; None if there is no kernel.
 
         The answer is the same on all ranks.
         """

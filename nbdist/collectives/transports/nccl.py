@@ -1,4 +1,4 @@
-"""Collectives by NCCL, for ranks with a GPU each."""
+"""Collectives by NCCL, for ranks that each have a GPU of their own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DTYPES = frozenset(
 
 
 class NcclTransport(Transport):
-    """A NCCL communicator of the group. Work is queued on the current stream."""
+    """An NCCL communicator of the group. Work is queued on the current stream."""
 
     description: ClassVar[str] = "NCCL"
 
@@ -53,21 +53,21 @@ class NcclTransport(Transport):
     ) -> NcclTransport | None:
         """Connect the ranks. Every rank must call, with a GPU of its own as current.
 
-        On one host the rendezvous is a file, so that no port is opened. Between hosts
-        it is the store of torch.distributed's default group.
+        On one host the ranks' rendezvous is a file, so that no port is opened. Between
+        hosts they use the store of torch.distributed's default group.
 
         Args:
-            rank: this process's in the group.
-            size: number of ranks.
-            swap: among the group's ranks.
-            fallback: for the reductions that NCCL lacks.
+            rank: this process's rank in the group.
+            size: number of ranks in the group.
+            swap: gives every rank's item.
+            fallback: does the reductions that NCCL lacks.
 
         Returns:
-            None, on all ranks, where torch has no NCCL or there is no store.
+            None, on all ranks, if torch has no NCCL or the ranks have no store.
         """
         if not all(swap(dist.is_nccl_available())):
             return None
-        # In a cluster's run folder, which is removed however its ranks end.
+        # The run folder of a cluster is removed however its ranks end.
         parent = environment("RUN_DIR", "") or None
         made = tempfile.mkdtemp(prefix="nbdist-nccl-", dir=parent) if rank == 0 else ""
         folder = Path(swap(made)[0])
@@ -79,7 +79,7 @@ class NcclTransport(Transport):
         if not all(swap(dist.is_initialized())):
             return None
         common = distributed_c10d._get_default_store()
-        store = PrefixStore(folder.name, common)  # a name of this group's alone
+        store = PrefixStore(folder.name, common)  # a name that only this group has
         return cls(store, rank, size, fallback)
 
     def __init__(
@@ -94,14 +94,14 @@ class NcclTransport(Transport):
 
         Args:
             store: shared by all ranks, and used for nothing else.
-            rank: this process's in the group.
-            size: number of ranks.
-            fallback: for the reductions that NCCL lacks.
-            folder: removed by `close`.
+            rank: this process's rank in the group.
+            size: number of ranks in the group.
+            fallback: does the reductions that NCCL lacks.
+            folder: `close` removes it.
         """
-        c10d: Any = dist  # ProcessGroupNCCL exists in CUDA builds of torch alone
+        c10d: Any = dist  # only CUDA builds of torch have ProcessGroupNCCL
         options = c10d.ProcessGroupNCCL.Options()
-        # `abort` releases a collective. torch's watchdog would end the process.
+        # `abort` releases a collective. torch's watchdog would end the process instead.
         options._timeout = _NO_TIMEOUT
         self._group: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
         self._fallback = fallback
@@ -208,7 +208,7 @@ class NcclTransport(Transport):
 
 
 def _as_nccl(tensor: Tensor, op: str) -> Tensor | None:
-    """The tensor in a dtype of NCCL's; None where NCCL cannot reduce it."""
+    """A view of the tensor in a dtype of NCCL's; None if NCCL cannot reduce it."""
     if REDUCE_OPS[op].nccl is None or tensor.dtype not in _DTYPES:
         return None
     if not tensor.is_complex():
@@ -217,5 +217,5 @@ def _as_nccl(tensor: Tensor, op: str) -> Tensor | None:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    # NCCL has neither int16 nor complex numbers, and moves bytes as fast.
+    # NCCL has neither int16 nor complex numbers, and copies bytes at the same speed.
     return tensor.view(torch.uint8)

@@ -14,7 +14,7 @@ __all__ = ["RingStep", "chunk_bounds", "ring_steps"]
 
 @dataclass(frozen=True)
 class RingStep:
-    """What one rank does in one step of a ring all-reduce."""
+    """The sends and receives of one rank in one step of a ring all-reduce."""
 
     step: int
     """0 to 2(N-1)-1."""
@@ -28,7 +28,7 @@ class RingStep:
 
 
 def chunk_bounds(length: int, chunks: int) -> list[tuple[int, int]]:
-    """Cut `length` elements into `chunks` runs that differ by at most one element.
+    """Divide `length` elements into `chunks` runs whose lengths differ by at most one.
 
     Args:
         length: number of elements; may be smaller than `chunks`, or 0.

@@ -51,9 +51,9 @@ _Item = TypeVar("_Item")
 _CARD_BYTES = 4096
 _SPINS = 300
 _SPINS_IN_C = 20
-"""Looks of the compiled barrier in the time of one look in Python."""
+"""Checks of the compiled barrier in the time of one check in Python."""
 _MESSAGES = frozenset({"mpi", "ring"})
-"""Transports that share no memory."""
+"""Transports that send messages and share no memory."""
 _TRANSPORTS = frozenset({"auto", "shared", "nccl", "ipc", "staged"}) | _MESSAGES
 
 
@@ -65,20 +65,24 @@ class Connection:
     hooks: Hooks
     barrier: Barrier
     inner: MPI.Comm
-    """For all but the user's messages."""
+    """For all operations except the user's point-to-point messages."""
     mail: MPI.Comm
     """For the user's point-to-point messages."""
     transports: dict[str, dict[str, Transport]]
-    """By kind of device and algorithm. "auto" is the best one."""
+    """By type of device and name of algorithm. "auto" is the fastest one."""
     hosts: tuple[int, ...]
-    """The number of each rank's host, from 0 in the ranks' order."""
+    """The number of each rank's host. Hosts are numbered from 0, in rank order."""
     reductions: CompiledReductions | None = None
     """The compiled reductions, for tensors in host memory."""
     gpu: torch.device | None = None
     """The device of this rank's CUDA tensors, set by the first one."""
 
     def transport(self, device: str, algorithm: str) -> Transport:
-        """The transport for a kind of device and an algorithm's name."""
+        """The transport for a type of device and an algorithm's name.
+
+        Raises:
+            UsageError: There is no such algorithm for the device.
+        """
         of_device = self.transports[device]
         if algorithm not in of_device:
             names = ", ".join(sorted(of_device))
@@ -105,7 +109,7 @@ class Connection:
         self.gpu = torch.device("cuda", torch.cuda.current_device())
 
     def largest(self, number: int) -> int:
-        """The largest number of all ranks. Every rank must call."""
+        """The largest of all ranks' numbers. Every rank must call."""
         return max(_swap_cards(self.inner, number, self.hooks.check))
 
     def describe(self) -> str:
@@ -117,7 +121,7 @@ class Connection:
         if self.gpu is not None and takes_device_memory():
             parts.append("CUDA-aware MPI (messages)")
         if isinstance(self.barrier, SharedBarrier) and self.barrier.compiled is None:
-            parts.append("nothing compiled")
+            parts.append("no compiled reductions")
         return ", ".join(parts)
 
     def finish(self, check: Check) -> None:
@@ -141,8 +145,8 @@ class Connection:
     def discard(self) -> None:
         """Close a broken group without its other members.
 
-        Communicators are revoked where MPI can do so, which ends their pending
-        messages. They are not freed, for that waits for peers.
+        Communicators are revoked where MPI supports it, which ends their pending
+        messages. They are not freed, because that would wait for the peers.
         """
         self._close_parts()
         for comm in (self.inner, self.mail):
@@ -163,6 +167,9 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     """Agree on a barrier and transports with the other ranks of `comm`.
 
     Every rank of `comm` must call, with the same configuration.
+
+    Raises:
+        UsageError: The configured transport is unknown or cannot be used here.
     """
     if config.transport not in _TRANSPORTS:
         known = ", ".join(sorted(_TRANSPORTS))
@@ -209,12 +216,14 @@ def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank tells the others about itself."""
+    """A rank's description of itself for the other ranks."""
 
     host: str
+    """As `host_identity` gives it."""
     cores: frozenset[int]
+    """The cores that the rank may run on."""
     compiled: bool
-    """Whether it has the compiled part, for as many ranks."""
+    """Whether the rank has the compiled module, and it serves this many ranks."""
 
 
 def _own_card(config: CollectiveConfig, size: int) -> _Card:
@@ -230,9 +239,10 @@ def _share_memory(
     cards: Sequence[_Card],
     swap: Swap,
 ) -> tuple[SharedBarrier, Tensor] | None:
-    """A barrier and slots in memory that all ranks of `comm` map.
+    """Make a barrier and slots in memory that all ranks of `comm` map.
 
-    None, on all ranks, where they cannot.
+    Returns:
+        None, on all ranks, if they cannot share memory.
     """
     pages = -(-SharedBarrier.bytes_needed(comm.size) // mmap.PAGESIZE)
     head = pages * mmap.PAGESIZE
@@ -266,7 +276,12 @@ def _share_memory(
 
 
 def _swap_cards(comm: MPI.Comm, card: _Item, check: Check) -> list[_Item]:
-    """Every rank's item, in rank order. `check` can end the wait by raising."""
+    """Every rank's item, in rank order. Every rank must call.
+
+    Args:
+        card: Its pickle has at most `_CARD_BYTES` bytes.
+        check: called while waiting; ends the wait by raising.
+    """
     mine = np.frombuffer(pickle.dumps(card).ljust(_CARD_BYTES, b"\0"), np.uint8)
     cards = np.zeros((comm.size, _CARD_BYTES), np.uint8)
     complete([comm.Iallgather(mine, cards)], check, mine, cards)
@@ -287,19 +302,22 @@ def gpu_transports(
     comm: MPI.Comm,
     swap: Swap,
 ) -> dict[str, Transport]:
-    """The transports for CUDA tensors, by algorithm. "auto" is the best one.
+    """The transports for CUDA tensors, by algorithm. "auto" is the fastest one.
 
-    That is NCCL where each rank has a GPU of its own, CUDA IPC where ranks of one host
-    share GPUs or torch has no NCCL, a CUDA-aware MPI between hosts, and pinned host
-    memory elsewhere. Every rank must call, on its current device.
+    It is NCCL if each rank has a GPU of its own. It is CUDA IPC if ranks of one host
+    share GPUs, or if torch has no NCCL. Between hosts it is a CUDA-aware MPI. Otherwise
+    tensors go through pinned host memory. Every rank must call, on its current device.
 
     Args:
-        host: the transports for CPU tensors.
-        barrier: the group's.
-        config: the group's.
-        hooks: the group's.
-        comm: among the group's ranks.
-        swap: among the group's ranks.
+        host: the transports for CPU tensors, by algorithm.
+        barrier: the group's barrier.
+        config: the group's configuration.
+        hooks: the group's hooks.
+        comm: a communicator over the group's ranks.
+        swap: gives every rank's item.
+
+    Raises:
+        UsageError: The configured transport cannot be used here.
     """
     rank, size, piece = comm.rank, comm.size, config.staging_bytes
     pipeline = Pipeline(Copier(hooks.check), piece)

@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks of one host share.
 
-A tensor is moved in blocks that stay in the cores' caches, so that main memory is read
-and written about once for each element. All ranks pass the barrier between two steps.
-Consecutive steps use two sets of slots in turn.
+A tensor is moved in blocks that fit into the cores' caches, so that each element is
+read from main memory and written to it about once. All ranks pass the barrier between
+two steps. Even and odd steps use two different sets of slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 
 class SharedTransport(Transport):
-    """Each rank writes what others need into its slot; the others read it there."""
+    """Each rank writes to its own slot, and reads the slots of the others."""
 
     description: ClassVar[str] = "shared memory"
     has_barrier: ClassVar[bool] = True
@@ -47,10 +47,10 @@ class SharedTransport(Transport):
         """Use slots that all ranks of the barrier map.
 
         Args:
-            barrier: the group's.
-            slots: the group's.
-            hooks: the group's.
-            compiled: compiled reductions; given on all ranks, or on none.
+            barrier: the group's barrier.
+            slots: the group's slots.
+            hooks: the group's hooks.
+            compiled: the compiled reductions; None on all ranks if one has none.
         """
         self._barrier, self._hooks = barrier, hooks
         self._rank, self._size = barrier.rank, barrier.size
@@ -141,7 +141,7 @@ class SharedTransport(Transport):
         return self._compiled.plan(operation, op, tensor.dtype, tensor.numel(), root)
 
     def _finish(self, plan: CompiledReduction, done: bool | None) -> bool:
-        """Wait for the end of a compiled call. Returns False where none was begun.
+        """Wait for the end of a compiled call. Returns False if it was not started.
 
         Raises:
             CollectiveMismatch: The ranks made different calls.
@@ -164,7 +164,7 @@ class SharedTransport(Transport):
             self._reduce_by_shares(tensor, op, wanted)
 
     def _reduce_at_once(self, tensor: Tensor, op: str, wanted: bool) -> None:
-        """In one step, each rank writes its whole tensor and reduces all of them."""
+        """Reduce in one step: each rank writes its tensor, and reduces all tensors."""
         views = self._slots.views(tensor.dtype, len(tensor))
         slots = views[self._parity].slots
         slots[self._rank].copy_(tensor)
@@ -173,10 +173,10 @@ class SharedTransport(Transport):
             reduce_rows(op, slots, tensor)
 
     def _reduce_by_shares(self, tensor: Tensor, op: str, wanted: bool) -> None:
-        """Each rank reduces its share of each block, and copies all ranks' shares.
+        """Reduce in blocks. Each rank reduces its share of a block, and reads the others.
 
-        One step works on three blocks: it copies one in, reduces the one before, and
-        copies out the one before that.
+        Each step works on three blocks: it copies one into the slot, reduces the block
+        before, and copies out the block before that.
         """
         blocks = self._cut(tensor)
         views = [self._slots.views(tensor.dtype, len(block)) for block in blocks]
@@ -194,14 +194,20 @@ class SharedTransport(Transport):
 
     def _copy_out(self, results: Sequence[Tensor], block: Tensor) -> None:
         """Copy the results, in order, into `block`."""
-        block.copy_(results[0])  # in shared memory they are one tensor
+        block.copy_(results[0])  # in shared memory, one tensor holds all shares
 
-    # -- moving --------------------------------------------------------------------
+    # -- copies --------------------------------------------------------------------
 
     def _publish(
         self, tensor: Tensor, sources: Sequence[int], outputs: dict[int, Tensor]
     ) -> None:
-        """Show the tensors of the ranks in `sources`; copy those of `outputs`."""
+        """Copy the tensors of the ranks in `sources`.
+
+        Args:
+            tensor: this rank's tensor, written if this rank is a source.
+            sources: the ranks that write.
+            outputs: for each rank that this one reads, where its tensor goes.
+        """
         blocks = self._cut(tensor)
         wanted = [(source, self._cut(output)) for source, output in outputs.items()]
 
@@ -222,7 +228,14 @@ class SharedTransport(Transport):
         longest: int,
         dtype: torch.dtype,
     ) -> None:
-        """Show each other rank its input, and copy the outputs. Lengths may differ."""
+        """Copy one tensor from each rank to each other rank. Lengths may differ.
+
+        Args:
+            inputs: for each rank, the tensor that it reads; empty if none does.
+            outputs: for each rank that this one reads, where its tensor goes.
+            longest: elements of the longest tensor of all ranks.
+            dtype: of all tensors.
+        """
         offered = self._others([self._cut_pieces(each) for each in inputs])
         wanted = {source: self._cut_pieces(each) for source, each in outputs.items()}
 
@@ -260,7 +273,7 @@ class SharedTransport(Transport):
         write: Callable[[int, View], None],
         read: Callable[[int, View], None],
     ) -> None:
-        """In each step: write, wait for all ranks, read. Without steps, wait once."""
+        """Write, pass the barrier and read, in each step. Without steps, pass it once."""
         if not lengths:
             self._pass(first=True)
         for step, length in enumerate(lengths):
@@ -275,7 +288,7 @@ class SharedTransport(Transport):
         return self._barrier.semaphores.step & 1
 
     def _pass(self, first: bool) -> None:
-        """Wait for all ranks. The first step of a call compares fingerprints."""
+        """Pass the barrier, which compares fingerprints in the first step of a call."""
         if first:
             self._hooks.pass_barrier()
         else:
@@ -292,6 +305,6 @@ class SharedTransport(Transport):
 
 
 def _cut(tensor: Tensor, length: int) -> Sequence[Tensor]:
-    """Blocks of `length` elements, the last one shorter; none of an empty tensor."""
+    """Cut into blocks of `length` elements; the last may be shorter."""
     blocks: Sequence[Tensor] = tensor.split(length) if len(tensor) else ()
     return blocks

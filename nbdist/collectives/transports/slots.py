@@ -1,6 +1,6 @@
 """Slots: the memory in which each rank shows a block of its tensor to the others.
 
-Consecutive steps use two sets of slots in turn, those of even and those of odd steps.
+Even and odd steps use two different sets of slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 _PAGE = 4096
 SHARE_ELEMENTS = 64
-"""Shares start at multiples of this, so that ranks share no cache line."""
+"""Shares start at multiples of this many elements, so that no cache line is shared."""
 _CACHED_VIEWS = 512
 
 
@@ -42,25 +42,25 @@ class SlotViews(NamedTuple):
 
 
 PieceViews = list[list[Tensor]]
-"""`views[source][target]`: in each rank's slot, a piece for each other rank."""
+"""`views[source][target]`: the piece for `target` in the slot of `source`."""
 _View = TypeVar("_View")
 _Kind = tuple[torch.dtype, int]
 
 
 def slots_bytes(size: int, slot: int) -> int:
-    """Bytes for `size` ranks: two sets of a slot for each rank and for the result."""
+    """Bytes of two sets of slots. A set has one for each rank and for the result."""
     return 2 * (size + 1) * rounded_slot(size, slot)
 
 
 def rounded_slot(size: int, slot: int) -> int:
-    """Bytes of a slot: at least `slot`, and whole pages for each of `size` ranks."""
+    """Bytes of a slot: `slot`, rounded up to whole pages for each of `size` ranks."""
     return max(-(-slot // size // _PAGE), 1) * _PAGE * size
 
 
 class Slots:
-    """Slots in memory that all ranks map. Views are made once for a dtype and length.
+    """Slots in memory that all ranks map.
 
-    Views come in pairs, for even and for odd steps.
+    Views are cached by dtype and length. They come in pairs, for even and odd steps.
     """
 
     def __init__(self, memory: Tensor, rank: int, size: int) -> None:
@@ -130,19 +130,19 @@ def _keep(
 
 
 def peer_bytes(size: int, slot: int) -> int:
-    """Bytes of each of `size` ranks: two sets of a slot and a share of the result."""
+    """Bytes of one of `size` ranks: two sets of a slot and a share of the result."""
     return slots_bytes(size, slot) // size
 
 
 class PeerSlots(Slots):
-    """Slots in memory of each rank's own, which all ranks may read.
+    """Slots in each rank's own memory, which all ranks may read.
 
-    A rank writes to its own memory alone, so that a rank that fails cannot change
-    another's. Where each rank has a GPU, reads are spread over all of them.
+    Each rank writes only to its own memory, so that a failing rank cannot change the
+    memory of others. Where each rank has a GPU, reads are spread over all GPUs.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int) -> None:
-        """Use memory of `peer_bytes(...)` bytes of each rank, in rank order."""
+        """Use `peer_bytes(...)` bytes of memory of each rank, in rank order."""
         super().__init__(memories[rank], rank, len(memories))
         self._memories = list(memories)
         self._pitch = len(memories[rank]) // 2

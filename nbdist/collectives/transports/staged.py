@@ -15,9 +15,9 @@ __all__ = ["StagedTransport"]
 
 
 class StagedTransport(Transport):
-    """Copies pieces to the host, calls a host transport, and copies them back.
+    """Copies tensors to the host, calls a host transport, and copies the results back.
 
-    All ranks cut equal tensors into equal pieces. Each piece is one call of the host
+    All ranks cut their tensors into the same pieces. Each piece is one call of the host
     transport on all ranks.
     """
 
@@ -31,9 +31,9 @@ class StagedTransport(Transport):
         Args:
             host: the transport for CPU tensors.
             pipeline: runs one transfer at a time; transports may share it.
-            piece: bytes of each rank in one call of `host`.
-            rank: this process's in the group.
-            size: number of ranks.
+            piece: bytes of each rank's data in one call of `host`.
+            rank: this process's rank in the group.
+            size: number of ranks in the group.
         """
         self._host, self._pipeline = host, pipeline
         self._piece = piece
@@ -51,7 +51,7 @@ class StagedTransport(Transport):
         def move(takes: list[Tensor], gives: list[Tensor]) -> None:
             self._host.reduce(takes[0], op, root)
 
-        wanted = slice(self._rank == root)  # elsewhere the tensor stays as it is
+        wanted = slice(self._rank == root)  # only the root's tensor changes
         cut = [[each] for each in self._cut(tensor)]
         self._pipeline.run([Piece(each, each[wanted], move, True) for each in cut])
 
@@ -111,7 +111,7 @@ class StagedTransport(Transport):
         self._pipeline.run([moving(length) for length in lengths])
 
     def close(self) -> None:
-        self._pipeline.close()  # the host transport is its group's
+        self._pipeline.close()  # the group closes the host transport
 
     def _run(
         self,
@@ -126,17 +126,17 @@ class StagedTransport(Transport):
         return max(self._piece // parts // dtype.itemsize, 1)
 
     def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Pieces of a tensor. An empty tensor has one, for the barrier."""
+        """Cut a tensor. An empty tensor has one piece, so that ranks synchronize."""
         pieces: Sequence[Tensor] = tensor.split(self._room(tensor.dtype, 1))
         return pieces
 
     def _cut_all(
         self, tensors: Sequence[Tensor], count: int | None = None
     ) -> list[list[Tensor]]:
-        """For each piece, its part of each tensor of a list.
+        """Cut a list of tensors; for each piece, the part of each tensor.
 
         Args:
-            tensors: of one dtype; equal in length, unless `count` is given.
+            tensors: of one dtype, and of one length unless `count` is given.
             count: the number of pieces.
         """
         if not tensors:
