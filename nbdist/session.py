@@ -1,4 +1,4 @@
-"""The one cluster of a notebook, and what the notebook shows of it."""
+"""The cluster of a notebook, and the tables and views that show it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def set_notebook_session(session: Session) -> None:
 
 
 def running_cluster() -> Cluster | None:
-    """The notebook's cluster; None where none is running, as in a script."""
+    """The notebook's running cluster; None if there is none, as in a script."""
     return None if _notebook_session is None else _notebook_session.cluster_if_running
 
 
@@ -48,7 +48,7 @@ class Session:
         """The running cluster.
 
         Raises:
-            NotRunning: None is.
+            NotRunning: No cluster is running.
         """
         if self._cluster is None:
             raise NotRunning("no cluster is running: start one with %dist_start")
@@ -56,17 +56,23 @@ class Session:
 
     @property
     def cluster_if_running(self) -> Cluster | None:
+        """The running cluster; None if there is none."""
         return self._cluster if self.running else None
 
     @property
     def running(self) -> bool:
+        """Whether a cluster is running."""
         return self._cluster is not None and self._cluster.running
 
     def start(self, n: int | None, **options: Any) -> None:
-        """Start this notebook's cluster, showing how far it is.
+        """Start this notebook's cluster, and show the progress.
+
+        Args:
+            n: The number of ranks; None takes the default.
+            options: As for `Cluster`.
 
         Raises:
-            AlreadyRunning: One is running; it is left untouched.
+            AlreadyRunning: A cluster is running. It is left untouched.
             UsageError, StartError: As for `Cluster`.
         """
         if self.running:
@@ -78,17 +84,17 @@ class Session:
 
         cluster = Cluster(n, **options)
         cluster.on_note = print
-        self.stop()  # one that has ended by itself
+        self.stop()  # a cluster that has ended by itself
         self._bring_up(cluster, cluster.start)
         self._cluster = cluster
 
     def restart(self) -> None:
-        """Stop, start with the same options, and run the setup cells."""
+        """Stop the cluster, start it with the same options, and run the setup cells."""
         cluster = self.cluster
         self._bring_up(cluster, cluster.restart)
 
     def scale(self, n: int, drop: bool) -> str:
-        """Grow or shrink the running cluster; what was done, in words."""
+        """Change the number of ranks. Returns a description of the change."""
         return self.cluster.scale(n, drop=drop)
 
     def _bring_up(self, cluster: Cluster, start: Callable[..., object]) -> None:
@@ -99,7 +105,7 @@ class Session:
             view.finish(cluster.ranks, cluster.mpi)
 
     def stop(self) -> bool:
-        """Stop the cluster; whether there was one. A second stop is harmless."""
+        """Stop the cluster. Returns whether there was one. Safe to call twice."""
         cluster, self._cluster = self._cluster, None
         for monitor in self._monitors:
             monitor.close()
@@ -120,7 +126,7 @@ class Session:
         """Run a cell on the ranks and show its output as it comes.
 
         Raises:
-            CellError: It failed on a rank, ran out of time or was interrupted.
+            CellError: The cell failed on a rank, timed out or was interrupted.
         """
         with self._showing(ranks) as (cluster, view):
             cluster.execute(
@@ -146,7 +152,7 @@ class Session:
     def _showing(
         self, ranks: Sequence[int] | None = None
     ) -> Iterator[tuple[Cluster, CellView]]:
-        """The cluster, mended, and a view for what its ranks print."""
+        """Repair the cluster; yield it with a view for the output of its ranks."""
         from nbdist.widgets.cell_view import CellView
 
         cluster = self.cluster
@@ -160,7 +166,7 @@ class Session:
             view.close()
 
     def complete(self, token: str, line: str, cursor: int) -> list[str]:
-        """Completions from rank 0's namespace; none when it does not answer at once."""
+        """Completions from rank 0's namespace; none if it does not answer at once."""
         return self.cluster.complete(token, line, cursor) if self.running else []
 
     def show_monitor(self) -> None:
@@ -191,7 +197,7 @@ class Session:
         return Table(header, rows, caption)
 
     def variables_table(self, pattern: str) -> Table:
-        """The ranks' variables, by name; what is equal on all stands once."""
+        """The ranks' variables by name. Equal values share a row."""
         answers = self.cluster.variables(pattern)
         silent = [rank for rank, answer in answers.items() if answer is None]
         by_name: dict[str, dict[str, list[tuple[int, Any]]]] = {}
@@ -210,7 +216,7 @@ class Session:
         return Table(header, rows, note)
 
     def inspect_table(self, expression: str) -> Table:
-        """One expression on all ranks, equal values once."""
+        """The value of an expression on all ranks. Equal values share a row."""
         alike: dict[str, list[int]] = {}
         for rank, text in self.cluster.inspect(expression).items():
             alike.setdefault(text, []).append(rank)
@@ -218,7 +224,7 @@ class Session:
         return Table(["ranks", expression], rows)
 
     def stacks_text(self) -> str:
-        """Every rank's Python stack; ranks with equal stacks together."""
+        """Every rank's Python stack. Ranks with equal stacks share one."""
         alike: dict[str, list[int]] = {}
         for rank, stack in self.cluster.stacks().items():
             text = stack or self._silence(rank)
@@ -234,7 +240,7 @@ class Session:
 
 
 def _starts_text(starts: Sequence[str]) -> str:
-    """How ranks were started, each way once."""
+    """How many ranks were started in each way."""
     counts = Counter(starts)
     return ", ".join(
         f"{count} ranks forked" if how == FORKED else f"{count} started alone ({how})"

@@ -1,7 +1,7 @@
-"""The records that travel between the notebook's kernel and the ranks.
+"""The records that the notebook's kernel and the ranks send each other.
 
-They are frozen dataclasses of built-in types, so that both sides can import and pickle
-them without torch, MPI or widgets. Times are seconds since the epoch, sizes are bytes,
+They are frozen dataclasses of built-in types. Both sides can import and pickle them
+without torch, MPI or widgets. Times are seconds since the epoch, sizes are bytes,
 and a value that is unavailable is None.
 """
 
@@ -43,7 +43,7 @@ REFUSED = "nbdist_refused"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The identity of a rank. ipyparallel's engine id is not its number; `rank` is."""
+    """The identity of a rank. Its number is `rank`; ipyparallel's engine id differs."""
 
     rank: int
     world_size: int
@@ -53,26 +53,26 @@ class RankInfo:
     host: str
     pid: int
     device: str
-    """torch's name for it: "cpu" or "cuda:0"."""
+    """torch's name of the device, such as "cpu" or "cuda:0"."""
     device_name: str
     device_uuid: str | None
     """NVML's UUID of the GPU or MIG device; None for a CPU rank."""
     memory_limit: int | None
-    """Bytes of device memory that this rank may use; None where it is not capped."""
+    """Bytes of device memory that this rank may use; None if there is no cap."""
     threads: int
     transport: str
     generation: int = 0
     """The world's generation, which counts its rebuilds since the start."""
     name: str = ""
-    """The beginning of its process's file names; no later process has the same."""
+    """The beginning of the names of its process's files. It is unique."""
     parent_pid: int = 0
     """The process that started the rank and reports its exit."""
     started: str = ""
-    """"forked", or why the fork server has not started it."""
+    """"forked", or the reason why the fork server has not started the rank."""
     mpi: str = ""
     """The MPI library in use, with its version."""
     notes: tuple[str, ...] = ()
-    """What a user should know about this rank, one sentence each."""
+    """Notes about this rank for the user, one sentence each."""
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,17 @@ class Batch:
 
     rank: int
     source: str
-    """The recorder's unique name. That of a replaced rank counts from 0 again."""
+    """The recorder's unique name. A replaced rank has a new recorder."""
     sequence: int
-    """The number of the batch, from 0, so that a lost one is noticed."""
+    """The number of the batch, from 0. A gap shows that a batch was lost."""
     dropped: int
-    """Records that the recorder has dropped since its start, for want of room."""
+    """Number of records that the recorder has dropped because its buffer was full."""
     records: tuple[Sample | DeviceSample, ...]
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective as one rank has called it, and where."""
+    """One rank's call of a collective, with its call site."""
 
     rank: int
     sequence: int
@@ -131,7 +131,7 @@ class CollectiveCall:
     shape: tuple[int, ...]
     device: str
     cell: int | None = None
-    """The notebook's In[] number, where the call came from a cell."""
+    """The notebook's In[] number, if the call came from a cell."""
     line: int | None = None
     members: tuple[int, ...] = ()
     """The world ranks that take part."""
@@ -159,22 +159,22 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
-    """Where the main thread of a rank is. Two are equal if it has not moved between."""
+    """The position of a rank's main thread. Equal snapshots mean no progress."""
 
     location: str
     """The collective that the thread is in, else the line of its cell."""
     call: CollectiveCall | None
     """The collective in which the thread waits for other ranks."""
     mark: int
-    """A hash of the thread's position, which differs once the thread has moved."""
+    """A hash of the thread's position. It changes when the thread makes progress."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """A process that is to join the world."""
+    """A process that joins the world."""
 
     rank: int
-    """The number that it takes; its device is that entry of assignments.json."""
+    """Its rank, which is also the index of its device in assignments.json."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ class Change:
 
     generation: int
     base: int
-    """The generation of the last change that every rank completed. The ranks start from
-    its communicator, whatever a failed attempt has left."""
+    """The generation of the last change that every rank completed. The ranks start with
+    its communicator, whatever failed changes have done."""
     numbers: dict[str, int]
-    """The new rank of each process that stays, by its engine's uuid."""
+    """The new rank of each process that stays, by the uuid of its engine."""
     joins: tuple[Join, ...] = ()
 
 
@@ -199,9 +199,9 @@ class ElasticCall:
     min_ranks: int
     max_ranks: int | None
     timeout_s: float
-    """Seconds to wait for ranks while there are fewer than `min_ranks`."""
+    """Seconds to wait while there are fewer than `min_ranks` ranks."""
     index: int = 0
-    """The number of elastic runs that its cell began before it."""
+    """The number of earlier elastic runs in the same cell."""
 
 
 @dataclass(frozen=True)
@@ -209,42 +209,42 @@ class Notice:
     """A message from a rank in an elastic run, while its cell runs."""
 
     kind: str
-    """"entered", "paused", "answered" (an order of the notebook's) or "left"."""
+    """"entered", "paused", "answered" (a notebook's order) or "left"."""
     call: ElasticCall
     pause: int = 0
-    """The number of this rank's pause. An order is for one pause."""
+    """The number of this rank's pause. Each order is for one pause."""
     reason: str = ""
-    """Why it pauses: "failure", "resize" or "finished"."""
+    """The reason of the pause: "failure", "resize" or "finished"."""
     commit: int = 0
     """The number of the rank's last commit; 0 for none."""
     text: str = ""
     """The error that has released the rank."""
     token: int = 0
-    """The token of the order that is answered."""
+    """The token of the answered order."""
     ok: bool = True
     value: object = None
-    """The order's result; (class, message, traceback lines) where it raised."""
+    """The order's result, or (class, message, traceback lines) if it raised."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The notebook's decision, which ends a pause."""
+    """The notebook's decision that ends a pause."""
 
     action: str
-    """"go on" with the ranks that there are now, "finish", "give up" or "interrupt"."""
+    """"go on" with the present ranks, "finish", "give up" or "interrupt"."""
     why: str = ""
-    """The reason in words, for the error; "" where the original error suffices."""
+    """The reason for the error's message; "" if the original error suffices."""
     completed_resize: int = 0
     """The number of the last resize request that was completed."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A file that every new `State` begins from."""
+    """A file with the values that every new `State` begins with."""
 
     path: str
     trusted: bool = False
-    """Whether this cluster has written the file, which may then hold any object."""
+    """Whether this cluster has written the file. Only then may it hold pickles."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which device each rank gets: pure arithmetic over a configuration and a host."""
+"""Assigns devices to ranks, by arithmetic over a configuration and a host."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ __all__ = ["assign_devices"]
 
 DEFAULT_CPU_RANKS = 4
 RANKS_PER_CORE = 8
-"""More share a core only where the user says so: each turn of theirs waits for it."""
+"""The most ranks that share a core. `--oversubscribe` allows more."""
 RANK_BYTES = 250_000_000
-"""Memory of a rank before it holds much of the user's. Measured with the CPU build of
-torch 2.13 as PSS: each of four idle ranks had 186 MB, after a step with DDP 262."""
+"""Estimated memory of a rank without large user data. With the CPU build of torch 2.13
+the PSS of each of four ranks was 186 MB when idle, and 262 MB after a step with DDP."""
 
 
 def assign_devices(
     config: ClusterConfig, host: Host, running: int = 0
 ) -> list[DeviceAssignment]:
-    """The assignment of every rank, in rank order.
+    """The device assignment of every rank, in rank order.
 
-    Pure: the same input gives the same assignments.
+    This is a pure function: it reads nothing but its arguments.
 
     Args:
-        running: How many of the ranks run already, and have their memory.
+        config: The options of the start.
+        host: The host of the ranks.
+        running: The number of ranks that already run, and have their memory.
 
     Raises:
-        UsageError: The request cannot be met; the message says by how much.
+        UsageError: The host has too little of something, or an option is invalid. The
+            message says by how much, and which options would work.
     """
     n = None if config.n is None else _positive("-n", config.n)
     if config.device not in ("auto", "cuda", "cpu"):
@@ -53,7 +56,7 @@ def assign_devices(
     _check_caps(config, used, per_gpu, n)
     assignments = []
     for rank in range(n):
-        # Neighbouring ranks share a GPU, so that a ring crosses between GPUs least.
+        # Neighbouring ranks share a GPU, so that few steps of a ring cross GPUs.
         gpu = used[rank * len(used) // n] if used else None
         assignments.append(
             DeviceAssignment(
@@ -91,7 +94,11 @@ def _on_gpu(config: ClusterConfig, host: Host) -> bool:
 
 
 def _check_host(n: int, running: int, host: Host) -> None:
-    """Refuse what the host's cores or memory cannot carry, by estimate."""
+    """Check the estimated use of the host's cores and memory.
+
+    Raises:
+        UsageError: The host has too little for `n` ranks.
+    """
     most, why = host.cores * RANKS_PER_CORE, []
     if n > most:
         cores = f"{host.cores} core{'s' if host.cores > 1 else ''}"
@@ -99,14 +106,14 @@ def _check_host(n: int, running: int, host: Host) -> None:
     needed, left = (n - running) * RANK_BYTES, host.memory_available
     if left is not None and needed > left:
         why.append(
-            f"they take about {needed / 1e9:.1f} GB before they hold anything "
-            f"({RANK_BYTES / 1e6:g} MB each), and {left / 1e9:.1f} GB are available"
+            f"they need about {needed / 1e9:.1f} GB to start ({RANK_BYTES / 1e6:g} MB "
+            f"each), and {left / 1e9:.1f} GB are available"
         )
         most = min(most, running + left // RANK_BYTES)
     if why:
         raise UsageError(
             f"-n {n} ranks are too many for {host.name}: {', and '.join(why)}. Lower n "
-            f"to {max(1, most)}, or add --oversubscribe to start them all the same"
+            f"to {max(1, most)}, or add --oversubscribe to start them nevertheless"
         )
 
 

@@ -26,7 +26,7 @@ OPENBLAS_SETTERS = (
     "openblas_set_num_threads", "openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads", "scipy_openblas_set_num_threads64_",
 )  # fmt: skip
-"""One function, as builds of OpenBLAS call it."""
+"""The names of one function in different builds of OpenBLAS."""
 MAX_SOCKET_PATH_BYTES = 107
 SOCKET_NAME_BYTES = len("/pymp-abcd1234/listener-abcd1234")
 
@@ -54,8 +54,8 @@ def _use_notebook_paths(work_dir: str, path: str) -> None:
 def _keep_sockets_in(run_dir: Path) -> None:
     """Put multiprocessing's sockets, such as a DataLoader's, into the run folder.
 
-    A process that is killed leaves its sockets behind; the run folder is removed at the
-    end. Other temporary files go where they usually go.
+    A killed process leaves its sockets behind. The run folder is removed at the end.
+    The folder of other temporary files does not change.
     """
     if len(str(run_dir)) + SOCKET_NAME_BYTES > MAX_SOCKET_PATH_BYTES:
         return
@@ -96,10 +96,10 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
 
 
 def _bound_openblas(threads: int) -> None:
-    """Give OpenBLAS, which was loaded before the fork, the threads that it would have.
+    """Set the threads of OpenBLAS, which a forked rank's fork server has loaded.
 
-    It reads the environment when it is loaded; the other libraries read it later,
-    or follow torch.
+    OpenBLAS reads the environment only when it is loaded. Other libraries read it
+    later, or use torch's number of threads.
     """
     wanted = os.environ.get("OPENBLAS_NUM_THREADS") or str(threads)
     with open("/proc/self/maps", encoding="utf-8") as maps:
@@ -113,13 +113,13 @@ def _bound_openblas(threads: int) -> None:
 
 
 def _allocate_segments(run_dir: Path) -> None:
-    """Allocate the memory that ranks share through Open MPI, this rank's included.
+    """Allocate the memory that the ranks share through Open MPI.
 
-    Open MPI leaves that to the first write to each page, which is a SIGBUS where the
-    file system has become full.
+    Otherwise the first write to a page allocates it, and raises SIGBUS if the file
+    system is full.
     """
     for path in rendezvous_folder(run_dir).glob("sm_segment.*"):
-        with contextlib.suppress(OSError):  # no room, or it is an ended rank's
+        with contextlib.suppress(OSError):  # no room, or the rank has ended
             descriptor = os.open(path, os.O_RDWR)
             try:
                 os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)

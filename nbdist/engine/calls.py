@@ -1,7 +1,7 @@
-"""Functions and values that travel between the notebook and a rank.
+"""Calls functions for the notebook, and moves values between notebook and rank.
 
-Pickling, unpickling and printing a value may run the user's code, such as its
-`__reduce__`. All of it runs on the main thread, where an interrupt reaches it.
+Pickling, unpickling and printing a value can run user code, such as `__reduce__`. Such
+code runs in the main thread, where it can be interrupted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ other."""
 
 
 async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
-    """Call a function that travelled as (function, args, kwargs); its packed result."""
+    """Call a function that was sent as (function, args, kwargs); its packed result."""
     rank = this_rank()
     with transfer_step("unpickling the function and its arguments"):
         function, args, kwargs = serialization.loads(
@@ -47,7 +47,7 @@ async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
 
 
 def store(shipment: shm_payload.Shipment) -> None:
-    """Put values from the notebook into this rank's namespace: all, or none."""
+    """Put values from the notebook into this rank's namespace: all of them, or none."""
     rank = this_rank()
     values = serialization.loads_named(
         shm_payload.frames_of(shipment),
@@ -55,7 +55,7 @@ def store(shipment: shm_payload.Shipment) -> None:
     )
     with step("replacing the variables of these names"):  # their `__del__` runs
         rank.shell.push(values)
-    # A function from another rank brings the globals that it uses, `rank` among them.
+    # A function from another rank brings the globals that it uses, such as `rank`.
     rank.tell_namespace()
 
 
@@ -78,7 +78,7 @@ def show(expression: str) -> str:
 
 
 async def _interruptible(value: Awaitable[Any]) -> Any:
-    """Await a value; SIGINT reaches the coroutine as it reaches a function."""
+    """Await a value. SIGINT raises KeyboardInterrupt in the coroutine."""
     task = asyncio.ensure_future(_caught(value))
     with this_rank().interrupts.armed(task):
         try:
@@ -114,20 +114,20 @@ def _packed(what: str, value: object) -> shm_payload.Shipment:
         kind = type(value)
         raise TransferError(
             f"{what} is a {kind.__module__}.{kind.__qualname__}, which cannot be "
-            f"pickled ({why}): fetch what you need of it, such as a state_dict() or a "
-            "plain attribute"
+            f"pickled ({why}): fetch a part of it, such as a state_dict() or a plain "
+            "attribute"
         ) from error
 
 
 # -- all variables of a rank, for one that has joined ----------------------------------
 #
-# The other ranks wait meanwhile, so a variable that takes long is left out.
+# The other ranks wait meanwhile, so a variable that takes too long is left out.
 
 
 def export_variables(
     skip: Collection[str] = (),
 ) -> tuple[shm_payload.Shipment, dict[str, str]]:
-    """Pack the user's variables, as far as they can be pickled in time.
+    """Pack the user's variables that can be pickled in time.
 
     They are pickled together, so that an optimizer still refers to its model's
     parameters.
@@ -139,7 +139,7 @@ def export_variables(
         The variables, and the reason for each one that could not be packed, by name.
 
     Raises:
-        TransferError: It was interrupted; the message says in what.
+        TransferError: It was interrupted; the message names the step.
     """
     limits = _TimeLimits("pickle")
     rank = this_rank()
@@ -156,7 +156,7 @@ def export_variables(
     while True:
         try:
             frames = serialization.dumps_named(good, namespace, limits.step)
-        except _CannotTravel as error:  # although it could be pickled alone
+        except _CannotTravel as error:  # alone it could be pickled
             del good[limits.name]
             bad[limits.name] = str(error)
         else:
@@ -171,7 +171,7 @@ def adopt_variables(shipment: shm_payload.Shipment) -> tuple[str, str] | None:
         in time, and the reason.
 
     Raises:
-        TransferError: It was interrupted; the message says in what.
+        TransferError: It was interrupted; the message names the step.
     """
     limits = _TimeLimits("unpickle")
     rank = this_rank()
@@ -180,7 +180,7 @@ def adopt_variables(shipment: shm_payload.Shipment) -> tuple[str, str] | None:
     except _CannotTravel as error:
         return limits.name, str(error)
     rank.shell.push(values)
-    # A function from another rank brings the globals that it uses, `rank` among them.
+    # A function from another rank brings the globals that it uses, such as `rank`.
     rank.tell_namespace()
     return None
 
@@ -190,13 +190,13 @@ class _CannotTravel(TransferError):
 
 
 class _TimeLimits:
-    """Bounds the time of each variable, and of all together."""
+    """Limits the time of each variable, and of all variables together."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
         self._end = time.monotonic() + TOTAL_LIMIT_S
         self.name = ""
-        """The variable that was begun last."""
+        """The variable that was started last."""
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Which notebook cell or script a file name of compiled code belongs to."""
+"""Maps file names of compiled code to the notebook's cells and to scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _script: str | None = None
 
 
 def learn_from(shell: Any) -> None:
-    """Look up cells among those that this IPython shell compiles."""
+    """Set the IPython shell that compiles the cells."""
     global _shell
     _shell = shell
     # ipykernel's names hold the process id, so that equal warnings of the ranks would
@@ -37,7 +37,7 @@ def cell_of(filename: str) -> int | None:
 
 @contextmanager
 def script(path: str) -> Iterator[None]:
-    """Count lines of this file as the user's own, like those of a cell, within."""
+    """Treat lines of this file as the user's, like a cell's, within this block."""
     global _script
     _script = path
     try:
@@ -47,7 +47,10 @@ def script(path: str) -> Iterator[None]:
 
 
 def line_of(filename: str, line: int) -> str:
-    """The user's line in words: "In[7] line 4", or "train.py line 4"; "" for others."""
+    """A user's line in words, such as "In[7] line 4" or "train.py line 4".
+
+    Returns "" for a line that is not the user's.
+    """
     cell = cell_of(filename)
     if cell is not None:
         return f"In[{cell}] line {line}"
@@ -57,7 +60,7 @@ def line_of(filename: str, line: int) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the user's that an exception passed, as of `line_of`."""
+    """The innermost user's line of an exception's traceback, as `line_of` gives it."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         location = line_of(frame.f_code.co_filename, line)
         if location:

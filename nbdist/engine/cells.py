@@ -1,4 +1,4 @@
-"""Running a notebook cell on this rank, as IPython does."""
+"""Runs a notebook's cell on this rank, as IPython does."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ async def run_cell(code: str, number: int) -> CellReply:
     rank.shell.execution_count = number
     start = time.perf_counter()
     with rank.output.during(f"In[{number}]"):
-        failure = _failure(await _run_guarded(code))
+        failure = _failure(await _run_to_result(code))
         _show_pages(rank.shell)
     return failure, time.perf_counter() - start
 
 
 def arm(shell: Any, interrupts: Interrupts) -> None:
-    """Let SIGINT through while this IPython shell runs a cell's code, and only then.
+    """Deliver SIGINT only while this IPython shell runs a cell's code.
 
-    IPython's hooks, which run before and after that code, would swallow it.
+    IPython's hooks, which run before and after that code, would drop an interrupt.
 
-    An interrupt or an exit gets no traceback: it explains nothing, and to format one
-    through forty frames of a library can take longer than the notebook waits.
+    An interrupt or an exit gets no traceback, because it explains nothing. Formatting a
+    traceback of forty frames can take longer than the notebook waits.
     """
     run_code = shell.run_code
 
@@ -58,8 +58,8 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
     shell.run_code = run_armed
     show = shell.showtraceback
 
-    def show_what_explains(*args: Any, **options: Any) -> None:
-        if _explains_itself(sys.exc_info()[1]):
+    def show_unless_interrupted(*args: Any, **options: Any) -> None:
+        if _is_interrupt(sys.exc_info()[1]):
             shell._last_traceback = None
         else:
             show(*args, **options)
@@ -69,17 +69,17 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
         message = message_of(error)
         return {"ename": type(error).__name__, "evalue": message, "traceback": lines}
 
-    shell.showtraceback = show_what_explains
-    # IPython 9 lays out each traceback a second time, for `%notebook`.
+    shell.showtraceback = show_unless_interrupted
+    # IPython 9 formats each traceback a second time, for `%notebook`.
     shell._format_exception_for_storage = as_shown
 
 
-def _explains_itself(error: BaseException | None) -> bool:
+def _is_interrupt(error: BaseException | None) -> bool:
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return True
     if not this_rank().interrupts.delivered:
         return False
-    # Errors that follow from it, as when a library cleans up or DDP's backward is left.
+    # An error can follow from the interrupt, as when a library cleans up after it.
     while error is not None:
         if isinstance(original_error(error), (KeyboardInterrupt, CollectiveAborted)):
             return True
@@ -87,7 +87,7 @@ def _explains_itself(error: BaseException | None) -> bool:
     return False
 
 
-async def _run_guarded(code: str) -> Any:
+async def _run_to_result(code: str) -> Any:
     """IPython's result, or a KeyboardInterrupt where IPython itself was interrupted.
 
     IPython turns what user code raises into a result. A KeyboardInterrupt within its
@@ -143,7 +143,7 @@ def _show_pages(shell: Any) -> None:
 def _transform(shell: Any, code: str) -> tuple[str, Any]:
     try:
         return shell.transform_cell(code), None
-    except Exception as error:  # noqa: BLE001 - run_cell reports it as the cell's own
+    except Exception as error:  # noqa: BLE001 - run_cell reports it as the cell's error
         return code, (type(error), error, error.__traceback__)
 
 
@@ -155,7 +155,7 @@ def _failure(result: Any) -> Failure | None:
     if error is None:
         return None
     location = cell_names.last_line(error)
-    # An error that crosses DDP's backward, which is C++, arrives as another class.
+    # DDP's backward is C++ and changes the class of an error that passes through it.
     error = original_error(error)
     name = type(error).__name__
     if isinstance(error, asyncio.CancelledError):

@@ -41,10 +41,10 @@ __all__ = [
 
 
 def status() -> dict[str, Any]:
-    """What this rank is busy with, for how many seconds, and its memory.
+    """This rank's request, the seconds since it began, and the rank's memory.
 
-    `what`, `seconds` and `where` are None while it is idle. `refused` is the number of
-    messages that were not authentic.
+    `what`, `seconds` and `where` are None while the rank is idle. `refused` is the
+    number of messages that were not authentic.
     """
     rank = this_rank()
     activity = rank.activity
@@ -59,11 +59,12 @@ def status() -> dict[str, Any]:
 
 
 def memory() -> dict[str, int | None]:
-    """Bytes of memory: `resident` in this process, and more on a GPU.
+    """Bytes of memory by name.
 
-    `reserved` and `allocated` are those of torch's allocator, and `limit` is its cap.
-    `total` and `used` are the card's, by all processes; `process` is the part of this
-    process, as the driver counts it.
+    `resident` is this process's host memory. A rank on a GPU has more entries:
+    `reserved` and `allocated` of torch's allocator, and its cap `limit`; `total` and
+    `used` of the whole GPU; and `process`, the part that the driver counts for this
+    process.
     """
     import psutil
     import torch
@@ -87,9 +88,9 @@ def memory() -> dict[str, int | None]:
 
 
 def where() -> str:
-    """Where the main thread is: the collective that it is in, or the line of its cell.
+    """Where the main thread is: its collective, or the line of its cell.
 
-    While it pickles or unpickles a value, that is said before the line.
+    A step, such as the pickling of a value, stands before the line.
     """
     step = this_rank().step
     return f"{step}, {_position()}" if step else _position()
@@ -109,28 +110,37 @@ def _position() -> str:
 
 
 def waiting() -> CollectiveCall | None:
-    """The collective that this rank is in, with the ranks that take part."""
+    """The collective that this rank is in, with its members; None outside of one."""
     return current_call()
 
 
 def progress() -> ProgressSnapshot:
-    """Where this rank is, so that two answers tell whether it has got on."""
+    """This rank's position. Two snapshots differ if the rank has made progress."""
     call = current_call()
     counts = calls_made(), this_rank().recorder.steps
-    # One that waits in a collective goes round in a loop of ours.
+    # A rank that waits in a collective runs a loop: its frames say nothing.
     frames = [] if call else [(id(f.f_code), f.f_lasti) for f in _main_frames()]
     return ProgressSnapshot(where(), call, hash((*counts, *frames)))
 
 
 def release(reason: str) -> None:
-    """Release the main thread from the call that it waits in, with an error."""
+    """Release the main thread from its collective, with an error.
+
+    Args:
+        reason: The error's message.
+    """
     release_calls(CollectiveAborted(reason))
     if current_call() is None:
-        world.current().release()  # it may wait in a call of mpi4py or NCCL
+        world.current().release()  # it may be in a call of mpi4py or NCCL
 
 
 def release_from(dead: list[int], reason: str) -> None:
-    """Release the main thread from calls with dead ranks, now and later."""
+    """Release the main thread from calls with dead ranks, and fail later ones.
+
+    Args:
+        dead: World ranks.
+        reason: The error's message.
+    """
     release_calls_with(dead, reason)
     world.current().release()
 
@@ -142,9 +152,15 @@ def stack() -> str:
 
 
 def complete(token: str, line: str, cursor: int) -> list[str]:
-    """Completions of the token that ends at the cursor in this line."""
+    """Completions of the token that ends at the cursor.
+
+    Args:
+        token: The text before the cursor that is to be completed.
+        line: The line that holds the cursor.
+        cursor: The cursor's position in the line.
+    """
     shell = this_rank().shell
-    # `complete` leaves out what jedi finds. Without jedi, it inspects the objects.
+    # `complete` leaves out the matches of jedi. Without jedi, it inspects the objects.
     shell.Completer.use_jedi = False
     _text, matches = shell.complete(token, line, cursor)
     return [str(match) for match in matches]
@@ -157,7 +173,7 @@ def end() -> None:
 
 
 def interrupt(request: str | None = None) -> None:
-    """Raise KeyboardInterrupt in one request, or in the one that runs for None."""
+    """Raise KeyboardInterrupt in a request; None means the one that runs."""
     this_rank().interrupts.interrupt(request)
 
 

@@ -43,14 +43,14 @@ class Order(NamedTuple):
 
 
 class NotebookCoordinator:
-    """Asks the notebook what follows a failure. Each rank has one."""
+    """The `Coordinator` of a rank. It asks the notebook what follows a failure."""
 
     def __init__(self) -> None:
         self.resize_request = 0
-        """Number of the last resize request that this rank was told of."""
+        """Number of the last resize request that this rank has received."""
         self.resume: Resume | None = None
         self.expected: ElasticCall | None = None
-        """The elastic call that this rank, which is new in the world, is to join."""
+        """The elastic call that this rank joins, if it is new in the world."""
         self.pauses = 0
         self.orders: queue.SimpleQueue[Order | Verdict] = queue.SimpleQueue()
         self._completed_resize = 0
@@ -85,12 +85,12 @@ class NotebookCoordinator:
             return "skip"
         self.expected = None
         self._call = call
-        self._completed_resize = self.resize_request  # earlier ones were for other runs
+        self._completed_resize = self.resize_request  # an earlier run's
         rank.notify(Notice("entered", call))
         return "begin" if expected is None else "join"
 
     def _remove_commits(self) -> None:
-        """Remove the commits of an earlier cell: another run must not continue them."""
+        """Remove the commits of earlier cells, so that no other run continues them."""
         for folder in self.commit_folders:
             for path in folder.iterdir():
                 path.unlink()
@@ -102,7 +102,7 @@ class NotebookCoordinator:
         this_rank().notify(Notice("left", call))
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
-        """See `Coordinator`. An interrupt is raised until the first order comes."""
+        """See `Coordinator`. Interrupts are deferred from the first order on."""
         call = self._call
         assert call is not None
         self.pauses += 1
@@ -110,7 +110,7 @@ class NotebookCoordinator:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         this_rank().notify(Notice("paused", call, self.pauses, reason, commit, text))
         first = self.orders.get()
-        # The ranks carry orders out together, so each must complete them.
+        # The ranks carry out an order together, so each must complete it.
         with this_rank().interrupts.deferred():
             while isinstance(first, Order):
                 this_rank().notify(self._carry_out(first, call))
@@ -136,37 +136,44 @@ def install_coordinator() -> None:
     install(_coordinator)
 
 
-# The notebook calls the following functions on the control channel.
+# The notebook calls these functions on the control channel.
 
 
 def order(pause: int, token: int, target: str, *args: object) -> None:
-    """Have the main thread call a function during this pause, unless it is over."""
+    """Have the main thread call a function, if it is still in this pause.
+
+    Args:
+        pause: The number of the pause.
+        token: Identifies the order in the notice that answers it.
+        target: The function, an endpoint.
+        args: Its arguments.
+    """
     if pause == _coordinator.pauses:
         _coordinator.orders.put(Order(token, target, args))
 
 
 def decide(pause: int, verdict: Verdict) -> None:
-    """End this pause, unless it is over."""
+    """End a pause of the main thread, if it is still in it."""
     if pause == _coordinator.pauses:
         _coordinator.orders.put(verdict)
 
 
 def expect(call: ElasticCall | None) -> None:
-    """Set the elastic call that the other ranks are in, which the next cell joins."""
+    """Set the elastic call that the next cell joins. The other ranks are in it."""
     _coordinator.expected = call
 
 
 def want_resize(request: int) -> None:
-    """Have the next commit in an elastic run end in a pause, on all ranks.
+    """Make all ranks pause at the next commit of an elastic run.
 
     Args:
-        request: Number of the resize request. A completed one has no effect.
+        request: Number of the resize request. A completed request has no effect.
     """
     _coordinator.resize_request = max(_coordinator.resize_request, request)
 
 
 def begin_from(resume: Resume | None) -> None:
-    """Make every new `State` begin from a file.
+    """Make every new `State` begin with the values of a file.
 
     Raises:
         OSError: The file is trusted, but another user may have written it.
@@ -177,14 +184,18 @@ def begin_from(resume: Resume | None) -> None:
 
 
 def variables() -> Shipment:
-    """This rank's variables.
+    """This rank's variables, packed by the control thread.
 
-    The control thread packs them, while the main thread may be blocked in MPI.
+    The main thread may be blocked in MPI.
     """
     shipment, _lost = export_variables()
     return shipment
 
 
 def defer() -> Any:
-    """Acknowledge the first order of a pause, from which on interrupts are deferred."""
+    """Do nothing. As the first order of a pause, it makes the rank defer interrupts.
+
+    Returns:
+        The number of the rank.
+    """
     return this_rank().info.rank

@@ -34,7 +34,7 @@ class Variable:
     value: str
     """A short text, or the Euclidean norm of a tensor or array."""
     digest: str
-    """Equal on two ranks where the values are equal."""
+    """Equal on two ranks if the values are equal."""
 
 
 def variables(pattern: str = "*") -> list[Variable]:
@@ -114,7 +114,7 @@ def _norm_of_tensor(tensor: torch.Tensor) -> str:
             f"{tensor.item():.6g}" if tensor.dtype != torch.bool else str(tensor.item())
         )
     if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor = tensor.float()  # torch has no arithmetic for the 8-bit kinds
+        tensor = tensor.float()  # torch has no arithmetic for 8-bit floats
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return (
         f"norm {torch.linalg.vector_norm(tensor.reshape(-1), dtype=wide).item():.6g}"
@@ -132,7 +132,7 @@ def _digest_of_tensor(tensor: torch.Tensor) -> str:
             :: sample.numel() * sample.element_size() // DIGEST_ALL_BYTES + 1
         ]
     plain = sample.resolve_conj().resolve_neg().cpu().contiguous()
-    # A tensor of one element counts as contiguous whatever its stride is.
+    # A tensor of one element is contiguous with any stride.
     octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     return _digest_of_bytes(octets.numpy())
 

@@ -1,4 +1,4 @@
-"""Signals on a rank: they reach the user's code, and nothing else."""
+"""Signals on a rank: they interrupt the user's code, and never the engine's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USERS_SIGNALS = [
     for name in ("SIGCHLD", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 ]
-"""Those that a library or a cell may handle; to look at each costs a microsecond."""
+"""Signals that a library or a cell may handle. To check one costs a microsecond."""
 
 _PYTHONS_OWN: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
@@ -39,15 +39,15 @@ INSIST_TIMES = 100
 
 
 class Overdue(KeyboardInterrupt):
-    """Code of the user's took longer than it may."""
+    """Raised in user code that has exceeded its time limit."""
 
 
-class _Sheltering:
-    """A signal handler that user code has installed, while no user code runs.
+class _SuppressErrors:
+    """Wraps a signal handler of user code while no user code runs.
 
-    Its errors end here. In the kernel's own code they would end the rank's main loop:
-    torch's handler for SIGCHLD raises one when the worker of a loader has died. The
-    loop over that loader finds the same.
+    It suppresses the handler's errors, which would otherwise end the rank's main loop.
+    For instance, torch's handler of SIGCHLD raises an error when the worker of a
+    DataLoader has died. The loop over that loader raises the same error.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -62,12 +62,12 @@ class Interrupts:
     """Turns SIGINT into KeyboardInterrupt while user code runs; ignores it otherwise.
 
     Handlers that user code installs for other signals are called at any time, but their
-    errors are raised in user code alone.
+    errors are raised only in user code.
 
-    A SIGINT that comes between two requests must not hit the kernel's own machinery,
-    for then a reply would be lost and the notebook would wait for it. And an interrupt
-    is meant for one request: it must neither miss that one, because it came an instant
-    too early, nor hit the next.
+    A KeyboardInterrupt in the kernel's own code would lose a reply, and the notebook
+    would wait for that reply. An interrupt is for one request: if it arrives before the
+    request has begun, it is delivered when the request begins, and it never interrupts
+    the next request.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Interrupts:
         """Whether the request that runs has been interrupted."""
 
     def install(self) -> None:
-        """Take SIGINT over. Call from the main thread."""
+        """Install the signal handlers. Call from the main thread."""
         self._main_thread = threading.get_ident()
         self._unraisable = sys.unraisablehook
         self._take()
@@ -99,10 +99,10 @@ class Interrupts:
         )
 
     def _block_while_forking(self) -> None:
-        """A signal to the child waits until the child has Python's own handlers.
+        """Block signals in the child until it has Python's own handlers.
 
-        Otherwise the engine's handler takes it, and it is lost: a pool that terminates
-        a worker it has just forked waits for that worker for ever.
+        Otherwise the engine's handler runs in the child, and the signal is lost: a pool
+        that terminates a worker right after the fork would wait for it forever.
         """
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PYTHONS_OWN)
 
@@ -110,10 +110,10 @@ class Interrupts:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _forget_in_child(self) -> None:
-        """Give a forked child, such as a pool's worker, Python's own signal handling.
+        """Restore Python's signal handlers in a forked child, such as a pool's worker.
 
-        The engine's would print, and the wake-up descriptor is the rank's event loop's.
-        What the user has set stays.
+        The engine's handlers would print, and the wake-up descriptor belongs to the
+        rank's event loop. Handlers that the user has installed stay.
         """
         for signum, handler in _PYTHONS_OWN.items():
             if signal.getsignal(signum) == self._ours[signum]:
@@ -124,7 +124,7 @@ class Interrupts:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """The main thread works on this request. Names are unique."""
+        """Mark the request that the main thread works on. Names are unique."""
         self._take()
         self.delivered = False
         with self._lock:
@@ -139,17 +139,19 @@ class Interrupts:
                 self._request = ""
 
     def _take(self) -> None:
-        """Hear SIGINT, also where a library has taken it in an earlier request.
+        """Install the handler of SIGINT, which a library may have replaced.
 
-        Lightning, once interrupted, ignores it for the rest of its process's life.
+        Lightning, once interrupted, ignores SIGINT until the process ends.
         """
         if signal.getsignal(signal.SIGINT) != self._on_sigint:
             signal.signal(signal.SIGINT, self._on_sigint)
 
     def interrupt(self, request: str | None) -> None:
-        """Interrupt a request, or whatever runs. Call from another thread.
+        """Interrupt a request. Call from another thread than the main one.
 
-        A request that has not begun is interrupted when it does.
+        Args:
+            request: The request's name; None means the one that runs. A request that
+                has not begun is interrupted when it begins.
         """
         with self._lock:  # held, so that the main thread cannot begin the next request
             if request is not None and request != self._request:
@@ -163,7 +165,11 @@ class Interrupts:
 
     @contextmanager
     def armed(self, task: asyncio.Task[object] | None = None) -> Iterator[None]:
-        """Let SIGINT through; give the task when user code runs as a coroutine."""
+        """Deliver SIGINT as KeyboardInterrupt within this block.
+
+        Args:
+            task: The task of user code that runs as a coroutine.
+        """
         before = self._armed, self._waiting
         self._waiting = task
         try:
@@ -177,22 +183,22 @@ class Interrupts:
             self._arm(armed)
 
     def _arm(self, armed: bool) -> None:
-        """User code begins or ends."""
+        """Switch the signal handlers when user code begins or ends."""
         if armed == self._armed:
             return
         self._armed = armed
         for signum, handler in _handlers().items():
-            if isinstance(handler, _Sheltering):
+            if isinstance(handler, _SuppressErrors):
                 if armed:
                     signal.signal(signum, handler.handler)
             elif not armed and handler != self._own.get(signum):
-                signal.signal(signum, _Sheltering(handler))
+                signal.signal(signum, _SuppressErrors(handler))
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Like `armed`, and Overdue is raised in it once the time is up.
+        """Like `armed`, and raise Overdue in the block after `seconds`.
 
-        It is raised again and again where the code goes on. Call from the main thread.
+        Overdue is raised repeatedly until the block ends. Call from the main thread.
         """
         over = threading.Event()
         clock = threading.Thread(
@@ -209,11 +215,11 @@ class Interrupts:
         finally:
             self._deadline = None
             over.set()
-            clock.join()  # the last signal that it has sent is taken in here
+            clock.join()  # the thread's last signal is handled before this returns
             self._ticked = False
 
     def _tick(self, over: threading.Event, seconds: float) -> None:
-        """Signal the main thread from the deadline on, until it is over."""
+        """Signal the main thread repeatedly, from the deadline until `over` is set."""
         pause_s = seconds
         while not over.wait(pause_s):
             pause_s = INSIST_S
@@ -239,8 +245,8 @@ class Interrupts:
     def _insist(self, request: str) -> None:
         """Repeat the signal until the handler has run.
 
-        One that comes between Python's last look at its signals and a system call does
-        not end that call, which may take for ever.
+        A signal that arrives between Python's last check for signals and a system call
+        does not end that call, which may block forever.
         """
         pause = threading.Event()
         for _ in range(INSIST_TIMES):
@@ -252,17 +258,17 @@ class Interrupts:
 
     def _signal(self) -> None:
         if hasattr(signal, "pthread_kill"):
-            # To that very thread, so that a system call it is blocked in returns too.
+            # To the main thread, so that a system call in it returns.
             signal.pthread_kill(self._main_thread, signal.SIGINT)
         else:
             os.kill(os.getpid(), signal.SIGINT)
 
     def _on_unraisable(self, dropped: Any) -> None:
-        """Python drops what a destructor raises. An interrupt comes again then."""
+        """Repeat an interrupt that Python drops because a destructor raised it."""
         if dropped.exc_type is KeyboardInterrupt:
             self._signal()
         elif dropped.exc_type is Overdue:
-            pass  # it comes again by itself
+            pass  # `_tick` raises it again
         else:
             self._unraisable(dropped)
 
@@ -289,13 +295,13 @@ class Interrupts:
             raise KeyboardInterrupt
         loop.call_soon_threadsafe(task.cancel)
         if _in_cell(frame):
-            # A task that the cell has made. KeyboardInterrupt would end the loop; this
-            # ends that task, and then the loop comes to cancel the cell's own.
+            # The cell has made the running task. KeyboardInterrupt would end the event
+            # loop. CancelledError ends the task, and then the loop cancels the cell's.
             raise asyncio.CancelledError
 
 
 def _handlers() -> dict[signal.Signals, Handler]:
-    """The handlers of Python's for signals that user code may want."""
+    """The Python handlers that are installed for `USERS_SIGNALS`."""
     handlers = {signum: signal.getsignal(signum) for signum in USERS_SIGNALS}
     return {signum: each for signum, each in handlers.items() if _is_python(each)}
 

@@ -92,8 +92,8 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 notify=notify,
             )
         )
-        # IPython sets these as in an interactive shell. Libraries such as Lightning
-        # would then start ranks of their own, or refuse to train.
+        # IPython sets these, as in an interactive shell. Then libraries such as
+        # Lightning start ranks of their own, or refuse to train.
         vars(sys).pop("ps1", None)
         vars(sys).pop("ps2", None)
         _keep_names(shell, self.device)
@@ -109,22 +109,22 @@ class _Engine(IPEngine):  # type: ignore[misc]
 def run_engine(
     process: Process, world: World, assignment: DeviceAssignment, device: torch.device
 ) -> None:
-    """Register with the controller and answer requests until the end."""
+    """Register with the controller, and answer requests until the rank ends."""
     info = _describe(process.name, world, assignment, device)
     security = process.run_dir / "security"
     config = Config()
-    if world.generation == 0:  # later, the number may still be a dead engine's
+    if world.generation == 0:  # later, a dead engine may still have the number
         config.IPEngine.id = world.rank
     config.IPEngine.enable_nanny = False
     config.IPEngine.timeout = REGISTRATION_TIMEOUT_S
-    # 0: no watch of the controller's beats, for which an engine would open a port. A
-    # paused laptop is no reason to end, and the process supervisor ends the ranks
+    # 0: the engine does not watch the controller's heartbeat, for which it would open a
+    # port. A suspended laptop must not end ranks, and the process supervisor ends them
     # when the notebook dies.
     config.IPEngine.max_heartbeat_misses = 0
     config.IPEngine.wait_for_url_file = REGISTRATION_TIMEOUT_S
     config.IPEngine.url_file = str(security / "ipcontroller-engine.json")
     config.IPEngine.log_level = "ERROR"
-    # Its default is the folder in which its module was imported.
+    # The default is the folder in which ipyparallel's module was imported.
     config.IPEngine.work_dir = os.getcwd()
     config.ProfileDir.location = str(process.run_dir)
     _Engine.launch_instance(

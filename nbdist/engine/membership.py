@@ -1,14 +1,13 @@
-"""Changing the members of the world: ranks that have died, that leave, or that join.
+"""Changes the members of the world: ranks that have died, that leave, or that join.
 
 All ranks that stay carry out one `wire.Change` together. They shrink the communicator
 to the ranks that live (MPI's User-Level Failure Mitigation: `MPIX_Comm_revoke`, then
 `MPIX_Comm_shrink`; see Bland et al., "Post-failure recovery of MPI communication
 capability", IJHPCA 2013). Then they spawn the new ranks and merge with them.
 
-A change can fail on any rank at any point, because a further rank dies. The notebook
-then cancels it on all ranks and sends another one. Every change starts from the
-communicator of the last change that all ranks completed, however far each rank came
-in the one that failed.
+A change can fail at any point, because a further rank dies. The notebook then cancels
+the change on all ranks and sends another one. Every change starts with the communicator
+of the last change that all ranks completed, whatever a failed change has done.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class _Attempt:
         self._lock = threading.Lock()
 
     def own(self, comm: Any) -> Any:
-        """Have a cancellation revoke this communicator; return it."""
+        """Register a communicator, which a cancellation revokes; return it."""
         with self._lock:
             self._comms.append(comm)
             if self._cancelled.done():
@@ -55,9 +54,9 @@ class _Attempt:
                 comm.Revoke()
 
     def wait_for(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on a thread, which a cancellation leaves behind; its result.
+        """Run `work` on a thread; its result. A cancellation leaves the thread behind.
 
-        A process that spawns others waits for them in PMIx, and revoking a communicator
+        A process that spawns others waits for them in PMIx. Revoking a communicator
         does not end that wait.
         """
 
@@ -86,7 +85,7 @@ def cancel(generation: int, reason: str) -> None:
 
     Any thread may call.
 
-    A change that this rank has completed, or has not begun, is not affected: no later
+    A change that this rank has completed or has not begun is not affected. No later
     change builds on it.
     """
     attempt = _attempt
@@ -95,12 +94,12 @@ def cancel(generation: int, reason: str) -> None:
 
 
 def change(plan: Change) -> RankInfo | None:
-    """Make the next generation of the world. Every rank that lives must call.
+    """Make the next generation of the world. Every living rank must call.
 
-    Groups of the old generation, torch's too, are closed. Variables stay.
+    The groups of the old generation are closed, torch's groups too. Variables stay.
 
     Returns:
-        This rank as it is now; None where it leaves the world.
+        This rank's new description; None if it leaves the world.
 
     Raises:
         MPI.Exception: A rank has died meanwhile.

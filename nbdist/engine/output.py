@@ -1,15 +1,15 @@
-"""What a rank prints, and how it travels to the notebook.
+"""Collects the text that a rank prints, and sends it to the notebook.
 
-Python's prints, and what C code and child processes write to descriptors 1 and 2,
-become one ordered list of chunks. A publisher thread sends them in batches, so that a
-print costs a list append. The descriptors are files and not pipes: a writer never
-blocks, even C code that holds the interpreter lock, and at the end of a cell the files
-are read to their end. What threads print after the end of their cell is sent with the
-next cell, because the notebook does not listen before.
+The output of Python, of C code and of child processes becomes one ordered list of
+chunks. A publisher thread sends the chunks in batches, so that a print costs one list
+append. Descriptors 1 and 2 are files, so that a writer never blocks, even C code that
+holds the GIL. At the end of a cell the files are read to their end. Text that threads
+print after the end of their cell is sent with the next cell, because the notebook does
+not listen between cells.
 
-The notebook shows the first part of a cell's text, up to a cap. Beyond it, all of the
-text goes to a file. Where the disk has no room for the file, the rest of the text is
-cut, and a note gives its size. A print never fails because the disk is full.
+The notebook shows the first part of a cell's text, up to a cap. A longer text goes to a
+file as a whole. If the disk has no room for the file, the rest of the text is dropped,
+and a note gives its size. A print never fails because the disk is full.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Publish = Callable[[str, str], None]
 
 
 class Output:
-    """Collects a rank's text and hands it to `publish`, capped for each cell."""
+    """Collects a rank's text and passes it to `publish`, up to a cap for each cell."""
 
     def __init__(self, publish: Publish, captured: dict[str, Path], spill: Path):
         self._publish = publish
@@ -73,19 +73,20 @@ class Output:
     def write(self, name: str, text: str) -> None:
         """Queue text; any thread may call."""
         with self._lock:
-            self._read_tails()  # what a child process has printed earlier comes first
+            self._read_tails()  # the earlier text of child processes comes first
             self._add(name, text)
         if not self._wake.is_set():
             self._wake.set()
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Collect the text of one cell or function, with a cap of its own.
+        """Collect the text of one cell or function, with its own cap.
 
-        At the end, all of its text is sent.
+        All of the text is sent before the block ends.
 
         Args:
-            what: Names it, such as "In[7]"; a part of the file's name.
+            what: The name of the cell or function, such as "In[7]". The file's name
+                contains it.
         """
         with self._lock:
             self._end_spill()
@@ -104,12 +105,12 @@ class Output:
                 self._busy = False
 
     def drain(self) -> None:
-        """Send all that was printed so far, by Python and by C."""
+        """Send all text that was printed so far, by Python and by C."""
         _flush_c()
         self.flush()
 
     def flush(self) -> None:
-        """Send what is queued, so that what is displayed next comes after it."""
+        """Send the queued text, so that a following display comes after it."""
         with self._sending:
             self._wake.clear()
             if not self._busy:
@@ -167,7 +168,7 @@ class Output:
         return spill
 
     def _report_lost(self) -> None:
-        """At the end of a cell, say how much of its text could not be kept."""
+        """Add a note of the text of the cell that could not be kept."""
         with self._lock:
             self._read_tails()
             if self._spill is not None:
@@ -232,7 +233,7 @@ class RankStream(io.TextIOBase):
             self._output.write(self.name, text)
         else:
             # A forked child, such as a DataLoader worker, has no publisher thread. It
-            # writes whole lines, so that they do not mix with those of its siblings.
+            # writes whole lines, so that lines of several children do not mix.
             whole, end, self._partial = (self._partial + text).rpartition("\n")
             self._write_in_child(whole + end)
         return len(text)
@@ -281,12 +282,12 @@ class Tail:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open
-        # What was printed before belongs to no cell.
+        # Earlier text belongs to no cell.
         self._position = self._file.seek(0, os.SEEK_END)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> str:
-        """What was appended up to this moment, while writers may go on."""
+        """The text appended since the last call. Writers may append meanwhile."""
         unread = os.fstat(self._file.fileno()).st_size - self._position
         if unread <= 0:
             return ""

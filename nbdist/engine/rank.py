@@ -44,7 +44,7 @@ class Rank:
     main_thread: int = field(default_factory=threading.get_ident)
     activity: Activity | None = None
     step: str = ""
-    """The user's code that runs beside cells and functions, such as "pickling 'x'"."""
+    """User code that runs outside of cells and functions, such as "pickling 'x'"."""
     request: str = ""
     """The unique name of the notebook's request that the main thread works on."""
 
@@ -62,7 +62,7 @@ _this: Rank | None = None
 
 
 def become(rank: Rank) -> None:
-    """Set the rank that this process is. Called once, at the end of the start."""
+    """Set this process's rank. Called once, at the end of the start."""
     global _this
     _this = rank
 
@@ -73,7 +73,7 @@ def is_rank() -> bool:
 
 
 def this_rank() -> Rank:
-    """The rank this process is.
+    """The rank of this process.
 
     Raises:
         WrongProcess: This process is not a rank of a notebook's cluster.

@@ -1,4 +1,4 @@
-"""`nbdist.rank()` and the like: what user code asks of its rank."""
+"""The functions of `nbdist` for one rank: `rank()`, `size()`, `device()`, `log()`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    """The device this rank works on: its GPU where it has one, else the CPU."""
+    """The device of this rank: its GPU if it has one, otherwise the CPU."""
     if is_rank():
         return torch.device(this_rank().info.device)
     return own_device()
 
 
 def comm() -> MPI.Intracomm:
-    """An mpi4py communicator over all ranks, for calls of your own.
+    """An mpi4py communicator over all ranks, for your own calls of MPI.
 
     It belongs to one generation of the world. After an interrupt, or a change of the
     ranks, the old communicator raises and this function returns the new one. It must

@@ -1,8 +1,8 @@
-"""Requests from the notebook: each calls a function of this package, an endpoint.
+"""Answers the notebook's requests. Each request calls an endpoint of this package.
 
-There are two channels. The main thread answers requests of the "shell" channel in
-turn; the control thread answers those of the "control" channel, also while the main
-thread is busy. Every request is answered, with the function's value or with its error.
+There are two channels. The main thread answers the requests of the "shell" channel in
+turn. The control thread answers the requests of the "control" channel, also while the
+main thread is busy. Every request gets a reply, with the function's value or its error.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RUNS_USER_CODE = {
     endpoints.COMPLETE,
     endpoints.VARIABLES,
 }
-"""Endpoints that call methods of the user's objects, such as `__repr__`. They may take
-long, and the control thread must still receive an interrupt: a further thread answers
-them in turn."""
+"""Endpoints that call methods of the user's objects, such as `__repr__`. A thread of
+their own answers them in turn, because they may take long and the control thread must
+still receive an interrupt."""
 _inspections: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -46,8 +46,8 @@ def answer_on(kernel: Any) -> None:
 
     Must be called before the kernel starts to receive.
     """
-    _guard(kernel, kernel.shell_stream, "shell")
-    _guard(kernel, kernel.control_stream, "control")
+    _add_gate(kernel, kernel.shell_stream, "shell")
+    _add_gate(kernel, kernel.control_stream, "control")
     threading.Thread(
         target=_answer_inspections, name="nbdist-inspect", daemon=True
     ).start()
@@ -57,8 +57,8 @@ def answer_on(kernel: Any) -> None:
     kernel.control_handlers[REQUEST] = lambda stream, ident, message: _answer_control(
         kernel, stream, ident, message
     )
-    # ipykernel's hooks let SIGINT through before and after a handler, during its own
-    # bookkeeping. engine.interrupts decides instead.
+    # ipykernel's hooks enable SIGINT before and after a handler, in its bookkeeping.
+    # `engine.interrupts` decides when SIGINT is enabled.
     kernel.pre_handler_hook = lambda: None
     kernel.post_handler_hook = lambda: None
 
@@ -68,8 +68,8 @@ def refused() -> int:
     return refusals(_gates)
 
 
-def _guard(kernel: Any, stream: Any, channel: str) -> None:
-    """Let a channel receive only messages addressed to it, and each of them once."""
+def _add_gate(kernel: Any, stream: Any, channel: str) -> None:
+    """Admit only authentic messages to a channel, each of them once. See `Gate`."""
     gate = Gate(kernel.session, f"{kernel.ident}/{channel}", {REQUEST})
     _gates.append(gate)
     receive = stream.on_recv
@@ -91,7 +91,7 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
             frames = await _call(content["target"], message["buffers"])
         status = "ok"
     except BaseException as error:  # noqa: BLE001
-        # The boundary: any error becomes the reply, because a reply must be sent.
+        # Any error becomes the reply, because the notebook waits for a reply.
         status, frames = "error", serialization.dumps(describe(error))
     finally:
         end_forked_child()
@@ -113,17 +113,17 @@ async def _answer_control(kernel: Any, stream: Any, ident: Any, message: Any) ->
     frames: list[Any]
     try:
         status, frames = "ok", await _call(content["target"], message["buffers"])
-    except Exception as error:  # noqa: BLE001 - the boundary, as above
+    except Exception as error:  # noqa: BLE001 - as in `_answer_main`
         status, frames = "error", serialization.dumps(describe(error))
     _reply(kernel, stream, ident, message, status, frames)
 
 
 def _outcome(target: str, buffers: list[Any]) -> tuple[str, list[Any]]:
-    """The status and the frames of a reply, for a function that is not a coroutine."""
+    """Call a function that is not a coroutine; the status and frames of its reply."""
     try:
         args, kwargs = serialization.loads([bytearray(frame) for frame in buffers])
         return "ok", serialization.dumps(function_of(target)(*args, **kwargs))
-    except BaseException as error:  # noqa: BLE001 - the boundary, as above
+    except BaseException as error:  # noqa: BLE001 - as in `_answer_main`
         return "error", serialization.dumps(describe(error))
 
 
@@ -150,7 +150,7 @@ def function_of(target: str) -> Callable[..., Any]:
 
 
 def describe(error: BaseException) -> tuple[str, str, list[str]]:
-    """(class, message, traceback lines) of an error, from the user's code on."""
+    """(class, message, traceback lines) of an error, without nbdist's first frames."""
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next

@@ -1,4 +1,4 @@
-"""Running a script on this rank as `__main__`, as torchrun would."""
+"""Runs a script on this rank as `__main__`, as torchrun does."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _helpers: set[str] = set()
 
 
 def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellReply:
-    """Run a script as `torchrun path *args` would, in the world of this rank.
+    """Run a script as `torchrun path *args` does, in the world of this rank.
 
     Args:
-        path: Absolute. The folder of the script comes first in `sys.path`.
+        path: The script's absolute path. Its folder comes first in `sys.path`.
         args: The rest of `sys.argv`.
-        n_ps: How many of the last ranks the environment calls parameter servers.
-        keep: Leave the script's variables to the notebook's cells, also when the
+        n_ps: The number of parameter servers in the environment; the last ranks.
+        keep: Whether the notebook's cells get the script's variables, also when the
             script fails.
     """
     rank = this_rank()
@@ -70,7 +70,7 @@ def _enter_environment(
     n_ps: int,
     keep: bool,
 ) -> None:
-    """Set up what a process of its own would have, until the stack is closed."""
+    """Set up the environment of a separate process, until the stack is closed."""
     info = this_rank().info
     stack.enter_context(_as_main(module))
     stack.enter_context(_arguments(path, args))
@@ -82,7 +82,7 @@ def _enter_environment(
 
 
 def _run(module: ModuleType, path: str) -> Failure | None:
-    """Run the script; return how it failed, or None."""
+    """Run the script; the failure, or None."""
     rank = this_rank()
     try:
         code = compile(Path(path).read_bytes(), path, "exec")
@@ -90,13 +90,13 @@ def _run(module: ModuleType, path: str) -> Failure | None:
             exec(code, module.__dict__)
     except SystemExit as end:
         return _exit_failure(end)
-    except BaseException as error:  # noqa: BLE001 - it is the answer, whatever it is
+    except BaseException as error:  # noqa: BLE001 - any error is the reply
         return _failure(error, path)
     return None
 
 
 def _exit_failure(end: SystemExit) -> Failure | None:
-    """The failure that a `SystemExit` stands for; None for exit code 0."""
+    """The failure of a script that has raised SystemExit; None for exit code 0."""
     if end.code in (None, 0):
         return None
     code, text = (end.code, "") if isinstance(end.code, int) else (1, f": {end.code}")
@@ -113,7 +113,7 @@ def _failure(error: BaseException, path: str) -> Failure:
     trace = _from_script(error.__traceback__, path)
     error = original_error(error)
     lines: tuple[str, ...] = ()
-    if not isinstance(error, KeyboardInterrupt):  # nobody needs one, and it is slow
+    if not isinstance(error, KeyboardInterrupt):  # it explains nothing, and is slow
         formatter = this_rank().shell.InteractiveTB
         lines = tuple(formatter.structured_traceback(type(error), error, trace))
     traceback.clear_frames(error.__traceback__)  # their variables may be large
@@ -131,7 +131,7 @@ def _from_script(trace: TracebackType | None, path: str) -> TracebackType | None
 
 
 def _leave_variables(module: ModuleType) -> None:
-    """Put the script's variables into the cells' namespace, save nbdist's own names."""
+    """Put the script's variables into the cells' namespace, except nbdist's names."""
     shell = this_rank().shell
     values = {
         name: value
@@ -141,12 +141,12 @@ def _leave_variables(module: ModuleType) -> None:
     shell.push(values)
 
 
-# -- what a process of its own would have ----------------------------------------------
+# -- the environment of a separate process ---------------------------------------------
 
 
 @contextmanager
 def _as_main(module: ModuleType) -> Iterator[None]:
-    """Make the script `__main__`, where pickle, argparse and child processes look."""
+    """Make the script the module `__main__`, which pickle and argparse look up."""
     before = sys.modules["__main__"]
     sys.modules["__main__"] = module
     try:
@@ -157,7 +157,7 @@ def _as_main(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _arguments(path: str, args: Sequence[str]) -> Iterator[None]:
-    """Set sys.argv and sys.path. The script's helper modules are imported afresh."""
+    """Set sys.argv and sys.path, and forget helper modules of the last script."""
     argv, search = sys.argv[:], sys.path[:]
     folder = os.path.dirname(path)
     for name in _helpers:
@@ -198,7 +198,7 @@ def _environment(rank: int, size: int, n_ps: int) -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore the rank's signal handlers after a script that installs its own."""
+    """Restore the rank's signal handlers at the end."""
     kinds = signal.SIGINT, signal.SIGTERM
     before: list[Any] = [signal.getsignal(kind) for kind in kinds]
     try:
@@ -210,7 +210,7 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _own_loop() -> Iterator[None]:
-    """Hide the rank's event loop, within which `asyncio.run` would refuse to run."""
+    """Hide the rank's running event loop, so that `asyncio.run` works."""
     loop = asyncio.events._get_running_loop()
     asyncio.events._set_running_loop(None)
     try:

@@ -28,14 +28,13 @@ __all__ = ["init"]
 def init() -> None:
     """Join the world that `mpiexec` or `torchrun` made. Every rank must call, once.
 
-    Afterwards nbdist's collectives and torch.distributed work as they do in a cell, so
-    that a cell's code moves to a script unchanged. A default process group that the
-    script has made before stays as it is. On a rank of a notebook's cluster, and when
-    called again, this does nothing.
+    Afterwards nbdist's collectives and torch.distributed work as in a cell, so that a
+    cell's code runs in a script unchanged. An existing default process group is kept.
+    On a rank of a notebook's cluster, and when called again, this does nothing.
 
     Raises:
         WrongProcess: No launcher has started this process, or torchrun has started
-            some on other hosts.
+            ranks on other hosts.
         StartError: Under torchrun, MPI did not start.
     """
     if world.is_joined():
@@ -58,13 +57,13 @@ def _join_launched() -> world.World:
             "nbdist.init() joins the ranks of a launcher: start the script with "
             "mpiexec -n 4 python train.py, or torchrun --nproc-per-node 4 train.py"
         )
-    # An mpiexec that tolerates faults ends before the ranks that wait for a dead one.
+    # A fault-tolerant mpiexec can end while ranks still wait for a dead one.
     die_with_parent()
     return world.join()
 
 
 def _make_shared_folder(here: world.World) -> Path:
-    """A folder that all ranks of this host know, removed at the end."""
+    """Make a folder that all ranks of this host use. It is removed at the end."""
     folder = tempfile.mkdtemp(prefix="nbdist-") if here.rank == 0 else None
     if folder is not None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -72,7 +71,7 @@ def _make_shared_folder(here: world.World) -> Path:
 
 
 def _owns_gpu(here: world.World) -> bool:
-    """Select this rank's GPU, where there is one for each rank of the host."""
+    """Select this rank's GPU. Returns False if the host has fewer GPUs than ranks."""
     if not torch.cuda.is_available() or torch.cuda.device_count() < here.local_size:
         return False
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -81,17 +80,18 @@ def _owns_gpu(here: world.World) -> bool:
 
 # -- the end ---------------------------------------------------------------------------
 #
-# MPI's finalisation waits for every rank. A rank that fails must not wait there, for
-# the others may wait for it in a collective: it ends all of them.
+# MPI_Finalize waits for every rank. A rank that fails must not call it, because others
+# may wait for this rank in a collective. It ends all ranks instead.
 
 _status = 0
-"""The exit code that this process ends with, as far as it is known."""
+"""The exit code of this process, once it is known."""
 
 
 def _end_together() -> None:
-    """From now on all ranks end when this one fails: by an error, or `sys.exit(code)`.
+    """End all ranks when this one fails by an error or by `sys.exit(code)`.
 
-    torchrun ends the others by itself. A `raise SystemExit(code)` is not noticed.
+    Under torchrun, torchrun ends the other ranks. `raise SystemExit(code)` is not
+    detected.
     """
     sys.excepthook = partial(_end_by_error, sys.excepthook)
     sys.exit = _exit
@@ -104,7 +104,7 @@ def _end_by_error(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Show the error that this rank fails with, and end."""
+    """Show the error, and end all ranks."""
     show(kind, error, trace)
     _end(1)
 
@@ -125,10 +125,9 @@ def _end(status: int) -> NoReturn:
 
 
 class _Exit(SystemExit):
-    """Notices when Python itself reads the code, in order to end with it.
+    """Records the exit code when the interpreter reads it at its end.
 
-    A handler that reads it does so from a Python frame; the interpreter's own end has
-    none.
+    A handler reads the code from a Python frame. The interpreter has no frame then.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -140,7 +139,7 @@ class _Exit(SystemExit):
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """In place of `sys.exit`."""
+    """Replaces `sys.exit`."""
     if threading.current_thread() is threading.main_thread():
         raise _Exit(status)
-    raise SystemExit(status)  # ends the thread, silently only if it is of this class
+    raise SystemExit(status)  # a thread ends silently only with this class

@@ -1,10 +1,10 @@
 """One default process group for all cells, scripts and libraries of a rank.
 
-Scripts and libraries that were written for torchrun call `dist.init_process_group` at
-their beginning and `dist.destroy_process_group` at their end. On a rank, the first
-returns the world's own group, and the second leaves it alive: it exists from before the
-first cell to after the last one. Its collectives can be interrupted and released, which
-those of gloo and NCCL cannot. Where each rank owns a GPU, its CUDA tensors use NCCL.
+Scripts and libraries for torchrun call `dist.init_process_group` when they begin and
+`dist.destroy_process_group` when they end. On a rank, the first call uses the world's
+default group, and the second leaves that group alive, because it serves all cells. Its
+collectives can be interrupted and released, unlike those of gloo and NCCL. If each rank
+owns a GPU, its CUDA tensors use NCCL.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from nbdist.errors import UsageError
 __all__ = ["give_up", "make", "own_groups"]
 
 REPLACED = {"gloo", "nccl", "mpi", "ucc", "nbdist"}
-"""Backends that the world's own group is used in place of."""
+"""Backends that the shared group replaces."""
 
 _init, _destroy = c10d.init_process_group, c10d.destroy_process_group
 _shared: dist.ProcessGroup | None = None
 _asked_for: str | None = None
-"""The backend that was last asked for in `dist.init_process_group`."""
+"""The backend of the last call of `dist.init_process_group`."""
 _others: tuple[dist.ProcessGroup, ...] = ()
-"""Groups that the running script cannot destroy."""
+"""Groups that were made before the running script, which cannot destroy them."""
 
 
 def make(backend: str, **options: Any) -> None:
@@ -47,7 +47,7 @@ def make(backend: str, **options: Any) -> None:
 
 
 def give_up() -> None:
-    """Destroy every process group, whoever made it. Waits for no other rank."""
+    """Destroy all process groups, the user's included. Waits for no other rank."""
     global _shared
     _shared = None
     if dist.is_initialized():
@@ -56,10 +56,10 @@ def give_up() -> None:
 
 @contextmanager
 def own_groups(*, keep: bool) -> Iterator[None]:
-    """Protect the groups that exist, within. Every rank must enter.
+    """Protect the existing groups within this block. Every rank must enter it.
 
     Args:
-        keep: Leave the groups that were made within. By default they are destroyed.
+        keep: Whether groups made in the block outlive it.
     """
     global _asked_for, _others
     before = _asked_for, _others
@@ -91,10 +91,10 @@ def _init_process_group(
     *args: Any,
     **options: Any,
 ) -> None:
-    """In place of `dist.init_process_group`.
+    """Replaces `dist.init_process_group`: uses the shared group.
 
     Raises:
-        UsageError: Another rank or world size than this one is asked for.
+        UsageError: `rank` or `world_size` differs from this rank's.
     """
     if not _is_shared() or not _is_replaced(backend):
         _init(backend, init_method, timeout, world_size, rank, *args, **options)
@@ -117,9 +117,10 @@ def _is_replaced(backend: str | None) -> bool:
 
 
 def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """In place of `dist.destroy_process_group`: the world's own group stays.
+    """Replaces `dist.destroy_process_group`: the shared group stays.
 
-    Without an argument, or with the world's group, the script's other groups end.
+    Without an argument, or with the shared group, the script's other groups are
+    destroyed.
     """
     global _asked_for
     if not _is_shared() or group not in (None, _shared):
@@ -130,10 +131,10 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _get_backend(group: dist.ProcessGroup | None = None) -> dist.Backend:
-    """In place of `dist.get_backend`: returns the backend that was asked for.
+    """Replaces `dist.get_backend`: returns the backend of `init_process_group`.
 
-    Some libraries compare its name. Ignite's `auto_model`, for one, silently wraps no
-    model in DDP where it does not know the name.
+    Some libraries compare the name. For instance, Ignite's `auto_model` silently does
+    not wrap a model in DDP if the name is unknown to it.
     """
     name = c10d.get_backend(group)
     if _asked_for is not None and _is_shared() and name == c10d.get_backend(_shared):

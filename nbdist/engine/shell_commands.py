@@ -1,7 +1,7 @@
-"""`!command` in a cell: runs a child process, which an interrupt ends.
+"""Runs `!command` of a cell as a child process that an interrupt ends.
 
-IPython's own implementation loses an interrupt that comes before the command has begun,
-and then waits for the command to end by itself.
+IPython's implementation loses an interrupt that comes before the command has begun, and
+then waits for the end of the command.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CHUNK_BYTES = 1 << 16
 
 
 def install(shell: Any, interrupts: Interrupts) -> None:
-    """Replace this IPython shell's way to run `!` commands."""
+    """Make this IPython shell run `!` commands with this module."""
     shell.system = partial(_run, shell, interrupts)
 
 
 def _run(shell: Any, interrupts: Interrupts, command: str) -> None:
     """Run a command, and print its output as it comes.
 
-    The exit code is stored as `_exit_code`, as IPython does.
+    The variable `_exit_code` gets the exit code, as in IPython.
     """
     if command.rstrip().endswith("&"):
         raise OSError(
@@ -39,7 +39,7 @@ def _run(shell: Any, interrupts: Interrupts, command: str) -> None:
     expanded = shell.var_expand(command, depth=1)
     process = None
     try:
-        with interrupts.deferred():  # once it runs, it must be known here
+        with interrupts.deferred():  # a running command must be in `process`
             process = subprocess.Popen(
                 expanded,
                 shell=True,

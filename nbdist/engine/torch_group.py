@@ -19,7 +19,7 @@ from nbdist.ipc.private_files import rendezvous_folder
 
 __all__ = ["abort", "groups_made", "number_alike", "start", "stop"]
 
-# A collective that waits is released by its peers' failure, not by a clock.
+# A waiting collective is released when a peer fails. No time-out is needed.
 NO_TIMEOUT = timedelta(days=7)
 
 _at_start = 0
@@ -28,12 +28,12 @@ _at_start = 0
 def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     """Initialise the default process group, and share it. Every rank must call.
 
-    The ranks meet through a file in the cluster's folders, which opens no port.
+    The rendezvous of the ranks is a file in the cluster's folders. It opens no port.
 
     Args:
         run_dir: The cluster's folder.
-        owns_gpu: Whether each rank has a GPU for itself, so that NCCL can be used.
-        generation: The world's. The ranks of each meet through a file of its own.
+        owns_gpu: Whether each rank has a GPU of its own, so that NCCL can be used.
+        generation: The world's generation. Each has its own file.
     """
     global _at_start
     register()
@@ -52,10 +52,10 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
 
 
 def groups_made() -> int:
-    """How many groups this rank has made since the default one.
+    """The number of groups that this rank has made since the default one.
 
-    Torch numbers the groups on each rank by itself, and the members of a gloo or NCCL
-    group find each other by its number. Ranks whose counts differ wait without end.
+    Each rank counts its groups, and the members of a gloo or NCCL group find each other
+    by the count. Ranks whose counts differ would wait forever.
     """
     return distributed_c10d._world.group_count - _at_start
 
@@ -76,10 +76,10 @@ def abort() -> bool:
     """Release this rank from NCCL's collectives; any thread may call.
 
     Returns:
-        Whether there were NCCL groups. They cannot be used any more, on any rank.
+        Whether there were NCCL groups, which are now unusable on all ranks.
     """
     aborted = False
-    # Torch's own function that aborts all groups also forgets those of other backends.
+    # torch's function that aborts all groups would also remove those of other backends.
     for group in list(distributed_c10d._world.pg_names):
         with contextlib.suppress(RuntimeError):  # a group without CUDA
             backend: Any = group._get_backend(torch.device("cuda"))
@@ -90,5 +90,5 @@ def abort() -> bool:
 
 
 def stop() -> None:
-    """Destroy every process group, whoever made it. Waits for no other rank."""
+    """Destroy all process groups, the user's included. Waits for no other rank."""
     shared_default_group.give_up()

@@ -1,10 +1,10 @@
-"""Joining MPI from a process that torchrun has started.
+"""Joins MPI from a process that torchrun has started.
 
-MPI knows only processes that its own launcher has started. So rank 0 runs that launcher
-too: `mpiexec` starts one *placeholder* for each rank (`main` of this module), which
-writes the variables that MPI knows it by to a file, and waits. torchrun's process of
-the same number reads the file, sets the variables and initialises MPI in the
-placeholder's stead. The placeholder ends with that process.
+MPI accepts only processes that its own launcher has started. Therefore rank 0 also runs
+`mpiexec`, which starts one *placeholder* process for each rank (`main` of this module).
+The placeholder writes the environment variables that identify it to MPI into a file,
+and waits. torchrun's process of the same rank reads the file, sets the variables and
+initialises MPI in the placeholder's place. The placeholder ends with that process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ END_TIMEOUT_S = 10.0
 POLL_S = 0.02
 
 _pipe: int | None = None
-"""The write end of a pipe to this rank's placeholder, which ends when it is closed."""
+"""The write end of a pipe to this rank's placeholder, which ends with the pipe."""
 
 
 # -- in torchrun's process -------------------------------------------------------------
@@ -46,10 +46,10 @@ def has_joined() -> bool:
 
 
 def join_mpi() -> Path:
-    """Initialise MPI with the rank that torchrun has given. Every rank must call.
+    """Initialise MPI with torchrun's rank numbers. Every rank must call.
 
     Returns:
-        A folder that all ranks know, which is removed at the end.
+        A folder, the same on all ranks. It is removed at the end.
 
     Raises:
         WrongProcess: The ranks are on several hosts, or MPI is initialised already.
@@ -69,7 +69,7 @@ def join_mpi() -> Path:
             "MPI was started before nbdist.init(): under torchrun, import nbdist "
             "before mpi4py"
         )
-    die_with_parent()  # a torchrun that is killed would leave its workers behind
+    die_with_parent()  # a killed torchrun leaves its workers behind
     folder = _agree_on_folder(rank)
     launcher = _Launcher(folder, size) if rank == 0 else None
     os.environ.update(_take_identity(folder / str(rank), launcher))
@@ -79,25 +79,26 @@ def join_mpi() -> Path:
 
 
 def _agree_on_folder(rank: int) -> Path:
-    """A folder that rank 0 makes; the others learn of it from torchrun's store."""
+    """Make a folder on rank 0, and share its path through torchrun's store."""
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://"))
     shared = PrefixStore("nbdist", store)
-    # A worker that torchrun starts again finds the store as the former ones left it.
+    # After a restart by torchrun, the store still has the former workers' entries.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if rank == 0:
         shared.set(f"folder-{attempt}", tempfile.mkdtemp(prefix="nbdist-"))
-    # What it holds becomes this process's environment, and the store is open to all.
+    # Anyone can write to the store, and the folder's files become this process's
+    # environment: the folder must be this user's.
     return check_folder(Path(shared.get(f"folder-{attempt}").decode()))
 
 
 class _Launcher:
-    """The `mpiexec` of the placeholders, and what it prints."""
+    """The process of the placeholders' `mpiexec`, and its output."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - it lives with this
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - kept open
         self._process = subprocess.Popen(
             [sys.executable, "-m", LAUNCHER, str(folder), str(size)],
             stdin=subprocess.DEVNULL,
@@ -114,7 +115,7 @@ class _Launcher:
         return self._printed.read().decode(errors="replace").strip()
 
     def end(self) -> None:
-        """Wait until it has ended by itself; kill it after `END_TIMEOUT_S`."""
+        """Wait for the process to end; kill it after `END_TIMEOUT_S`."""
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -122,7 +123,7 @@ class _Launcher:
 
 
 def _take_identity(identity: Path, launcher: _Launcher | None) -> dict[str, str]:
-    """The variables that MPI knows this rank's placeholder by.
+    """The environment variables that identify this rank's placeholder to MPI.
 
     Raises:
         StartError: The placeholder did not come up.
@@ -141,7 +142,7 @@ def _take_identity(identity: Path, launcher: _Launcher | None) -> dict[str, str]
 
 
 def _leave(launcher: _Launcher | None) -> None:
-    """Finalise MPI, which waits for all ranks, then end what was started for it."""
+    """Finalise MPI, which waits for all ranks. Then end placeholder and launcher."""
     from mpi4py import MPI
 
     MPI.Finalize()
@@ -155,7 +156,7 @@ def _leave(launcher: _Launcher | None) -> None:
 
 
 def main() -> None:
-    """Be one placeholder: `python -m nbdist.engine.torchrun_bootstrap FOLDER`."""
+    """Run a placeholder: `python -m nbdist.engine.torchrun_bootstrap FOLDER`."""
     folder, rank = Path(sys.argv[1]), launched_rank()
     os.mkfifo(folder / f"{rank}.pipe")
     identity = json.dumps(_identity()).encode()
@@ -163,11 +164,11 @@ def main() -> None:
     signal.alarm(START_TIMEOUT_S)  # ends this process
     with (folder / f"{rank}.pipe").open("rb") as pipe:
         signal.alarm(0)
-        pipe.read()  # returns when torchrun's process has closed it, or has ended
+        pipe.read()  # returns when torchrun's process closes the pipe or ends
 
 
 def _identity() -> dict[str, str]:
-    """The variables of this process's environment that MPI knows it by."""
+    """The environment variables that identify this process to MPI."""
     return {
         name: value
         for name, value in os.environ.items()

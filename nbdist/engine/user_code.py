@@ -1,4 +1,4 @@
-"""Running user code beside cells: what pickles, unpickles or prints a value."""
+"""Runs user code outside of cells, such as the pickling or printing of a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["end_forked_child", "step", "transfer_step"]
 def end_forked_child(code: int = 0) -> None:
     """End this process if it is a child that user code has forked.
 
-    A child that returns from user code must not go on as the rank, with its sockets.
+    A child that returns from user code must not continue with the rank's sockets.
     """
     if os.getpid() != this_rank().info.pid:
         sys.stdout.flush()
@@ -29,17 +29,17 @@ def end_forked_child(code: int = 0) -> None:
 
 @contextmanager
 def step(what: str, limit_s: float | None = None) -> Iterator[None]:
-    """Let SIGINT through, and raise an error that names what it has interrupted.
+    """Deliver SIGINT within this block, with an error that names the step.
 
-    In another thread than the main one, which receives no signals, this does nothing.
+    Outside of the main thread this does nothing, because only that thread gets signals.
 
     Args:
-        what: Such as "pickling 'x'". `%dist_status` shows it while it lasts.
-        limit_s: Seconds that it may take; None sets no limit.
+        what: The step's name, such as "pickling 'x'". `%dist_status` shows it.
+        limit_s: The most seconds that the step may take; None means no limit.
 
     Raises:
-        TransferError: It took longer.
-        KeyboardInterrupt: It was interrupted. The message names the step and the line.
+        TransferError: The step took longer.
+        KeyboardInterrupt: The step was interrupted. The message names it and the line.
     """
     rank = this_rank()
     if threading.get_ident() != rank.main_thread:

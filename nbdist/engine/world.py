@@ -1,7 +1,7 @@
-"""The world: all ranks, and the number of this one among them.
+"""The world: all ranks, their MPI communicator, and this rank's number.
 
-The world alone knows the MPI communicator. It gives the collectives a `Group` over it.
-Its generation counts how often the ranks have rebuilt their communicators, after an
+Only this module keeps the MPI communicator; the collectives get a `Group` over it. The
+world's generation counts how often the ranks have rebuilt their communicators, after an
 interrupt or a change of members.
 """
 
@@ -33,10 +33,11 @@ __all__ = [
 
 
 class World:
-    """The ranks, as this one sees them. Every rank must construct it together.
+    """All ranks, from the view of this one. Every rank must construct it.
 
     Args:
-        comm: An mpi4py communicator over all ranks, used for nothing else.
+        comm: An mpi4py communicator over all ranks, which only the world uses.
+        generation: The number of this generation, from 0.
     """
 
     def __init__(self, comm: Any, generation: int = 0) -> None:
@@ -44,7 +45,7 @@ class World:
         self.generation = generation
         self.local_rank, self.local_size = _local_numbers(comm)
         self.shared = comm.Dup()
-        """For the user's own calls of mpi4py."""
+        """The communicator for the user's own calls of mpi4py."""
         self._shared_revoked = self._nccl_aborted = False
         self.group = Group(comm, generation=generation)
         set_default_group(self.group)
@@ -76,7 +77,7 @@ class World:
         self._nccl_aborted |= torch_group.abort()
 
     def _revoke_shared(self) -> None:
-        with contextlib.suppress(NotImplementedError):  # not every MPI can
+        with contextlib.suppress(NotImplementedError):  # not every MPI has it
             self.shared.Revoke()
         self._shared_revoked = True
 
@@ -93,7 +94,7 @@ class World:
         self._revoke_shared()
         self.shared = self.comm.Dup()
         self._shared_revoked = False
-        # One rank's abort makes NCCL's groups useless on all of them.
+        # After an abort on one rank, NCCL's groups work on no rank.
         if self.comm.allreduce(self._nccl_aborted, MPI.LOR):
             torch_group.stop()
             run_dir = this_rank().run_dir
@@ -105,20 +106,20 @@ class World:
 
 _world: World | None = None
 _comms: dict[int, Any] = {}
-"""The communicators of the worlds that this rank has entered, by generation. Once the
-ranks agree on one to build on, the others are removed."""
+"""The communicators of the worlds that this rank has entered, by generation. They are
+removed once the ranks agree on the communicator that they build on."""
 
 
 def current() -> World:
-    """The world as it is now.
+    """The world that this rank is in.
 
     Raises:
         WrongProcess: This process has joined no world.
     """
     if _world is None:
         raise WrongProcess(
-            "this process is no rank: put it in a %%distributed cell, or call "
-            "nbdist.init() in a script that mpiexec runs"
+            "this process is not a rank: put the call in a %%distributed cell, or call "
+            "nbdist.init() first in a script that mpiexec runs"
         )
     return _world
 
@@ -135,14 +136,19 @@ def join() -> World:
 
 
 def join_running(rank: int, generation: int) -> World:
-    """Enter a world that runs already and has spawned this process, as its rank."""
+    """Enter the running world that has spawned this process.
+
+    Args:
+        rank: This process's number in the world.
+        generation: The generation that the world begins with it.
+    """
     MPI = _begun_mpi()
     bridge = MPI.Comm.Get_parent()
     return enter(bridge.Merge(high=True).Split(0, key=rank), generation)
 
 
 def _begun_mpi() -> Any:
-    """mpi4py's MPI, which begins with its import, but here in a forked rank."""
+    """mpi4py's MPI, initialised. Its import does that, except in a forked rank."""
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
@@ -162,9 +168,9 @@ def enter(comm: Any, generation: int) -> World:
 
 
 def communicator_of(generation: int) -> Any:
-    """The communicator of the world of this generation.
+    """The communicator of a generation of the world, for the ranks to build on.
 
-    Those of other generations are removed: the ranks build on this one.
+    The communicators of other generations are removed.
     """
     global _comms
     _comms = {generation: _comms[generation]}
@@ -172,9 +178,9 @@ def communicator_of(generation: int) -> Any:
 
 
 def renew() -> RankInfo:
-    """Rebuild the groups, after a collective was left half done on some rank.
+    """Rebuild the groups after a collective was interrupted on some rank.
 
-    Every rank must call, from its main thread.
+    Every rank must call, from its main thread. Returns this rank's new description.
     """
     here = current()
     here.renew()
@@ -184,7 +190,7 @@ def renew() -> RankInfo:
 
 
 def _local_numbers(comm: Any) -> tuple[int, int]:
-    """(local rank, local world size): this rank among those of its host."""
+    """The local rank, and the local world size: the number of ranks on this host."""
     from mpi4py import MPI
 
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)

@@ -1,13 +1,13 @@
-"""Folders and files that only this user's own processes can write.
+"""Folders and files that only this user's processes can read and write.
 
 A cluster keeps its files in two folders of mode 0700: its run folder, and a folder in
-shared memory, to which the symbolic link `memory` in the run folder points. Both have
-random names, and both are made with `mkdir`, which refuses a name that exists. Another
-user can see the names, but can neither read what lies there nor put anything there.
-Who removes them knows both names, and needs no link.
+shared memory. The symbolic link `memory` in the run folder names the second one. Both
+have random names and are made with `mkdir`, which fails if the name exists. Other users
+can see the names, but can neither read nor write files in the folders. The process that
+removes the folders knows both names, and does not read the link.
 
-What is read back is checked, because some of it is unpickled: a cleaner of temporary
-folders may have removed a folder whose name another user has taken since.
+A file is checked before it is read, because some files are unpickled. A cleaner of
+temporary folders may have removed a folder, and another user may have taken its name.
 
 Imports only the standard library, because the process supervisor uses it.
 """
@@ -46,17 +46,17 @@ RENDEZVOUS = "rendezvous"
 SEGMENT_BYTES = 4 << 20
 """Memory that each rank shares with the others through Open MPI."""
 RUN_FOLDER_BYTES = 32 << 20
-"""Free space that a run folder must have: what Open MPI's launcher and each rank write
-there, the reserve of a recovery, and room for the first output."""
+"""Free space that a run folder needs: for the files of Open MPI's launcher and of each
+rank, for a recovery, and for the first output."""
 REMOVE_TIMEOUT_S = 5.0
 REMOVE_POLL_S = 0.05
 
 
 def make_run_folder() -> Path:
-    """Make a run folder: in the temporary folder, or in memory if that one is full.
+    """Make a run folder in the temporary folder, or in /dev/shm if that is full.
 
     Raises:
-        OSError: No place has room; the message says how much each has.
+        OSError: Neither has enough room. The message gives the free space of each.
     """
     refused = []
     for find in (tempfile.gettempdir, lambda: str(MEMORY_FOLDER)):
@@ -75,7 +75,7 @@ def make_run_folder() -> Path:
 
 
 def new_memory_folder() -> Path:
-    """A name for a cluster's folder in shared memory. Nothing is made."""
+    """A new name for a cluster's folder in shared memory. The folder is not made."""
     return MEMORY_FOLDER / f"nbdist-{secrets.token_hex(16)}"
 
 
@@ -83,10 +83,12 @@ def make_memory_folder(run_dir: Path, folder: Path) -> None:
     """Make the cluster's folder in shared memory, if there is shared memory.
 
     Args:
-        folder: From `new_memory_folder`. Whoever is to remove it knows it already.
+        run_dir: The cluster's run folder, which gets the link.
+        folder: A name from `new_memory_folder`, known to the process that removes the
+            folder.
     """
     link = run_dir / LINK
-    with contextlib.suppress(OSError):  # a full disk: the run folder serves
+    with contextlib.suppress(OSError):  # a full disk: the run folder is used
         link.symlink_to(folder)
         try:
             folder.mkdir(mode=0o700)
@@ -95,10 +97,10 @@ def make_memory_folder(run_dir: Path, folder: Path) -> None:
 
 
 def memory_folder(run_dir: Path) -> Path:
-    """The cluster's folder in shared memory; the run folder where it has none.
+    """The cluster's folder in shared memory; the run folder if there is none.
 
     Raises:
-        PermissionError: The folder is not ours.
+        PermissionError: The folder belongs to another user, or is open to others.
     """
     try:
         folder = Path(os.readlink(run_dir / LINK))
@@ -108,22 +110,27 @@ def memory_folder(run_dir: Path) -> Path:
 
 
 def make_rendezvous_folder(run_dir: Path, ranks: int) -> None:
-    """Make the folder in shared memory through which ranks meet, if there is room."""
+    """Make the folder for the files of `rendezvous_folder` in memory, if there is room.
+
+    Args:
+        run_dir: The cluster's run folder.
+        ranks: The number of ranks.
+    """
     folder = memory_folder(run_dir)
-    with contextlib.suppress(OSError):  # the run folder serves
+    with contextlib.suppress(OSError):  # the run folder is used
         if shutil.disk_usage(folder).free >= 2 * ranks * SEGMENT_BYTES:
             (folder / RENDEZVOUS).mkdir(mode=0o700)
 
 
 def rendezvous_folder(run_dir: Path) -> Path:
-    """Where Open MPI and torch keep the files through which ranks meet.
+    """The folder of the files by which Open MPI and torch connect the ranks.
 
-    It is in memory where there was room at the start, because these files are written
-    to, and mapped, while ranks join: a full disk would end ranks, and mpiexec, with
-    SIGBUS. Otherwise it is the run folder.
+    These files are written and mapped while ranks join, and a full disk would end the
+    ranks and mpiexec with SIGBUS. Therefore the folder is in shared memory, if there
+    was room at the start. Otherwise it is the run folder.
 
     Raises:
-        PermissionError: The folder is not ours.
+        PermissionError: The folder belongs to another user, or is open to others.
     """
     folder = memory_folder(run_dir) / RENDEZVOUS
     return check_folder(folder) if folder.exists() else run_dir
@@ -132,28 +139,30 @@ def rendezvous_folder(run_dir: Path) -> Path:
 def make_commit_folders(run_dir: Path) -> None:
     """Make the folders in which rank 0 keeps the commits of elastic runs.
 
-    Ranks keep none where there are no such folders.
+    Without these folders, ranks keep no commits.
     """
     for folder in commit_folders(run_dir):
-        with contextlib.suppress(OSError):  # no room: the other one serves, or none
+        with contextlib.suppress(OSError):  # no room in this one
             folder.mkdir(mode=0o700)
 
 
 def commit_folders(run_dir: Path) -> list[Path]:
-    """Where rank 0 keeps commits: in memory, or else in the run folder.
+    """The folders in which rank 0 keeps commits, the one in memory first.
 
     Raises:
-        PermissionError: The cluster's folder in memory is not ours.
+        PermissionError: The cluster's folder in memory belongs to another user, or is
+            open to others.
     """
     parents = dict.fromkeys((memory_folder(run_dir), run_dir))
     return [parent / COMMITS for parent in parents]
 
 
 def check_folder(folder: Path) -> Path:
-    """The folder, if only this user can write to it.
+    """Return the folder, if only this user can write to it.
 
     Raises:
-        PermissionError: It is another user's, or open to others, or a symbolic link.
+        PermissionError: It belongs to another user, is open to others, or is a symbolic
+            link.
         OSError: It does not exist.
     """
     _check(os.lstat(folder), stat.S_ISDIR, folder)
@@ -164,17 +173,18 @@ def check_file(path: Path) -> None:
     """Check that only this user can have written a file.
 
     Raises:
-        PermissionError: The file or its folder is not ours alone.
+        PermissionError: Another user may have written the file.
         OSError: It cannot be opened.
     """
     os.close(open_file(path))
 
 
 def open_file(path: Path) -> int:
-    """Open a file for reading, if only this user can have written it; a descriptor.
+    """Open a file for reading, if only this user can have written it. Returns a
+    descriptor.
 
     Raises:
-        PermissionError: The file or its folder is not ours alone.
+        PermissionError: Another user may have written the file.
         OSError: It cannot be opened.
     """
     check_folder(path.parent)
@@ -199,10 +209,10 @@ def read_file(path: Path) -> bytes:
 
 
 def remove_folders(*folders: Path) -> None:
-    """Remove folders of a cluster. Those that do not exist are skipped.
+    """Remove folders of a cluster. Folders that do not exist are skipped.
 
-    Processes that are just ending may write to a folder while it is removed; it is
-    tried again for some seconds.
+    A process that is ending may write to a folder while it is removed. The removal is
+    therefore repeated for at most `REMOVE_TIMEOUT_S`.
     """
     deadline = time.monotonic() + REMOVE_TIMEOUT_S
     for folder in folders:

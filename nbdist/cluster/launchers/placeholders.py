@@ -1,9 +1,9 @@
-"""Run an `mpiexec` of placeholders for ranks that torchrun has started.
+"""Runs `mpiexec` with a placeholder for each rank that torchrun has started.
 
     python -m nbdist.cluster.launchers.placeholders FOLDER N
 
-`nbdist.engine.torchrun_bootstrap` says what a placeholder is. This program ends, and
-removes the folder, once the ranks have ended.
+`nbdist.engine.torchrun_bootstrap` describes placeholders. This program ends when the
+ranks have ended, and removes the folder.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PLACEHOLDER = "nbdist.engine.torchrun_bootstrap"
 
 
 def main() -> None:
-    """Start one placeholder for each rank; wait for all of them."""
+    """Start the placeholders, and wait until all have ended."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # The ranks get the signal too, and when they end, so does this. A handler, for
-        # mpiexec would inherit a signal that is ignored.
+        # The ranks get the signal, too, and this program ends with them. The handler
+        # does nothing; SIG_IGN instead would be inherited by mpiexec.
         signal.signal(number, lambda *_: None)
     folder, n = Path(sys.argv[1]), int(sys.argv[2])
     try:

@@ -173,7 +173,7 @@ class SharedTransport(Transport):
             reduce_rows(op, slots, tensor)
 
     def _reduce_by_shares(self, tensor: Tensor, op: str, wanted: bool) -> None:
-        """Reduce in blocks. Each rank reduces its share of a block, and reads the others.
+        """Reduce in blocks. Each rank reduces its share of a block for all ranks.
 
         Each step works on three blocks: it copies one into the slot, reduces the block
         before, and copies out the block before that.
@@ -273,7 +273,7 @@ class SharedTransport(Transport):
         write: Callable[[int, View], None],
         read: Callable[[int, View], None],
     ) -> None:
-        """Write, pass the barrier and read, in each step. Without steps, pass it once."""
+        """In each step write, pass the barrier, read. Without steps, pass it once."""
         if not lengths:
             self._pass(first=True)
         for step, length in enumerate(lengths):
