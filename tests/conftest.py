@@ -12,27 +12,23 @@ from tests.jupyterlab_driver import _lab_page as _lab_page
 from tests.jupyterlab_driver import lab as lab
 from tests.jupyterlab_driver import lab_browser as lab_browser
 from tests.jupyterlab_driver import lab_server as lab_server
-from tests.remove_variables import remove_variables
+from tests.shared_cluster import SharedCluster
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
-def _shared_cluster() -> Iterator[Cluster]:
-    with Cluster(4, device="cpu") as cluster:
-        yield cluster
+def _shared_cluster() -> Iterator[SharedCluster]:
+    shared = SharedCluster(4)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
-def cluster(_shared_cluster: Cluster) -> Iterator[Cluster]:
+def cluster(_shared_cluster: SharedCluster) -> Iterator[Cluster]:
     """Four ranks. Afterwards all must live and be idle; their variables are removed."""
-    yield _shared_cluster
-    assert _shared_cluster.died() == {}
-    states = _shared_cluster.status()
-    assert {rank: state and state["what"] for rank, state in states.items()} == (
-        dict.fromkeys(range(4))
-    )
-    _shared_cluster.run(remove_variables)
+    yield _shared_cluster.ready()
+    _shared_cluster.tidy()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,62 @@
+"""The cluster that tests share: one test's fault fails no other test."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nbdist import CellTimeout, Cluster
+from nbdist.errors import NotRunning
+from tests.processes import wait_until
+from tests.shared_cluster import SharedCluster
+
+DIED_WITHIN_S = 10.0
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedCluster]:
+    shared = SharedCluster(1)
+    yield shared
+    shared.close()
+
+
+def kill(cluster: Cluster) -> None:
+    os.kill(cluster.ranks[0].pid, signal.SIGKILL)
+    wait_until(lambda: bool(cluster.died()), DIED_WITHIN_S)
+
+
+def hang(cluster: Cluster) -> None:
+    """Leave a cell behind that no interrupt ends."""
+    endless = (
+        "import time\n"
+        "while True:\n"
+        "    try: time.sleep(60)\n"
+        "    except KeyboardInterrupt: pass"
+    )
+    with pytest.raises(CellTimeout, match="has not come back"):
+        cluster.execute(endless, timeout_s=0.1)
+
+
+def stop(cluster: Cluster) -> None:
+    cluster.stop()
+
+
+@pytest.mark.parametrize("spoil", [kill, hang, stop])
+def test_a_spoilt_cluster_is_replaced(
+    shared: SharedCluster, spoil: Callable[[Cluster], None]
+) -> None:
+    spoil(shared.ready())
+    with pytest.raises((AssertionError, NotRunning)):
+        shared.tidy()
+    assert shared.ready().execute("print(rank)")[0].stdout == "0\n"
+
+
+def test_a_sound_cluster_is_kept_without_the_variables(shared: SharedCluster) -> None:
+    shared.ready().execute("left = 1")
+    before = shared.ready()
+    shared.tidy()
+    assert shared.ready() is before
+    assert before.execute("print('left' in globals())")[0].stdout == "False\n"
