@@ -1,11 +1,11 @@
-"""The controller: ipyparallel's, with what nbdist needs of it and no more.
+"""ipyparallel's controller, reduced to the parts that nbdist uses.
 
     python -m nbdist.cluster.ipcontroller FOLDER
 
-It carries messages between the notebook and the ranks. Its sockets lie in the cluster's
-folder, which only the user can enter. Where that folder cannot hold sockets, they are
-TCP ports of the loopback interface, with CurveZMQ: who has not read the server's key in
-that folder can neither send nor read.
+It carries messages between the notebook and the ranks. Its sockets are Unix sockets in
+the cluster's folder, which only the user can enter. If that folder cannot hold sockets,
+they are TCP ports of the loopback interface with CurveZMQ. A process that has not read
+the server's key in that folder can then neither send nor receive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nbdist.wire import REFUSED
 __all__ = ["Controller", "main", "transport_for"]
 
 SOCKETS = "zmq"
-"""The sockets in the cluster's folder are called "zmq:1", "zmq:2" and so on."""
+"""The sockets in the cluster's folder are named "zmq:1", "zmq:2" and so on."""
 MOST_SOCKETS = 99
 MOST_BYTES = 256 * 2**20
 """The largest frame that is received; a peer that sends more is disconnected."""
@@ -43,7 +43,7 @@ BEATS = {"new_heart", "stopped_heart"}
 
 
 class Controller(IPController):  # type: ignore[misc]
-    """ipyparallel's controller in one process, its queues in threads without Python."""
+    """ipyparallel's controller in one process. Its queues run in threads."""
 
     _sockets = 0
     _unread: tuple[Any, ...] = ()
@@ -62,7 +62,7 @@ class Controller(IPController):  # type: ignore[misc]
         return self._sockets
 
     def construct_url(self, kind: str, channel: str, index: Any = None) -> str:
-        """As ipyparallel's engines and clients write it, whatever the transport."""
+        """The address in the form that ipyparallel's engines and clients use."""
         info = {
             "engine": self.engine_info,
             "client": self.client_info,
@@ -72,11 +72,11 @@ class Controller(IPController):  # type: ignore[misc]
         return f"{info['interface']}:{port}"
 
     def bind(self, end: Any, url: str) -> Any:
-        """Bind a zmq socket."""
+        """Bind a zmq socket, with a limit on the size of a frame."""
         end.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         return super().bind(end, url)
 
-    # -- what runs -----------------------------------------------------------------
+    # -- sockets and threads -------------------------------------------------------
 
     def init_hub(self) -> None:
         super().init_hub()
@@ -84,7 +84,7 @@ class Controller(IPController):  # type: ignore[misc]
         # No file of the engines: where the disk is full, writing it would end the
         # registration of an engine halfway.
         hub.engine_state_file = ""
-        # Only the heart's news; the hub would also keep the number of each message.
+        # The hub receives only heartbeats. Otherwise it would store each message's id.
         hub.monitor.setsockopt(zmq.UNSUBSCRIBE, b"")
         hub.monitor.setsockopt(zmq.SUBSCRIBE, b"heartmonitor")
         queries = Gate(self.session, types=QUERIES)
@@ -92,7 +92,7 @@ class Controller(IPController):  # type: ignore[misc]
         beats = Gate(self.session, types=BEATS)
         hub.monitor.on_recv(beats.before(hub.dispatch_monitor_traffic))
         self._tell_refusals([queries, beats])
-        # A thread, for a process of its own could be lost alone.
+        # The heart is a thread: a separate process could be killed alone.
         self.heartmonitor_process = threading.Thread(
             target=start_heartmonitor,
             kwargs={
@@ -117,7 +117,7 @@ class Controller(IPController):  # type: ignore[misc]
         self.children[:] = [output, self._relay("mux"), self._relay("control")]
 
     def _relay(self, channel: str) -> Relay:
-        """What carries requests and replies, in place of pyzmq's monitored queue."""
+        """A relay of requests and replies. It replaces pyzmq's monitored queue."""
         ends = []
         for url, side in (
             (self.client_url(channel), "in"),
@@ -133,17 +133,17 @@ class Controller(IPController):  # type: ignore[misc]
     def launch_python_scheduler(
         self, name: str, scheduler_args: dict[str, Any], children: list[Any]
     ) -> None:
-        """Nobody sends tasks; engines and clients need something to connect to."""
+        """Bind the unused sockets of tasks, to which engines and clients connect."""
         self._occupy(scheduler_args["in_addr"], scheduler_args["out_addr"])
 
     def launch_broadcast_schedulers(
         self, monitor_url: str, children: list[Any]
     ) -> None:
-        """Nobody broadcasts, as above."""
+        """Bind the sockets of broadcasts, which are not used."""
         self._occupy(self.client_url("broadcast"), self.engine_url("broadcast", 0))
 
     def _occupy(self, *urls: str) -> None:
-        """Bind sockets that nobody reads."""
+        """Bind sockets whose messages are not read."""
         for url in urls:
             end = self.context.socket(zmq.ROUTER)
             util.set_hwm(end, 1)
@@ -151,7 +151,7 @@ class Controller(IPController):  # type: ignore[misc]
             self._unread = (*self._unread, end)
 
     def _tell_refusals(self, gates: list[Gate]) -> None:
-        """Let the notebook know how many messages were refused, whenever it changes."""
+        """Send the notebook the number of refused messages whenever it changes."""
         told = 0
 
         def tell() -> None:
@@ -167,10 +167,10 @@ class Controller(IPController):  # type: ignore[misc]
 
 
 class Relay(threading.Thread):
-    """Carries messages between two ROUTER sockets, each to the peer that it names.
+    """Carries each message between two ROUTER sockets to the peer that it names.
 
-    pyzmq's queue does so without Python, and takes a message of one frame together with
-    the beginning of the next one, which is lost.
+    pyzmq's own queue is not used because it loses messages: it joins a message of one
+    frame with the beginning of the next message.
     """
 
     def __init__(self, name: str, clients: Any, engines: Any) -> None:
@@ -193,9 +193,9 @@ class Relay(threading.Thread):
 
 
 def transport_for(run_dir: Path) -> str:
-    """ "ipc" where the cluster's folder can hold sockets, else "tcp".
+    """ "ipc" if the cluster's folder can hold sockets, otherwise "tcp".
 
-    Its path may be too long for them, or its file system may have none.
+    The folder's path may be too long for a socket, or its file system may have none.
     """
     last = run_dir / f"{SOCKETS}:{MOST_SOCKETS}"
     try:
@@ -208,7 +208,7 @@ def transport_for(run_dir: Path) -> str:
 
 
 def configuration(run_dir: Path) -> Config:
-    """How the controller of the cluster in a folder is set up."""
+    """The configuration of the controller for the cluster in a folder."""
     config = Config()
     config.ProfileDir.location = str(run_dir)
     config.Session.key = secrets.token_hex(32).encode()
@@ -225,21 +225,21 @@ def configuration(run_dir: Path) -> Config:
     controller.broadcast_scheduler_depth = 0
     controller.db_class = "NoDB"
     controller.log_level = "ERROR"
-    # The hub counts an engine as there only at its next beat.
+    # The hub counts an engine as registered only at its next heartbeat.
     config.HeartMonitor.period = 100
-    # A paused rank is alive: the rank registry decides which ranks have died.
+    # A suspended rank is alive. The rank registry decides which ranks have died.
     config.HeartMonitor.max_heartmonitor_misses = 36_000
     return config
 
 
 def main() -> None:
-    """Run until the process supervisor ends it, or one of its threads has failed."""
+    """Run until the process supervisor ends this process, or until a thread fails."""
     threading.excepthook = _end
     Controller.launch_instance(argv=[], config=configuration(Path(sys.argv[1])))
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:
-    """End the process: without that thread it would only seem to be there."""
+    """End the process, because it does not work without the failed thread."""
     threading.__excepthook__(failure)
     os._exit(1)
 

@@ -1,8 +1,8 @@
-"""Adasum: adding gradients as far as they agree.
+"""Adasum: a sum of gradients that depends on their angle.
 
-After Maleki, Musuvathi, Mytkowicz, Saarikivi, Xu, Eksarevskiy, Ekanayake and Barsoum,
-"Scaling Distributed Training with Adaptive Summation" (2020): two orthogonal gradients
-are added, two parallel ones averaged, and others something between.
+See Maleki, Musuvathi, Mytkowicz, Saarikivi, Xu, Eksarevskiy, Ekanayake and Barsoum,
+"Scaling Distributed Training with Adaptive Summation" (2020). Two orthogonal gradients
+are added, and two parallel gradients are averaged.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ def combine_pair(first: Tensor, second: Tensor) -> Tensor:
 def adasum(tensors: Sequence[Tensor], group: Group) -> None:
     """Adasum of each tensor over the ranks, in place. Every rank must call.
 
-    Ranks are combined in pairs, then pairs of pairs: (0, 1), (2, 3), then (0-1, 2-3).
-    One that finds no partner goes on to the next round. The same bits on all ranks.
+    Ranks are combined in pairs, then pairs of pairs: (0, 1), (2, 3), then (0-1, 2-3). A
+    rank without a partner takes part in the next round. All ranks get the same bits.
 
-    Each rank does the arithmetic for its own N-th of the elements, of all ranks, so
-    that what is sent is what an all-reduce sends, and three numbers for each pair of
-    ranks and tensor. To be called within a call of the group's, as a transport is.
+    Each rank combines its own N-th of the elements of all ranks. So the ranks send as
+    many elements as in an all-reduce, and three numbers for each tensor and each pair
+    of ranks. Call this within a call of the group, as transports are called.
 
     Args:
-        tensors: Flat, contiguous, floating dtype; equal on all ranks but for values.
+        tensors: One-dimensional, contiguous, of floating dtype; the same lengths and
+            dtypes on all ranks.
         group: The ranks.
     """
     if group.size == 1 or not tensors:
@@ -69,14 +70,14 @@ def _own_chunk_of_all(chunks: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 
 def _spread(mine: Tensor, chunks: Sequence[Tensor], group: Group) -> None:
-    """Every rank's chunk, to all."""
+    """Copy every rank's chunk to all ranks."""
     longest = max(map(len, chunks))
     transport = group.transport(mine.device.type)
     transport.all_to_all(chunks, [mine] * group.size, longest)
 
 
 def _cuts(lengths: Sequence[int], begin: int, end: int) -> list[tuple[int, int]]:
-    """Where each tensor lies in the chunk from `begin` to `end`; maybe nowhere."""
+    """The range of each tensor within the chunk from `begin` to `end`; may be empty."""
     cuts, start = [], 0
     for length in lengths:
         low, high = max(start, begin), min(start + length, end)
@@ -89,7 +90,7 @@ def _tree(rows: list[Tensor], cuts: list[tuple[int, int]], group: Group) -> Tens
     """The ranks' rows, combined pair by pair."""
     while len(rows) > 1:
         pairs = list(zip(rows[::2], rows[1::2], strict=False))
-        # Each rank knows a part of each product: the sum over the ranks is the whole.
+        # Each rank has a part of each product; their sum over the ranks is the product.
         products = torch.stack(
             [
                 _products(a[low:high], b[low:high])
@@ -117,7 +118,7 @@ def _combine(
 
 
 def _products(first: Tensor, second: Tensor) -> Tensor:
-    """a·b, a·a and b·b, in double precision: they decide about all elements."""
+    """a·b, a·a and b·b, in double precision because they affect all elements."""
     a, b = first.reshape(-1).double(), second.reshape(-1).double()
     return torch.stack([a.dot(b), a.dot(a), b.dot(b)])
 

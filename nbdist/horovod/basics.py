@@ -1,4 +1,4 @@
-"""The world as Horovod describes it: start and end, ranks, and what can be used."""
+"""Horovod's basic functions: start and end, ranks, and available libraries."""
 
 from __future__ import annotations
 
@@ -47,15 +47,14 @@ def init(
 ) -> None:
     """Join the world: a notebook's cluster, or that of `mpiexec` or `torchrun`.
 
-    Every rank must call. When called again, this does nothing, unless the ranks have
-    changed.
+    Every rank must call. A repeated call does nothing unless the ranks have changed.
 
     Args:
         comm: The ranks to use, or an mpi4py communicator over them; default all.
-        process_sets: Sets to add at once, or "dynamic", which nothing depends on here.
+        process_sets: Process sets to add, or "dynamic", which has no effect.
 
     Raises:
-        WrongProcess: Nothing has started this process as a rank.
+        WrongProcess: No launcher or cluster has started this process as a rank.
     """
     nbdist.init()
     if sets.is_begun():
@@ -75,7 +74,7 @@ def _ranks_of(comm: Any) -> list[int]:
 
 
 def shutdown() -> None:
-    """Leave the world again. Calls under way end. Safe to call twice."""
+    """Leave the world. Calls under way end. Safe to call twice."""
     sets.end()
 
 
@@ -95,7 +94,7 @@ def rank() -> int:
     """This process's number, 0 to `size() - 1`.
 
     Raises:
-        UsageError: Before `init`. So do all the functions here.
+        UsageError: `init` was not called. All functions for ranks raise this.
     """
     return sets.members().rank
 
@@ -116,12 +115,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a rank of this local number."""
+    """This host's number among the hosts that have a rank with this local rank."""
     return _peers().index(rank())
 
 
 def cross_size() -> int:
-    """The number of hosts that have a rank of this local number."""
+    """The number of hosts that have a rank with this local rank."""
     return len(_peers())
 
 
@@ -141,7 +140,7 @@ def _neighbours() -> list[int]:
 
 
 def _peers() -> list[int]:
-    """The ranks of this local number, one of each host that has one."""
+    """The ranks with this rank's local rank, at most one of each host."""
     hosts, local = _hosts(), local_rank()
     found = []
     for peer, host in enumerate(hosts):
@@ -150,11 +149,11 @@ def _peers() -> list[int]:
     return found
 
 
-# -- what can be used ------------------------------------------------------------------
+# -- available libraries ---------------------------------------------------------------
 
 
 def mpi_built() -> bool:
-    """Whether MPI can be used: always, for the ranks meet by it."""
+    """Whether MPI can be used: always, because nbdist's ranks use MPI."""
     return True
 
 
@@ -164,14 +163,14 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether other code may use MPI from any thread meanwhile."""
+    """Whether other code may use MPI from any thread at the same time."""
     from mpi4py import MPI
 
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def gloo_built() -> bool:
-    """Whether torch.distributed has gloo. nbdist's own transports take its place."""
+    """Whether torch.distributed has gloo, which nbdist does not use."""
     return dist.is_gloo_available()
 
 
@@ -181,7 +180,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """NCCL's version as Horovod counts it (22304 for 2.23.4); 0 where there is none."""
+    """NCCL's version as Horovod counts it (22304 for 2.23.4); 0 without NCCL."""
     if not dist.is_nccl_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]

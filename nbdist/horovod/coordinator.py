@@ -36,7 +36,7 @@ class Coordinator:
     """The calls of this rank on one group, and their order."""
 
     def __init__(self, group: Group) -> None:
-        """Take over a group. Nothing else may make calls on it."""
+        """Take a group, on which no other code may make calls."""
         self.group = group
         self._pending: dict[str, Request] = {}
         self._changed = threading.Condition()
@@ -50,7 +50,7 @@ class Coordinator:
         """Numbers of the optimizers whose gradients are reduced here."""
         self._waiting = 0
         self._stirred = False
-        """Whether there may be something new to tell the other ranks."""
+        """Whether this rank's offers may have changed."""
         self._joined: frozenset[int] = frozenset()
         self._last_joined = -1
         self._generation = group.generation
@@ -83,13 +83,13 @@ class Coordinator:
 
         Raises:
             UsageError: A call of this name is under way.
-            BaseException: The call has failed with it.
+            BaseException: The error of a call that has failed.
         """
         if self._pending or not self._turn.acquire(blocking=False):
             self.submit(request)
             self.wait(request)
             return
-        try:  # on this thread, which saves two changes of threads
+        try:  # in this thread, which saves two thread switches
             self._add(request)
             with self._waits():
                 while not request.handle.is_completed():
@@ -105,7 +105,7 @@ class Coordinator:
         """Wait for the end of a call.
 
         Raises:
-            BaseException: The call has failed with it.
+            BaseException: The error of a call that has failed.
         """
         if not request.handle.is_completed():
             with self._waits():
@@ -166,7 +166,7 @@ class Coordinator:
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
-        """While this thread waits for the end of a call, it makes no other."""
+        """Mark this thread as waiting for a call: it makes no other call meanwhile."""
         with self._changed:
             self._waiting += 1
             if self._waiting == 1:
@@ -233,9 +233,9 @@ class Coordinator:
     # -- negotiation ---------------------------------------------------------------
 
     def _negotiate(self, mismatch: CollectiveMismatch | None) -> None:
-        """Make the calls that all ranks have in common, once there are some.
+        """Make the calls that all ranks have in common, as soon as there are some.
 
-        Every rank of the group runs this, and decides by the same table of offers.
+        Every rank of the group runs this, and decides with the same table of offers.
         """
         while self._pending and self._generation == self.group.generation:
             try:
@@ -243,7 +243,7 @@ class Coordinator:
                     self._offers(), group=self.group
                 )
             except CollectiveMismatch:
-                continue  # a rank is one call behind
+                continue  # a rank is still in an earlier call
             except BaseException as failure:  # noqa: BLE001 - the waiter raises it
                 self._fail_all(failure)
                 return

@@ -119,7 +119,7 @@ class NamedReduction:
         """A name that is equal on all ranks.
 
         Optimizers are numbered in the order of their first use. The numbers start again
-        when the ranks have changed, for a new rank has used fewer optimizers.
+        when the ranks have changed, because a new rank has used fewer optimizers.
         """
         coordinator = coordinator_of(self._set)
         if self._owner is not coordinator:
@@ -135,7 +135,7 @@ class NamedReduction:
     def agree(self, numbers: Tensor) -> None:
         """Sum small integers over the ranks, in place.
 
-        Of the first row, only the first rank's numbers count.
+        In the first row, only the first rank's numbers are used.
         """
         leads = self._set.rank() == 0
         if not leads:
@@ -207,8 +207,8 @@ class _Bucket:
 
 
 _owners = WeakIdKeyDictionary()
-"""The hook of each parameter. A cell that runs again makes a new reducer, whose hooks
-replace the former ones."""
+"""The hook of each parameter. When a cell runs again, the hooks of the new reducer
+replace these."""
 
 
 class GradientReducer:
@@ -264,7 +264,7 @@ class GradientReducer:
         return self._dirty
 
     def forget(self) -> None:
-        """Agree again in the next step, as the ranks may have changed."""
+        """Make the ranks agree on the buckets again in the next step."""
         self._buckets = None
         self._bucket_of.clear()
         self._reset()
@@ -349,8 +349,8 @@ class GradientReducer:
         """Agree with all ranks on the buckets.
 
         Two rows are summed over the ranks. The first has the order in which the first
-        rank's gradients arrived, for other ranks contribute zeros. The second counts
-        the ranks on which each gradient is sparse.
+        rank's gradients arrived; other ranks contribute zeros. The second counts the
+        ranks on which each gradient is sparse.
         """
         count = len(self._parameters)
         table = torch.zeros(2, count, dtype=torch.int64, device="cpu")
@@ -360,16 +360,16 @@ class GradientReducer:
             gradient = self._parameters[index].grad
             table[1, index] = int(gradient is not None and gradient.is_sparse)
         self._reduction.agree(table)
-        places, sparse = table.tolist()
+        arrivals, sparse = table.tolist()
         if self._sparse_as_dense:
             sparse = [0] * count
         self._sparse = [index for index in self._used if sparse[index]]
-        self._make_buckets(places, sparse)
+        self._make_buckets(arrivals, sparse)
 
-    def _make_buckets(self, places: list[int], sparse: list[int]) -> None:
+    def _make_buckets(self, arrivals: list[int], sparse: list[int]) -> None:
         # Backward computes the last layers first. Unseen gradients follow that order.
         dense = [index for index in reversed(self._used) if not sparse[index]]
-        order = sorted(dense, key=lambda index: places[index] or len(places) + 1)
+        order = sorted(dense, key=lambda index: arrivals[index] or len(arrivals) + 1)
         items = [Item((p.dtype, p.device), p.nbytes) for p in self._parameters]
         plan = plan_buckets(items, order, self._bucket_bytes, self._groups)
         self._buckets = [_Bucket(members, self._parameters) for members in plan]

@@ -1,4 +1,4 @@
-"""A rank's calls, and what the ranks tell each other when their calls differ."""
+"""A rank's calls, and the offers that the ranks exchange when their calls differ."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ JOIN = "join"
 
 @dataclass(frozen=True)
 class StandIn:
-    """How a rank that has joined takes part in a reduction of the others."""
+    """A joined rank's part in a reduction of the other ranks."""
 
     op: str
     parts: tuple[tuple[torch.dtype, int], ...]
@@ -74,8 +74,8 @@ class Request:
     Args:
         name: Identifies the call on all ranks.
         kind: What must agree between the ranks.
-        body: Moves the data. It changes nothing until all ranks have met, so that it
-            can be started again.
+        body: Moves the data. It changes nothing before all ranks have passed the
+            barrier, so that it can be started again.
         on_leave: As for `Handle`.
         has_barrier: As for `Group.run`.
         reduces: Op and flat tensors of a reduction that can go on without the ranks
@@ -117,14 +117,14 @@ class Request:
 
 
 def _nothing() -> None:
-    """The wait for a device ends by itself: with NCCL, once the group was aborted."""
+    """Check nothing: the wait for a device ends when NCCL's group is aborted."""
 
 
 def copied(tensor: Tensor) -> Tensor:
     """A contiguous copy without gradients, for an operation that works in place.
 
     Raises:
-        UsageError: The argument is no tensor.
+        UsageError: The argument is not a tensor.
     """
     if not isinstance(tensor, Tensor):
         raise UsageError(f"expected a tensor, got {type(tensor).__name__}")
@@ -144,7 +144,7 @@ def named(
     return signature(label, op, root, like.dtype, shape, like.device.type)
 
 
-# -- what ranks tell each other --------------------------------------------------------
+# -- offers ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,14 @@ class Offer:
 
 @dataclass(frozen=True)
 class Offers:
-    """What one rank tells the others."""
+    """The calls of one rank, as it describes them to the others."""
 
     calls: dict[str, Offer]
     """By name, in the order in which they were made."""
     waits: bool
     """Whether the rank makes no further call before one of these has ended."""
     unnamed: Counter[str]
-    """How many calls without a name the rank has made so far, by operation."""
+    """The number of calls without a name that the rank has made, by operation."""
 
     @property
     def joined(self) -> bool:
@@ -173,7 +173,7 @@ class Offers:
 
 
 def in_common(table: Sequence[Offers]) -> dict[str, Offer]:
-    """The calls that all of these ranks have made, in the first one's order."""
+    """The calls that all of these ranks have made, in the first rank's order."""
     first = table[0].calls
     return {
         name: offer

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: any optimizer of torch's, with the gradients of all ranks."""
+"""DistributedOptimizer: an optimizer that steps with the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def DistributedOptimizer(
     *,
     fusion_threshold: int | None = None,
 ) -> Optimizer:
-    """Make an optimizer that steps with the gradients of all ranks. All must call.
+    """Make an optimizer that steps with all ranks' gradients. Every rank must call.
 
     Gradients are reduced in buckets while backward runs; `step()` waits for them. The
     class of the result is a subclass of the given optimizer's. It has the same
-    parameters, options and state, and takes the given optimizer's place.
+    parameters, options and state, and replaces the given optimizer.
 
     Further methods: `synchronize()` waits for the gradients, which may then be clipped;
     `with optimizer.skip_synchronize(): optimizer.step()` does not wait again.
     `zero_grad()` between backward and step raises.
 
-    A parameter without a gradient on this rank gets the reduction of the others', or
-    zeros where no rank has one. A parameter that requires no gradient at this call is
-    left alone.
+    A parameter without a gradient on this rank gets the reduction of the other ranks'
+    gradients, or zeros if no rank has one. Parameters that require no gradient when
+    this is called are ignored.
 
     Args:
-        optimizer: Any of torch's. One that was wrapped before is wrapped again.
+        optimizer: A `torch.optim.Optimizer`. A wrapped one is wrapped again.
         named_parameters: All of the optimizer's parameters, by different names, such
             as `model.named_parameters()`.
         compression: Compresses a bucket of gradients before it is sent.
@@ -73,13 +73,13 @@ def DistributedOptimizer(
             25 MiB.
 
     Raises:
-        UsageError: A parameter has no name or two share one, the op is not one of the
-            above, or a number is out of range.
+        UsageError: A parameter has no name, two parameters have the same name, the op
+            is not one of the above, or a number is out of range.
     """
     if op not in (Average, Sum, Adasum):
         raise UsageError(f"op={op}: expected hvd.Average, hvd.Sum or hvd.Adasum")
     if gradient_predivide_factor != 1.0 and op is not Average:
-        raise UsageError("gradient_predivide_factor is for op=hvd.Average alone")
+        raise UsageError("gradient_predivide_factor is only for op=hvd.Average")
     _check_names(optimizer, named_parameters)
     if op is Adasum:
         adasum = _of_subclass(optimizer, _Adasum)
@@ -122,7 +122,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A block in which `step` does not wait, after `synchronize` has."""
+        """A block in which `step` does not wait. Call `synchronize` before."""
         self._should_synchronize = False
         try:
             yield
@@ -142,7 +142,7 @@ class _Distributed:
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "step() after synchronize() reduces the gradients once more: put "
+                    "step() after synchronize() reduces the gradients again: put "
                     "it in `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
@@ -175,7 +175,7 @@ class _Distributed:
         self._reducer.set_passes(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. Every rank must call, for they agree on new buckets."""
+        """Load a state. Every rank must call: the next step agrees on new buckets."""
         self._reducer.forget()
         self._synchronized = False
         base: Any = super()

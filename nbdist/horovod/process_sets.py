@@ -92,7 +92,7 @@ class _Running:
 
     def __init__(self, parent: Group, members: Group) -> None:
         self.parent = parent
-        """The default group at `init`. A change of membership makes another."""
+        """The default group at `init`. A change of membership makes a new one."""
         self.members = members
         """The ranks that take part. `new` is the only method called on this group."""
         self.sets: dict[int, tuple[ProcessSet, Coordinator | None]] = {}
@@ -119,8 +119,8 @@ _now: _Running | None = None
 def begin(parent: Group, ranks: Sequence[int] | None) -> None:
     """Start with these ranks of a group, or with all.
 
-    Every rank of the group must call where `ranks` are given. The group for the calls
-    is made by the first call, for a rank that joins a running world is alone in `init`.
+    If `ranks` are given, every rank of the group must call. The first collective makes
+    the group, because a rank that joins a running world calls `init` alone.
 
     Raises:
         UsageError: This rank is not among `ranks`.
@@ -175,7 +175,7 @@ def coordinator_of(process_set: ProcessSet) -> Coordinator:
         return _begin_world(now)
     raise UsageError(
         f"rank {now.members.rank} is not in the process set {process_set.ranks}: call "
-        "it on those ranks alone"
+        "it only on those ranks"
     )
 
 

@@ -1,8 +1,8 @@
-"""Keras 3 on all ranks: `import nbdist.keras as hvd`, after horovod.keras.
+"""Keras 3 on all ranks, with the interface of horovod.keras.
 
-Keras computes with torch here. Names load on first use, and with the first of this
-package's own Keras itself, which the extra `nbdist[keras]` installs; `init`, `rank` and
-the others of Horovod's are those of `nbdist.horovod`.
+Use `import nbdist.keras as hvd`. Keras must use its torch backend. Each name is loaded
+on its first use. Names of this package also load Keras, which the extra `nbdist[keras]`
+installs. Horovod's names, such as `init` and `rank`, are those of `nbdist.horovod`.
 """
 
 from __future__ import annotations

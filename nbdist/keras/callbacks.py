@@ -1,4 +1,4 @@
-"""Callbacks that keep the ranks in step while `model.fit` runs."""
+"""Keras callbacks for distributed training with `model.fit`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Logs = dict[str, Any] | None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Copies one rank's weights and optimizer state to all ranks as training starts.
+    """Copies one rank's weights and optimizer state to all ranks when training starts.
 
-    Existing weights are sent before the first batch. All variables are sent after it,
-    because layers and optimizers may create theirs in the first batch.
+    Existing weights are sent before the first batch. All variables are sent after the
+    first batch, because layers and optimizers may create variables in it.
 
     Args:
         root_rank: The rank whose variables are sent.
@@ -69,12 +69,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     Args:
         initial_lr: The learning rate that is multiplied.
         multiplier: The factor, or a function of the epoch.
-        start_epoch, end_epoch: The first epoch, and the one after the last.
-        staircase: Whether the rate changes at the start of an epoch only. If not, it
+        start_epoch, end_epoch: The first epoch, and the epoch after the last.
+        staircase: Whether the rate changes only at the start of an epoch. Otherwise it
             changes with each batch, and `multiplier` gets a fractional epoch.
         momentum_correction: Whether the momentum is scaled with the rate for the batch
             that follows a change (Goyal et al., 2017).
-        steps_per_epoch: Batches of an epoch; default the number that `fit` knows.
+        steps_per_epoch: Batches of an epoch; by default the number that `fit` uses.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         initial_lr: The scaled rate, such as `0.01 * hvd.size()`.
         warmup_epochs: Epochs until `initial_lr` is reached.
         momentum_correction, steps_per_epoch: As for `LearningRateScheduleCallback`.
-        verbose: 1 to print a line on rank 0 when it is reached.
+        verbose: 1 to print a line on rank 0 when `initial_lr` is reached.
     """
 
     def __init__(

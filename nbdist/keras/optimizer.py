@@ -1,4 +1,4 @@
-"""DistributedOptimizer: any optimizer of Keras's, with the gradients of all ranks."""
+"""DistributedOptimizer: a Keras optimizer that applies the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ def DistributedOptimizer(
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Optimizer:
-    """Make an optimizer that applies the gradients of all ranks. All must train.
+    """Make an optimizer that applies the gradients of all ranks.
+
+    Every rank must train, with the same number of steps.
 
     The class of the result is a subclass of the given optimizer's. It has the same
     options and state. The gradients of a step are reduced together, as one tensor for
     each dtype, before clipping, weight decay and accumulation. The gradient of a
-    variable that has none counts as zero. A model saved with this optimizer loads with
-    the plain one.
+    variable without one counts as zero. A model saved with this optimizer can be loaded
+    with the given optimizer's class.
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`.
@@ -41,7 +43,7 @@ def DistributedOptimizer(
         process_set: The ranks.
 
     Raises:
-        UsageError: Keras does not compute with torch, or the op is another.
+        UsageError: Keras does not use its torch backend, or the op is another.
     """
     check_backend()
     if op not in (Average, Sum):

@@ -1,4 +1,4 @@
-"""Keras's variables as torch tensors, and one rank's copied to all ranks."""
+"""Keras's variables as torch tensors, and their broadcast to all ranks."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ __all__ = ["broadcast_global_variables", "check_backend", "tensors_of"]
 
 
 def check_backend() -> None:
-    """Check that Keras computes with torch.
+    """Check that Keras uses its torch backend.
 
     Raises:
-        UsageError: Keras computes with another library.
+        UsageError: Keras uses another backend.
     """
     import keras
 
     if keras.backend.backend() != "torch":
         raise UsageError(
-            f"Keras computes with {keras.backend.backend()} here: set "
+            f"Keras uses the backend {keras.backend.backend()}: set "
             "KERAS_BACKEND=torch, or import nbdist.keras, before keras is imported"
         )
 
 
 def tensors_of(variables: Any) -> list[Any]:
-    """The torch tensors of the variables' values. They may be changed in place."""
+    """The torch tensors that hold the variables' values, without gradients."""
     return [variable.value.detach() for variable in variables]
 
 
 def broadcast_global_variables(root_rank: int, model: Any) -> None:
     """Overwrite a model's weights and optimizer state with rank `root_rank`'s.
 
-    Every rank must call, with a built model. Keras 3 has no list of all variables, so
-    that the model is an argument.
+    Every rank must call, with a built model. The model is an argument because Keras 3
+    has no global list of variables.
 
     Args:
         root_rank: A world rank.

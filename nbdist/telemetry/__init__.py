@@ -1,5 +1,5 @@
-"""What the ranks log, and how it reaches the notebook.
+"""Telemetry: scalars that the ranks log, and samples of their devices.
 
-On a rank, `recorder` takes scalars and `sampler` watches the device; both end in one
-numbered stream of `wire.Batch` records. In the notebook, `collector` keeps them.
+On a rank, `recorder` takes scalars and `sampler` samples the device. Both are sent to
+the notebook as one numbered stream of `wire.Batch` records, which `collector` keeps.
 """

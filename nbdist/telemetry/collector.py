@@ -1,4 +1,4 @@
-"""Telemetry in the notebook: keeps what the ranks report, for any view of it.
+"""Keeps the ranks' metrics and device samples in the notebook, for any view.
 
 Imports neither numpy nor ipywidgets.
 """
@@ -27,12 +27,15 @@ DEVICE_HISTORY = 60
 
 @dataclass
 class _Stream:
-    """How many batches of one recorder have arrived."""
+    """Counts the batches of one recorder."""
 
     source: str
     expected: int = 0
+    """The number of the next batch."""
     lost: int = 0
+    """Batches that have not arrived."""
     dropped: int = 0
+    """Records that the recorder has dropped."""
 
 
 class Collector:
@@ -58,7 +61,7 @@ class Collector:
         self._streams: dict[int, _Stream] = {}
 
     def receive(self, batch: Batch) -> None:
-        """Add one batch. Takes microseconds; a batch that came before is ignored."""
+        """Add one batch. Takes microseconds. A repeated batch is ignored."""
         with self._lock:
             if not self._is_new(batch):
                 return
@@ -75,7 +78,7 @@ class Collector:
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
         """Set the ranks of the world, at the start and after each change of members.
 
-        What ranks that have left had logged is kept; their device samples are removed.
+        The metrics of ranks that have left are kept. Their device samples are removed.
         """
         with self._lock:
             self._ranks = sorted(ranks, key=lambda info: info.rank)
@@ -87,7 +90,7 @@ class Collector:
     def clear(self) -> None:
         """Remove all samples; the ranks stay."""
         with self._lock:
-            streams = self._streams  # else the next batch would look like a lost one
+            streams = self._streams  # without them, batches would count as lost
             self._begin()
             self._streams = streams
         self._notify()
@@ -112,9 +115,9 @@ class Collector:
         return unsubscribe
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
-        """What changed since the cursor of an earlier snapshot; everything without one.
+        """The changes since an earlier snapshot's cursor; all data without a cursor.
 
-        A series is included from its first changed bucket on.
+        A changed series is included from its first changed bucket on.
         """
         with self._lock:
             if since is None or since.collection != self._collection:
@@ -153,7 +156,7 @@ class Collector:
 
     @property
     def metrics(self) -> list[str]:
-        """The names that were logged, in the order in which they first came."""
+        """The names of the metrics, in the order of their first values."""
         with self._lock:
             return list(self._metrics)
 
@@ -206,7 +209,7 @@ class Collector:
 
 
 def _mark_of(series: Series) -> Mark:
-    """The state of a series, as a cursor keeps it."""
+    """The mark of a series for a cursor."""
     return series.epoch, len(series), series.total
 
 
@@ -238,4 +241,4 @@ def _first_changed(series: Series, since: Mark | None) -> int:
     """The number of the first bucket that may have changed since the mark."""
     if since is None or since[0] != series.epoch:
         return 0
-    return max(0, since[1] - 1)  # the last bucket may have taken more values since
+    return max(0, since[1] - 1)  # the last bucket may have new values

@@ -1,7 +1,7 @@
-"""Scalars that nbdist records itself, beside those of the user, such as waiting times.
+"""Metrics that nbdist itself records, such as waiting times.
 
-Training code calls `record` and needs to know nothing of the engine, which sets the
-recorder when a rank starts.
+Training code calls `record`. The engine sets the recorder when a rank starts, so that
+training code does not import the engine.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _recorder: Recorder | None = None
 
 
 def set_recorder(recorder: Recorder | None) -> None:
-    """Send what is recorded from now on to this recorder; None drops it."""
+    """Set the recorder of later scalars. With None, they are dropped."""
     global _recorder
     _recorder = recorder
 
 
 def record(**scalars: object) -> None:
-    """Record scalars of this rank for the monitor; outside of a cluster, do nothing.
+    """Record scalars of this rank for the monitor. Takes microseconds.
 
-    Costs microseconds.
+    Outside of a cluster this does nothing.
     """
     if _recorder is not None:
         _recorder.record_internal(**scalars)

@@ -23,11 +23,11 @@ class Probe(Protocol):
     """Takes samples of one device."""
 
     def sample(self, rank: int) -> DeviceSample:
-        """A sample of the device and this process, over the time since the last one."""
+        """A sample of the device and this process, since the last sample."""
         ...
 
     def close(self) -> None:
-        """Release what the probe holds."""
+        """Release the probe's resources."""
         ...
 
 
@@ -43,7 +43,7 @@ class CpuProbe:
         self._total = memory_limit(psutil.virtual_memory().total)
 
     def sample(self, rank: int) -> DeviceSample:
-        """CPU time since the last sample, resident bytes now."""
+        """CPU time since the last sample, and resident bytes now."""
         cpu = self._process.cpu_percent()
         resident = self._process.memory_info().rss
         return DeviceSample(
@@ -51,13 +51,13 @@ class CpuProbe:
         )
 
     def close(self) -> None:
-        """Do nothing: this probe holds nothing."""
+        """Do nothing: this probe has no resources."""
 
 
 class GpuProbe:
-    """Samples one GPU or MIG device by its UUID, whatever CUDA_VISIBLE_DEVICES says.
+    """Samples one GPU or MIG device by its UUID. CUDA_VISIBLE_DEVICES has no effect.
 
-    Without NVML, or without that device, its fields are None.
+    Without NVML, or without that device, the fields of the device are None.
     """
 
     def __init__(self, device: str, uuid: str) -> None:
@@ -70,7 +70,7 @@ class GpuProbe:
         self._handle = self._ask(lambda n: n.nvmlDeviceGetHandleByUUID(uuid))
 
     def sample(self, rank: int) -> DeviceSample:
-        """The GPU's utilisation over NVML's last period (up to 1 s), its memory now."""
+        """The GPU's utilisation in NVML's last period of up to 1 s, and memory now."""
         memory = self._ask_device(lambda n, h: n.nvmlDeviceGetMemoryInfo(h))
         rates = self._ask_device(lambda n, h: n.nvmlDeviceGetUtilizationRates(h))
         return DeviceSample(
@@ -85,7 +85,7 @@ class GpuProbe:
         )
 
     def close(self) -> None:
-        """Leave NVML."""
+        """Shut NVML down."""
         self._ask(lambda n: n.nvmlShutdown())
         self._nvml = self._handle = None
 
@@ -106,8 +106,8 @@ class GpuProbe:
 def process_memory(uuid: str, pid: int) -> int | None:
     """Bytes that a process holds on a GPU or MIG device, as the driver counts them.
 
-    None where this is unavailable: in many containers the driver knows processes by
-    other numbers than the container does.
+    None if unavailable: in many containers the driver has other process ids than the
+    container.
     """
     nvml = _start_nvml()
     if nvml is None:
@@ -124,7 +124,7 @@ def process_memory(uuid: str, pid: int) -> int | None:
 
 
 def _start_nvml() -> Any:
-    """The pynvml module, initialised; None where there is no NVML."""
+    """The pynvml module, initialised; None without NVML."""
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""Telemetry on a rank: takes scalars without waiting, publishes them in batches."""
+"""Records a rank's scalars without waiting, and publishes them in batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Draft(NamedTuple):
-    """A sample of which some values may still lie on their device."""
+    """A sample whose values may still be on a device."""
 
     rank: int
     step: int
@@ -37,18 +37,18 @@ class _Draft(NamedTuple):
 
 
 class Recorder:
-    """Collects what one rank logs, and publishes it from a thread of its own.
+    """Collects the records of one rank, and publishes them from its own thread.
 
-    `log` waits neither for the device nor for the notebook. When the notebook falls
-    behind, the oldest records are dropped; `Batch.dropped` counts them.
+    `log` waits neither for the device nor for the notebook. When the buffer is full,
+    the oldest records are dropped, and `Batch.dropped` counts them.
 
     Args:
-        rank: This rank. Assign to `rank` after a change of membership.
-        publish: Sends one batch to the notebook. Called from the recorder's thread
-            only, and may block. A batch is lost when it raises; the notebook notices
-            the missing number.
-        capacity: The most records that wait to be published.
-        interval_s: The fewest seconds between two batches.
+        rank: This rank's number. Assign to `rank` after a change of membership.
+        publish: Sends one batch to the notebook. Only the recorder's thread calls it,
+            and it may block. If it raises, the batch is lost, and the notebook notices
+            the gap in the numbers.
+        capacity: The most records in the buffer.
+        interval_s: The least number of seconds between two batches.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Recorder:
         self._buffer: deque[_Draft | DeviceSample] = deque(maxlen=capacity)
         self._accepted = self._dropped = self._sent = 0
         self._failing = self._closed = False
-        self._settled = threading.Condition()  # its lock guards everything above
+        self._settled = threading.Condition()  # its lock protects the fields above
         self._wake = threading.Event()
         self._hurry = threading.Event()
         self._thread = threading.Thread(
@@ -77,14 +77,15 @@ class Recorder:
         self._thread.start()
 
     def log(self, step: SupportsIndex | None = None, **scalars: object) -> None:
-        """Record scalars of this rank; they appear in the notebook's monitor.
+        """Record scalars of this rank for the notebook's monitor.
 
-        Any rank may call it at any time; no rank waits for another. A CUDA scalar is
+        Any rank may call at any time; no rank waits for another. A CUDA scalar is
         copied on the current stream and read later, without synchronising.
 
         Args:
-            step: The training step; by default the last one plus one.
-            **scalars: Numbers, numpy scalars, tensors of one element. NaN is welcome.
+            step: The training step; by default the last step plus one.
+            **scalars: Numbers, numpy scalars, or tensors of one element. NaN is
+                allowed.
 
         Raises:
             UsageError: A value is not one real number, or the step is no integer.
@@ -96,9 +97,9 @@ class Recorder:
         self._next_step = number + 1
 
     def record_internal(self, **scalars: object) -> None:
-        """Record scalars of nbdist's own. Their steps count the calls of this method.
+        """Record nbdist's own scalars. Their steps count the calls of this method.
 
-        The steps of what the user logs stay as they are.
+        The steps of the user's scalars do not change.
         """
         self._draft(self._internal_step, scalars)
         self._internal_step += 1
@@ -109,7 +110,7 @@ class Recorder:
 
     @property
     def steps(self) -> int:
-        """The step of the next `log` that names none."""
+        """The step of the next `log` without `step`."""
         return self._next_step
 
     def record(self, entry: _Draft | DeviceSample) -> None:
@@ -123,13 +124,13 @@ class Recorder:
             self._wake.set()
 
     def flush(self, timeout: float) -> bool:
-        """Publish what was recorded so far, before the interval has passed.
+        """Publish all records now, without waiting for the interval.
 
         Args:
-            timeout: Seconds to wait at most.
+            timeout: The most seconds to wait.
 
         Returns:
-            Whether all of it was handed to `publish` in time.
+            Whether all records were passed to `publish` in time.
         """
         with self._settled:
             target = self._accepted
@@ -141,10 +142,10 @@ class Recorder:
             )
 
     def close(self, timeout: float = 1.0) -> bool:
-        """Publish the rest and end the thread. Safe to call twice.
+        """Publish the remaining records, and end the thread. Safe to call twice.
 
         Args:
-            timeout: Seconds to wait at most for a `publish` that blocks.
+            timeout: The most seconds to wait for a `publish` that blocks.
 
         Returns:
             Whether the thread has ended.
@@ -182,7 +183,7 @@ class Recorder:
         try:
             self._publish(batch)
             self._failing = False
-        except Exception:  # whatever the transport raises: recording goes on
+        except Exception:  # recording continues after any error of the transport
             if not self._failing:
                 logger.warning("Telemetry does not reach the notebook.", exc_info=True)
             self._failing = True

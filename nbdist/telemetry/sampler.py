@@ -1,4 +1,4 @@
-"""The thread that samples a rank's device and process, once a second."""
+"""Samples a rank's device and process once a second, in a thread."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ class Sampler:
         self._thread.start()
 
     def close(self, timeout: float = 1.0) -> bool:
-        """End the thread; whether it ended in `timeout` seconds. Safe to call twice."""
+        """End the thread. Returns whether it ended within `timeout` seconds.
+
+        Safe to call twice.
+        """
         self._closed.set()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        probe = self._probe()  # here, because NVML may take a second to come up
+        probe = self._probe()  # in the thread, because NVML may take a second to start
         while not self._closed.wait(self._interval_s):
             self._recorder.record(probe.sample(self._recorder.rank))
         probe.close()

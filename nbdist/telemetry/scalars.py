@@ -1,4 +1,4 @@
-"""Converting what a user logs to a float, without waiting for a device."""
+"""Converts logged values to floats, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Deferred", "capture"]
 class Deferred:
     """A scalar that is being copied from a CUDA device.
 
-    The copy goes into pinned memory on the caller's stream, so that neither a later
-    change of the tensor nor a stream of another thread touches it.
+    It is copied to pinned memory on the caller's stream. So later changes of the tensor
+    and work of other threads' streams do not affect the value.
     """
 
     __slots__ = ("_copy", "_ready")
@@ -26,19 +26,19 @@ class Deferred:
         self._ready.record(cuda.current_stream(tensor.device))
 
     def value(self) -> float:
-        """Wait for the copy; NaN where the device failed meanwhile."""
+        """Wait for the copy. Returns NaN if the device has failed."""
         try:
             self._ready.synchronize()
-        except RuntimeError:  # the user's own thread meets this CUDA error too
+        except RuntimeError:  # the user's thread gets the same CUDA error
             return float("nan")
         return float(self._copy.item())
 
 
 def capture(name: str, value: object) -> float | Deferred:
-    """The value as a float, or a `Deferred` where it lies on a CUDA device.
+    """The value as a float, or as a `Deferred` if it is on a CUDA device.
 
     Args:
-        name: The name that the value is logged under, for an error's message.
+        name: The metric's name, for an error's message.
         value: A number, a numpy scalar, or a tensor or array of one element.
 
     Raises:

@@ -1,10 +1,9 @@
 """The history of one metric of all ranks, in bounded memory.
 
-Values are gathered in buckets of `width` consecutive steps. When a rank has more
-buckets than the capacity, the width doubles and neighbouring buckets merge, so that a
-history always spans the whole run evenly. All ranks have the same width, and their
-buckets line up. A bucket keeps the mean, the least and the greatest value, so that no
-spike is lost.
+A bucket holds the values of `width` consecutive steps: their mean, minimum and maximum,
+so that no spike is lost. When a rank has more buckets than the capacity, the width
+doubles and neighbouring buckets are merged. So a history always spans the whole run
+evenly. All ranks have the same width and the same boundaries of buckets.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ __all__ = ["Metric", "Series"]
 class Series:
     """One rank's values of one metric.
 
-    A step smaller than the last one (after a restored checkpoint, or when a training
-    cell runs again) removes the values from that step on. Values at the same step are
-    averaged.
+    If a step is smaller than the last one, the values from that step on are removed. It
+    happens after a restored checkpoint, or when a training cell runs again. Values at
+    the same step are averaged.
     """
 
     __slots__ = (
@@ -67,7 +66,7 @@ class Series:
         self.total += 1
 
     def coarsen(self) -> None:
-        """Merge neighbours, for a width that has doubled."""
+        """Merge neighbouring buckets, after the width has doubled."""
         rows = list(zip(*self._columns(), strict=True))
         for column in self._columns():
             del column[:]
@@ -79,7 +78,7 @@ class Series:
         self.epoch += 1
 
     def _columns(self) -> tuple[array[int] | array[float], ...]:
-        """In the order of `_push`'s arguments."""
+        """The columns, in the order of `_push`'s arguments."""
         return (
             self.buckets, self.times, self.means, self.lows, self.highs, self._counts
         )  # fmt: skip
@@ -106,7 +105,7 @@ class Series:
         self._counts[i] += n
         self.times[i] = time
         self.means[i] += (mean - self.means[i]) * n / self._counts[i]
-        # The second comparison replaces a NaN: it is no least or greatest value.
+        # The second comparison replaces a NaN, which is neither minimum nor maximum.
         if low < self.lows[i] or self.lows[i] != self.lows[i]:
             self.lows[i] = low
         if high > self.highs[i] or self.highs[i] != self.highs[i]:

@@ -1,4 +1,4 @@
-"""The monitor in a notebook, with a still picture for when no kernel runs."""
+"""Displays the monitor in a notebook, with a still picture for saved notebooks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(
 
     Args:
         source: Holds the data, such as a `telemetry.collector.Collector`.
-        metric: The metric to show first; the first one logged when empty.
+        metric: The metric to show first; "" means the first that was logged.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
     """
@@ -50,12 +50,12 @@ class _Still:
             self._events.register("post_run_cell", self.update)
 
     def update(self, _: object = None) -> None:
-        """Draw the picture again, if anything was logged since."""
+        """Draw the picture again if there are new values."""
         if self._handle and self._source.snapshot(self._cursor).deltas:
             self._handle.update(self._bundle(), raw=True)
 
     def close(self) -> None:
-        """Draw the last state. The picture is not updated any further."""
+        """Draw the picture a last time."""
         self.update()
         if self._events is not None:
             self._events.unregister("post_run_cell", self.update)

@@ -1,10 +1,10 @@
-"""How often to send to a front end that may be slow, blocked, reloading or closed.
+"""Limits the messages to a front end that may be slow, blocked, reloading or closed.
 
-A front end acknowledges what it has drawn. Where no acknowledgement comes, the kernel
-cannot tell two causes apart: no front end is open, and the server stores each message;
-or a cell keeps the kernel too busy to receive, while somebody watches. So the longer
-the silence, the longer the delay between messages: their number grows with the
-logarithm of the silence.
+A front end acknowledges each message that it has drawn. A missing acknowledgement has
+two possible causes. Either no front end is open, and the server stores each message; or
+a cell keeps the kernel too busy to receive the acknowledgement. The kernel cannot tell
+them apart. Therefore the delay between messages grows with the silence, and the number
+of messages grows with the logarithm of the silence.
 """
 
 from __future__ import annotations

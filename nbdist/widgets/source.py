@@ -1,7 +1,7 @@
-"""What a view reads: the `Source` protocol, and the records that a source gives.
+"""The data source of the monitor's views: the `Source` protocol and its records.
 
-`nbdist.telemetry.collector.Collector` is such a source. The records are defined here
-because the widgets import nothing of telemetry.
+`nbdist.telemetry.collector.Collector` is a source. The records are defined here because
+widgets do not import telemetry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nbdist.wire import DeviceSample, RankInfo
 __all__ = ["Cursor", "Mark", "SeriesDelta", "Snapshot", "Source"]
 
 Mark = tuple[int, int, int]
-"""Epoch, length and total of a series: when any differs, it has changed."""
+"""Epoch, length and total of a series. The series has changed if one differs."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SeriesDelta:
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a reader has read."""
+    """The position of a reader in the data."""
 
     collection: str = ""
     marks: dict[tuple[str, int], Mark] = field(default_factory=dict)
@@ -53,26 +53,30 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What changed since a cursor, or everything where `full` is true."""
+    """The changes since a cursor; all data if `full` is true."""
 
     full: bool
     deltas: list[SeriesDelta]
     ranks: list[RankInfo]
-    """The world as it is now; empty until the source knows of it."""
+    """The present ranks; empty until the source has been told."""
     devices: dict[int, list[DeviceSample]]
-    """The samples of the last minute, oldest first, of each rank with a new one."""
+    """The last minute's samples, oldest first, of each rank with a new sample."""
     lost: dict[int, int]
     """The number of records dropped and batches lost, for ranks that have any."""
     cursor: Cursor
 
 
 class Source(Protocol):
-    """Holds the data, and tells subscribers when they change."""
+    """Holds data, and notifies subscribers of changes."""
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback()` after each change; return a function that ends this."""
+        """Call `callback()` after each change.
+
+        Returns:
+            A function that ends the subscription.
+        """
         ...
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
-        """What changed since the cursor of an earlier snapshot; or everything."""
+        """The changes since an earlier snapshot's cursor; all data without a cursor."""
         ...

@@ -82,4 +82,4 @@ except ValueError as error:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
-    assert "Keras computes with jax here: set KERAS_BACKEND=torch" in done.stdout
+    assert "Keras uses the backend jax: set KERAS_BACKEND=torch" in done.stdout

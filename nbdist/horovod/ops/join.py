@@ -1,4 +1,4 @@
-"""join and barrier: calls that move no tensor of their rank."""
+"""join and barrier: calls without a tensor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["barrier", "join"]
 def join(device: int = -1) -> int:
     """Declare that this rank has no more data, and wait until all ranks have joined.
 
-    Meanwhile the others can go on with `allreduce` and with a `DistributedOptimizer`.
+    Meanwhile the other ranks can call `allreduce` and step a `DistributedOptimizer`.
     This rank takes part in their reductions with zeros, or for Min, Max and Product
-    with a value that changes no result. An Average is divided by the number of all
-    ranks. Any other call raises UnsupportedCollective on the ranks that make it.
+    with a value that does not change the result. An Average is divided by the number
+    of all ranks. Any other call raises UnsupportedCollective on the ranks that make it.
 
     Args:
         device: Part of Horovod's signature; the device is that of the others' tensors.

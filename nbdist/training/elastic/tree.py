@@ -2,6 +2,10 @@
 
 Trees are copied without pickling. `split` separates the tensors, so that they can be
 sent or stored without a copy.
+
+torch.utils._pytree is not used here: a copy has plain dicts in place of subclasses of
+dict, so that `torch.load(weights_only=True)` can read it, and pytree treats a subclass
+as one value.
 """
 
 from __future__ import annotations
