@@ -90,12 +90,12 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class ForkConfig:
-    """How ranks' processes are made."""
+    """The options of the fork server."""
 
     enabled: bool = False
-    """Fork them from one process that has imported torch (NBDIST_FORK_SERVER=1)."""
+    """Whether ranks are forked from a process with torch (NBDIST_FORK_SERVER=1)."""
     preload: tuple[str, ...] = ()
-    """Modules that this process imports as well (NBDIST_PRELOAD=transformers,pandas).
+    """Further modules that this process imports (NBDIST_PRELOAD=transformers,pandas).
     NBDIST_PRELOAD=0 switches the fork server off."""
 
     @classmethod

@@ -240,7 +240,7 @@ class Session:
 
 
 def _starts_text(starts: Sequence[str]) -> str:
-    """How many ranks were started in each way."""
+    """The number of ranks started in each way, in words."""
     counts = Counter(starts)
     return ", ".join(
         f"{count} ranks forked" if how == FORKED else f"{count} started alone ({how})"

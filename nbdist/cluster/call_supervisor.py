@@ -237,7 +237,7 @@ class CallSupervisor:
         )
 
     def _replacing(self, ranks: Collection[int]) -> str:
-        """How to replace ranks that do not come back, and what is lost."""
+        """The way to replace ranks that do not answer, and what it loses."""
         if set(ranks) >= {info.rank for info in self._registry.living}:
             return (
                 "%dist_restart starts all ranks again, without their variables and "

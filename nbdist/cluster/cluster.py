@@ -61,7 +61,7 @@ VARIABLES_TIMEOUT_S = 10.0
 LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
 START_TRIES = 3
-"""How often an elastic run's world is started again, if processes die meanwhile."""
+"""Attempts to start an elastic run's world again, if processes die meanwhile."""
 FIRST_LINE = "# %%distributed\n"
 """Takes the line of the notebook's magic, so that line numbers agree."""
 QUIET = Quiet()
@@ -447,7 +447,7 @@ class Cluster:
         return note
 
     def _way_on(self) -> str:
-        """What the user can do after the loss of all ranks."""
+        """The user's next step after the loss of all ranks."""
         if self.config.on_failure == "replace":
             return (
                 f"no rank is left: the next cell starts {self.size} ranks again and "
@@ -548,7 +548,7 @@ class Cluster:
             except (ClusterError, CellError) as error:
                 if tries == START_TRIES or not _is_death(error):
                     raise
-                self._tell(f"{error}\nthe ranks are started once more")
+                self._tell(f"{error}\nthe ranks are started again")
 
     def _check_may_begin_again(
         self, call: ElasticCall, saved: SavedWorld, restarts: int

@@ -35,7 +35,7 @@ POLL_S = 0.2
 
 @dataclass
 class _Progress:
-    """How far an elastic run has come."""
+    """The progress of an elastic run."""
 
     call: Call
     """The request that the run is part of."""
@@ -167,7 +167,7 @@ class Elastic:
         if not dead and now < progress.still_since + GRACE_S:
             return None
         if dead and not self._survives:
-            return None  # the others are about to die as well
+            return None  # the others are about to die, too
         why = "; ".join(map(str, dead.values())) or next(
             notice.text for notice in progress.call.paused.values()
         )

@@ -1,4 +1,4 @@
-"""What this host has, and lists of hosts and slots as `horovodrun -H` writes them."""
+"""This host's resources, and lists of hosts and slots as in `horovodrun -H`."""
 
 from __future__ import annotations
 

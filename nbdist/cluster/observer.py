@@ -23,7 +23,7 @@ class Event:
     process: str = ""
     """UUID of the engine. Another engine may take its rank's number later."""
     outcome: str = "finished"
-    """How the call has ended on the rank, when it has: "finished", "failed",
+    """The end of the call on the rank, once it has ended: "finished", "failed",
     "interrupted", "timed out", "died", or "left" if the world became smaller."""
 
 

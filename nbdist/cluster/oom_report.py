@@ -79,7 +79,7 @@ def describe_card(
 
 
 def _holding(answer: Sizes | None, info: RankInfo) -> str:
-    """What one rank holds, as text."""
+    """The memory that one rank holds, as text."""
     if not answer or answer.get("reserved") is None:
         return "does not say"
     parts = [f"{_gib(answer['reserved'])} held by torch"]

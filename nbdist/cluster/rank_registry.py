@@ -361,9 +361,9 @@ class ExitOrder:
     def __init__(self) -> None:
         self._epoll = select.epoll() if hasattr(os, "pidfd_open") else None
         self._descriptors: dict[int, int] = {}
-        """Those of processes that run, by pid."""
+        """The descriptors of running processes, by pid."""
         self._ended: list[int] = []
-        """The pids of the others, in their order."""
+        """The pids of ended processes, in the order of their ends."""
         self._lock = threading.Lock()
 
     def watch(self, pids: Iterable[int]) -> None:

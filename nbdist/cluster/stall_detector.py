@@ -68,7 +68,7 @@ class StallDetector:
 
 
 def describe(seen: Mapping[int, Seen], now: float) -> str:
-    """Where each rank is and for how long, and which ranks the others wait for."""
+    """Each rank's location and its time there, and the ranks that are waited for."""
     lines = [
         f"rank {rank} for {now - each.since:.0f} s: {_location(each.snapshot)}"
         for rank, each in seen.items()

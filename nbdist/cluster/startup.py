@@ -40,7 +40,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a start has come."""
+    """The progress of a start."""
 
     controller: bool
     stages: Mapping[int, str]

@@ -1,4 +1,4 @@
-"""How far a rank's process has started, read from the files that it writes."""
+"""Reads the start-up status of a rank's process from the files that it writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXIT_REPORT_TIMEOUT_S = 0.5
 
 
 class ProcessExit(NamedTuple):
-    """How a process has ended."""
+    """The end of a process."""
 
     how: str
     """Such as "exit code 1" or "SIGKILL"."""
@@ -45,7 +45,7 @@ class StartupStatus:
 
     @property
     def stage(self) -> str | None:
-        """What the process is doing; None if it has not begun."""
+        """The process's stage of the start; None if it has not begun."""
         record = self._record()
         return None if record is None else record["stage"]
 
@@ -58,7 +58,7 @@ class StartupStatus:
         return ProcessExit("exit code 1", tail_of(path.read_text(errors="replace")))
 
     def end(self) -> ProcessExit | None:
-        """How the process has ended; None while it runs.
+        """The end of the process; None while it runs.
 
         A rank that was killed together with its parent is noticed within a second.
         """

@@ -52,7 +52,7 @@ class Report:
     exit_code: int | None
     """Negative for a signal; None if the worker has not ended, or was lost."""
     reason: str
-    """How it failed, such as "exit code 3" or "SIGKILL"; "" if it did not."""
+    """The failure, such as "exit code 3" or "SIGKILL"; "" if there was none."""
     last_lines: tuple[str, ...]
     """The last lines that it has printed."""
 

@@ -1,4 +1,4 @@
-"""What is saved of a world that cannot continue, for the world that replaces it.
+"""Saves a world that cannot continue, for the world that replaces it.
 
 The last commit of an elastic run lies in files that rank 0 has written
 (`nbdist.training.elastic.commit_files`). They remain however the ranks have ended. If

@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     """A checked call on tensors of one dtype, shape and kind of device."""
 
     kind: Signature
-    """What must agree between the ranks."""
+    """The call's signature, which must be equal on all ranks."""
     transport: Transport
     """Moves the data."""
 
@@ -69,8 +69,8 @@ class Group:
 
     All its ranks must make the group, and make the same calls on it in the same order.
     A group is broken once an abort, a time-out or an interrupt has ended a call
-    halfway, for the ranks no longer agree on what was sent. Every call on a broken
-    group raises, until `renew`.
+    halfway, because the ranks may then disagree on which messages were sent. Every call
+    on a broken group raises, until `renew`.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class Group:
         return describe_timeout(record, self.ranks, missing, notes)
 
     def leave_note(self, note: str) -> None:
-        """Leave a note for the error of a member that waits for this rank in vain."""
+        """Set this rank's note for the errors of members that wait for it."""
         self._noted = True
         self._connection.barrier.leave_note(note)
 

@@ -29,7 +29,7 @@ ReduceOp = str | dist.ReduceOp
 
 
 class Definition(NamedTuple):
-    """What carries a reduce-op out in each library."""
+    """The implementations of a reduce-op in each library."""
 
     combine: Callable[..., Tensor]
     """torch's function of two operands. A mean is a sum that `finish` divides."""

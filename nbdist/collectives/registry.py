@@ -35,7 +35,7 @@ class Waiter(Protocol):
 
     @property
     def call(self) -> CollectiveCall | None:
-        """What this process waits for now; None while it does not wait."""
+        """The call that this process waits in; None if it does not wait."""
 
     @property
     def broken(self) -> bool:

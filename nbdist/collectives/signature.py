@@ -15,7 +15,7 @@ _cache: dict[tuple[object, ...], Signature] = {}
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What the calls of all ranks must have in common. Made once for each kind."""
+    """The properties of a call that must be equal on all ranks. Cached."""
 
     operation: str
     reduce_op: str | None

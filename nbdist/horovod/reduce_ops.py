@@ -25,7 +25,7 @@ __all__ = [
 
 
 class ReduceOp(Enum):
-    """How the tensors of several ranks become one. The value is the collectives' op."""
+    """A reduction over the ranks. The value is the name in `nbdist.collectives`."""
 
     AVERAGE = "mean"
     SUM = "sum"

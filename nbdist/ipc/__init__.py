@@ -1,1 +1,1 @@
-"""What the notebook and the ranks both use: messages, files, shared memory, devices."""
+"""Code of both notebook and ranks: messages, files, shared memory, devices."""

@@ -21,7 +21,7 @@ FILE_NAME = "assignments.json"
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """What one rank may use of its host."""
+    """The device, memory and threads that one rank may use."""
 
     rank: int
     host: str

@@ -1,4 +1,4 @@
-"""What a launcher says of a process in its environment, before MPI is initialised."""
+"""Reads a launcher's environment variables, before MPI is initialised."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ def is_launched_by_mpi() -> bool:
 
 
 def is_launched_by_torchrun() -> bool:
-    """Whether torchrun, or what sets its variables, has started this process alone.
+    """Whether torchrun, and no MPI launcher, has started this process.
 
-    False where a launcher of MPI's has started it: torchrun's variables may be there
-    as well then.
+    A process that an MPI launcher has started may also have torchrun's variables.
     """
     by_torchrun = all(name in os.environ for name in TORCHRUN_VARIABLES)
     return by_torchrun and not is_launched_by_mpi()

@@ -46,7 +46,7 @@ class Process:
     run_dir: Path
     rank: int
     generation: int
-    """Of the world that it enters: 0, or a later one that runs already."""
+    """The generation of the world that the process enters."""
 
     @classmethod
     def of_arguments(cls, arguments: list[str]) -> Process:
@@ -118,7 +118,7 @@ def process_name(rank: int, generation: int) -> str:
 
 
 def read_exit_report(run_dir: Path, name: str) -> str | None:
-    """How a rank's process has ended, in words; None while nothing is written.
+    """The end of a rank's process, in words; None if none is written.
 
     Args:
         name: The process's, as of `process_name`.

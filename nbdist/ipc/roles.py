@@ -17,7 +17,7 @@ class Role(NamedTuple):
     number: int
     """The process's number among those of its role, from 0."""
     of: int
-    """How many processes have the role."""
+    """The number of processes with this role."""
 
 
 def role_of(rank: int, size: int, n_ps: int) -> Role:

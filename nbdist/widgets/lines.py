@@ -82,7 +82,7 @@ class LineSplitter:
 
 
 def _last_return(line: str, *, keep_trailing: bool = False) -> str:
-    """What a terminal shows of a line with carriage returns in it."""
+    """The text that a terminal shows for a line with carriage returns."""
     shown = line.rstrip("\r")
     trailing = "\r" if keep_trailing and len(shown) < len(line) else ""
     return shown.rsplit("\r", 1)[-1] + trailing

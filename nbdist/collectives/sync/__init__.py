@@ -1,1 +1,1 @@
-"""How ranks wait for each other: barriers, semaphores, shared segments, CUDA events."""
+"""Waits for other ranks: barriers, semaphores, shared segments, CUDA events."""

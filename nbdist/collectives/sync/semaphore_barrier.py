@@ -29,11 +29,11 @@ NAP_S = 0.05
 
 
 def closing_word(rank: int, size: int, passed: int) -> int:
-    """What a rank that leaves writes for the others, in one store. 0: nobody has left.
+    """The value that a leaving rank stores for the others. 0 means that none has left.
 
     Args:
-        rank, size: The rank that leaves, and the number of ranks.
-        passed: The number of times that it has passed.
+        rank, size: The leaving rank, and the number of ranks.
+        passed: The number of times that the rank has passed the barrier.
     """
     return 1 + rank + size * passed
 

@@ -448,7 +448,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._owned.close()
 
     def getBackendName(self) -> str:
-        """What C++ calls it."""
+        """The backend's name, for C++."""
         return NAME
 
     def name(self) -> str:

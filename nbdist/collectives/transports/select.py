@@ -219,7 +219,7 @@ class _Card:
     """A rank's description of itself for the other ranks."""
 
     host: str
-    """As `host_identity` gives it."""
+    """The rank's `host_identity`."""
     cores: frozenset[int]
     """The cores that the rank may run on."""
     compiled: bool

@@ -255,7 +255,7 @@ _FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "names": (_are_names, "a list of names"),
     "time": (_is_time, "seconds since 1970"),
 }
-"""What `State` writes into a header."""
+"""The fields that `State` writes into a header."""
 
 
 def _digest(header: bytes) -> hashlib.blake2b:

@@ -55,7 +55,7 @@ ALIGNMENT = 64
 GROWTH_BYTES = 16 << 20
 """Most bytes that are allocated beyond the need, for values that grow."""
 END_TIMEOUT_S = 30.0
-"""How long a rank whose folders are gone may take to be ended by the notebook."""
+"""Time in which the notebook must end a rank whose folders are gone."""
 PROTOCOL = 2  # torch.load(weights_only=True) reads this one
 
 _rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v3
@@ -174,7 +174,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 class _Slot(NamedTuple):
-    """Where a tensor lies in a data file."""
+    """The position of a tensor in a data file."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -471,7 +471,7 @@ def _is_alike(live: Tensor, values: object) -> bool:
 
 @dataclass(frozen=True)
 class _Progress:
-    """What a rank tells the other ranks at the rendezvous."""
+    """A rank's progress, which the ranks exchange at the rendezvous."""
 
     function: str
     """The name of the elastic function."""

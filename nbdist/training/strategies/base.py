@@ -33,7 +33,7 @@ REDUCTIONS = ("sum", "mean", "min", "max")
 
 
 class Strategy(ABC):
-    """How ranks train one model together. All ranks make the same calls.
+    """A way in which ranks train one model together. All ranks make the same calls.
 
     A rank that computes gradients is a *replica*. In most strategies every rank is one.
     """

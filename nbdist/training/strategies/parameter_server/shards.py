@@ -25,8 +25,8 @@ from nbdist.training.strategies.parameter_server.update_policy import Report
 __all__ = ["Roles", "ShardStore", "Shards", "shards_by_bytes"]
 
 SERVED, SNAPSHOT, REPLICA = 2, 1, 0
-"""How a rank has a shard, best first. A served shard has its current optimizer state, a
-snapshot has an older one, and a replica has none."""
+"""The kinds of copies of a shard, best first. A served shard has its current optimizer
+state, a snapshot has an older one, and a replica has none."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Shards:
             self._optimizer.state.clear()
 
     def _holds(self, own: int) -> list[tuple[int, int]]:
-        """How this rank has each shard, and in which version.
+        """The kind and version of this rank's copy of each shard.
 
         Args:
             own: the shard that this rank serves, if it is a server.

@@ -32,7 +32,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the server does next."""
+    """The next actions of the server."""
 
     apply: tuple[int, ...] = ()
     """Workers whose gradients to average and apply, in this order; empty for no
