@@ -148,7 +148,19 @@ class ScaleFailed(ClusterError):
 
 
 class RankDied(ClusterError):
-    """A rank's process ended while it was needed."""
+    """A rank's process ended while it was needed.
+
+    `summary` says how, in one line. `details` are the lines that explain it, such as
+    the rank's last Python stack; "" for none.
+    """
+
+    def __init__(self, summary: str, details: str = "") -> None:
+        super().__init__(summary)
+        self.summary = summary
+        self.details = details
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.summary, self.details)))
 
 
 class CellError(NbdistError):

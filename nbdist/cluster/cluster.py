@@ -325,9 +325,10 @@ class Cluster:
         else:
             died = self._live().died
             note = self._recover()
-            causes = {r: died[r] for r in died if str(died[r]) not in note}
+            causes = {r: died[r] for r in died if died[r].summary not in note}
             if causes and note:
-                note = f"{_whole_loss(causes)}\n{note}"
+                causes_text = "\n".join(dict.fromkeys(map(str, causes.values())))
+                note = f"{causes_text}\n{note}"
         if note:
             self.on_note(note)
 
@@ -458,7 +459,8 @@ class Cluster:
     def _rebuild(self, error: ChangeFailed) -> str:
         """Start all ranks again with the variables of the survivors; a description."""
         saved = self._save(error, {})
-        why = dict.fromkeys([str(error), *map(str, self._live().died.values())])
+        deaths = (death.summary for death in self._live().died.values())
+        why = dict.fromkeys([str(error), *deaths])
         self.restart()
         return (
             f"the ranks could not form a world again ({'; '.join(why)}), and all were "
@@ -829,7 +831,8 @@ class Cluster:
             raise stopped
         if call.lost:
             raise RankDied(
-                f"{what} was not done: " + "; ".join(map(str, call.died.values()))
+                f"{what} was not done: "
+                + "; ".join(death.summary for death in call.died.values())
             )
         if failures:
             raise transfer.translate(failures) or cell_error(failures, self.size)
@@ -1001,7 +1004,8 @@ def _is_death(error: Exception) -> bool:
 
 def _whole_loss(died: Mapping[int, RankDied]) -> str:
     """Why all ranks were lost, each cause once."""
-    return "; ".join(dict.fromkeys(map(str, died.values()))) or "no rank was left"
+    causes = dict.fromkeys(death.summary for death in died.values())
+    return "; ".join(causes) or "no rank was left"
 
 
 def _that_say_more(failures: Sequence[Failure]) -> list[Failure]:

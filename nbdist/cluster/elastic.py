@@ -168,7 +168,7 @@ class Elastic:
             return None
         if dead and not self._survives:
             return None  # the others are about to die, too
-        why = "; ".join(map(str, dead.values())) or next(
+        why = "; ".join(death.summary for death in dead.values()) or next(
             notice.text for notice in progress.call.paused.values()
         )
         if self._config.on_failure == "stop":

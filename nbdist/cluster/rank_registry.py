@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from nbdist.cluster.crash_report import find_crash
 from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.startup import Started
 from nbdist.cluster.startup_status import runs
@@ -48,6 +49,8 @@ class RankRegistry:
         self.run_dir = started.process_supervisor.run_dir
         self._infos = {info.rank: info for info in started.infos}
         self._died: dict[int, RankDied] = {}
+        self._ended_on_request: set[str] = set()
+        """Processes that `kill` has ended, by name."""
         self.last_locations: dict[int, tuple[str, float]] = {}
         """By rank, the position last seen in a cell, and when (monotonic clock)."""
         self.lost = ""
@@ -125,7 +128,7 @@ class RankRegistry:
         if dead:
             living = format_ranks(info.rank for info in self.living)
             raise RankDied(
-                f"{'; '.join(str(died[rank]) for rank in dead)}. "
+                f"{'; '.join(died[rank].summary for rank in dead)}. "
                 + (f"-r {living} reaches the others, " if living else "")
                 + "which keep their variables; %dist_stop and %dist_start start again"
             )
@@ -203,12 +206,13 @@ class RankRegistry:
                 self.client.send(info.engine_uuid, target, *args, control=True)
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """Kill the processes of some ranks, and wait for their deaths.
+        """Kill the processes of some ranks on request, and wait for their deaths.
 
         Raises:
             RankDied: A process does not end.
         """
         wanted = set(ranks)
+        self._ended_on_request |= {self._infos[rank].name for rank in wanted}
         for rank in wanted:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._infos[rank].pid, signal.SIGKILL)
@@ -230,7 +234,7 @@ class RankRegistry:
         for info in self.living:
             ended_itself = not loss.is_cause and not psutil.pid_exists(info.pid)
             if ended_itself or earlier & {info.pid, info.parent_pid}:
-                error = RankDied(self._death_message(info.rank))
+                error = self._death(info.rank)
             else:
                 error = RankDied(loss.reason)
             self._record_death(info.rank, error)
@@ -243,7 +247,7 @@ class RankRegistry:
     def _on_death(self, rank: int) -> None:
         """Record a death. Runs on the exit monitor's thread."""
         if not self._ended_with_helper(self._infos[rank]):
-            self._record_death(rank, RankDied(self._death_message(rank)))
+            self._record_death(rank, self._death(rank))
 
     def _ended_with_helper(self, info: RankInfo) -> bool:
         """Whether a helper process had ended before the rank and its parent.
@@ -261,16 +265,23 @@ class RankRegistry:
             self._died.setdefault(rank, error)
         self.client.fail(self._infos[rank].engine_uuid, error)
 
-    def _death_message(self, rank: int) -> str:
+    def _death(self, rank: int) -> RankDied:
+        """How a rank has died, and what its standard error tells of it."""
         info = self._infos[rank]
+        ending = self._ending(info)
+        who = f"rank {rank} (pid {info.pid} on {info.host})"
+        if info.name in self._ended_on_request:
+            return RankDied(f"{who} was ended, as requested")
+        summary = f"{who} has died with {ending}"
         text = ""
         with contextlib.suppress(OSError):  # the folder has been removed
             text = (self.run_dir / f"{info.name}.stderr").read_text(errors="replace")
+        if crash := find_crash(text, ending):
+            at = f" in {crash.location}" if crash.location else ""
+            return RankDied(f"{summary}{at}", f"its Python stack:\n{crash.stack}")
         lines = text.rstrip().splitlines()[-LAST_LINES:]
         last = "".join(f"\n    {line}" for line in lines)
-        said = f"; the last lines of its stderr:{last}\n" if last else ""
-        who = f"rank {rank} (pid {info.pid} on {info.host})"
-        return f"{who} has died with {self._ending(info)}{said}"
+        return RankDied(summary, last and f"the last lines of its stderr:{last}")
 
     def _ending(self, info: RankInfo) -> str:
         """The exit code or signal of a rank, from the exit report of its parent."""

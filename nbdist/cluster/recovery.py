@@ -97,7 +97,7 @@ class Recovery:
         ask = ask or self._registry.send
         told: list[str] = []
         # The caller reports these.
-        heard = list(map(str, self._registry.died.values()))
+        heard = [death.summary for death in self._registry.died.values()]
         problem = ""
         failed = 0
         while True:
@@ -194,7 +194,8 @@ class Recovery:
                 done += f"; %dist_scale -n {size} tries again"
         self.is_broken = False
         self._on_change()
-        news = [cause for cause in map(str, died.values()) if cause not in heard]
+        causes = [death.summary for death in died.values()]
+        news = [cause for cause in causes if cause not in heard]
         heard += news
         return [*news, done]
 
@@ -256,7 +257,8 @@ class Recovery:
             if error.stuck:
                 raise
             self._await_news(error, ())
-            why = "; ".join(map(str, self._registry.died.values())) or str(error)
+            causes = [death.summary for death in self._registry.died.values()]
+            why = "; ".join(causes) or str(error)
             raise ScaleFailed(f"{why}\n{self.recover(ask)}") from error
         self.is_broken = False
         self._on_change()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import multiprocessing.util
 import os
 import sys
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+STDERR = 2
 OPENBLAS_SETTERS = (
     "openblas_set_num_threads", "openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads", "scipy_openblas_set_num_threads64_",
@@ -33,6 +35,9 @@ SOCKET_NAME_BYTES = len("/pymp-abcd1234/listener-abcd1234")
 
 def main() -> None:
     """Be one rank of the cluster in $NBDIST_RUN_DIR; return when the rank ends."""
+    # Before MPI, which leaves handlers alone that are there. Its own would write the
+    # stack of C, by functions that may hang in a process that has crashed.
+    faulthandler.enable(STDERR)
     process = Process.of_arguments(sys.argv[1:])
     _use_notebook_paths(os.environ["NBDIST_WORK_DIR"], os.environ["NBDIST_PATH"])
     try:

@@ -72,6 +72,57 @@ def kill_all(cluster: Cluster) -> None:
         os.kill(info.pid, signal.SIGKILL)
 
 
+# -- one rank ----------------------------------------------------------------------
+
+CRASH = """
+import ctypes, os
+def load(step):
+    if rank == 1:
+        {crash}
+load(7)
+nbdist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("crash", "signal_name"),
+    [("ctypes.string_at(0)", "SIGSEGV"), ("os.abort()", "SIGABRT")],
+)
+def test_a_crash_of_foreign_code_names_the_users_line(
+    cluster: Cluster, notes: list[str], crash: str, signal_name: str
+) -> None:
+    with pytest.raises(CellError) as lost:
+        cluster.execute(CRASH.format(crash=crash), number=5)
+    died = f"has died with {signal_name} in In[5] line 6\n"
+    assert died in str(lost.value)
+    shown = "\n".join(lost.value._render_traceback_())
+    assert f"{died}its Python stack:\n  In[5] line 7, in <module>\n" in shown
+    assert "nbdist/engine" not in shown
+
+
+def test_a_crash_between_cells_is_told_with_the_next_one(
+    cluster: Cluster, notes: list[str]
+) -> None:
+    os.kill(cluster.ranks[2].pid, signal.SIGSEGV)
+    wait_until(lambda: 2 in cluster.died(), DEADLINE_S)
+    cluster.execute(SUM)
+    assert "has died with SIGSEGV\nits Python stack:\n" in notes[-1]
+    assert "rank 2 was replaced" in notes[-1]
+
+
+def test_a_rank_that_is_replaced_on_request_has_not_died_by_accident(
+    cluster: Cluster, notes: list[str]
+) -> None:
+    cluster.replace([1])
+    assert "was ended, as requested" in notes[-1]
+    assert "rank 1 was replaced" in notes[-1]
+    assert "died" not in notes[-1]
+    os.kill(cluster.ranks[1].pid, signal.SIGKILL)
+    wait_until(lambda: 1 in cluster.died(), DEADLINE_S)
+    cluster.execute(SUM)
+    assert "has died with SIGKILL" in notes[-1]
+
+
 # -- all ranks ---------------------------------------------------------------------
 
 
