@@ -174,10 +174,18 @@ class DistMagics(Magics):  # type: ignore[misc]
             raise UsageError("%dist_inspect needs an expression, such as model.weight")
         display(self.session.inspect_table(line.strip()))
 
+    @magic_arguments()
+    @argument(
+        "-a",
+        "--all",
+        action="store_true",
+        help="begin with the calls that lead to your code, also on idle ranks",
+    )
     @line_magic
     def dist_stacks(self, line: str) -> None:
         """Show the Python stack of each rank, also while the rank is blocked."""
-        print(self.session.stacks_text())
+        args = _parse(self.dist_stacks, line)
+        print(self.session.stacks_text(everything=args.all))
 
     @magic_arguments()
     @argument("names", nargs="+", help="names of variables of the notebook")

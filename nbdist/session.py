@@ -223,11 +223,15 @@ class Session:
         rows = [(format_ranks(ranks), text) for text, ranks in alike.items()]
         return Table(["ranks", expression], rows)
 
-    def stacks_text(self) -> str:
-        """Every rank's Python stack. Ranks with equal stacks share one."""
+    def stacks_text(self, *, everything: bool = False) -> str:
+        """Every rank's Python stack. Ranks with equal stacks share one.
+
+        Args:
+            everything: Begin with the calls that lead to the user's code.
+        """
         alike: dict[str, list[int]] = {}
-        for rank, stack in self.cluster.stacks().items():
-            text = stack or self._silence(rank)
+        for rank, stack in self.cluster.stacks(everything=everything).items():
+            text = stack or f"  {self._silence(rank)}"
             alike.setdefault(text, []).append(rank)
         return "\n".join(
             f"rank {format_ranks(ranks)}:\n{text}" for text, ranks in alike.items()

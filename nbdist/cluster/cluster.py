@@ -941,12 +941,16 @@ class Cluster:
         by_ranks: int = sum(state["refused"] for state in states.values() if state)
         return self._live().client.refused + by_ranks
 
-    def stacks(self) -> dict[int, str | None]:
+    def stacks(self, *, everything: bool = False) -> dict[int, str | None]:
         """The Python stack of each rank, also while its main thread is blocked.
 
-        None for a rank that does not answer; `last_seen` says where it was.
+        A stack begins with the user's code, and is "  idle" where none runs. None for
+        a rank that does not answer; `last_seen` says where it was.
+
+        Args:
+            everything: Begin with the calls that lead to the user's code.
         """
-        return self._live().ask(endpoints.STACK)
+        return self._live().ask(endpoints.STACK, everything)
 
     def last_seen(self, rank: int) -> str:
         """Where a rank was when it last answered in a cell; "" if not known.

@@ -23,6 +23,7 @@ from nbdist.engine import rpc_server, world
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted
+from nbdist.ipc.stacks import Frame, from_user_code
 from nbdist.wire import CollectiveCall, ProgressSnapshot
 
 __all__ = [
@@ -145,10 +146,22 @@ def release_from(dead: list[int], reason: str) -> None:
     world.current().release()
 
 
-def stack() -> str:
-    """The Python stack of the main thread as text, outermost call first."""
-    frame = sys._current_frames().get(this_rank().main_thread)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+def stack(everything: bool = False) -> str:
+    """The Python stack of the main thread as text, outermost call first.
+
+    Args:
+        everything: Begin with the calls that lead to the user's code. Otherwise the
+            stack of a rank that runs no code of the user's is "  idle".
+    """
+    rank = this_rank()
+    frames = [
+        Frame(each.filename, each.lineno or 0, each.name, each.line or "")
+        for each in traceback.extract_stack(sys._current_frames()[rank.main_thread])
+    ]
+    chosen = from_user_code(frames)
+    if everything or (rank.activity is not None and not chosen):
+        chosen = frames
+    return "\n".join(map(str, chosen)) or "  idle"
 
 
 def complete(token: str, line: str, cursor: int) -> list[str]:

@@ -99,7 +99,11 @@ def test_status_and_stacks_say_where_busy_ranks_are(
             assert "line 4" in line or place in line
         assert "idle" in status[5]
         stacks = within(DEADLINE_S, session.stacks_text)
-        assert "In[31]" in stacks or "ipython-input" in stacks
+        assert stacks.startswith("rank 0-2:\n  In[31] line 4, in <module>\n    ")
+        assert stacks.endswith("rank 3:\n  idle")
+        full = within(DEADLINE_S, lambda: session.stacks_text(everything=True))
+        assert "nbdist/engine/cells.py" in full
+        assert "idle" not in full
         states = cluster.status()
         assert states[0] is not None
         assert states[0]["what"] == "In[31]"
