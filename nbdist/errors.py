@@ -5,6 +5,7 @@ NbdistError
 │   ├── UnsupportedCollective    not defined for this dtype or reduce-op
 │   └── ReductionPending (AssertionError)  gradients are being reduced
 ├── WrongProcess                 a rank's function called in the notebook
+├── NoInput (EOFError)           a rank's program asks at the terminal
 ├── ClusterError
 │   ├── NotRunning               there is no cluster to talk to
 │   ├── AlreadyRunning           a cluster is running and was left untouched
@@ -44,6 +45,7 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "NbdistError",
+    "NoInput",
     "NotRunning",
     "RankDied",
     "ReductionPending",
@@ -103,6 +105,10 @@ class ReductionPending(UsageError, AssertionError):
 
 class WrongProcess(NbdistError, RuntimeError):
     """A rank's function was called in the notebook kernel, or the reverse."""
+
+
+class NoInput(NbdistError, EOFError):
+    """A program on a rank asks at the terminal. A rank has no standard input."""
 
 
 class ClusterError(NbdistError, RuntimeError):

@@ -15,7 +15,16 @@ from traitlets.config import Config
 
 import nbdist
 from nbdist.collectives import set_cell_resolver
-from nbdist.engine import cell_names, cells, elastic, rank, rpc_server, shell_commands
+from nbdist.engine import (
+    cell_names,
+    cells,
+    elastic,
+    rank,
+    rpc_server,
+    shell_commands,
+    standard_input,
+    text_bars,
+)
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.world import World
@@ -79,6 +88,8 @@ class _Engine(IPEngine):  # type: ignore[misc]
         cell_names.learn_from(shell)
         cells.arm(shell, self.interrupts)
         shell_commands.install(shell, self.interrupts)
+        standard_input.install()
+        text_bars.install()
         set_cell_resolver(cell_names.cell_of)
         rank.become(
             rank.Rank(

@@ -60,6 +60,7 @@ PRELOADED = (
     "nbdist.engine.bootstrap",
     "nbdist.engine.kernel",
 )
+TEXT_BARS = "nbdist.engine.text_bars"
 REQUEST_TIMEOUT_S = 10.0
 """How long a client that has connected may take to send its request."""
 LOG = "fork-server.log"
@@ -116,7 +117,10 @@ def _preload(names: Iterable[str]) -> None:
 
     # MPI begins in the rank: its identity is in the rank's environment.
     mpi4py.rc(initialize=False, finalize=True)
-    for name in (*PRELOADED, *names):
+    for name in PRELOADED:
+        importlib.import_module(name)
+    importlib.import_module(TEXT_BARS).install()  # the user's may import tqdm.auto
+    for name in names:
         importlib.import_module(name)
     mpi4py.rc(initialize=True, finalize=None)
     threads = len(os.listdir("/proc/self/task"))

@@ -154,10 +154,39 @@ def test_ranks_work_in_the_notebooks_folder(cluster: Cluster):
     assert cluster["__import__('os').getcwd()"] == [os.getcwd()] * 4
 
 
-def test_input_does_not_wait_for_someone_who_cannot_answer(cluster: Cluster):
-    error = fail(cluster, "input('name?')", timeout_s=20)
-    assert not isinstance(error, CellTimeout)
-    assert {f.rank for f in error.result.failures} == set(range(4))
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        ("input('name? ')", "input(): a rank has no standard input. Ask in a cell"),
+        ("import getpass; getpass.getpass()", "getpass(): a rank has no standard"),
+        ("breakpoint()", "breakpoint(): a rank has no standard input, so that no deb"),
+        ("import pdb; pdb.set_trace()", "pdb: a rank has no standard input, so that"),
+        ("dist.breakpoint(rank)", "pdb: a rank has no standard input, so that no"),
+    ],
+)
+def test_what_asks_at_the_terminal_is_an_error(cluster: Cluster, asks: str, said: str):
+    failure = fail(cluster, f"def ask():\n    {asks}\n    x = 1\nask()", number=7)
+    assert re.match(r"ranks 0-3 of 4 in In\[7\] line [34]: NoInput: ", str(failure))
+    assert said in str(failure)
+    assert "Traceback" not in "".join(failure.rendered)
+
+
+def test_a_debugger_after_an_error_is_an_error_too(cluster: Cluster):
+    fail(cluster, "1 / 0")
+    assert "pdb: a rank has no standard input" in str(fail(cluster, "%debug"))
+
+
+def test_a_debugger_that_listens_elsewhere_is_called(cluster: Cluster):
+    result = cluster.execute(
+        "import os, sys, types\n"
+        "sys.modules['elsewhere'] = types.SimpleNamespace(stop=lambda: print('here'))\n"
+        "os.environ['PYTHONBREAKPOINT'] = 'elsewhere.stop'\n"
+        "breakpoint()\n"
+        "os.environ['PYTHONBREAKPOINT'] = '0'\n"
+        "breakpoint()\n"
+        "del os.environ['PYTHONBREAKPOINT'], sys.modules['elsewhere']"
+    )
+    assert stdout(result) == ["here\n"] * 4
 
 
 def test_a_cell_may_take_long(cluster: Cluster):
@@ -261,6 +290,18 @@ def test_a_progress_bar_arrives_with_its_returns(cluster: Cluster):
     for rank in range(4):
         assert "50/50" in result[rank].stderr
         assert "\r" in result[rank].stderr
+
+
+def test_tqdm_chooses_the_text_bar(cluster: Cluster):
+    result = cluster.execute(
+        "import tqdm.auto, tqdm.autonotebook, tqdm.notebook\n"
+        "assert issubclass(tqdm.auto.tqdm, tqdm.std.tqdm)\n"
+        "assert not issubclass(tqdm.auto.tqdm, tqdm.notebook.tqdm)\n"
+        "for _ in tqdm.auto.trange(3): pass\n"
+        "for _ in tqdm.autonotebook.trange(3): pass"
+    )
+    assert [result[rank].stderr.count("| 3/3 [") for rank in range(4)] == [2] * 4
+    assert [result[rank].outputs for rank in range(4)] == [[]] * 4
 
 
 def test_a_flood_is_capped_and_kept_in_a_file(cluster: Cluster):
