@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from nbdist.collectives.torch_backend.process_group import original_error
@@ -15,10 +18,21 @@ from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import CollectiveAborted, encodable, message_of
 from nbdist.wire import Failure
 
-__all__ = ["CellReply", "arm", "run_cell"]
+__all__ = [
+    "CellReply",
+    "arm",
+    "release_variables",
+    "release_variables_of_failure",
+    "run_cell",
+]
 
 CellReply = tuple[Failure | None, float]
 """The failure, if any, and the seconds that the cell took."""
+
+GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of code whose frames live on between two calls."""
+_last_error: BaseException | None = None
+"""What the last cell has raised."""
 
 
 async def run_cell(code: str, number: int) -> CellReply:
@@ -29,13 +43,55 @@ async def run_cell(code: str, number: int) -> CellReply:
             so that line numbers are the notebook's.
         number: The notebook's In[] number, used in tracebacks and for Out[].
     """
+    global _last_error
     rank = this_rank()
     rank.shell.execution_count = number
     start = time.perf_counter()
+    release_variables_of_failure()
     with rank.output.during(f"In[{number}]"):
-        failure = _failure(await _run_to_result(code))
+        result = await _run_to_result(code)
+        _last_error = _error_of(result)
+        failure = _failure(result)
         _show_pages(rank.shell)
     return failure, time.perf_counter() - start
+
+
+def release_variables_of_failure() -> None:
+    """Release the local variables that the last cell's error keeps.
+
+    IPython and `sys.last_value` keep the error. The error stays, with its lines.
+    """
+    global _last_error
+    error, _last_error = _last_error, None
+    if error is not None:
+        release_variables(error)
+
+
+def release_variables(error: BaseException) -> None:
+    """Release the local variables of all functions that an error has left."""
+    for each in _with_causes(error):
+        trace = each.__traceback__
+        while trace is not None:
+            frame, trace = trace.tb_frame, trace.tb_next
+            # A generator that has caught an earlier error may still be in use.
+            if each is error or not frame.f_code.co_flags & GENERATORS:
+                with contextlib.suppress(RuntimeError):  # some thread is in it
+                    frame.clear()
+                    _ = frame.f_locals  # before Python 3.13, updates a kept copy
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and the errors that it follows from or consists of."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            parts = getattr(each, "exceptions", ())  # of an ExceptionGroup
+            inner = [part for part in parts if isinstance(part, BaseException)]
+            waiting += [each.__cause__, each.__context__, original_error(each), *inner]
 
 
 def arm(shell: Any, interrupts: Interrupts) -> None:
@@ -147,11 +203,19 @@ def _transform(shell: Any, code: str) -> tuple[str, Any]:
         return code, (type(error), error, error.__traceback__)
 
 
+def _error_of(result: Any) -> BaseException | None:
+    """The error of a result as `_run_to_result` returns it."""
+    if isinstance(result, BaseException):
+        return result
+    error: BaseException | None = result.error_before_exec or result.error_in_exec
+    return error
+
+
 def _failure(result: Any) -> Failure | None:
     info = this_rank().info
     if isinstance(result, BaseException):
         return Failure(info.rank, info.host, "KeyboardInterrupt", "")
-    error = result.error_before_exec or result.error_in_exec
+    error = _error_of(result)
     if error is None:
         return None
     location = cell_names.last_line(error)

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +16,11 @@ from typing import Any
 
 from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.engine import cell_names, shared_default_group
-from nbdist.engine.cells import CellReply
+from nbdist.engine.cells import (
+    CellReply,
+    release_variables,
+    release_variables_of_failure,
+)
 from nbdist.engine.rank import this_rank
 from nbdist.ipc import roles
 from nbdist.wire import Failure
@@ -41,6 +44,7 @@ def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellRep
     rank = this_rank()
     begun = time.perf_counter()
     name = Path(path).name
+    release_variables_of_failure()
     with rank.output.during(name):
         module = _main_module(path)
         try:
@@ -116,7 +120,7 @@ def _failure(error: BaseException, path: str) -> Failure:
     if not isinstance(error, KeyboardInterrupt):  # it explains nothing, and is slow
         formatter = this_rank().shell.InteractiveTB
         lines = tuple(formatter.structured_traceback(type(error), error, trace))
-    traceback.clear_frames(error.__traceback__)  # their variables may be large
+    release_variables(error)  # they may be large
     return Failure(
         info.rank, info.host, type(error).__name__, str(error), location, lines
     )

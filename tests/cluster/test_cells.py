@@ -433,6 +433,52 @@ def test_whatever_is_raised_ends_the_cell_and_not_the_rank(
     assert last(cluster.execute("rank")) == ["0", "1", "2", "3"]
 
 
+LARGE = """
+import sys, weakref
+class Large: pass
+def load():
+    global kept
+    large = Large()
+    kept = weakref.ref(large)
+    if rank == 0:
+        raise ValueError('bad') from OSError('worse')
+    nbdist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [("def", "load()"), ("async def", "await load()")]
+)
+def test_a_failed_cells_variables_are_kept_until_the_next_cell(
+    cluster: Cluster, kind: str, call: str
+):
+    cluster.execute(LARGE.replace("def", kind))
+    fail(cluster, call, number=3)
+    assert cluster.inspect("kept() is None")[0] == "False"
+    result = cluster.execute(
+        "assert kept() is None\n"
+        "if rank == 0:\n"
+        "    print(sys.last_value, sys.last_value.__cause__)\n"
+        "    %tb"
+    )
+    assert "bad worse" in result[0].stdout
+    assert "In[3], line 2" in result[0].stdout + result[0].stderr
+
+
+def test_a_generator_outlives_the_error_that_it_has_caught(cluster: Cluster):
+    fail(
+        cluster,
+        "def numbers():\n"
+        "    try: yield 1 / 0\n"
+        "    except ZeroDivisionError as error:\n"
+        "        yield error\n"
+        "        yield 2\n"
+        "left = numbers()\n"
+        "raise ValueError('bad') from next(left)",
+    )
+    assert last(cluster.execute("next(left)")) == ["2"] * 4
+
+
 def test_an_old_traceback_is_not_shown_for_a_new_failure(cluster: Cluster):
     fail(cluster, "1 / 0")
     error = fail(cluster, "import sys; sys.exit(3)")
