@@ -81,9 +81,10 @@ class Session:
                 "untouched: use it, or %dist_stop it first"
             )
         from nbdist.cluster.cluster import Cluster
+        from nbdist.widgets.live_text import print_note
 
         cluster = Cluster(n, **options)
-        cluster.on_note = print
+        cluster.on_note = print_note
         self.stop()  # a cluster that has ended by itself
         self._bring_up(cluster, cluster.start)
         self._cluster = cluster
@@ -170,10 +171,14 @@ class Session:
         return self.cluster.complete(token, line, cursor) if self.running else []
 
     def show_monitor(self) -> None:
-        """Display the live chart of this cluster."""
-        from nbdist.widgets.display import show
+        """Display the live chart of this cluster; in a terminal, the latest values."""
+        from nbdist.widgets.display import latest_values, show
+        from nbdist.widgets.live_text import in_notebook
 
-        self._monitors.append(show(self.cluster.collector))
+        if in_notebook():
+            self._monitors.append(show(self.cluster.collector))
+        else:
+            print(latest_values(self.cluster.collector))
 
     def status_table(self) -> Table:
         """Every rank's state, also while a cell runs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import sys
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from IPython.display import display, update_display
 
 from nbdist.widgets.lines import Item, LineSplitter, merge
+from nbdist.widgets.live_text import live_text
 from nbdist.wire import format_ranks
 
 __all__ = ["CellView"]
@@ -61,7 +61,7 @@ class CellView:
         """The outcome of each rank, as of its `Event`, and its seconds."""
         self._waiting_since: float | None = None
         self._flushed_at = 0.0
-        self._status_shown: str | None = None
+        self._status = live_text(f"{key}-status")
         self._status_at = 0.0
         self._notice = ""
         self._shown: dict[int, list[Shown]] = {}
@@ -125,11 +125,9 @@ class CellView:
             if splitter.unfinished.strip("\r"):
                 self._add(rank, Item(name, splitter.unfinished.strip("\r")))
         self._flush()
-        if self._status_shown is not None:
-            self._update_status(
-                ""
-            )  # its display stands amid the text: print it at the end
-            _write([("stdout", [f"\x1b[2m{self._final_status()}\x1b[0m\n"])])
+        self._status.close()
+        if self._status.is_used:  # it stands amid the text: print it at the end
+            self._write([("stdout", [f"\x1b[2m{self._final_status()}\x1b[0m\n"])])
 
     def _finish_rank(self, rank: int, outcome: str, seconds: float) -> None:
         self._finished[rank] = outcome, seconds
@@ -157,6 +155,7 @@ class CellView:
 
     def _take_update(self, rank: int, content: Message) -> None:
         self._flush()
+        self._make_room()
         identifier = _named(rank, content["transient"]["display_id"])
         update_display(
             content["data"],
@@ -184,18 +183,19 @@ class CellView:
         texts: list[tuple[str, list[str]]] = []
         for ranks, item in merge(self._queues):
             if item.kind == "display":
-                _write(texts)
+                self._write(texts)
                 texts = []
                 self._display(ranks, item.payload)
                 continue
             if not texts or texts[-1][0] != item.kind:
                 texts.append((item.kind, []))
             texts[-1][1].append(f"{_label(ranks)} {item.key}\n")
-        _write(texts)
+        self._write(texts)
 
     def _display(self, ranks: list[int], content: Any) -> None:
         own_id = content.get("transient", {}).get("display_id")
         arguments = {"raw": True, "metadata": content.get("metadata")}
+        self._make_room()
         shown = self._take_stale(tuple(ranks), own_id)
         if shown is not None:
             update_display(content["data"], display_id=shown.identifier, **arguments)
@@ -205,7 +205,7 @@ class CellView:
             shown = Shown(
                 tuple(ranks), _named(ranks[0], own_id) if own_id else anonymous
             )
-            _write([("stdout", [f"{_label(ranks)}\n"])])
+            self._write([("stdout", [f"{_label(ranks)}\n"])])
             display(content["data"], display_id=shown.identifier, **arguments)
         for rank in ranks:
             self._shown[rank].append(shown)
@@ -226,26 +226,17 @@ class CellView:
 
     def _blank(self, stale: list[Shown]) -> None:
         for shown in stale:
+            self._make_room()
             update_display({"text/plain": ""}, raw=True, display_id=shown.identifier)
 
     def _show_status(self, now: float) -> None:
         if now < self._status_at or now - self._begun < STATUS_AFTER_S:
             return
         self._status_at = now + STATUS_PERIOD_S
-        self._update_status(self._status(now - self._begun))
+        notice = self._notice and f"⚠ {self._notice}"
+        self._status.show(self._status_text(now - self._begun), notice)
 
-    def _update_status(self, text: str) -> None:
-        if text == self._status_shown:
-            return
-        bundle = {"text/plain": text, "text/html": _status_html(text)}
-        identifier = f"{self._key}-status"
-        if self._status_shown is None:
-            display(bundle, raw=True, display_id=identifier)
-        else:
-            update_display(bundle, raw=True, display_id=identifier)
-        self._status_shown = text
-
-    def _status(self, elapsed: float) -> str:
+    def _status_text(self, elapsed: float) -> str:
         parts = [
             f"{SIGNS[outcome]} rank {format_ranks(ranks)} {outcome}"
             for outcome, ranks in self._by_outcome().items()
@@ -260,8 +251,6 @@ class CellView:
                     "" if len(line) <= STATUS_LINE else f"… ({len(line):,} characters)"
                 )
                 lines.append(f"[{rank}] {line[:STATUS_LINE]}{cut}")
-        if self._notice:
-            lines.append(f"⚠ {self._notice}")
         return "\n".join(lines)
 
     def _final_status(self) -> str:
@@ -278,6 +267,19 @@ class CellView:
         if self._running:
             parts.append(f"● rank {format_ranks(self._running)} has not come back")
         return "   ".join(parts)
+
+    def _write(self, texts: list[tuple[str, list[str]]]) -> None:
+        if texts:
+            self._make_room()
+        for kind, parts in texts:
+            stream = sys.stdout if kind == "stdout" else sys.stderr
+            stream.write("".join(parts))
+            stream.flush()
+
+    def _make_room(self) -> None:
+        """Must be called before anything is printed or displayed."""
+        if self._status.make_room():
+            self._status_at = 0.0
 
     @property
     def _running(self) -> list[int]:
@@ -300,17 +302,3 @@ def _named(rank: int, own_id: str) -> str:
 
 def _label(ranks: Iterable[int]) -> str:
     return f"\x1b[36m[{format_ranks(ranks)}]\x1b[0m"
-
-
-def _write(texts: list[tuple[str, list[str]]]) -> None:
-    for kind, parts in texts:
-        stream = sys.stdout if kind == "stdout" else sys.stderr
-        stream.write("".join(parts))
-        stream.flush()
-
-
-def _status_html(text: str) -> str:
-    style = "margin:0;color:var(--jp-ui-font-color2,#666);white-space:pre-wrap"
-    return (
-        f'<pre role="status" style="{style}">{html.escape(text)}</pre>' if text else ""
-    )

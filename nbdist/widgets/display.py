@@ -11,8 +11,9 @@ from IPython.display import display
 from nbdist.widgets.monitor import Monitor
 from nbdist.widgets.picture import picture
 from nbdist.widgets.source import Cursor, Source
+from nbdist.widgets.table import Table
 
-__all__ = ["show"]
+__all__ = ["latest_values", "show"]
 
 
 def show(
@@ -34,6 +35,16 @@ def show(
     still = _Still(source, monitor)
     monitor.on_close(still.close)
     return monitor
+
+
+def latest_values(source: Source) -> Table:
+    """What each rank has logged last of each metric."""
+    rows = [
+        (delta.metric, delta.rank, f"{delta.latest[0]:g}", f"{delta.latest[2]:g}")
+        for delta in source.snapshot().deltas
+    ]
+    note = "" if rows else "nothing was logged: nbdist.log(loss=loss) in a cell"
+    return Table(["metric", "rank", "step", "value"], sorted(rows), note)
 
 
 class _Still:
@@ -70,4 +81,4 @@ class _Still:
             log=monitor.log,
             name=f"nbdist-static-{monitor.picture}",
         )
-        return {"text/html": html, "text/plain": "nbdist monitor"}
+        return {"text/html": html, "text/plain": repr(latest_values(self._source))}

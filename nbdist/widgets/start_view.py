@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from IPython.display import display, update_display
-
+from nbdist.widgets.live_text import live_text
 from nbdist.widgets.table import Table, bytes_text
 from nbdist.wire import RankInfo
 
@@ -17,23 +16,25 @@ __all__ = ["StartView", "rank_table"]
 
 
 class StartView:
-    """One display that is updated while the ranks start."""
+    """A text that changes while the ranks start, and then a table of them."""
 
     _count = 0
 
     def __init__(self, n: int) -> None:
         StartView._count += 1
-        self._id = f"nbdist-start-{StartView._count}-{time.time_ns()}"
+        self._text = live_text(f"nbdist-start-{StartView._count}-{time.time_ns()}")
         self._n = n
         self._begun = time.monotonic()
 
     def __enter__(self) -> StartView:
-        display(self._bundle("starting the controller"), raw=True, display_id=self._id)
+        self._show("starting the controller")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
         if kind is not None:
-            self._update(f"the start of {self._n} ranks did not succeed")
+            text = self._timed(f"the start of {self._n} ranks did not succeed")
+            page = f"<pre>{html.escape(text)}</pre>"
+            self._text.close({"text/plain": text, "text/html": page})
 
     def show(self, progress: Any) -> None:
         """Show a `cluster.startup.Progress`."""
@@ -44,7 +45,7 @@ class StartView:
         stages = Counter(progress.stages.values())
         doing = ", ".join(f"{count} {stage}" for stage, count in stages.items())
         controller = "ready" if progress.controller else "starting"
-        self._update(
+        self._show(
             f"controller {controller} · {progress.ready}/{self._n} ranks ready"
             f" ({where})"
             + (f" · {doing}" if doing and progress.ready < self._n else "")
@@ -53,15 +54,13 @@ class StartView:
     def finish(self, infos: Sequence[RankInfo], mpi: str) -> None:
         """Show the table of ranks in place of the progress."""
         table = rank_table(infos, f"{mpi}; started in {self._elapsed():.1f} s")
-        bundle = {"text/plain": repr(table), "text/html": table._repr_html_()}
-        update_display(bundle, raw=True, display_id=self._id)
+        self._text.close({"text/plain": repr(table), "text/html": table._repr_html_()})
 
-    def _update(self, text: str) -> None:
-        update_display(self._bundle(text), raw=True, display_id=self._id)
+    def _show(self, text: str) -> None:
+        self._text.show(self._timed(text))
 
-    def _bundle(self, text: str) -> dict[str, str]:
-        text = f"{text} · {self._elapsed():.1f} s"
-        return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+    def _timed(self, text: str) -> str:
+        return f"{text} · {self._elapsed():.1f} s"
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._begun

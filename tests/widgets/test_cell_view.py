@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbdist.cluster.observer import Event
-from nbdist.widgets import cell_view
+from nbdist.widgets import cell_view, live_text
 from nbdist.widgets.cell_view import CellView
 
 
@@ -42,6 +42,9 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     screen = Screen()
     monkeypatch.setattr(cell_view, "display", screen.display)
     monkeypatch.setattr(cell_view, "update_display", screen.update)
+    monkeypatch.setattr(live_text, "display", screen.display)
+    monkeypatch.setattr(live_text, "update_display", screen.update)
+    monkeypatch.setattr(live_text, "in_notebook", lambda: True)
     yield screen
     assert screen.lost == []
 

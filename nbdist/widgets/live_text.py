@@ -1,0 +1,135 @@
+"""A short text that changes while a cell runs, wherever the notebook is shown."""
+
+from __future__ import annotations
+
+import html
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+from IPython.core.getipython import get_ipython
+from IPython.display import display, update_display
+
+__all__ = ["LiveText", "in_notebook", "live_text", "print_note"]
+
+Bundle = Mapping[str, str]
+"""A text by media type, "text/plain" among them."""
+_EMPTY = {"text/plain": "", "text/html": ""}
+STYLE = "margin:0;color:var(--jp-ui-font-color2,#666);white-space:pre-wrap"
+
+
+class LiveText(Protocol):
+    """A text that `show` replaces until `close`."""
+
+    is_used: bool
+    """Whether it has been shown."""
+
+    def show(self, text: str, notice: str = "") -> None:
+        """Show a text of some lines, and a notice under it."""
+
+    def make_room(self) -> bool:
+        """Must be called before anything else is printed.
+
+        Returns:
+            Whether the text is away until it is shown again.
+        """
+
+    def close(self, last: Bundle | None = None) -> None:
+        """Remove the text, and show what takes its place, if anything does."""
+
+
+def in_notebook() -> bool:
+    """Whether displays go to a front end, which can update them and show HTML."""
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+def live_text(identifier: str) -> LiveText:
+    """The form that suits where this process shows its output.
+
+    Args:
+        identifier: A name of its own.
+    """
+    if in_notebook():
+        return DisplayText(identifier)
+    return TerminalText(redraws=sys.stdout.isatty())
+
+
+def print_note(text: str) -> None:
+    """Print a note, also while a line of the terminal is drawn again and again."""
+    if TerminalText.drawn is not None:
+        TerminalText.drawn.make_room()
+    print(text, flush=True)
+
+
+class DisplayText:
+    """A display that is updated in its place."""
+
+    def __init__(self, identifier: str) -> None:
+        self._identifier = identifier
+        self._shown: Bundle = {}
+        self.is_used = False
+
+    def show(self, text: str, notice: str = "") -> None:
+        text = "\n".join(filter(None, (text, notice)))
+        page = f'<pre role="status" style="{STYLE}">{html.escape(text)}</pre>'
+        self._replace({"text/plain": text, "text/html": page})
+
+    def make_room(self) -> bool:
+        return False
+
+    def close(self, last: Bundle | None = None) -> None:
+        if self.is_used or last:
+            self._replace(last or _EMPTY)
+
+    def _replace(self, bundle: Bundle) -> None:
+        if bundle == self._shown:
+            return
+        if self.is_used:
+            update_display(bundle, raw=True, display_id=self._identifier)
+        else:
+            display(bundle, raw=True, display_id=self._identifier)
+        self.is_used, self._shown = True, bundle
+
+
+class TerminalText:
+    """One line at the end of a terminal, which is drawn again when the text changes.
+
+    A notice is printed once, when its first line changes, and stays.
+
+    Args:
+        redraws: Whether the output is a terminal. Otherwise only notices are printed.
+    """
+
+    drawn: ClassVar[TerminalText | None] = None
+    """The one that was drawn last."""
+
+    def __init__(self, *, redraws: bool) -> None:
+        self._redraws = redraws
+        self._line = ""
+        self._notice = ""
+        self.is_used = False
+
+    def show(self, text: str, notice: str = "") -> None:
+        self.is_used = True
+        head = notice.partition("\n")[0]
+        if head and head != self._notice:
+            self.make_room()
+            print(notice, flush=True)
+        self._notice = head
+        line = "   ".join(text.splitlines())[: shutil.get_terminal_size().columns - 1]
+        if self._redraws and line != self._line:
+            TerminalText.drawn, self._line = self, line
+            print(f"\r{line}\x1b[K", end="", flush=True)
+
+    def make_room(self) -> bool:
+        if not self._line:
+            return False
+        print("\r\x1b[K", end="", flush=True)
+        self._line = ""
+        return True
+
+    def close(self, last: Bundle | None = None) -> None:
+        self.make_room()
+        if last:
+            print(last["text/plain"], flush=True)

@@ -1,0 +1,94 @@
+"""The magics in IPython in a terminal."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+START_S = 120
+CELL_S = 60
+
+
+class Terminal:
+    """IPython in a pseudo-terminal of 100 columns."""
+
+    def __init__(self, folder: Path) -> None:
+        self._number = 0
+        self._process = pexpect.spawn(
+            sys.executable,
+            ["-m", "IPython", "--simple-prompt", "--no-banner", "--quick"],
+            cwd=str(folder),
+            dimensions=(40, 100),
+            encoding="utf-8",
+            echo=False,
+        )
+        self._prompt(START_S)
+
+    def run(self, line: str, timeout_s: float = CELL_S) -> str:
+        """What the terminal receives for a line, until the next prompt."""
+        self._process.sendline(line)
+        return self._prompt(timeout_s)
+
+    def _prompt(self, timeout_s: float) -> str:
+        self._number += 1
+        self._process.expect_exact(f"In [{self._number}]: ", timeout=timeout_s)
+        return str(self._process.before)
+
+    def close(self) -> None:
+        self._process.close(force=True)
+
+
+def screen(received: str) -> list[str]:
+    """The lines that remain to be seen, without colours."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", received).replace("\r\n", "\n")
+    lines = [re.split(r"\r|\x1b\[K", line) for line in text.split("\n")]
+    return [parts[-1] for parts in lines if parts[-1]]
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    terminal = Terminal(tmp_path_factory.mktemp("terminal"))
+    try:
+        terminal.run("%load_ext nbdist")
+        started = terminal.run("%dist_start -n 2 --device cpu", START_S)
+        assert "ranks ready" in started
+        shown = screen(started)
+        assert shown[0].startswith("rank  host"), shown
+        assert not [line for line in shown if "ranks ready" in line]
+        yield terminal
+        assert "stopped" in terminal.run("%dist_stop")
+    finally:
+        terminal.close()
+
+
+def test_the_status_is_one_line_that_is_drawn_again(terminal: Terminal) -> None:
+    cell = "import time; [(time.sleep(1.2), print(i))[1] for i in range(4)]"
+    received = terminal.run(
+        f"get_ipython().run_cell_magic('distributed', '', {cell!r})"
+    )
+    assert "● rank 0-1 running 3 s" in received
+    shown = screen(received)
+    assert [line for line in shown if line[:5] == "[0-1]"][:4] == [
+        f"[0-1] {i}" for i in range(4)
+    ]
+    assert not [line for line in shown if "running" in line], received
+    assert len([line for line in shown if "✓ rank 0-1 finished" in line]) == 1
+
+
+def test_the_monitor_is_a_table_of_the_latest_values(terminal: Terminal) -> None:
+    assert "nothing was logged" in terminal.run("%dist_monitor")
+    log = "nbdist.log(loss=rank + 0.5); nbdist.log(loss=rank + 0.25)"
+    received = terminal.run(f"get_ipython().run_cell_magic('distributed', '', {log!r})")
+    assert "metric" not in received
+    shown = [line.split() for line in screen(terminal.run("%dist_monitor"))]
+    assert shown == [
+        ["metric", "rank", "step", "value"],
+        ["------", "----", "----", "-----"],
+        ["loss", "0", "1", "0.25"],
+        ["loss", "1", "1", "1.25"],
+    ]

@@ -1,0 +1,38 @@
+"""A text that changes, in a terminal and where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.widgets.live_text import TerminalText, print_note
+
+
+def test_a_terminal_draws_its_last_line_again(capsys: pytest.CaptureFixture[str]):
+    text = TerminalText(redraws=True)
+    text.show("rank 0 running\n[0] 20%")
+    assert capsys.readouterr().out == "\rrank 0 running   [0] 20%\x1b[K"
+    text.show("rank 0 running\n[0] 20%")
+    assert capsys.readouterr().out == ""
+    assert text.make_room()
+    assert not text.make_room()
+    assert capsys.readouterr().out == "\r\x1b[K"
+    text.show("rank 0 running")
+    print_note("rank 1 was replaced")
+    assert capsys.readouterr().out.endswith("\r\x1b[Krank 1 was replaced\n")
+    text.show("x" * 500)
+    assert len(capsys.readouterr().out.strip("\r\x1b[K")) < 500
+    text.close({"text/plain": "done"})
+    assert capsys.readouterr().out == "\r\x1b[Kdone\n"
+
+
+@pytest.mark.parametrize("redraws", [True, False])
+def test_a_notice_is_printed_once(redraws: bool, capsys: pytest.CaptureFixture[str]):
+    text = TerminalText(redraws=redraws)
+    for seconds in range(3):
+        text.show(f"{seconds} s", f"the others wait\nrank 0 for {seconds} s")
+    text.show("3 s")
+    text.show("4 s", "the others wait\nrank 0 for 1 s")
+    text.close()
+    shown = capsys.readouterr().out
+    assert shown.count("the others wait") == 2, "it came a second time"
+    assert ("\x1b[K" in shown) == redraws
