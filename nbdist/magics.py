@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from typing import Any
 
 from IPython.core.completer import (
@@ -20,6 +21,7 @@ from IPython.core.magic_arguments import (
     parse_argstring,
 )
 from IPython.display import display
+from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import UsageError
 from nbdist.session import Session, set_notebook_session
@@ -306,6 +308,27 @@ def _matcher(session: Session) -> Any:
     return match
 
 
+def _inspector(session: Session, inspect: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's `do_inspect` that asks the ranks in a `%%distributed` cell.
+
+    Args:
+        inspect: The kernel's own, for every other cell.
+    """
+
+    def do_inspect(
+        code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()
+    ) -> Any:
+        line, _, cell = code.partition("\n")
+        before = len(line) + 1
+        if not line.startswith("%%distributed") or cursor_pos < before:
+            return inspect(code, cursor_pos, detail_level, omit_sections)
+        name = token_at_cursor(cell, cursor_pos - before)
+        found = session.describe(name, detail_level) if name else {}
+        return {"status": "ok", "found": bool(found), "data": found, "metadata": {}}
+
+    return do_inspect
+
+
 _registered: dict[int, tuple[DistMagics, Any]] = {}
 
 
@@ -317,6 +340,9 @@ def register(shell: InteractiveShell) -> None:
     shell.register_magics(magics)
     matcher = _matcher(magics.session)
     shell.Completer.custom_matchers.append(matcher)
+    kernel = getattr(shell, "kernel", None)  # a terminal has none
+    if kernel is not None:
+        kernel.do_inspect = _inspector(magics.session, kernel.do_inspect)
     set_notebook_session(magics.session)
     _registered[id(shell)] = magics, matcher
 
@@ -326,6 +352,9 @@ def unregister(shell: InteractiveShell) -> None:
     magics, matcher = _registered.pop(id(shell))
     magics.session.stop()
     shell.Completer.custom_matchers.remove(matcher)
+    kernel = getattr(shell, "kernel", None)
+    if kernel is not None:
+        vars(kernel).pop("do_inspect", None)  # its class's is back
     for kind, names in magics.magics.items():
         for name in names:
             shell.magics_manager.magics[kind].pop(name, None)

@@ -170,6 +170,10 @@ class Session:
         """Completions from rank 0's namespace; none if it does not answer at once."""
         return self.cluster.complete(token, line, cursor) if self.running else []
 
+    def describe(self, name: str, detail: int) -> dict[str, str]:
+        """An object's signature and docstring, as of `Cluster.describe`."""
+        return self.cluster.describe(name, detail) if self.running else {}
+
     def show_monitor(self) -> None:
         """Display the live chart of this cluster; in a terminal, the latest values."""
         from nbdist.widgets.display import latest_values, show

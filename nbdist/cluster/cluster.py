@@ -993,6 +993,22 @@ class Cluster:
         answers = self._live().ask(target, token, line, cursor, ranks=[lowest])
         return answers[lowest] or []
 
+    def describe(self, name: str, detail: int = 0) -> dict[str, str]:
+        """The signature and the docstring of an object of the lowest living rank.
+
+        Args:
+            name: A variable, or attributes of one, such as "model.forward".
+            detail: 1 adds the source code.
+
+        Returns:
+            Texts by media type; {} where there is no such object, or the rank does not
+            answer in time.
+        """
+        lowest = self.ranks[0].rank
+        target = endpoints.DESCRIBE
+        answers = self._live().ask(target, name, detail, ranks=[lowest])
+        return answers[lowest] or {}
+
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the cell that each rank runs."""
         self._live().ask(endpoints.INTERRUPT)

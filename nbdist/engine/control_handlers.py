@@ -22,12 +22,13 @@ from nbdist.collectives import (
 from nbdist.engine import rpc_server, world
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
-from nbdist.errors import CollectiveAborted
+from nbdist.errors import CollectiveAborted, encodable
 from nbdist.ipc.stacks import Frame, from_user_code
 from nbdist.wire import CollectiveCall, ProgressSnapshot
 
 __all__ = [
     "complete",
+    "describe",
     "end",
     "interrupt",
     "memory",
@@ -177,6 +178,20 @@ def complete(token: str, line: str, cursor: int) -> list[str]:
     shell.Completer.use_jedi = False
     _text, matches = shell.complete(token, line, cursor)
     return [str(match) for match in matches]
+
+
+def describe(name: str, detail: int) -> dict[str, str]:
+    """The signature and the docstring of an object, by media type; {} if there is none.
+
+    Args:
+        name: A variable, or attributes of one, such as "model.forward".
+        detail: 1 adds the source code.
+    """
+    try:
+        found: dict[str, str] = this_rank().shell.object_inspect_mime(name, detail)
+    except KeyError:
+        return {}
+    return {kind: encodable(text) for kind, text in found.items()}
 
 
 def end() -> None:

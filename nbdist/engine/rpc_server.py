@@ -30,6 +30,7 @@ __all__ = ["answer_on", "describe", "function_of", "refused"]
 
 RUNS_USER_CODE = {
     endpoints.COMPLETE,
+    endpoints.DESCRIBE,
     endpoints.VARIABLES,
 }
 """Endpoints that call methods of the user's objects, such as `__repr__`. A thread of

@@ -11,6 +11,7 @@ __all__ = [
     "CANCEL_CHANGE",
     "CHANGE",
     "COMPLETE",
+    "DESCRIBE",
     "ELASTIC_BEGIN_FROM",
     "ELASTIC_DECIDE",
     "ELASTIC_DEFER",
@@ -48,6 +49,7 @@ STORE = "nbdist.engine.calls:store"
 RUN_CELL = "nbdist.engine.cells:run_cell"
 
 COMPLETE = "nbdist.engine.control_handlers:complete"
+DESCRIBE = "nbdist.engine.control_handlers:describe"
 END = "nbdist.engine.control_handlers:end"
 INTERRUPT = "nbdist.engine.control_handlers:interrupt"
 MEMORY = "nbdist.engine.control_handlers:memory"

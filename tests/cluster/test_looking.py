@@ -217,6 +217,21 @@ def test_completion_from_rank_0(cluster: Cluster, session: Session):
         assert "weights" in session.complete("weig", "weig", 4)
 
 
+def test_description_from_rank_0(cluster: Cluster, session: Session):
+    cluster.execute("def scaled(factor=3):\n    'On rank 0.'")
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        assert "On rank 0." in session.describe("scaled", 0)["text/plain"]
+        assert session.describe("nothing_there", 0) == {}
+    os.kill(cluster.ranks[0].pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        assert session.describe("scaled", 0) == {}
+        assert time.monotonic() - begin < 5
+    finally:
+        os.kill(cluster.ranks[0].pid, signal.SIGCONT)
+    wait_until(lambda: cluster.status()[0] is not None, DEADLINE_S)
+
+
 def test_what_is_logged_arrives_while_the_cell_runs(cluster: Cluster):
     code = "nbdist.log(loss=rank + 0.5)\nwhile True: pass"
     with running(cluster, code, [0, 1, 2, 3]):

@@ -301,6 +301,33 @@ def test_completion_in_a_distributed_cell(notebook: Notebook):
     assert "%%distributed\nx = learning_rates" in completed
 
 
+def inspect(notebook: Notebook, code: str, cursor: int | None = None) -> str:
+    """What Shift-Tab at the cursor shows, by default at the end of the code."""
+    notebook.client.inspect(code, len(code) if cursor is None else cursor)
+    answer = notebook.client.get_shell_msg(timeout=CELL_S)
+    while answer["msg_type"] != "inspect_reply":
+        answer = notebook.client.get_shell_msg(timeout=CELL_S)
+    content = answer["content"]
+    assert content["status"] == "ok"
+    assert content["found"] == bool(content["data"])
+    shown: str = content["data"].get("text/plain", "")
+    return re.sub(r"\x1b\[[\d;]*m", "", shown)
+
+
+def test_shift_tab_in_a_distributed_cell(notebook: Notebook):
+    notebook.run("%%distributed\ndef scaled(factor=3):\n    'Only on the ranks.'")
+    notebook.run("local_only = 1")
+    text = inspect(notebook, "%%distributed -r 0\nx = 1\nscaled(x, ")
+    assert "scaled(factor=3)" in text
+    assert "Only on the ranks." in text
+    assert "all_reduce(" in inspect(notebook, "%%distributed\nnbdist.all_reduce")
+    assert inspect(notebook, "%%distributed\nlocal_only") == ""
+    assert inspect(notebook, "%%distributed\n") == ""
+    assert inspect(notebook, "scaled") == ""
+    assert "int" in inspect(notebook, "local_only")
+    assert "timeout" in inspect(notebook, "%%distributed\nscaled", len("%%distributed"))
+
+
 def test_help_in_a_distributed_cell(notebook: Notebook):
     assert "Tensor" in notebook.run("%%distributed -r 0\ntorch.ones?").text
 
