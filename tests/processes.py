@@ -45,9 +45,9 @@ class Footprint:
         """
         deadline = time.monotonic() + within_s
         wait_until(
-            lambda: not any(map(_runs, self.processes)),
+            lambda: not any(map(runs, self.processes)),
             within_s,
-            lambda: f"left: {[_describe(p) for p in self.processes if _runs(p)]}",
+            lambda: f"left: {[_describe(p) for p in self.processes if runs(p)]}",
         )
         wait_until(
             lambda: not any(path.exists() for path in self.paths),
@@ -66,6 +66,14 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"after {within_s} s: {explain()}"
         time.sleep(0.02)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process exists; a stopped one does, a zombie does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Program:
@@ -105,13 +113,6 @@ class Program:
         """Write a line to its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(text.encode() + b"\n")
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _describe(process: psutil.Process) -> str:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from nbdist.config import ForkConfig
 from nbdist.ipc.fork_messages import SOCKET, receive, send
 
-__all__ = ["close", "hash_seed", "prepare", "serve"]
+__all__ = ["CannotFork", "close", "hash_seed", "prepare", "serve"]
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a fork server that has imported everything may take to answer."""
@@ -32,6 +33,10 @@ the others while they are loaded, or may."""
 
 OF_A_START = ("NBDIST_", "OMPI_", "PRTE_", "PMIX_", "EVENT_")
 """What variables begin with that nbdist and MPI read when a rank starts, not before."""
+
+
+class CannotFork(Exception):
+    """A cluster's ranks are not forked; the message says why."""
 
 
 class _ForkServer:
@@ -63,6 +68,7 @@ class _ForkServer:
 
     def offer(self, run_dir: Path, listener: socket.socket) -> bool:
         """Have it serve a cluster; whether it does, or will after its imports."""
+        self._process.send_signal(signal.SIGCONT)  # in case it was stopped
         try:
             self._hear(timeout_s=0.0)
             was_ready = self.is_ready
@@ -72,6 +78,7 @@ class _ForkServer:
                 self._hear(timeout_s=ANSWER_TIMEOUT_S)
         except OSError as error:
             self.why_not = f"the fork server does not answer: {error}"
+            self._process.kill()  # it must not serve this cluster later
         return not self.why_not
 
     def _hear(self, timeout_s: float) -> None:
@@ -99,6 +106,10 @@ class _ForkServer:
         elif "ended" in message:
             self.why_not = "the fork server has ended"
             self.is_unfit = not self.is_ready
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def retire(self) -> subprocess.Popen[bytes]:
         """Have it end with the last cluster that it has forked ranks for."""
@@ -156,7 +167,7 @@ def _retire() -> None:
     _retired[:] = [process for process in _retired if process.poll() is None]
 
 
-def serve(run_dir: Path, environment: Mapping[str, str]) -> str:
+def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
     """Have a cluster's ranks forked; they connect to the socket in its run folder.
 
     Args:
@@ -164,29 +175,32 @@ def serve(run_dir: Path, environment: Mapping[str, str]) -> str:
         environment: As for `prepare`.
 
     Returns:
-        Why they are not forked; "" where they are.
+        The process id of the fork server.
+
+    Raises:
+        CannotFork: The ranks are to be started without it.
     """
     global _server
     config = ForkConfig.from_environment()
     with _lock, socket.socket(socket.AF_UNIX) as listener:
         if why_not := _prepare(environment, config):
-            return why_not
+            raise CannotFork(why_not)
         try:
             listener.bind(str(run_dir / SOCKET))
             listener.listen(socket.SOMAXCONN)
         except OSError as error:  # a path that is too long, or no sockets there
-            return f"no socket in {run_dir}: {error}"
+            raise CannotFork(f"no socket in {run_dir}: {error}") from error
         for _ in range(2):
             assert _server is not None
             if _server.offer(run_dir, listener):
-                return ""
+                return _server.pid
             why_not = _server.why_not
             if _server.is_unfit:
                 break
             _retire()
             _prepare(environment, config)
         (run_dir / SOCKET).unlink()
-        return why_not
+        raise CannotFork(why_not)
 
 
 def close() -> None:

@@ -7,6 +7,8 @@ from its standard input:
   optional "cwd" is its working folder, and "memory" limits its bytes.
 - `{"stop": [name, ...]}` ends some programs.
 - `{"remove": path}` names one more folder to be removed at the end.
+- `{"rank_host": path}` connects to the cluster's rank host, which is then reported as a
+  program is.
 
 It writes `{"started": name, "pid": pid}` to its standard output, and
 `{"exited": name, "code": code}` once the program has ended.
@@ -37,12 +39,10 @@ from typing import Any
 
 import psutil
 
-from nbdist.ipc.fork_messages import receive
+from nbdist.ipc.fork_messages import RANK_HOST, receive
 from nbdist.ipc.prctl import adopt_orphans, die_with_parent
 from nbdist.ipc.private_files import remove_folders
 
-RANK_HOST = "the rank host"
-"""The name under which the end of the process that forks the ranks is told."""
 TERMINATE_GRACE_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
 
@@ -114,17 +114,24 @@ class ProcessSupervisor:
     def _connect_rank_host(self, path: str) -> None:
         """Be the first client of the cluster's rank host, which lives as long as this.
 
-        It may be forked only later, and answers then.
+        It may be forked only later, and answers then. Where the fork server has ended,
+        each rank parent starts its rank.
         """
-        self._host_connection = socket.socket(socket.AF_UNIX)
-        self._host_connection.connect(path)
-        self._selector.register(self._host_connection, selectors.EVENT_READ)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            return
+        self._host_connection = connection
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _hear_rank_host(self, connection: socket.socket) -> None:
         """Its first message, or its end, with which the forked ranks end."""
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if (received := receive(connection)) is not None:
                 self._rank_host = psutil.Process(received[0]["pid"])
+                self._tell({"started": RANK_HOST, "pid": self._rank_host.pid})
                 return
         self._selector.unregister(connection)
         connection.close()

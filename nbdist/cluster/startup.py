@@ -25,7 +25,7 @@ from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.errors import StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
-from nbdist.ipc.fork_messages import SOCKET, STARTED
+from nbdist.ipc.fork_messages import RANK_HOST, SOCKET, STARTED
 from nbdist.ipc.loopback import confine
 from nbdist.ipc.process_files import describe_exit
 from nbdist.wire import RankInfo
@@ -120,13 +120,17 @@ class _Start:
         )
         n = len(self._assignments)
         added = launcher.environment(n, self._run_dir)
-        alone = fork_server_client.serve(self._run_dir, {**os.environ, **added})
-        if not alone:
-            self._process_supervisor.attend_rank_host(self._run_dir / SOCKET)
+        try:
+            server = fork_server_client.serve(self._run_dir, {**os.environ, **added})
+        except fork_server_client.CannotFork as error:
+            started = str(error)
+        else:
+            started = ""
+            self._process_supervisor.attend_rank_host(self._run_dir / SOCKET, server)
         environment = {
             **os.environ,
             **added,
-            STARTED: alone,
+            STARTED: started,
             "NBDIST_RUN_DIR": str(self._run_dir),
             "NBDIST_WORK_DIR": os.getcwd(),
             "NBDIST_PATH": os.pathsep.join(sys.path),
@@ -216,7 +220,7 @@ class _Start:
                 "cluster was starting",
                 died=True,
             )
-        for program in ("mpiexec", "controller"):
+        for program in (RANK_HOST, "mpiexec", "controller"):
             code = self._process_supervisor.exit_code(program)
             if program == "mpiexec" and code is not None and code >= 0:
                 self._await_exit_of_a_rank()  # mpiexec ends when its ranks have ended

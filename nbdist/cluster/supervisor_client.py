@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from nbdist.errors import ClusterError
+from nbdist.ipc.fork_messages import RANK_HOST
 from nbdist.ipc.private_files import remove_folders
 from nbdist.ipc.process_files import describe_exit
 
@@ -100,13 +101,15 @@ class SupervisorClient:
                 f"cannot start {name}: the process supervisor has ended; start again"
             )
 
-    def attend_rank_host(self, path: Path) -> None:
+    def attend_rank_host(self, path: Path, fork_server: int) -> None:
         """Have the process supervisor end the forked ranks with the others.
 
         Args:
             path: The listening socket of the cluster's rank host. Called before
                 anything else connects there.
+            fork_server: The pid of the process that is to fork the rank host.
         """
+        self._watch.add(FORK_SERVER, fork_server)
         self._order({"rank_host": str(path)})
 
     def remove_at_end(self, folder: Path) -> None:
@@ -211,6 +214,8 @@ class SupervisorClient:
                 self._changed.notify_all()
                 if "started" in record:
                     self._pids[record["started"]] = record["pid"]
+                    if record["started"] == RANK_HOST:
+                        self._watch.discard(FORK_SERVER)
                     if self._together:
                         self._watch.add(record["started"], record["pid"])
                     continue
@@ -235,6 +240,7 @@ class SupervisorClient:
             callback(Loss(reason, is_cause, self.pid(name) or self._process.pid))
 
 
+FORK_SERVER = "the fork server"
 LOOK_S = 0.5
 
 
@@ -261,6 +267,11 @@ class HelperWatch:
         """Watch a process, unless it has ended already."""
         with contextlib.suppress(psutil.NoSuchProcess), self._lock:
             self._helpers[name] = psutil.Process(pid)
+
+    def discard(self, name: str) -> None:
+        """Watch a process no longer."""
+        with self._lock:
+            self._helpers.pop(name, None)
 
     def close(self) -> None:
         """Stop watching. A second close does nothing."""

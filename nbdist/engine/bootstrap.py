@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from nbdist.ipc import loopback
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import FORKED, STARTED
+from nbdist.ipc.prctl import name_process
 from nbdist.ipc.private_files import rendezvous_folder
 from nbdist.ipc.process_files import JOINING, Process
 
@@ -39,6 +40,7 @@ def main() -> None:
     # stack of C, by functions that may hang in a process that has crashed.
     faulthandler.enable(STDERR)
     process = Process.of_arguments(sys.argv[1:])
+    name_process(f"nbdist rank {process.rank}")
     _use_notebook_paths(os.environ["NBDIST_WORK_DIR"], os.environ["NBDIST_PATH"])
     try:
         assignment = DeviceAssignment.read(process.run_dir, process.rank)

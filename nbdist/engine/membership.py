@@ -23,6 +23,7 @@ from nbdist.engine import torch_group, world
 from nbdist.engine.rank import this_rank
 from nbdist.errors import ClusterError
 from nbdist.ipc import rank_parent
+from nbdist.ipc.prctl import name_process
 from nbdist.wire import Change, RankInfo
 
 __all__ = ["cancel", "change"]
@@ -169,4 +170,5 @@ def _update_rank(here: world.World) -> None:
         transport=here.group.describe(),
     )
     rank.recorder.rank = here.rank
+    name_process(f"nbdist rank {here.rank}")
     rank.tell_namespace()

@@ -21,6 +21,7 @@ from nbdist.ipc.atomic_files import umask
 
 __all__ = [
     "FORKED",
+    "RANK_HOST",
     "RANK_PARENT",
     "SOCKET",
     "STARTED",
@@ -32,6 +33,8 @@ __all__ = [
 
 SOCKET = "forks"
 """The name of a cluster's socket in its run folder."""
+RANK_HOST = "the rank host"
+"""What messages call the process that forks a cluster's ranks, and its log."""
 RANK_PARENT = "NBDIST_RANK_PARENT"
 """The variable that tells a rank the pid of its parent process."""
 STARTED = "NBDIST_STARTED"

@@ -44,8 +44,18 @@ if __name__ == "__main__":
     sys.path[0:1] = []
     sys.path.append(str(ROOT))
 
-from nbdist.ipc.fork_messages import Request, peer_user, receive, send  # noqa: E402
-from nbdist.ipc.prctl import adopt_orphans, die_with_parent  # noqa: E402
+from nbdist.ipc.fork_messages import (  # noqa: E402
+    RANK_HOST,
+    Request,
+    peer_user,
+    receive,
+    send,
+)
+from nbdist.ipc.prctl import (  # noqa: E402
+    adopt_orphans,
+    die_with_parent,
+    name_process,
+)
 
 __all__: list[str] = []
 
@@ -63,7 +73,9 @@ PRELOADED = (
 TEXT_BARS = "nbdist.engine.text_bars"
 REQUEST_TIMEOUT_S = 10.0
 """How long a client that has connected may take to send its request."""
-LOG = "fork-server.log"
+SUPERVISOR_TIMEOUT_S = 60.0
+"""How long a rank host waits for the cluster's process supervisor."""
+LOG = f"{RANK_HOST}.log"
 
 
 def main() -> None:
@@ -229,9 +241,9 @@ class _Loop:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def events(self) -> list[object]:
+    def events(self, timeout_s: float | None = None) -> list[object]:
         """Wait; the file objects that can be read."""
-        ready = [key.fileobj for key, _ in self.selector.select()]
+        ready = [key.fileobj for key, _ in self.selector.select(timeout_s)]
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
         return [each for each in ready if each != self._wakeup]
@@ -315,6 +327,7 @@ class _Server(_Loop):
             self._control.close()
             os.close(self._kernel)
             _log_to(Path(run_dir) / LOG)
+            name_process(f"nbdist rank host of {run_dir}")
             return listener
         listener.close()
         self._hosts.add(child)
@@ -323,8 +336,9 @@ class _Server(_Loop):
 
     def _reap(self) -> None:
         ended = {pid for pid, _ in _ended_children()}
-        if ended & self._hosts:
-            self._hosts -= ended
+        self._hosts -= ended
+        if ended:
+            # Orphans of a rank host that was killed. Each that ends may leave others.
             _kill_below(apart_from=self._hosts)
 
 
@@ -353,7 +367,11 @@ class _RankHost(_Loop):
     def run(self) -> _Rank | None:
         """What a rank was asked for, in that rank; None when all ranks have ended."""
         while self._listener is not None or _has_children():
-            for ready in self.events():
+            is_attended = self._supervisor is not None
+            events = self.events(None if is_attended else SUPERVISOR_TIMEOUT_S)
+            if not (is_attended or events):
+                return None
+            for ready in events:
                 if ready is self._listener:
                     rank = self._accept()
                     if rank is not None:

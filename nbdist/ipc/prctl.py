@@ -1,14 +1,19 @@
-"""Linux's prctl: ending with the parent, adopting orphans. No effect elsewhere."""
+"""What Linux keeps of a process: its end with the parent, its orphans, its name.
+
+No function has an effect elsewhere.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import signal
 import sys
+from pathlib import Path
 
-__all__ = ["adopt_orphans", "die_with_parent"]
+__all__ = ["adopt_orphans", "die_with_parent", "name_process"]
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -22,6 +27,26 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _prctl(option: int, value: int) -> None:
+def name_process(name: str) -> None:
+    """Show a name for this process in `ps` and `top`, instead of its command line.
+
+    Args:
+        name: Its first 15 bytes are the short name; the command line shows as much as
+            the original one was long.
+    """
+    if sys.platform != "linux":
+        return
+    text = name.encode()
+    _prctl(PR_SET_NAME, ctypes.c_char_p(text))
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    if end - begin < 2:  # not known, or no command line
+        return
+    # Where the last byte is not 0, Linux shows the text before the first 0.
+    shown = text[: end - begin - 2].ljust(end - begin - 1, b"\0") + b" "
+    ctypes.memmove(begin, shown, len(shown))
+
+
+def _prctl(option: int, value: int | ctypes.c_char_p) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

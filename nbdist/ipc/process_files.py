@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbdist.ipc.atomic_files import write_atomically
+from nbdist.ipc.fork_messages import RANK_PARENT
 from nbdist.ipc.launch_environment import launched_rank
 
 __all__ = [
@@ -76,8 +77,17 @@ class Process:
         return self.run_dir / f"{self.name}.{suffix}"
 
     def report_stage(self, stage: str) -> None:
-        """Tell the notebook how far the start is."""
-        record = {"pid": os.getpid(), "stage": stage, "time": time.time()}
+        """Tell the notebook how far the start is, and which processes these are.
+
+        The first stage is told by the rank's parent process, which is then both.
+        """
+        pid = os.getpid()
+        record = {
+            "pid": pid,
+            "parent_pid": int(os.environ.get(RANK_PARENT, pid)),
+            "stage": stage,
+            "time": time.time(),
+        }
         self._write("stage", json.dumps(record))
 
     def report_failure(self, error: BaseException) -> None:

@@ -56,11 +56,11 @@ def main(arguments: list[str]) -> None:
     """Start the rank, wait until it has ended, and report its exit."""
     die_with_parent()
     process = Process.of_arguments(arguments)
+    os.environ[RANK_PARENT] = str(os.getpid())
     process.report_stage("starting Python")
     if process.is_refused:
         os._exit(0)
     process.reserve_exit_report()
-    os.environ[RANK_PARENT] = str(os.getpid())
     forked = _ask_for_rank(process, arguments)
     code = _own_rank(process, arguments) if forked is None else _follow(forked)
     process.report_exit(code)

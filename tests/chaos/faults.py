@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from jupyter_client.session import Session
 
-from tests.processes import wait_until
+from tests.processes import runs, wait_until
 from tests.security import attack
 
 __all__ = ["FolderFull", "exit_code", "kill", "send_wrong", "stop_and_go_on"]
@@ -31,14 +31,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _await_end(processes: Sequence[psutil.Process]) -> None:
-    wait_until(lambda: not any(map(_runs, processes)), ENDED_WITHIN_S)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    wait_until(lambda: not any(map(runs, processes)), ENDED_WITHIN_S)
 
 
 def stop_and_go_on(

@@ -12,7 +12,7 @@ import psutil
 from nbdist import Cluster
 from nbdist.errors import NotRunning
 from tests.chaos import faults
-from tests.chaos.family import Coming, Family
+from tests.cluster_processes import ClusterProcesses, ComingRank, rank_parent
 
 __all__ = ["KINDS", "Killer"]
 
@@ -89,21 +89,20 @@ class Killer:
                 return
 
     def _strike(self, kind: str) -> None:
-        family = Family.of(self._cluster)
+        processes = ClusterProcesses.of(self._cluster)
         infos = self._cluster.ranks
         ranks = [psutil.Process(info.pid) for info in infos]
         if kind in ("controller", "mpiexec", "process supervisor"):
-            helper = family.helper(kind)
+            helper = processes.helper(kind)
             faults.kill([] if helper is None else [helper])
         elif kind == "a stopped rank":
             stopped = [self._chance.choice(ranks)]
             faults.stop_and_go_on(stopped, lambda: None, lambda: False, STOPPED_S)
         elif kind == "a rank's parent":
-            parent = self._chance.choice(ranks).parent()
-            faults.kill([] if parent is None else [parent])
+            faults.kill([rank_parent(self._chance.choice(infos))])
         elif kind == "a rank and the one that comes in its place":
             number = self._chance.randrange(len(ranks))
-            coming = Coming(family.run_dir, infos[number].rank)
+            coming = ComingRank(processes.run_dir, infos[number].rank)
             faults.kill([ranks[number]])
             self._await(lambda: coming.process() is not None, NEWCOMER_WITHIN_S)
             process = coming.process()

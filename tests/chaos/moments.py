@@ -20,8 +20,8 @@ import psutil
 from nbdist.cluster.startup import Progress
 from nbdist.training.elastic import checkpoint
 from tests.chaos.draw import RANKS, STAGES, Draw
-from tests.chaos.family import Coming, Family, process_supervisors
 from tests.chaos.on_ranks import BIG, SlowToArrive
+from tests.cluster_processes import ClusterProcesses, ComingRank, process_supervisors
 from tests.processes import wait_until
 
 if TYPE_CHECKING:
@@ -98,30 +98,26 @@ class Scene:
     def targets(self) -> list[psutil.Process]:
         """The processes to strike, once the act is in its midst."""
         draw = self.draw
-        if draw.process in ("rank", "rank parent"):
-            ranks = [self._rank(rank) for rank in draw.victims]
-            return (
-                ranks if draw.process == "rank" else [_parent(each) for each in ranks]
-            )
+        if draw.process == "rank":
+            return [self._rank(rank) for rank in draw.victims]
+        if draw.process == "rank parent":
+            return [self._parent(rank) for rank in draw.victims]
         if draw.process == "worker":
             pids = [pid for rank in draw.victims for pid in self.stage.workers[rank]]
             return [psutil.Process(pid) for pid in pids]
         if draw.process == "folder":
             return []
-        helper = self.stage.family.helper(draw.process)
+        helper = self.stage.processes.helper(draw.process)
         return [] if helper is None else [helper]
 
     def _rank(self, rank: int) -> psutil.Process:
         return self.stage.ranks[rank]
 
+    def _parent(self, rank: int) -> psutil.Process:
+        return self.stage.parents[rank]
+
     def check(self) -> None:
         """What must hold of this scene once all is mended."""
-
-
-def _parent(process: psutil.Process) -> psutil.Process:
-    parent = process.parent()
-    assert parent is not None
-    return parent
 
 
 class Idle(Scene):
@@ -232,7 +228,7 @@ class Change(Scene):
     def prepare(self) -> None:
         if self.draw.stage == "setup cell":
             self.stage.marks.newcomers.touch()
-        self._coming = Coming(self.stage.family.run_dir, self.draw.first)
+        self._coming = ComingRank(self.stage.processes.run_dir, self.draw.first)
 
     def wait(self) -> None:
         if self.draw.stage == "setup cell":
@@ -244,6 +240,11 @@ class Change(Scene):
         if rank != self.draw.first:
             return super()._rank(rank)
         return _await_process(self._coming)
+
+    def _parent(self, rank: int) -> psutil.Process:
+        if rank != self.draw.first:
+            return super()._parent(rank)
+        return _await_parent(self._coming)
 
 
 class Scale(Change):
@@ -296,24 +297,27 @@ class Start(Scene):
             lambda: len(process_supervisors() - self._before) == 1, REACHED_WITHIN_S
         )
         (supervisor,) = process_supervisors() - self._before
-        self.stage.family = Family(supervisor)
-        run_dir = self.stage.family.run_dir
-        self._coming = [Coming(run_dir, rank, again=False) for rank in range(RANKS)]
+        self.stage.processes = ClusterProcesses(supervisor)
+        run_dir = self.stage.processes.run_dir
+        self._coming = [ComingRank(run_dir, rank, again=False) for rank in range(RANKS)]
         for rank in self._whose:
             _await_stage(self._coming[rank], self.draw.stage)
-        assert self.stage.family.memory.exists()
+        assert self.stage.processes.memory.exists()
 
     def targets(self) -> list[psutil.Process]:
         if self.draw.process in ("controller", "mpiexec"):
-            helper = self.stage.family.helper
+            helper = self.stage.processes.helper
             wait_until(lambda: helper(self.draw.process) is not None, REACHED_WITHIN_S)
         return super().targets()
 
     def _rank(self, rank: int) -> psutil.Process:
         return _await_process(self._coming[rank])
 
+    def _parent(self, rank: int) -> psutil.Process:
+        return _await_parent(self._coming[rank])
 
-def _await_stage(coming: Coming, stage: str) -> None:
+
+def _await_stage(coming: ComingRank, stage: str) -> None:
     """Until a rank that comes up is at this stage, or past it."""
     wait_until(
         lambda: _is_past(coming.stage, stage),
@@ -326,11 +330,19 @@ def _is_past(now: str | None, stage: str) -> bool:
     return now is not None and STAGES.index(now) >= STAGES.index(stage)
 
 
-def _await_process(coming: Coming) -> psutil.Process:
+def _await_process(coming: ComingRank) -> psutil.Process:
     wait_until(lambda: coming.process() is not None, REACHED_WITHIN_S)
     process = coming.process()
     assert process is not None
     return process
+
+
+def _await_parent(coming: ComingRank) -> psutil.Process:
+    """The parent of a rank, once the rank is there."""
+    _await_process(coming)
+    parent = coming.parent()
+    assert parent is not None
+    return parent
 
 
 SCENES: dict[str, type[Scene]] = {

@@ -19,10 +19,10 @@ from nbdist import Cluster
 from nbdist.cluster.startup import Progress
 from nbdist.wire import RankInfo
 from tests.chaos.draw import RANKS
-from tests.chaos.family import Family
 from tests.chaos.faults import FolderFull
 from tests.chaos.moments import Marks
 from tests.cluster import elastic_training
+from tests.cluster_processes import ClusterProcesses, rank_parent
 from tests.processes import Footprint, wait_until
 
 __all__ = ["Stage"]
@@ -47,7 +47,7 @@ class Stage:
         self.marks = Marks(folder)
         self.said: list[str] = []
         """What the cluster has noted since the draw began."""
-        self.family: Family
+        self.processes: ClusterProcesses
         self.workers: dict[int, list[int]] = {}
         """The processes of each rank's loader."""
         self._cluster: Cluster | None = None
@@ -92,6 +92,11 @@ class Stage:
         return self._ranks
 
     @property
+    def parents(self) -> dict[int, psutil.Process]:
+        """The rank parents, as they were last looked up."""
+        return self._parents
+
+    @property
     def infos(self) -> list[RankInfo]:
         """The ranks of the cluster; none before it runs."""
         return [] if self._cluster is None else self._cluster.infos
@@ -102,9 +107,11 @@ class Stage:
 
     def look_up(self) -> None:
         """Find the processes as they are now."""
-        self.family = Family.of(self.cluster)
-        assert self.family.memory.exists()
-        self._ranks = {r.rank: psutil.Process(r.pid) for r in self.cluster.ranks}
+        self.processes = ClusterProcesses.of(self.cluster)
+        assert self.processes.memory.exists()
+        infos = self.cluster.ranks
+        self._ranks = {info.rank: psutil.Process(info.pid) for info in infos}
+        self._parents = {info.rank: rank_parent(info) for info in infos}
 
     def ready(self) -> None:
         """A whole cluster runs."""
@@ -138,7 +145,7 @@ class Stage:
             return
         footprint = None
         with contextlib.suppress(psutil.NoSuchProcess):
-            footprint = Footprint([self.family.supervisor.pid])
+            footprint = Footprint(process.pid for process in self.processes.all())
         cluster.stop()
         if footprint is not None:
             footprint.assert_gone(GONE_WITHIN_S)
@@ -146,9 +153,10 @@ class Stage:
 
     def assert_nothing_left(self) -> None:
         """No cluster runs: no process, no file, no descriptor of one is there."""
-        family = self.family
-        wait_until(lambda: family.census() == {}, GONE_WITHIN_S, family.describe)
-        assert not family.memory.exists(), f"in shared memory: {family.in_memory()}"
+        processes = self.processes
+        wait_until(lambda: not processes.all(), GONE_WITHIN_S, processes.describe)
+        in_memory = processes.in_memory()
+        assert not processes.memory.exists(), f"in shared memory: {in_memory}"
         left = {path.name for path in self.own.iterdir()} - {"filler"}
         left -= {name for name in left if name.startswith("torchinductor_")}
         assert not left, f"left in the temporary folder: {left}"

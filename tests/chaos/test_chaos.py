@@ -33,10 +33,10 @@ from tests.chaos.expectations import (
     Expectation,
     expected,
 )
-from tests.chaos.family import CENSUS
 from tests.chaos.moments import SCENES, Scene
 from tests.chaos.report import Report
 from tests.chaos.stage import Stage
+from tests.cluster_processes import census
 from tests.processes import wait_until
 
 OFTEN = spread(range(1000, 3000), 20)
@@ -159,7 +159,7 @@ class Before:
 
     def __init__(self, stage: Stage) -> None:
         self._pids = {rank: process.pid for rank, process in stage.ranks.items()}
-        self._in_memory = stage.family.in_memory()
+        self._in_memory = stage.processes.in_memory()
 
     def new_ranks(self, stage: Stage) -> set[int]:
         """The ranks that are other processes now."""
@@ -168,9 +168,9 @@ class Before:
 
     def assert_nothing_more(self, stage: Stage) -> None:
         """No process is left over, and no file in shared memory."""
-        family = stage.family
-        wait_until(lambda: family.census() == CENSUS, 10.0, family.describe)
-        assert family.in_memory() <= {*self._in_memory, "commit"}
+        processes, whole = stage.processes, census(stage.infos)
+        wait_until(lambda: processes.census() == whole, 10.0, processes.describe)
+        assert processes.in_memory() <= {*self._in_memory, "commit"}
 
 
 @dataclass
@@ -316,6 +316,6 @@ class _Striker:
             stage.full.strike()
         elif drawn.fault == "wrong message":
             uuids = [info.engine_uuid for info in stage.infos]
-            faults.send_wrong(stage.family.run_dir, drawn.port, uuids)
+            faults.send_wrong(stage.processes.run_dir, drawn.port, uuids)
         else:
             faults.exit_code(targets, stage.folder, int(drawn.fault.split()[-1]))

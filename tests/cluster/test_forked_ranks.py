@@ -19,7 +19,9 @@ import pytest
 
 from nbdist import Cluster
 from nbdist.cluster import fork_server_client
-from nbdist.errors import CellError
+from nbdist.cluster.startup import Progress
+from nbdist.cluster.supervisor_client import SupervisorClient
+from nbdist.errors import CellError, StartError
 from nbdist.ipc.fork_messages import FORKED
 from nbdist.session import Session
 from tests.cluster.process_state import (
@@ -29,7 +31,8 @@ from tests.cluster.process_state import (
     state,
     threads_of_pools,
 )
-from tests.processes import Footprint, Program, wait_until
+from tests.cluster_processes import ClusterProcesses, fork_server
+from tests.processes import Footprint, Program, runs, wait_until
 
 SUM = "x = torch.ones(1); nbdist.all_reduce(x); assert x == world_size"
 
@@ -48,14 +51,15 @@ def started(cluster: Cluster) -> list[str]:
 
 
 def server_pid() -> int:
-    server = fork_server_client._server
+    server = fork_server()
     assert server is not None
-    return server._process.pid
+    return server.pid
 
 
 def rank_host(cluster: Cluster) -> psutil.Process:
     """The parent of a cluster's ranks."""
-    (host,) = {psutil.Process(info.pid).parent() for info in cluster.infos}
+    host = ClusterProcesses.of(cluster).rank_host
+    assert {psutil.Process(info.pid).parent() for info in cluster.infos} == {host}
     assert host is not None
     return host
 
@@ -168,6 +172,16 @@ def test_locks_of_the_servers_are_free(two: Cluster) -> None:
     """No thread runs where ranks are forked, so that none can hold a lock."""
     for pid in (rank_host(two).pid, server_pid()):
         assert os.listdir(f"/proc/{pid}/task") == [str(pid)]
+
+
+def test_ps_shows_which_rank_a_process_is(two: Cluster, alone: Cluster) -> None:
+    for cluster in (two, alone):
+        for info in cluster.infos:
+            process = psutil.Process(info.pid)
+            assert process.name() == f"nbdist rank {info.rank}"
+            assert process.cmdline() == ["nbdist", "rank", str(info.rank)]
+    host = " ".join(rank_host(two).cmdline())
+    assert host == f"nbdist rank host of {ClusterProcesses.of(two).run_dir}"
 
 
 # -- what works in a rank ----------------------------------------------------------
@@ -314,6 +328,93 @@ def test_kill_9_of_the_fork_server_costs_no_rank() -> None:
         footprint.assert_gone()
         assert started(cluster) == [FORKED] * 2
         assert server_pid() != before
+
+
+def test_a_rank_host_that_is_killed_during_a_start_is_named() -> None:
+    def kill(progress: Progress) -> None:
+        if progress.stages:
+            for process in psutil.Process(server_pid()).children():
+                process.kill()
+
+    # A rank ends with its host, and may be seen first.
+    named = r"(rank host|rank . of 2 on .*) ended with SIGKILL"
+    with pytest.raises(StartError, match=named) as failed:
+        Cluster(2, device="cpu").start(kill)
+    assert failed.value.died
+
+
+@pytest.mark.parametrize("when", ["before", "after", "importing"])
+def test_a_stopped_fork_server_delays_no_start(when: str) -> None:
+    if when == "importing":
+        fork_server_client.close()
+        fork_server_client.prepare(os.environ)
+    cluster = Cluster(1, device="cpu")
+    stopped = psutil.Process(server_pid())
+
+    def stop(progress: Progress) -> None:
+        if not progress.ready and stopped.status() != psutil.STATUS_STOPPED:
+            stopped.suspend()
+
+    if when == "before":
+        stopped.suspend()
+    begun = time.monotonic()
+    with cluster.start(stop if when != "before" else lambda _: None):
+        assert time.monotonic() - begun < 30  # a rank parent would wait 60 s
+        assert started(cluster) == [FORKED]
+    stopped.resume()
+
+
+def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server_client, "ANSWER_TIMEOUT_S", 0.2)
+    fork_server_client.prepare(os.environ)
+    with Cluster(1, device="cpu"):
+        pass  # it has imported everything
+    hanging = psutil.Process(server_pid())
+    monkeypatch.setattr(signal, "SIGCONT", 0)  # nobody wakes it
+    hanging.suspend()
+    with Cluster(1, device="cpu") as cluster:
+        assert started(cluster) == [FORKED]
+        assert server_pid() != hanging.pid
+    assert not runs(hanging)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_fork_server_that_is_killed_during_a_start_costs_no_rank(
+    is_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_ready:
+        fork_server_client.close()
+    attend = SupervisorClient.attend_rank_host
+
+    def killed(client: SupervisorClient, path: Path, server: int) -> None:
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not runs(psutil.Process(server)), 5)
+        attend(client, path, server)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SupervisorClient, "attend_rank_host", killed)
+        cluster = Cluster(2, device="cpu").start()
+    with cluster:
+        cluster.execute(SUM)
+        ways = started(cluster)
+    if is_ready:
+        assert ways == [FORKED] * 2, "the rank host was there"
+    else:
+        assert all("the fork server" in way for way in ways)
+
+
+def test_a_rank_host_without_a_process_supervisor_ends(tmp_path: Path) -> None:
+    program = (
+        "import socket, sys\n"
+        "from nbdist.ipc import fork_server\n"
+        "fork_server.SUPERVISOR_TIMEOUT_S = 0.1\n"
+        "listener = socket.socket(socket.AF_UNIX)\n"
+        "listener.bind(sys.argv[1])\n"
+        "listener.listen()\n"
+        "fork_server._RankHost(listener, fork_server._Stamps({})).run()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "socket")]
+    assert subprocess.run(command, timeout=30).returncode == 0
 
 
 def test_a_rank_ends_with_its_parent_process(two: Cluster) -> None:

@@ -19,6 +19,7 @@ from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.membership import MEET_TIMEOUT_S
 from nbdist.errors import CellError, ScaleFailed, UsageError
 from nbdist.ipc.private_files import memory_folder, rendezvous_folder
+from tests.cluster_processes import ClusterProcesses
 from tests.processes import wait_until
 
 SUM = """
@@ -58,13 +59,9 @@ def cluster(_lasting: Cluster, notes: list[str]) -> Cluster:
 
 def helper_pid(cluster: Cluster, name: str) -> int:
     """The process id of the process supervisor, the controller or mpiexec."""
-    assert cluster._started is not None
-    client = cluster._started.process_supervisor
-    if name == "process supervisor":
-        return client._process.pid
-    pid = client.pid(name)
-    assert pid is not None
-    return pid
+    helper = ClusterProcesses.of(cluster).helper(name)
+    assert helper is not None
+    return helper.pid
 
 
 def kill_all(cluster: Cluster) -> None:

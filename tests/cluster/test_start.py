@@ -21,6 +21,7 @@ from nbdist.cluster.hosts import this_host
 from nbdist.cluster.startup import Progress
 from nbdist.config import ClusterConfig
 from nbdist.errors import AlreadyRunning
+from tests.cluster_processes import is_rank
 
 GONE_WITHIN_S = 10.0
 
@@ -224,7 +225,7 @@ def test_ranks_that_are_all_killed_are_named_rather_than_mpiexec(traces: Path):
         if "loading torch" in progress.stages.values():
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if process.cmdline()[1:3] == ["-m", "nbdist.engine"]:
+                    if is_rank(process):
                         process.kill()
 
     named = r"rank . of 2 on .* ended with SIGKILL"

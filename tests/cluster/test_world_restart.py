@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import shutil
@@ -21,6 +20,7 @@ from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CheckpointError, RankDied, StartError
 from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
+from tests.cluster_processes import ClusterProcesses, ComingRank
 from tests.processes import wait_until
 
 TRAIN = "state = make_state(); result = train(state)"
@@ -40,29 +40,13 @@ def notes_of(cluster: Cluster) -> list[str]:
     return cluster.__dict__.setdefault("notes", [])
 
 
-def newcomer(cluster: Cluster) -> psutil.Process:
-    """The process that is to take a dead rank's place, as soon as there is one."""
-    launcher = psutil.Process(cluster.ranks[0].pid).parent()
-    assert launcher is not None
-    root = launcher.parent()
-    assert root is not None
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        for process in root.children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                parent = process.parent()
-                if parent and all("--join" in p.cmdline() for p in (process, parent)):
-                    return process
-        time.sleep(0.01)
-    raise AssertionError("no process came")
-
-
-def while_recovering(cluster: Cluster, act: object) -> threading.Thread:
-    """Do something once a newcomer is on its way."""
+def while_recovering(cluster: Cluster, rank: int, act: object) -> threading.Thread:
+    """Do something once a process is on its way that is to be a rank."""
+    coming = ComingRank(ClusterProcesses.of(cluster).run_dir, rank)
 
     def watch() -> None:
-        victim = newcomer(cluster)
-        act(victim)  # type: ignore[operator]
+        wait_until(lambda: coming.process() is not None, 30)
+        act(coming.process())  # type: ignore[operator]
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -74,7 +58,7 @@ def test_a_death_while_the_ranks_meet_anew(cluster: Cluster, who: str) -> None:
     survivor = psutil.Process(cluster.ranks[2].pid)
     cluster.execute("if rank == 1: events = [(6, 'forward', die)]")
     other = while_recovering(
-        cluster, lambda new: (new if who == "newcomer" else survivor).kill()
+        cluster, 1, lambda new: (new if who == "newcomer" else survivor).kill()
     )
     begun = time.monotonic()
     cluster.execute(TRAIN, timeout_s=100)

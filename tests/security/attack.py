@@ -15,6 +15,7 @@ import zmq
 from jupyter_client.session import DELIM, Session
 
 from nbdist import Cluster
+from tests.cluster_processes import ClusterProcesses
 
 SEED = int(os.environ.get("NBDIST_SEED") or random.SystemRandom().randrange(10**6))
 SEND_TIMEOUT_MS = 20_000
@@ -78,9 +79,8 @@ def connection(run_dir: Path, end: str) -> dict[str, Any]:
 
 
 def processes(cluster: Cluster) -> list[psutil.Process]:
-    """The process supervisor and everything below it."""
-    supervisor = psutil.Process(cluster._started.process_supervisor._process.pid)
-    return [supervisor, *supervisor.children(recursive=True)]
+    """All processes of a cluster."""
+    return sorted(ClusterProcesses.of(cluster).all(), key=lambda process: process.pid)
 
 
 class Sender:
