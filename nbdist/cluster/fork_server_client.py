@@ -18,7 +18,7 @@ from typing import Any
 from nbdist.config import ForkConfig
 from nbdist.ipc.fork_messages import SOCKET, receive, send
 
-__all__ = ["CannotFork", "close", "hash_seed", "prepare", "serve"]
+__all__ = ["CannotFork", "await_ready", "close", "hash_seed", "prepare", "serve"]
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a fork server that has imported everything may take to answer."""
@@ -65,6 +65,13 @@ class _ForkServer:
                 cwd="/",
                 start_new_session=True,
             )
+
+    def await_ready(self, timeout_s: float) -> bool:
+        """Wait for its imports; whether it has made them."""
+        if not (self.is_ready or self.why_not):
+            with contextlib.suppress(TimeoutError):
+                self._hear(timeout_s)
+        return self.is_ready and not self.why_not
 
     def offer(self, run_dir: Path, listener: socket.socket) -> bool:
         """Have it serve a cluster; whether it does, or will after its imports."""
@@ -143,6 +150,12 @@ def prepare(environment: Mapping[str, str]) -> str:
     """
     with _lock:
         return _prepare(environment, ForkConfig.from_environment())
+
+
+def await_ready(timeout_s: float) -> bool:
+    """Wait until the fork server has imported what ranks need; whether it has."""
+    with _lock:
+        return _server is not None and _server.await_ready(timeout_s)
 
 
 def _prepare(environment: Mapping[str, str], config: ForkConfig) -> str:

@@ -287,10 +287,11 @@ class RankRegistry:
         """The exit code or signal of a rank, from the exit report of its parent."""
         deadline = time.monotonic() + ENDING_TIMEOUT_S
         while time.monotonic() < deadline:
+            has_parent = runs(info.parent_pid)  # before the report, its last act
             ending = read_exit_report(self.run_dir, info.name)
             if ending is not None:
                 return ending
-            if not runs(info.parent_pid):
+            if not has_parent:
                 return "an unknown exit code, because its parent process has ended too"
             time.sleep(ENDING_TIMEOUT_S / 50)
         # MPI, and through it the other ranks, notices only the end of the parent.

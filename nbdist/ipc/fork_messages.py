@@ -21,6 +21,7 @@ from nbdist.ipc.atomic_files import umask
 
 __all__ = [
     "FORKED",
+    "MAX_DESCRIPTORS",
     "RANK_HOST",
     "RANK_PARENT",
     "SOCKET",
@@ -43,6 +44,8 @@ FORKED = "forked"
 
 _LENGTH = struct.Struct("!I")
 _MAX_BYTES = 64 << 20
+MAX_DESCRIPTORS = 253
+"""How many Linux takes beside one message."""
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
 
@@ -51,7 +54,7 @@ _CREDENTIALS = struct.Struct("3i")
 class Request:
     """The state of a rank's parent that the forked rank takes over.
 
-    Its descriptors 0, 1 and 2 travel beside it.
+    The rank's descriptors travel beside it.
     """
 
     arguments: list[str]
@@ -62,6 +65,8 @@ class Request:
     """(soft, hard) by the name of `resource`'s constant."""
     cores: list[int] = field(default_factory=lambda: _cores())
     """The cores that it may run on; empty where the system does not say."""
+    descriptors: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """The numbers that the descriptors beside this message have in the rank."""
 
     @classmethod
     def of_message(cls, message: dict[str, Any]) -> Request:

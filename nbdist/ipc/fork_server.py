@@ -21,6 +21,7 @@ server says so and ends, and the ranks are started without it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -32,7 +33,7 @@ import site
 import socket
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,7 @@ if __name__ == "__main__":
     sys.path.append(str(ROOT))
 
 from nbdist.ipc.fork_messages import (  # noqa: E402
+    MAX_DESCRIPTORS,
     RANK_HOST,
     Request,
     peer_user,
@@ -84,7 +86,9 @@ def main() -> None:
     try:
         _preload(name for name in sys.argv[1].split(",") if name)
     except BaseException as error:  # noqa: BLE001 - told to the kernel
-        why = traceback.format_exception_only(type(error), error)[-1].strip()
+        why = str(error)
+        if not isinstance(error, _CannotFork):
+            why = traceback.format_exception_only(type(error), error)[-1].strip()
         with contextlib.suppress(OSError):  # the kernel has ended
             send(control, {"unfit": why})
         return
@@ -125,6 +129,7 @@ def _preload(names: Iterable[str]) -> None:
         _CannotFork: This process can no longer be forked.
         Exception: An import has failed.
     """
+    _refuse_customization()
     import mpi4py
 
     # MPI begins in the rank: its identity is in the rank's environment.
@@ -144,6 +149,23 @@ def _preload(names: Iterable[str]) -> None:
         raise _CannotFork("an import has initialised CUDA")
     gc.collect()
     gc.freeze()  # the collector would write to pages that all ranks share
+
+
+def _refuse_customization() -> None:
+    """Fork nothing where each process begins with a module of the user's own.
+
+    What it does may depend on the process, such as on a rank's number.
+
+    Raises:
+        _CannotFork: There is one on PYTHONPATH, or in the user's site-packages.
+    """
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    own = {os.path.realpath(folder) for folder in filter(None, folders)}
+    own.add(os.path.realpath(site.getusersitepackages()))
+    for name in ("sitecustomize", "usercustomize"):
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is not None and os.path.realpath(os.path.dirname(path)) in own:
+            raise _CannotFork(f"{path} is run by each process as it begins")
 
 
 @dataclass(frozen=True)
@@ -408,7 +430,7 @@ class _RankHost(_Loop):
             return None
         connection.settimeout(REQUEST_TIMEOUT_S)
         try:
-            received = receive(connection, descriptors=3)
+            received = receive(connection, descriptors=MAX_DESCRIPTORS)
             if received is None or _is_closed(connection):
                 connection.close()
                 return None
@@ -441,10 +463,11 @@ class _RankHost(_Loop):
         self._ranks[child] = connection
         self.selector.register(connection, selectors.EVENT_READ)
         handle = os.pidfd_open(child)
-        try:
+        with contextlib.suppress(
+            OSError
+        ):  # the rank parent has ended: that is read next
             send(connection, {"pid": child}, [handle])
-        finally:
-            os.close(handle)
+        os.close(handle)
         return None
 
     def _refusal(self, request: Request) -> str | None:
@@ -526,9 +549,7 @@ def _log_to(path: Path) -> None:
 
 def _become_rank(request: Request, descriptors: list[int]) -> None:
     """Go on as the program that a rank parent would have started."""
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    _renumber(dict(zip(request.descriptors, descriptors, strict=True)))
     os.setpgid(0, 0)
     request.apply()
     _seed()
@@ -538,6 +559,28 @@ def _become_rank(request: Request, descriptors: list[int]) -> None:
     sys.orig_argv = [sys.executable, "-m", "nbdist.engine", *request.arguments]
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     runpy.run_module("nbdist.engine", run_name="__main__", alter_sys=True)
+
+
+def _renumber(descriptors: Mapping[int, int]) -> None:
+    """Give open descriptors other numbers, and close all others.
+
+    Args:
+        descriptors: The open descriptor, by its new number.
+    """
+    above = 1 + max(*descriptors, *descriptors.values())
+    # First beyond all numbers that are wanted, where none is in the way of another.
+    kept = {
+        number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, above)
+        for number, descriptor in descriptors.items()
+    }
+    for number, descriptor in kept.items():
+        os.dup2(descriptor, number)
+    begin = 0
+    for number in sorted(descriptors):
+        if begin < number:  # closerange(0, 0) closes all
+            os.closerange(begin, number)
+        begin = number + 1
+    os.closerange(begin, os.sysconf("SC_OPEN_MAX"))
 
 
 def _seed() -> None:

@@ -134,13 +134,15 @@ def _ask_for_rank(process: Process, arguments: list[str]) -> _Forked | None:
     if not path.exists():
         return None
     os.environ[STARTED] = FORKED
+    inherited = _inherited()
     host = socket.socket(socket.AF_UNIX)
     host.settimeout(FORK_TIMEOUT_S)
     try:
         host.connect(str(path))
         descriptors = _captured(process)
-        request = Request(arguments, folder=str(ROOT))
-        send(host, request.message, descriptors)
+        numbers = [*range(len(descriptors)), *inherited]
+        request = Request(arguments, folder=str(ROOT), descriptors=numbers)
+        send(host, request.message, [*descriptors, *inherited])
         for descriptor in descriptors:
             os.close(descriptor)
         received = receive(host, descriptors=1)
@@ -153,6 +155,16 @@ def _ask_for_rank(process: Process, arguments: list[str]) -> _Forked | None:
         return None
     host.settimeout(None)
     return _Forked(received[1][0], host)
+
+
+def _inherited() -> list[int]:
+    """The descriptors above 2 that a rank would inherit, such as MPICH's PMI_FD."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                found.append(int(name))
+    return found
 
 
 def _follow(rank: _Forked) -> int:

@@ -18,6 +18,7 @@ import psutil
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.ipc.private_files import memory_folder
+from tests.cluster_processes import fork_server
 
 CELL = "x = torch.ones(3); dist.all_reduce(x); nbdist.log(x=x[0]); print('sum')"
 
@@ -49,8 +50,9 @@ def live(shell: InteractiveShell) -> Path:
 def inventory(memory: Path) -> dict[str, object]:
     """What there is of this process, and of the cluster that it has stopped."""
     this = psutil.Process()
+    below = {*this.children(recursive=True)} - {fork_server()}
     return {
-        "processes": len(this.children(recursive=True)),
+        "processes": len(below),
         "descriptors": sorted(
             os.readlink(path) if path.is_symlink() else ""
             for path in Path("/proc/self/fd").iterdir()

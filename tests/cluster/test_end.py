@@ -14,6 +14,7 @@ import pytest
 
 from nbdist import Cluster
 from nbdist.errors import NotRunning
+from tests.cluster_processes import ClusterProcesses
 from tests.processes import Footprint, Program, wait_until
 
 START = """
@@ -150,7 +151,7 @@ def test_what_the_ranks_have_started_ends_too():
         "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
         "stubborn = subprocess.Popen(['sh', '-c', \"trap '' TERM; sleep 1000\"])"
     )
-    footprint = Footprint([victim_pid(cluster, "process supervisor")])
+    footprint = Footprint(p.pid for p in ClusterProcesses.of(cluster).all())
     assert {"sleep", "sh"} <= {process.name() for process in footprint.processes}
     cluster.stop()
     footprint.assert_gone()

@@ -143,6 +143,21 @@ def test_no_descriptor_of_the_servers_is_open_in_a_rank(
     assert kinds(forked) == kinds(plain)
 
 
+def test_a_rank_has_its_descriptors_under_the_parents_numbers() -> None:
+    program = (
+        "import os\n"
+        "from nbdist.ipc.fork_server import _renumber\n"
+        "a, b = (os.memfd_create(name) for name in 'ab')\n"
+        "other = os.memfd_create('other')\n"
+        "_renumber({0: 0, 1: 1, 2: 2, a: b, b: a, 40: b})\n"
+        "print([os.readlink(f'/proc/self/fd/{n}')[7:8] for n in (a, b, 40)])\n"
+        "print(os.path.exists(f'/proc/self/fd/{other}'))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['b', 'a', 'b']", "False"]
+
+
 def test_random_states_differ_unless_seeded(two: Cluster) -> None:
     drawn = list(two.run(random_states))
     with Cluster(1, device="cpu") as another:
@@ -367,8 +382,7 @@ def test_a_stopped_fork_server_delays_no_start(when: str) -> None:
 def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server_client, "ANSWER_TIMEOUT_S", 0.2)
     fork_server_client.prepare(os.environ)
-    with Cluster(1, device="cpu"):
-        pass  # it has imported everything
+    assert fork_server_client.await_ready(60)
     hanging = psutil.Process(server_pid())
     monkeypatch.setattr(signal, "SIGCONT", 0)  # nobody wakes it
     hanging.suspend()
@@ -450,6 +464,25 @@ def test_a_preloaded_package_that_changes_is_seen(
         cluster.execute(look)
         assert (started(cluster), cluster["seen"]) == ([FORKED], [(22, False)])
         assert server_pid() != server
+
+
+def test_a_sitecustomize_of_the_users_runs_in_each_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module(
+        tmp_path, "sitecustomize", "import os\nos.environ['BEGUN'] = str(os.getpid())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    with Cluster(2, device="cpu") as cluster:
+        cluster.execute("import os; assert os.environ['BEGUN'] == str(os.getpid())")
+        cluster.execute(SUM)
+    with Cluster(1, device="cpu") as cluster:
+        (how,) = started(cluster)
+        assert (
+            how
+            == f"{tmp_path / 'sitecustomize.py'} is run by each process as it begins"
+        )
 
 
 def test_a_users_module_of_a_preloaded_name_is_not_replaced(

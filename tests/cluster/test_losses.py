@@ -198,9 +198,15 @@ def test_the_end_of_a_ranks_parent_costs_that_rank_alone(
     cluster: Cluster, rank: int
 ) -> None:
     before = [info.pid for info in cluster.infos]
-    os.kill(cluster.infos[rank].parent_pid, signal.SIGKILL)
+    parent = cluster.infos[rank].parent_pid
+    killer = threading.Timer(0.2, os.kill, (parent, signal.SIGKILL))
+    killer.start()
     with pytest.raises(CellError, match=rf"rank {rank} .*parent process has ended"):
-        cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
+        cluster.execute(
+            f"import threading\nif rank == {rank}: threading.Event().wait()\n"
+            "nbdist.barrier()",
+            timeout_s=DEADLINE_S,
+        )
     cluster.execute(SUM + "mine = globals().get('mine')")
     kept = [info.pid == pid for info, pid in zip(cluster.infos, before, strict=True)]
     assert kept == [r != rank for r in range(3)]

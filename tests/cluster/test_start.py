@@ -243,6 +243,8 @@ def test_a_rank_that_hangs_is_named_at_the_time_out(
     break_rank_1(
         "print('what a moon', file=sys.stderr, flush=True); time.sleep(600)", before_all
     )
+    fork_server_client.prepare(os.environ)
+    fork_server_client.await_ready(60)  # its imports may take longer than the start
     begin = time.monotonic()
     with pytest.raises(StartError) as late:
         Cluster(n=2, device="cpu", timeout_s=6).start()
