@@ -125,7 +125,9 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """`%unload_ext nbdist`: stop the cluster and remove the magics."""
+    """`%unload_ext nbdist`: stop the cluster, and end what `%load_ext` has begun."""
     from nbdist import magics
+    from nbdist.cluster import fork_server_client
 
     magics.unregister(shell)
+    fork_server_client.close()

@@ -30,6 +30,7 @@ __all__ = [
     "ComingRank",
     "census",
     "fork_server",
+    "is_fork_server",
     "is_rank",
     "process_supervisors",
     "rank_parent",
@@ -51,6 +52,12 @@ def fork_server() -> psutil.Process | None:
     """This process's fork server; None where there is none."""
     server = fork_server_client._server
     return None if server is None else psutil.Process(server.pid)
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    """Whether a process is a fork server, of whichever process."""
+    words = _command(process)[1:2]
+    return [Path(word).name for word in words] == ["fork_server.py"]
 
 
 def rank_parent(info: RankInfo) -> psutil.Process:

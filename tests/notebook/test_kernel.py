@@ -15,6 +15,7 @@ from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from tests.cluster_processes import is_fork_server
 from tests.processes import Footprint
 
 CELL_S = 90.0
@@ -100,13 +101,18 @@ class Notebook:
 
         return self.finish(self.send(code), press)
 
-    def footprint(self) -> Footprint:
+    def footprint(self, *, fork_server: bool = True) -> Footprint:
+        """What the kernel has started, with its fork server or without."""
         run_dir = self.run(RUN_DIR).displays[-1]["text/plain"]
         path = re.search(r"Path\('(.*)'\)", run_dir)
         assert path is not None, run_dir
         pid = self.manager.provisioner.process.pid
         footprint = Footprint([pid], Path(path[1]))
-        footprint.processes = {p for p in footprint.processes if p.pid != pid}
+        footprint.processes = {
+            process
+            for process in footprint.processes
+            if process.pid != pid and (fork_server or not is_fork_server(process))
+        }
         assert len(footprint.processes) >= 4
         return footprint
 
@@ -375,7 +381,7 @@ def own_notebook(tmp_path: Path) -> Iterator[Notebook]:
 
 
 def test_dist_stop_and_start_again(own_notebook: Notebook):
-    footprint = own_notebook.footprint()
+    footprint = own_notebook.footprint(fork_server=False)
     assert "stopped" in own_notebook.run("%dist_stop").text
     footprint.assert_gone()
     assert "no cluster was running" in own_notebook.run("%dist_stop").text
@@ -422,7 +428,7 @@ def test_the_end_of_a_kernel_leaves_nothing(own_notebook: Notebook, now: bool):
 def test_after_mpiexec_was_killed_the_next_cell_starts_all_ranks_again(
     own_notebook: Notebook,
 ):
-    footprint = own_notebook.footprint()
+    footprint = own_notebook.footprint(fork_server=False)
     for process in footprint.processes:
         if process.name() in ("mpiexec", "prterun", "mpirun"):
             process.kill()
