@@ -32,6 +32,8 @@ INSTRUCTION_TIMEOUT_S = 30.0
 LAST_LINES = 5
 ENDING_TIMEOUT_S = 0.5
 """Seconds to wait for an exit report."""
+HELPER_TIMEOUT_S = 0.2
+"""Seconds by which a helper process may end later than ranks that end with it."""
 POLL_S = 0.5
 OUTPUTS = (1, 2)
 """The descriptors of standard output and error."""
@@ -226,11 +228,12 @@ class RankRegistry:
     def lose(self, loss: Loss) -> None:
         """Record that all ranks end because a process that they depend on has ended.
 
-        Ranks that had ended before it, or whose parents had, are recorded with their
-        own exit code or signal: their end can be what has ended the process.
+        If it has aborted, ranks that had ended before it, or whose parents had, are
+        recorded with their own exit code or signal: their end can be why.
         """
         self.lost = loss.reason
-        earlier = self._exit_order.ended_before(loss.pid)
+        # Whoever sends another signal means the process itself.
+        earlier = self._exit_order.ended_before(loss.pid) if loss.aborted else set()
         for info in self.living:
             ended_itself = not loss.is_cause and not psutil.pid_exists(info.pid)
             if ended_itself or earlier & {info.pid, info.parent_pid}:
@@ -250,15 +253,21 @@ class RankRegistry:
             self._record_death(rank, self._death(rank))
 
     def _ended_with_helper(self, info: RankInfo) -> bool:
-        """Whether a helper process had ended before the rank and its parent.
+        """Whether a helper process has ended, and no exit of the rank is reported.
 
-        Then that is the cause, and `lose` records the death.
+        Then `lose` decides which was first. A helper's threads end one by one, so that
+        a child of one of them may end a moment before the whole process.
         """
-        earlier = self._exit_order.ended_before(info.pid)
-        return any(
-            info.parent_pid not in self._exit_order.ended_before(helper)
-            for helper in earlier & set(self._helpers)
-        )
+        deadline = time.monotonic() + HELPER_TIMEOUT_S
+        while not runs(info.parent_pid):
+            if read_exit_report(self.run_dir, info.name) is not None:
+                return False
+            if self._exit_order.has_ended(self._helpers):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(HELPER_TIMEOUT_S / 20)
+        return False
 
     def _record_death(self, rank: int, error: RankDied) -> None:
         with self._lock:
@@ -400,6 +409,13 @@ class ExitOrder:
                 self._hear(self._epoll)
             ended = self._ended
             return set(ended[: ended.index(pid)]) if pid in ended else set()
+
+    def has_ended(self, pids: Iterable[int]) -> bool:
+        """Whether one of these processes has ended."""
+        with self._lock:
+            if self._epoll is not None:
+                self._hear(self._epoll)
+            return not set(self._ended).isdisjoint(pids)
 
     def _hear(self, epoll: select.epoll) -> None:
         """Take in which processes have ended since the last call."""

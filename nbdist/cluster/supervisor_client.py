@@ -31,6 +31,8 @@ class Loss(NamedTuple):
     """Whether it ends the ranks. False for an `mpiexec` that exits because its ranks
     have ended."""
     pid: int
+    aborted: bool = False
+    """Whether it has ended itself with SIGABRT, as PRRTE does on an error."""
 
 
 class SupervisorClient:
@@ -237,7 +239,8 @@ class SupervisorClient:
             how = describe_exit(code)
             reason = f"{name} has ended with {how}, and all ranks with it"
             is_cause = name != "mpiexec" or code < 0
-            callback(Loss(reason, is_cause, self.pid(name) or self._process.pid))
+            pid = self.pid(name) or self._process.pid
+            callback(Loss(reason, is_cause, pid, aborted=code == -signal.SIGABRT))
 
 
 FORK_SERVER = "the fork server"

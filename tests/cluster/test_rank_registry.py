@@ -131,7 +131,7 @@ def test_ranks_that_end_before_mpiexec_are_named_when_it_ends(
     ranks[1].kill()
     mpiexec.kill()
     ranks[0].kill()
-    registry.lose(Loss(REASON, is_cause=True, pid=mpiexec.parent))
+    registry.lose(Loss(REASON, True, mpiexec.parent, aborted=True))
     assert str(registry.died[0]) == REASON
     assert f"rank 1 (pid {ranks[1].child} on here) has died" in str(registry.died[1])
 
@@ -147,9 +147,23 @@ def test_mpiexec_is_named_by_ranks_that_end_after_it(
     ranks[0].kill()
     registry._on_death(0)
     assert list(registry.died) == [1]
-    registry.lose(Loss(REASON, is_cause=True, pid=mpiexec.parent))
+    registry.lose(Loss(REASON, True, mpiexec.parent, aborted=True))
     assert str(registry.died[0]) == REASON
     assert f"rank 1 (pid {ranks[1].child} on here) has died" in str(registry.died[1])
+
+
+def test_an_mpiexec_that_was_killed_is_named_whoever_ended_first(
+    families: list[Family], registry: RankRegistry
+) -> None:
+    mpiexec, *ranks = families
+    for family in (*ranks, mpiexec):
+        family.kill()
+    for rank in (0, 1):
+        registry._on_death(rank)
+    registry.lose(Loss("mpiexec has ended with SIGKILL", True, mpiexec.parent))
+    assert {str(error) for error in registry.died.values()} == {
+        "mpiexec has ended with SIGKILL"
+    }
 
 
 def _info(rank: int, family: Family) -> RankInfo:
