@@ -1,4 +1,4 @@
-"""Names that load on first use: stored, and refused in the notebook."""
+"""Names that are loaded at first use are stored, or refused in the notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the repository says of itself is true, and the package loads fast."""
+"""The pages agree with the repository, and the package loads fast."""
 
 from __future__ import annotations
 

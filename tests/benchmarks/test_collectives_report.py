@@ -1,4 +1,4 @@
-"""What the collectives' benchmark says of its figures."""
+"""The report of the collectives' benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training goes on past deaths and changes of size, within one cell."""
+"""A training continues in one cell when ranks die and when the world changes size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures of several ranks, said once each."""
+"""Equal failures of several ranks are shown once."""
 
 from __future__ import annotations
 

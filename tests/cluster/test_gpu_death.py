@@ -1,4 +1,4 @@
-"""A rank is killed with work queued on the GPU that the others share with it."""
+"""A rank is killed while its work is queued on a GPU that other ranks share."""
 
 from __future__ import annotations
 

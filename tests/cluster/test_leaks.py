@@ -1,4 +1,4 @@
-"""Starting and stopping again and again leaves no more than the first time did."""
+"""Repeated starts and stops leave no more than the first one."""
 
 from __future__ import annotations
 

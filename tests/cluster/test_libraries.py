@@ -1,4 +1,4 @@
-"""What libraries for torch.distributed do to their process, done in cells."""
+"""Calls that libraries for torch.distributed make, in cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at the ranks, while they work, are blocked, or do not answer."""
+"""Status, variables and stacks of ranks that work, are blocked, or do not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that runs out of GPU memory learns who holds it; the numbers are made up."""
+"""The report of a rank that runs out of GPU memory, with simulated numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks go, on hosts that are made up."""
+"""The placement of ranks on simulated hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values whose own code is slow, or ends a rank, on their way to and from ranks."""
+"""Transfer of values whose pickling code is slow or ends a rank."""
 
 from __future__ import annotations
 

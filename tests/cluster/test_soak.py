@@ -1,4 +1,4 @@
-"""Many deaths in a row, each at a random moment of a random rank."""
+"""Many deaths in a row, each of a random rank at a random moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under a cell that does not get on: where each rank is, and who waits for whom."""
+"""The notice under a cell without progress: where each rank is, and who waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers run beside the notebook, end as they end, and outlive nobody."""
+"""Workers run, report how they ended, and end with the notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport must do. Runs on the ranks; `test_contract.py` launches it.
+"""What every transport must do. `test_contract.py` runs this file on ranks.
 
 Inputs come from per-rank seeds: each rank can compute everybody's, and a dropped or
 doubled contribution shows. After each case the ranks compare notes over plain MPI.
@@ -42,20 +42,20 @@ def case(function: Case) -> Case:
     return function
 
 
-def run_all(
+def run_on_transports(
     transports: list[str], device: str = "cpu", own_gpus: bool = False
 ) -> dict[str, dict[str, list[str | None]]]:
-    """`run` for each transport, with all tensors on a kind of device.
+    """`run_cases` for each transport, with all tensors on a kind of device.
 
     On GPUs, all ranks share the first one, unless each has its own.
     """
     if own_gpus:
         torch.cuda.set_device(RANK)
     torch.set_default_device(device)
-    return {transport: run(transport) for transport in transports}
+    return {transport: run_cases(transport) for transport in transports}
 
 
-def run(transport: str) -> dict[str, list[str | None]]:
+def run_cases(transport: str) -> dict[str, list[str | None]]:
     """Run all cases; per case, what went wrong on each rank."""
     stand_in = transport in simulated_transports.MAKERS
     name, _, how = ("auto" if stand_in else transport).partition(", ")
@@ -83,15 +83,17 @@ def run(transport: str) -> dict[str, list[str | None]]:
 # -- inputs and references -------------------------------------------------------------
 
 
-def made(
+def input_of(
     shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int = 0
 ) -> Tensor:
     """The input of a rank, which any rank can make."""
     seed = torch.Generator("cpu").manual_seed(1000 * salt + rank)
-    return _drawn(shape, dtype, seed).to(torch.get_default_device())
+    return _random(shape, dtype, seed).to(torch.get_default_device())
 
 
-def _drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: torch.Generator) -> Tensor:
+def _random(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: torch.Generator
+) -> Tensor:
     if dtype == torch.bool:
         return torch.rand(shape, generator=seed, device="cpu") < 0.7
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -102,7 +104,7 @@ def _drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: torch.Generator) ->
 
 
 def all_made(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> list[Tensor]:
-    return [made(shape, dtype, rank, salt) for rank in range(SIZE)]
+    return [input_of(shape, dtype, rank, salt) for rank in range(SIZE)]
 
 
 def reference(op: str, tensors: list[Tensor]) -> Tensor:
@@ -188,7 +190,7 @@ def defined() -> Iterator[tuple[str, torch.dtype]]:
 def all_reduce_every_op_and_dtype(group: nc.Group) -> None:
     # The second call of a kind takes a shorter way than the first.
     for (op, dtype), _ in itertools.product(defined(), range(2)):
-        tensor = made((23,), dtype, RANK)
+        tensor = input_of((23,), dtype, RANK)
         nc.all_reduce(tensor, op)
         close_enough(op, tensor, all_made((23,), dtype))
         same_on_all_ranks(tensor)
@@ -198,7 +200,7 @@ def all_reduce_every_op_and_dtype(group: nc.Group) -> None:
 def all_reduce_every_shape(group: nc.Group) -> None:
     dtypes = [torch.float32, torch.int64]
     for shape, dtype, _ in itertools.product(SHAPES, dtypes, range(2)):
-        tensor = made(shape, dtype, RANK, 1)
+        tensor = input_of(shape, dtype, RANK, 1)
         nc.all_reduce(tensor)
         assert tensor.shape == shape
         close_enough("sum", tensor, all_made(shape, dtype, 1))
@@ -207,7 +209,7 @@ def all_reduce_every_shape(group: nc.Group) -> None:
 @case
 def all_reduce_many_blocks(group: nc.Group) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int16):
-        tensor = made((LARGE,), dtype, RANK, 2)
+        tensor = input_of((LARGE,), dtype, RANK, 2)
         nc.all_reduce(tensor)
         close_enough("sum", tensor, all_made((LARGE,), dtype, 2))
         same_on_all_ranks(tensor)
@@ -216,7 +218,7 @@ def all_reduce_many_blocks(group: nc.Group) -> None:
 @case
 def all_reduce_every_algorithm(group: nc.Group) -> None:
     for algorithm, length in itertools.product(("ring", "mpi", "auto"), (3, 10_007)):
-        tensor = made((length,), torch.float32, RANK, 3)
+        tensor = input_of((length,), torch.float32, RANK, 3)
         nc.all_reduce(tensor, "mean", algorithm=algorithm)
         close_enough("mean", tensor, all_made((length,), torch.float32, 3))
         same_on_all_ranks(tensor)
@@ -224,7 +226,7 @@ def all_reduce_every_algorithm(group: nc.Group) -> None:
 
 @case
 def all_reduce_of_views(group: nc.Group) -> None:
-    whole = made((12, 10), torch.float64, RANK, 4)
+    whole = input_of((12, 10), torch.float64, RANK, 4)
     wholes = all_made((12, 10), torch.float64, 4)
     views: list[Callable[[Tensor], Tensor]] = [
         lambda t: t.T,
@@ -288,25 +290,25 @@ def integers_wrap_as_in_torch(group: nc.Group) -> None:
 @case
 def reduce_to_every_root(group: nc.Group) -> None:
     for root, length in itertools.product(range(SIZE), (0, 5, 30_001)):
-        tensor = made((length,), torch.float32, RANK, 5)
+        tensor = input_of((length,), torch.float32, RANK, 5)
         nc.reduce(tensor, root, "sum")
         if root == RANK:
             close_enough("sum", tensor, all_made((length,), torch.float32, 5))
         else:
-            assert torch.equal(tensor, made((length,), torch.float32, RANK, 5))
+            assert torch.equal(tensor, input_of((length,), torch.float32, RANK, 5))
 
 
 @case
 def reduce_scatter_lists_and_tensors(group: nc.Group) -> None:
     for length, dtype in itertools.product((0, 1, 13, 200_003), (FLOATS[1], FLOATS[3])):
-        inputs = made((SIZE, length), dtype, RANK, 6)
+        inputs = input_of((SIZE, length), dtype, RANK, 6)
         mine = [each[RANK] for each in all_made((SIZE, length), dtype, 6)]
         output = torch.empty(length, dtype=dtype)
         nc.reduce_scatter(output, list(inputs))
         close_enough("sum", output, mine)
         nc.reduce_scatter_tensor(output, inputs, "max")
         close_enough("max", output, mine)
-        assert torch.equal(inputs, made((SIZE, length), dtype, RANK, 6)), (
+        assert torch.equal(inputs, input_of((SIZE, length), dtype, RANK, 6)), (
             "input changed"
         )
 
@@ -317,12 +319,12 @@ def reduce_scatter_lists_and_tensors(group: nc.Group) -> None:
 @case
 def broadcast_from_every_root(group: nc.Group) -> None:
     for root, dtype in itertools.product(range(SIZE), DTYPES):
-        tensor = made((3, 5), dtype, RANK, 7)
+        tensor = input_of((3, 5), dtype, RANK, 7)
         nc.broadcast(tensor, root)
-        assert torch.equal(tensor, made((3, 5), dtype, root, 7))
-    tensor = made((LARGE,), torch.float32, RANK, 8)
+        assert torch.equal(tensor, input_of((3, 5), dtype, root, 7))
+    tensor = input_of((LARGE,), torch.float32, RANK, 8)
     nc.broadcast(tensor, SIZE - 1)
-    assert torch.equal(tensor, made((LARGE,), torch.float32, SIZE - 1, 8))
+    assert torch.equal(tensor, input_of((LARGE,), torch.float32, SIZE - 1, 8))
 
 
 @case
@@ -332,17 +334,17 @@ def all_gather_lists_and_tensors(group: nc.Group) -> None:
     ):
         expected = torch.stack(all_made((length,), dtype, 9))
         outputs = [torch.empty(length, dtype=dtype) for _ in range(SIZE)]
-        nc.all_gather(outputs, made((length,), dtype, RANK, 9))
+        nc.all_gather(outputs, input_of((length,), dtype, RANK, 9))
         assert torch.equal(torch.stack(outputs), expected)
         joined = torch.empty(SIZE * length, dtype=dtype)
-        nc.all_gather_into_tensor(joined, made((length,), dtype, RANK, 9))
+        nc.all_gather_into_tensor(joined, input_of((length,), dtype, RANK, 9))
         assert torch.equal(joined, expected.view(-1))
 
 
 @case
 def gather_and_scatter_at_every_root(group: nc.Group) -> None:
     for root, length in itertools.product(range(SIZE), (0, 3, 90_001)):
-        mine = made((length,), torch.float64, RANK, 10)
+        mine = input_of((length,), torch.float64, RANK, 10)
         everyones = all_made((length,), torch.float64, 10)
         room = [torch.empty_like(mine) for _ in range(SIZE)] if root == RANK else None
         nc.gather(mine, room, root)
@@ -374,7 +376,9 @@ def all_to_all_even_and_uneven(group: nc.Group) -> None:
 
 
 def _parcel(source: int, target: int, lengths: list[list[int]]) -> Tensor:
-    return made((lengths[source][target],), torch.float32, SIZE * source + target, 11)
+    return input_of(
+        (lengths[source][target],), torch.float32, SIZE * source + target, 11
+    )
 
 
 @case
@@ -481,12 +485,12 @@ class Named(Tensor):
 
 @case
 def subclasses_that_hold_memory_are_taken(group: nc.Group) -> None:
-    arrived = made((6,), torch.float32, RANK, 20)
+    arrived = input_of((6,), torch.float32, RANK, 20)
     pending = AsyncCollectiveTensor(arrived)
-    named = made((6,), torch.float32, RANK, 20).as_subclass(Named)
-    parameter = torch.nn.Parameter(made((6,), torch.float32, RANK, 20))
+    named = input_of((6,), torch.float32, RANK, 20).as_subclass(Named)
+    parameter = torch.nn.Parameter(input_of((6,), torch.float32, RANK, 20))
     for tensor in (pending, named, parameter) * 2:
-        tensor.data.copy_(made((6,), torch.float32, RANK, 20))
+        tensor.data.copy_(input_of((6,), torch.float32, RANK, 20))
         nc.all_reduce(tensor)
         plain = arrived if tensor is pending else tensor.detach().as_subclass(Tensor)
         close_enough("sum", plain, all_made((6,), torch.float32, 20))

@@ -1,4 +1,4 @@
-"""What happens when a rank does not come. Runs on the ranks, by `test_faults.py`."""
+"""Calls in which a rank is missing. `test_faults.py` runs this file on ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PROMPT_S = 1.0
 """Releases take about 1 ms; this leaves room for a busy machine."""
 
 
-def run_all(
-    bodies: list[tuple[str, tuple[object, ...]]], device: str = "cpu"
+def run_functions(
+    calls: list[tuple[str, tuple[object, ...]]], device: str = "cpu"
 ) -> list[object]:
     """Run several of the functions below in turn: what each returned, or its error."""
     torch.set_default_device(device)
     torch.ones(1)  # a device takes its time to begin
     outcomes = []
-    for name, arguments in bodies:
+    for name, arguments in calls:
         try:
             outcomes.append(globals()[name](*arguments))
         except BaseException:  # noqa: BLE001 - it is the outcome
@@ -48,7 +48,7 @@ def run_all(
     return outcomes
 
 
-def make(transport: str, timeout_s: float | None = 30.0) -> nc.Group:
+def make_group(transport: str, timeout_s: float | None = 30.0) -> nc.Group:
     name, _, how = transport.partition(", ")
     config = CollectiveConfig(name, timeout_s, compiled=how != "in Python")
     group = nc.Group(COMM, config=config)
@@ -96,7 +96,7 @@ BLOCKING: dict[str, Callable[[], object]] = {
 
 def abort(transport: str) -> None:
     """All ranks but one block, and are aborted from another thread."""
-    group = make(transport)
+    group = make_group(transport)
     for call in BLOCKING.values():
         COMM.Barrier()
         if RANK > 0:
@@ -118,7 +118,7 @@ def abort(transport: str) -> None:
 
 def interrupt(transport: str) -> None:
     """SIGINT ends a blocked call with KeyboardInterrupt, as the first rank sees it."""
-    group = make(transport)
+    group = make_group(transport)
     for call in BLOCKING.values():
         COMM.Barrier()
         if RANK == SIZE - 1:
@@ -137,7 +137,7 @@ def interrupt(transport: str) -> None:
 
 def leave(transport: str) -> str:
     """Where memory is shared, the others learn that a rank was interrupted."""
-    group = make(transport)
+    group = make_group(transport)
     if RANK == 0:
         with pytest.raises(CollectiveTimeout):
             nc.barrier(timeout=0.2)
@@ -156,7 +156,7 @@ def leave(transport: str) -> str:
 
 def time_out(transport: str) -> str:
     """The error says who had come, and where the others are."""
-    group = make(transport)
+    group = make_group(transport)
     part = group.new([SIZE - 2, SIZE - 1])
     message = ""
     COMM.Barrier()
@@ -175,7 +175,7 @@ def time_out(transport: str) -> str:
 
 
 def one_message_is_missing() -> None:
-    group = make("auto")
+    group = make_group("auto")
     start = time.monotonic()
     with pytest.raises(CollectiveTimeout, match="recv from rank"):
         nc.recv(torch.ones(3), (RANK + 1) % SIZE, timeout=0.3)
@@ -184,7 +184,7 @@ def one_message_is_missing() -> None:
 
 
 def a_message_of_another_shape() -> None:
-    group = make("auto")
+    group = make_group("auto")
     if RANK == 0:
         nc.isend(torch.ones(4), 1)
     elif RANK == 1:
@@ -198,7 +198,7 @@ def a_message_of_another_shape() -> None:
 
 def tell_where(path: str) -> tuple[str, int | None, int | None]:
     """Another thread sees the call, with cell and line."""
-    group = make("auto")
+    group = make_group("auto")
     nc.set_cell_resolver(lambda filename: 42 if filename == path else None)
     seen = []
 
@@ -225,7 +225,7 @@ def tell_where(path: str) -> tuple[str, int | None, int | None]:
 def die(device: str = "cpu") -> None:
     """The last rank is killed in the middle of a collective."""
     torch.set_default_device(device)
-    make("auto")
+    make_group("auto")
     nc.all_reduce(torch.ones(2_000_000))
     if RANK == SIZE - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -234,7 +234,7 @@ def die(device: str = "cpu") -> None:
 
 def count_messages() -> list[tuple[int, int, int]]:
     """(elements, messages sent, elements sent) of ring all-reduces on this rank."""
-    group = make("ring")
+    group = make_group("ring")
     ring = group.transport("cpu", "ring")
     counts = []
     for length in (0, 1, SIZE - 1, SIZE, 1009, 65_536):

@@ -1,4 +1,4 @@
-"""What only a device shows: its streams, its events, its memory. Runs on the ranks.
+"""Streams, events and memory of GPUs. `test_gpu.py` runs this file on ranks.
 
 Kernels that take long are queued first, so that what does not wait for them sees old
 values. `test_gpu.py` launches it.
@@ -37,7 +37,7 @@ TOTAL = SIZE * (SIZE + 1) / 2
 PROMPT_S = 2.0
 
 
-def run_all(
+def run_cases(
     transport: str, names: list[str], own_gpus: bool = False
 ) -> dict[str, str | None]:
     """The named cases over one transport; what went wrong on this rank, by case."""

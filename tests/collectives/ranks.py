@@ -1,4 +1,4 @@
-"""Run a function on N real ranks, under a deadline, and bring back what each returned.
+"""Run a function on N ranks with a deadline, and return the results of all ranks.
 
 `launch` starts `mpiexec python ranks.py FILE FUNCTION ...`; this file is both ends. A
 rank that is late prints where it stands and exits, so that nothing outlives a test.

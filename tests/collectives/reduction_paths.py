@@ -1,4 +1,4 @@
-"""All-reduces by every public way. Runs on the ranks; `test_reduction_paths` asks."""
+"""All-reduces by every public API, run on ranks by `test_reduction_paths.py`."""
 
 from __future__ import annotations
 

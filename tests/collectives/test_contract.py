@@ -20,7 +20,7 @@ Errors = dict[str, dict[str, list[str | None]]]
 def errors(request: pytest.FixtureRequest) -> Errors:
     """Per transport and case, each rank's error: one launch for each world size."""
     results: list[Errors] = launch(
-        request.param, CONTRACT, "run_all", TRANSPORTS, deadline_s=200
+        request.param, CONTRACT, "run_on_transports", TRANSPORTS, deadline_s=200
     )
     return results[0]
 
@@ -33,7 +33,9 @@ def test_contract(errors: Errors, transport: str) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_contract_without_the_compiled_part(size: int) -> None:
     name = "shared, in Python"
-    results: list[Errors] = launch(size, CONTRACT, "run_all", [name], deadline_s=200)
+    results: list[Errors] = launch(
+        size, CONTRACT, "run_on_transports", [name], deadline_s=200
+    )
     assert_clean(results[0][name])
 
 

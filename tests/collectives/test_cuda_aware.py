@@ -1,4 +1,4 @@
-"""MPI and device memory: who is asked, and what comes before each message."""
+"""CUDA-aware MPI: how it is detected, and what precedes each message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ranks import launch
 from nbdist.collectives.sync import cuda_aware
 from nbdist.collectives.transports.mpi import DirectTransport
 
-BODY = str(Path(__file__))
+THIS_FILE = str(Path(__file__))
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def installed() -> tuple[bool, int, str]:
 
 
 def test_the_mpi_of_this_machine_is_found_and_asked() -> None:
-    (says, asked, shown), *_ = launch(1, BODY, "installed")
+    (says, asked, shown), *_ = launch(1, THIS_FILE, "installed")
     assert asked >= 1, "MPI's library was not found in this process"
     if not torch.cuda.is_available():
         assert says is False  # there is no device memory that it could take

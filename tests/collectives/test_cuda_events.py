@@ -1,4 +1,4 @@
-"""Ordering devices by events, with events that are told when they are done."""
+"""The order of devices by events, with events that the test completes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ranks import RanksFailed, launch
 FAULTS = str(Path(__file__).with_name("faults.py"))
 SIZE = 4
 SHARED = ["shared", "shared, in Python"]
-BODIES: list[tuple[str, tuple[object, ...]]] = [
+CALLS: list[tuple[str, tuple[object, ...]]] = [
     ("abort", ("shared",)),
     ("abort", ("shared, in Python",)),
     ("abort", ("mpi",)),
@@ -37,11 +37,11 @@ Outcome = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    """Asks what a body returned on each rank; all bodies run in one launch."""
-    everything = launch(SIZE, FAULTS, "run_all", BODIES, deadline_s=100)
+    """Return what a function returned on each rank. All functions run in one launch."""
+    everything = launch(SIZE, FAULTS, "run_functions", CALLS, deadline_s=100)
 
     def ask(name: str, *arguments: object) -> list[Any]:
-        index = BODIES.index((name, arguments))
+        index = CALLS.index((name, arguments))
         values = [results[index] for results in everything]
         errors = [str(value) for value in values if isinstance(value, Exception)]
         assert not errors, "\n".join(errors)

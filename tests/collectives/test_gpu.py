@@ -11,7 +11,7 @@ import torch
 from ranks import RanksFailed, launch
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
-BODY = str(Path(__file__).with_name("gpu.py"))
+CASES_FILE = str(Path(__file__).with_name("gpu.py"))
 FAULTS = str(Path(__file__).with_name("faults.py"))
 CASES = [
     "work_queued_before_and_after",
@@ -41,7 +41,7 @@ needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
 
 def contract_holds(size: int, transports: list[str], own_gpus: bool = False) -> None:
     arguments = (transports, "cuda", own_gpus)
-    results = launch(size, CONTRACT, "run_all", *arguments, deadline_s=350)
+    results = launch(size, CONTRACT, "run_on_transports", *arguments, deadline_s=350)
     failures = [
         f"{transport}, {case}, rank {rank}:\n{error}"
         for transport, per_case in results[0].items()
@@ -59,7 +59,7 @@ def outcomes(
 ) -> list[dict[str, str | None]]:
     """What each rank found: one launch for all cases."""
     arguments = (transport, CASES, own_gpus)
-    return launch(size, BODY, "run_all", *arguments, deadline_s=300)
+    return launch(size, CASES_FILE, "run_cases", *arguments, deadline_s=300)
 
 
 def case_holds(size: int, transport: str, case: str, own_gpus: bool = False) -> None:
@@ -88,8 +88,8 @@ def test_case_on_a_shared_gpu(transport: str, case: str) -> None:
 @pytest.mark.parametrize("transport", ["ipc", "staged"])
 @pytest.mark.parametrize("body", ["abort", "interrupt"])
 def test_every_wait_can_be_released(transport: str, body: str) -> None:
-    bodies = [(body, (transport,))]
-    for (outcome,) in launch(3, FAULTS, "run_all", bodies, "cuda", deadline_s=200):
+    calls = [(body, (transport,))]
+    for (outcome,) in launch(3, FAULTS, "run_functions", calls, "cuda", deadline_s=200):
         assert not isinstance(outcome, Exception), outcome
 
 
@@ -103,12 +103,12 @@ def test_a_killed_rank_ends_a_plain_mpiexec() -> None:
     [("auto", r"CUDA IPC \(CUDA\)"), ("staged", r"staged .* \(CUDA\)")],
 )
 def test_the_group_says_which_it_uses(transport: str, words: str) -> None:
-    for text in launch(2, BODY, "described", transport):
+    for text in launch(2, CASES_FILE, "described", transport):
         assert re.search(words, text), text
 
 
 def test_a_cuda_aware_mpi_is_used_where_there_is_one() -> None:
-    (text, *_) = launch(2, BODY, "described", "mpi")
+    (text, *_) = launch(2, CASES_FILE, "described", "mpi")
     if "CUDA-aware MPI (messages)" not in text:
         pytest.skip("this MPI takes no device memory")
     assert "CUDA-aware MPI (CUDA)" in text
@@ -121,7 +121,7 @@ def test_a_cuda_aware_mpi_is_used_where_there_is_one() -> None:
     not torch.distributed.is_nccl_available(), reason="this torch has no NCCL"
 )
 def test_nccl_in_a_world_of_one() -> None:
-    launch(1, BODY, "nccl_alone")
+    launch(1, CASES_FILE, "nccl_alone")
 
 
 @needs_two

@@ -1,4 +1,4 @@
-"""The compiled part: that it is there, and that it computes what torch computes."""
+"""The compiled part exists, and computes the same results as torch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def reductions(
     ]
 
 
-def run_all(reductions: list[Any], begin: Callable[[int], bool | None]) -> list[bool]:
+def complete_calls(
+    reductions: list[Any], begin: Callable[[int], bool | None]
+) -> list[bool]:
     """Begin a call on each rank and see all of them to their end, in turns."""
     outcomes = [begin(rank) for rank in range(len(reductions))]
     for _ in range(1000):
@@ -115,7 +117,7 @@ def test_the_same_bits_as_torch_on_all_ranks(
     ranks = reductions(native, op, dtype, size, length)
     for _ in range(3):  # at even and at odd steps
         tensors = [row.clone() for row in rows]
-        done = run_all(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))  # noqa: B023
+        done = complete_calls(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))  # noqa: B023
         assert done == [True] * size
         for tensor in tensors:
             assert_same(tensor, expected)
@@ -143,7 +145,7 @@ def test_reduce_changes_the_tensor_of_the_root_alone(
     how = {"operation": native.REDUCE, "root": root}
     ranks = reductions(native, "sum", torch.float32, size, length, **how)
     tensors = [row.clone() for row in rows]
-    run_all(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
+    complete_calls(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
     for rank, tensor in enumerate(tensors):
         assert_same(tensor, reference("sum", rows) if rank == root else rows[rank])
 
@@ -161,7 +163,9 @@ def test_reduce_scatter_gives_each_rank_its_part(
         inputs[rank][rank] if inplace else torch.empty(length, dtype=torch.int64)
         for rank in range(size)
     ]
-    run_all(ranks, lambda r: ranks[r].run_lists(outputs[r], inputs[r], FINGERPRINT))
+    complete_calls(
+        ranks, lambda r: ranks[r].run_lists(outputs[r], inputs[r], FINGERPRINT)
+    )
     for output, part in zip(outputs, expected, strict=True):
         assert_same(output, part)
 
@@ -172,11 +176,11 @@ def test_another_fingerprint_is_seen_before_data_is_touched(
 ) -> None:
     ranks = reductions(native, "sum", torch.float32, 3, length)
     tensors = [torch.full((length,), float(rank)) for rank in range(3)]
-    done = run_all(ranks, lambda r: ranks[r].run(tensors[r], r // 2))
+    done = complete_calls(ranks, lambda r: ranks[r].run(tensors[r], r // 2))
     assert done == [False] * 3
     for rank, tensor in enumerate(tensors):
         assert (tensor == rank).all()
-    done = run_all(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
+    done = complete_calls(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
     assert done == [True] * 3
     assert all((tensor == 3).all() for tensor in tensors)
 
@@ -232,7 +236,7 @@ def test_other_tensors_begin_nothing(
 def test_a_parameter_and_any_shape_are_taken(native: ModuleType) -> None:
     ranks = reductions(native, "sum", torch.float32, 2, 4)
     tensors = [torch.nn.Parameter(torch.ones(2, 2)), torch.ones(4, 1)]
-    run_all(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
+    complete_calls(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
     assert all((tensor == 2).all() for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""The ring's schedule, played with plain sets."""
+"""The ring's schedule, simulated with sets."""
 
 from __future__ import annotations
 

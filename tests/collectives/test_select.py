@@ -1,4 +1,4 @@
-"""Which transport CUDA tensors get, by what there is."""
+"""The transport of CUDA tensors, by what the machine has."""
 
 from __future__ import annotations
 

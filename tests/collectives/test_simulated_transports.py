@@ -18,7 +18,7 @@ Errors = dict[str, dict[str, list[str | None]]]
 def errors(request: pytest.FixtureRequest) -> Errors:
     """Per stand-in and case, each rank's error: one launch for each world size."""
     results: list[Errors] = launch(
-        request.param, CONTRACT, "run_all", STAND_INS, deadline_s=350
+        request.param, CONTRACT, "run_on_transports", STAND_INS, deadline_s=350
     )
     return results[0]
 

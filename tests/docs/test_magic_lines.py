@@ -1,4 +1,4 @@
-"""Each line of the pages that calls a magic is one that the magic takes."""
+"""The magics accept every line with which the pages call them."""
 
 from __future__ import annotations
 

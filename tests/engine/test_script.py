@@ -1,4 +1,4 @@
-"""A plain `mpiexec python train.py`: the world without a notebook."""
+"""Scripts that a plain `mpiexec` starts, without a notebook."""
 
 from __future__ import annotations
 

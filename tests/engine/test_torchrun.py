@@ -1,4 +1,4 @@
-"""`nbdist.init()` under torchrun: MPI's world among processes that it did not start."""
+"""`nbdist.init()` under torchrun joins processes to MPI that MPI did not start."""
 
 from __future__ import annotations
 

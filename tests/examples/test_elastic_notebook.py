@@ -1,4 +1,4 @@
-"""The notebook in which a cell outlives one of its ranks."""
+"""The notebook in which a cell continues after the death of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's functions on real ranks. `test_horovod_functions.py` launches this file.
+"""Horovod's functions. `test_horovod_functions.py` runs this file on ranks.
 
 Every rank can make every rank's input, and so knows each result. Inputs are small whole
 numbers, so that all dtypes hold every sum exactly.
@@ -34,13 +34,13 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def run_all() -> dict[str, str | None]:
-    from horovod_cases import run
+def run_all_cases() -> dict[str, str | None]:
+    from horovod_cases import run_cases
 
-    return run(CASES)
+    return run_cases(CASES)
 
 
-def made(
+def input_of(
     shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int = 0
 ) -> Tensor:
     """The input of a rank: whole numbers from 1 to 4."""
@@ -48,8 +48,8 @@ def made(
     return torch.randint(1, 5, shape, generator=seed).to(dtype)
 
 
-def all_made(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    return [made(shape, dtype, rank) for rank in range(hvd.size())]
+def inputs_of_all(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    return [input_of(shape, dtype, rank) for rank in range(hvd.size())]
 
 
 def kinds() -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
@@ -101,10 +101,10 @@ def init_with_some_ranks() -> None:
 @case
 def allreduce_sum() -> None:
     for shape, dtype in kinds():
-        mine = made(shape, dtype, hvd.rank())
-        expected = sum(all_made(shape, torch.float64)).to(dtype)
+        mine = input_of(shape, dtype, hvd.rank())
+        expected = sum(inputs_of_all(shape, torch.float64)).to(dtype)
         assert_same(hvd.allreduce(mine, op=hvd.Sum), expected)
-        assert_same(mine, made(shape, dtype, hvd.rank()))  # kept
+        assert_same(mine, input_of(shape, dtype, hvd.rank()))  # kept
         assert hvd.allreduce_(mine, op=hvd.Sum) is mine
         assert_same(mine, expected)
 
@@ -112,8 +112,8 @@ def allreduce_sum() -> None:
 @case
 def allreduce_average() -> None:
     for shape, dtype in kinds():
-        mine = made(shape, dtype, hvd.rank())
-        total = sum(all_made(shape, torch.float64))
+        mine = input_of(shape, dtype, hvd.rank())
+        total = sum(inputs_of_all(shape, torch.float64))
         expected = total / hvd.size()
         if not dtype.is_floating_point:
             expected = expected.trunc()
@@ -131,8 +131,8 @@ def allreduce_average() -> None:
 @case
 def allreduce_min_max_product() -> None:
     for shape, dtype in kinds():
-        stacked = torch.stack(all_made(shape, torch.float64))
-        mine = made(shape, dtype, hvd.rank())
+        stacked = torch.stack(inputs_of_all(shape, torch.float64))
+        mine = input_of(shape, dtype, hvd.rank())
         assert_same(hvd.allreduce(mine, op=hvd.Min), stacked.amin(0).to(dtype))
         assert_same(hvd.allreduce(mine, op=hvd.Max), stacked.amax(0).to(dtype))
         if dtype != torch.int8:  # 4 to the power of 4 does not fit
@@ -143,11 +143,11 @@ def allreduce_min_max_product() -> None:
 @case
 def allreduce_is_scaled() -> None:
     for shape, dtype in kinds():
-        mine = made(shape, dtype, hvd.rank())
+        mine = input_of(shape, dtype, hvd.rank())
         result = hvd.allreduce(
             mine, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5
         )
-        assert_same(result, sum(all_made(shape, torch.float64)).to(dtype))
+        assert_same(result, sum(inputs_of_all(shape, torch.float64)).to(dtype))
     halved = hvd.allreduce(torch.tensor([5]), op=hvd.Sum, prescale_factor=0.5)
     assert halved.tolist() == [2 * hvd.size()]  # as in Horovod: cut on each rank
 
@@ -155,14 +155,14 @@ def allreduce_is_scaled() -> None:
 @case
 def allreduce_of_any_layout() -> None:
     def part(rank: int) -> Tensor:
-        return made((6, 4), torch.float32, rank).T[1:3, ::2]
+        return input_of((6, 4), torch.float32, rank).T[1:3, ::2]
 
     expected = sum(part(rank) for rank in range(hvd.size()))
-    mine = made((6, 4), torch.float32, hvd.rank())
+    mine = input_of((6, 4), torch.float32, hvd.rank())
     assert_same(hvd.allreduce(mine.T[1:3, ::2], op=hvd.Sum), expected)
     hvd.allreduce_(mine.T[1:3, ::2], op=hvd.Sum)
     assert_same(mine.T[1:3, ::2], expected)
-    untouched = made((6, 4), torch.float32, hvd.rank())
+    untouched = input_of((6, 4), torch.float32, hvd.rank())
     assert_same(mine.T[0], untouched.T[0])
 
 
@@ -176,10 +176,10 @@ def allreduce_of_none() -> None:
 def allreduce_compressed() -> None:
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
         for dtype in (torch.float32, torch.float64, torch.int64):
-            mine = made((5, 3), dtype, hvd.rank())
+            mine = input_of((5, 3), dtype, hvd.rank())
             result = hvd.allreduce(mine, compression=compression, op=hvd.Sum)
             assert result.dtype == dtype
-            assert_same(result, sum(all_made((5, 3), dtype)))
+            assert_same(result, sum(inputs_of_all((5, 3), dtype)))
 
 
 @case
@@ -189,7 +189,7 @@ def grouped_allreduce() -> None:
 
     def inputs(rank: int) -> list[Tensor]:
         return [
-            made(SHAPES[salt], dtype, rank, salt)
+            input_of(SHAPES[salt], dtype, rank, salt)
             for salt, dtype in zip(salts, types, strict=True)
         ]
 
@@ -249,7 +249,7 @@ def allgather() -> None:
             continue
 
         def part(rank: int, shape=shape, dtype=dtype) -> Tensor:
-            return made((rank + 2, *shape[1:]), dtype, rank)
+            return input_of((rank + 2, *shape[1:]), dtype, rank)
 
         expected = torch.cat([part(rank) for rank in range(hvd.size())])
         assert_same(hvd.allgather(part(hvd.rank())), expected)
@@ -262,8 +262,8 @@ def allgather_where_some_have_nothing() -> None:
     mine = torch.full((hvd.rank(), 2), float(hvd.rank()))  # rank 0: no rows
     expected = [rank for rank in range(hvd.size()) for _ in range(rank)]
     assert hvd.allgather(mine)[:, 0].tolist() == expected
-    strided = made((2, 6), torch.int32, hvd.rank())[:, ::2]
-    everybody = [each[:, ::2] for each in all_made((2, 6), torch.int32)]
+    strided = input_of((2, 6), torch.int32, hvd.rank())[:, ::2]
+    everybody = [each[:, ::2] for each in inputs_of_all((2, 6), torch.int32)]
     assert_same(hvd.allgather(strided), torch.cat(everybody))
 
 
@@ -271,8 +271,8 @@ def allgather_where_some_have_nothing() -> None:
 def grouped_allgather() -> None:
     def parts(rank: int) -> list[Tensor]:
         return [
-            made((rank + 1, 3), torch.float32, rank),
-            made((2, 2), torch.int64, rank),
+            input_of((rank + 1, 3), torch.float32, rank),
+            input_of((2, 2), torch.int64, rank),
         ]
 
     columns = zip(*(parts(rank) for rank in range(hvd.size())), strict=True)
@@ -290,13 +290,13 @@ def grouped_allgather() -> None:
 def broadcast() -> None:
     for shape, dtype in itertools.product(SHAPES, [*DTYPES, torch.bool]):
         for root in range(hvd.size()):
-            mine = made(shape, dtype, hvd.rank())
-            expected = made(shape, dtype, root)
+            mine = input_of(shape, dtype, hvd.rank())
+            expected = input_of(shape, dtype, root)
             assert_same(hvd.broadcast(mine, root), expected)
-            assert_same(mine, made(shape, dtype, hvd.rank()))
+            assert_same(mine, input_of(shape, dtype, hvd.rank()))
         root = hvd.size() - 1
         assert_same(hvd.synchronize(hvd.broadcast_async(mine, root)), expected)
-        in_place = made(shape, dtype, hvd.rank())
+        in_place = input_of(shape, dtype, hvd.rank())
         hvd.synchronize(hvd.broadcast_async_(in_place, root))
         assert_same(in_place, expected)
         assert hvd.broadcast_(mine, root) is mine
@@ -314,7 +314,7 @@ def alltoall() -> None:
             continue
 
         def part(source: int, target: int, shape=shape, dtype=dtype) -> Tensor:
-            return made((source + target, *shape[1:]), dtype, source, target)
+            return input_of((source + target, *shape[1:]), dtype, source, target)
 
         mine = torch.cat([part(rank, target) for target in range(size)])
         splits = [rank + target for target in range(size)]
@@ -351,20 +351,22 @@ def reducescatter() -> None:
     for rows, width, dtype in itertools.product(
         (0, 1, size, 2 * size + 1), ((), (3,), (2, 2)), DTYPES
     ):
-        mine = made((rows, *width), dtype, rank)
-        total = sum(all_made((rows, *width), torch.float64))
+        mine = input_of((rows, *width), dtype, rank)
+        total = sum(inputs_of_all((rows, *width), torch.float64))
         expected = total.tensor_split(size)[rank].to(dtype)
         assert_same(hvd.reducescatter(mine, op=hvd.Sum), expected)
-        assert_same(mine, made((rows, *width), dtype, rank))
+        assert_same(mine, input_of((rows, *width), dtype, rank))
         handle = hvd.reducescatter_async(mine, op=hvd.Sum)
         assert_same(hvd.synchronize(handle), expected)
         if dtype == torch.float64:
             result = hvd.reducescatter(mine, prescale_factor=4.0, postscale_factor=0.5)
             assert_same(result, expected * 2 / size, rtol=1e-15)
-    mine = made((size,), torch.int64, rank)
+    mine = input_of((size,), torch.int64, rank)
     both = hvd.grouped_reducescatter([mine, mine.double()], op=hvd.Max)
     for result in both:
-        wanted = torch.stack(all_made((size,), result.dtype)).amax(0)[rank : rank + 1]
+        wanted = torch.stack(inputs_of_all((size,), result.dtype)).amax(0)[
+            rank : rank + 1
+        ]
         assert_same(result, wanted)
 
 
@@ -374,14 +376,14 @@ def reducescatter() -> None:
 def leaves(shapes: list[tuple[int, ...]]) -> list[Tensor]:
     """One input for each rank, the same everywhere, in double precision."""
     return [
-        made(shape, torch.float64, rank).requires_grad_()
+        input_of(shape, torch.float64, rank).requires_grad_()
         for rank, shape in enumerate(shapes)
     ]
 
 
 def weights(shape: tuple[int, ...]) -> list[Tensor]:
     """What each rank multiplies its result with: its loss's gradient."""
-    return [made(shape, torch.float64, rank, salt=9) for rank in range(hvd.size())]
+    return [input_of(shape, torch.float64, rank, salt=9) for rank in range(hvd.size())]
 
 
 def assert_gradients(
@@ -398,7 +400,9 @@ def assert_gradients(
     rank = hvd.rank()
     everything = leaves(shapes)
     results = on_one(everything)
-    factors = [made(tuple(y.shape), torch.float64, r, 9) for r, y in enumerate(results)]
+    factors = [
+        input_of(tuple(y.shape), torch.float64, r, 9) for r, y in enumerate(results)
+    ]
     losses = [(y * w).sum() for y, w in zip(results, factors, strict=True)]
     loss(torch.stack(losses)).backward()
     mine = leaves(shapes)[rank]

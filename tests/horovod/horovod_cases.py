@@ -1,4 +1,4 @@
-"""Many test bodies in one launch of ranks, and what became of each."""
+"""Run many test cases in one launch of ranks, and collect their failures."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DEADLINE_S = 40.0
 """For the others, once a rank has failed; their collectives run out of time first."""
 
 
-def run(cases: dict[str, Case]) -> dict[str, str | None]:
+def run_cases(cases: dict[str, Case]) -> dict[str, str | None]:
     """Run each case between `init` and `shutdown`; what went wrong on this rank."""
     torch.set_num_threads(1)
     nbdist.init()
     outcomes: dict[str, str | None] = {}
     for name, case in cases.items():
         torch.manual_seed(7)
-        _meet()
+        _wait_for_all_ranks()
         hvd.init()
         try:
             case()
@@ -36,7 +36,7 @@ def run(cases: dict[str, Case]) -> dict[str, str | None]:
     return outcomes
 
 
-def _meet() -> None:
+def _wait_for_all_ranks() -> None:
     request = MPI.COMM_WORLD.Ibarrier()
     end = time.monotonic() + DEADLINE_S
     while not request.Test():

@@ -1,4 +1,4 @@
-"""DistributedOptimizer on real ranks, against one process with the full batch.
+"""DistributedOptimizer on ranks, compared with one process on the full batch.
 
 `test_distributed_optimizer.py` launches this file. In double precision, so that a
 dropped or doubled contribution cannot hide in rounding.
@@ -37,11 +37,11 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def run_all() -> dict[str, str | None]:
-    from horovod_cases import run
+def run_all_cases() -> dict[str, str | None]:
+    from horovod_cases import run_cases
 
     torch.set_default_dtype(torch.float64)
-    return run(CASES)
+    return run_cases(CASES)
 
 
 def model() -> nn.Sequential:

@@ -9,7 +9,7 @@ import pytest
 from horovod_cases import failures
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("optimizers.py"))
+CASES_FILE = str(Path(__file__).with_name("optimizers.py"))
 CASES = [
     "sgd", "momentum", "adam", "adamw", "any_buckets", "predivided", "summed",
     "compressed", "accumulated", "clipped", "with_a_closure",
@@ -24,7 +24,9 @@ CASES = [
 def outcomes(size: int) -> list[dict[str, str | None]]:
     """What each rank found: one launch for all cases."""
     patience = {"NBDIST_COLLECTIVE_TIMEOUT": "20"}
-    return launch(size, BODY, "run_all", deadline_s=150, environment=patience)
+    return launch(
+        size, CASES_FILE, "run_all_cases", deadline_s=150, environment=patience
+    )
 
 
 def test_every_case_is_listed() -> None:

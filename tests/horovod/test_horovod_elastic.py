@@ -1,4 +1,4 @@
-"""Horovod's elastic training: a rank dies within one cell, and it goes on."""
+"""Horovod's elastic training continues in one cell when a rank dies."""
 
 from __future__ import annotations
 

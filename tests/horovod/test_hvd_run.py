@@ -1,4 +1,4 @@
-"""`hvd.run`, and what `nbdist.horovod` costs a notebook."""
+"""`hvd.run`, and the modules that `nbdist.horovod` imports in a notebook."""
 
 from __future__ import annotations
 

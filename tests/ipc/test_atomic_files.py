@@ -1,4 +1,4 @@
-"""A file is replaced whole or not at all, and nobody else can interfere."""
+"""A file is replaced atomically, and other users cannot interfere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every function that the notebook names is there on the ranks."""
+"""Every endpoint is a function of the ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a rank's process writes into its files, the notebook reads."""
+"""The notebook reads the files that a rank's process writes."""
 
 from __future__ import annotations
 

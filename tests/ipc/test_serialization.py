@@ -1,4 +1,4 @@
-"""Values in transit, without a cluster: what goes in comes out."""
+"""A value is equal to the original after serialization. No cluster needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gate lets through: signed over all frames, for this socket, and new."""
+"""A gate admits a message that is signed over all frames, for this socket, and new."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keras on real ranks. `test_keras.py` launches this file."""
+"""Keras on ranks. `test_keras.py` runs this file on ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def run_all() -> dict[str, str | None]:
+def run_all_cases() -> dict[str, str | None]:
     sys.path.append(str(Path(__file__).parent.parent / "horovod"))
-    from horovod_cases import run
+    from horovod_cases import run_cases
 
-    return run(CASES)
+    return run_cases(CASES)
 
 
 def model(optimizer: Any, seed: int = 1) -> Any:

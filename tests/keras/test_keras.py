@@ -1,4 +1,4 @@
-"""Keras 3 over torch on real ranks, and what `nbdist.keras` costs who has no Keras."""
+"""Keras 3 over torch on ranks, and `nbdist.keras` without Keras."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ranks import launch
 
 from nbdist import Cluster
 
-BODY = str(Path(__file__).with_name("keras_cases.py"))
+CASES_FILE = str(Path(__file__).with_name("keras_cases.py"))
 SCRIPT = Path(__file__).with_name("keras_digits.py")
 CASES = [
     "equals_one_process_on_the_full_batch", "a_wrapped_optimizer_keeps_its_state",
@@ -28,7 +28,7 @@ CASES = [
 def outcomes() -> list[dict[str, str | None]]:
     """What each rank found: one launch for all cases."""
     patience = {"NBDIST_COLLECTIVE_TIMEOUT": "30", "CUDA_VISIBLE_DEVICES": ""}
-    return launch(3, BODY, "run_all", deadline_s=150, environment=patience)
+    return launch(3, CASES_FILE, "run_all_cases", deadline_s=150, environment=patience)
 
 
 def test_every_case_is_listed() -> None:

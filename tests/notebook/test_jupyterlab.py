@@ -1,4 +1,4 @@
-"""The product as a user meets it: in JupyterLab, in a browser."""
+"""nbdist in JupyterLab, driven by a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The magics in a notebook's kernel, driven as a notebook drives it."""
+"""The magics in a kernel that is driven as by a notebook."""
 
 from __future__ import annotations
 

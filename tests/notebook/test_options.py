@@ -1,4 +1,4 @@
-"""What is typed after a magic."""
+"""The options of the magics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls through torch.distributed that cannot complete, and what works after them."""
+"""Calls of torch.distributed that cannot complete, and the calls after them."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ SOON_S = 0.3
 PROMPT_S = 2.0
 
 
-def run_all() -> dict[str, str | None]:
+def run_all_cases() -> dict[str, str | None]:
     """Every case; what went wrong on this rank, by case. Every rank must call."""
     import torch._dynamo  # DDP does so at first, which can take longer than a body may
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run_cases({name: _then_sum(case) for name, case in CASES.items()})
+    return run_cases(
+        {name: _followed_by_all_reduce(case) for name, case in CASES.items()}
+    )
 
 
-def _then_sum(case: Callable[[], None]) -> Callable[[], None]:
-    """The case, and a collective that must work after it."""
+def _followed_by_all_reduce(case: Callable[[], None]) -> Callable[[], None]:
+    """Return the case, followed by an all-reduce that must succeed."""
 
-    def run() -> None:
+    def case_and_sum() -> None:
         case()
         check_sum()
 
-    return run
+    return case_and_sum
 
 
 def check_sum() -> None:
@@ -58,13 +60,13 @@ def check_sum() -> None:
     assert tensor.item() == size * (size - 1) / 2
 
 
-def renew() -> None:
-    """What a cluster does once every rank has come back."""
+def renew_groups_as_a_cluster() -> None:
+    """Renew all groups, as a cluster does when every rank is idle."""
     meet()
     renew_groups(1)
 
 
-def later(action: Callable[[], None]) -> None:
+def after_delay(action: Callable[[], None]) -> None:
     threading.Timer(SOON_S, action).start()
 
 
@@ -120,14 +122,14 @@ def interrupt_in_barrier() -> None:
     sub = dist.new_group([0, 1])
     start = time.monotonic()
     if dist.get_rank() == 1:
-        later(interrupt)
+        after_delay(interrupt)
         with pytest.raises(KeyboardInterrupt):
             dist.barrier()
     elif dist.get_rank() != 0:
         with pytest.raises(CollectiveAborted, match="left it"):
             dist.barrier()
     assert time.monotonic() - start < PROMPT_S
-    renew()
+    renew_groups_as_a_cluster()
     if dist.get_rank() in (0, 1):
         tensor = torch.ones(2)
         dist.all_reduce(tensor, group=sub)
@@ -138,21 +140,21 @@ def interrupt_in_wait() -> None:
     if dist.get_rank() != 0:
         work = dist.all_reduce(torch.ones(3), async_op=True)
         if dist.get_rank() == 1:
-            later(interrupt)
+            after_delay(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 work.wait()
             release_calls(KeyboardInterrupt())
         with pytest.raises((KeyboardInterrupt, CollectiveAborted)):
             work.wait()
-    renew()
+    renew_groups_as_a_cluster()
 
 
 def interrupt_in_receive() -> None:
     if dist.get_rank() == 1:
-        later(interrupt)
+        after_delay(interrupt)
         with pytest.raises(KeyboardInterrupt):
             dist.recv(torch.ones(3), 0)
-    renew()
+    renew_groups_as_a_cluster()
 
 
 def release_from_backward() -> None:
@@ -160,12 +162,12 @@ def release_from_backward() -> None:
     loss = net(torch.ones(1, 4)).sum()
     start = time.monotonic()
     if dist.get_rank() == 1:
-        later(lambda: release_calls(CollectiveAborted("rank 0 is gone")))
+        after_delay(lambda: release_calls(CollectiveAborted("rank 0 is gone")))
     if dist.get_rank() != 0:
         with pytest.raises(RuntimeError, match="rank 0 is gone"):
             loss.backward()
     assert time.monotonic() - start < PROMPT_S
-    renew()
+    renew_groups_as_a_cluster()
     net = DistributedDataParallel(nn.Linear(4, 4))
     net(torch.ones(1, 4) * dist.get_rank()).sum().backward()
     assert net.module.weight.grad is not None
@@ -179,7 +181,7 @@ def timeout_names_the_missing() -> None:
     if dist.get_rank() != 2:
         with pytest.raises((CollectiveTimeout, CollectiveAborted), match="rank 2"):
             group.barrier(options).wait()
-    renew()
+    renew_groups_as_a_cluster()
 
 
 def async_calls_keep_their_order() -> None:

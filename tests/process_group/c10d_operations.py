@@ -1,4 +1,4 @@
-"""Every operation that c10d's ProcessGroup has: answered, or refused by its name."""
+"""Each operation of c10d's ProcessGroup works, or is refused with its name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_OPERATION = {
 """What names a group, describes it or ends it."""
 
 
-def run_all() -> dict[str, str | None]:
+def run_all_cases() -> dict[str, str | None]:
     """Every case; what went wrong on this rank, by case. Every rank must call."""
     return run_cases(CASES)
 

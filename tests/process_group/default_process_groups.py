@@ -1,4 +1,4 @@
-"""A world and a default process group for one test body, on ranks that have several."""
+"""A world and a default process group for each of several test cases on one rank."""
 
 from __future__ import annotations
 

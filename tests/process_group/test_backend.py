@@ -1,4 +1,4 @@
-"""What torch.distributed is told when it asks a group for its backend."""
+"""The backend of a group, as torch.distributed sees it."""
 
 from __future__ import annotations
 

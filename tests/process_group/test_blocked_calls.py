@@ -1,4 +1,4 @@
-"""Nothing that is called through torch.distributed hangs."""
+"""No call of torch.distributed hangs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("blocked_calls.py"))
+CASES_FILE = str(Path(__file__).with_name("blocked_calls.py"))
 CASES = [
     "mismatch_shows_each_rank_and_line",
     "mismatch_reaches_who_waits_for_an_async_call",
@@ -26,7 +26,7 @@ CASES = [
 @cache
 def outcomes() -> list[dict[str, str | None]]:
     """What each rank found: one launch for all cases."""
-    return launch(4, BODY, "run_all", deadline_s=120)
+    return launch(4, CASES_FILE, "run_all_cases", deadline_s=120)
 
 
 def test_every_case_is_listed() -> None:

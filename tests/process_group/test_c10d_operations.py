@@ -1,4 +1,4 @@
-"""What c10d offers, and what this backend makes of it."""
+"""The operations of c10d over this backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("c10d_operations.py"))
+CASES_FILE = str(Path(__file__).with_name("c10d_operations.py"))
 CASES = [
     "every_operation_is_answered_or_refused",
     "every_reduce_op_is_answered",
@@ -22,7 +22,7 @@ CASES = [
 @cache
 def outcomes() -> list[dict[str, str | None]]:
     """What each rank found: one launch for all cases."""
-    return launch(2, BODY, "run_all", deadline_s=120)
+    return launch(2, CASES_FILE, "run_all_cases", deadline_s=120)
 
 
 def test_every_case_is_listed() -> None:

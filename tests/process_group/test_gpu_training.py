@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("training.py"))
+CASES_FILE = str(Path(__file__).with_name("training.py"))
 BATCHES = str(Path(__file__).with_name("batches.py"))
 CASES = [
     "ddp_sgd", "ddp_adamw", "ddp_join", "ddp_unused", "ddp_no_sync", "ddp_fp16",
@@ -30,7 +30,7 @@ needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
 @cache
 def outcomes(own_gpus: bool) -> list[dict[str, str | None]]:
     """What each rank found: one launch for all cases."""
-    return launch(4, BODY, "run_all", "cuda", own_gpus, deadline_s=300)
+    return launch(4, CASES_FILE, "run_all_cases", "cuda", own_gpus, deadline_s=300)
 
 
 def case_holds(case: str, own_gpus: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import launch
 
-BODY = str(Path(__file__).with_name("training.py"))
+CASES_FILE = str(Path(__file__).with_name("training.py"))
 CASES = [
     "ddp_sgd", "ddp_adamw", "ddp_join", "ddp_unused", "ddp_no_sync", "ddp_fp16",
     "ddp_power_sgd", "fsdp", "tensor_parallel", "pipeline_gpipe", "pipeline_1f1b",
@@ -19,7 +19,7 @@ CASES = [
 @cache
 def outcomes() -> list[dict[str, str | None]]:
     """What each rank found: one launch for all cases."""
-    return launch(4, BODY, "run_all", deadline_s=150)
+    return launch(4, CASES_FILE, "run_all_cases", deadline_s=150)
 
 
 def test_every_case_is_listed() -> None:

@@ -1,4 +1,4 @@
-"""Training with what PyTorch builds on torch.distributed, against a single process.
+"""Training with PyTorch's parallelisms, compared with a single process.
 
 Each case runs on every rank of one launch, and compares in float64, so that a dropped
 or doubled contribution cannot hide in rounding.
@@ -47,7 +47,7 @@ _device = torch.device("cpu")
 """Where models and samples lie, on this rank."""
 
 
-def run_all(device: str = "cpu", own_gpus: bool = False) -> dict[str, str | None]:
+def run_all_cases(device: str = "cpu", own_gpus: bool = False) -> dict[str, str | None]:
     """Every case; what went wrong on this rank, by case. Every rank must call.
 
     Args:

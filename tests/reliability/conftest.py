@@ -1,4 +1,4 @@
-"""Collects what the fault matrix finds, for docs/reliability.md."""
+"""Collects the results of the fault matrix for docs/reliability.md."""
 
 from __future__ import annotations
 

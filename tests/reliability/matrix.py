@@ -1,4 +1,4 @@
-"""Which fault strikes where, and how each must end."""
+"""The cases of the fault matrix, and how each must end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step in which one rank can be struck; the source of a setup cell.
+"""A training step in which a fault can strike one rank; runs as a setup cell.
 
 `step(place, fault, victim)` runs it on every rank. Which fault strikes where is said in
 `matrix.py`.

@@ -1,4 +1,4 @@
-"""The user whose cluster another one wants to get into: a program of its own.
+"""A program that runs a cluster as the user who is attacked.
 
 It starts a cluster, commits, loses a rank within an elastic run, begins another State
 from the kept commit, pushes and pulls. It prints what came of it as one line of JSON.

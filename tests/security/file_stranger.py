@@ -1,4 +1,4 @@
-"""Another Unix user, who wants to read a cluster's files, or to have his own loaded.
+"""A program of another Unix user that tries to read or replace a cluster's files.
 
     python -m tests.security.file_stranger MARKER
 

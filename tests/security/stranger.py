@@ -1,4 +1,4 @@
-"""Another Unix user, who tries to read from a cluster and to take part in it.
+"""A program of another Unix user that tries to connect to a cluster's sockets.
 
     python stranger.py
 

@@ -1,4 +1,4 @@
-"""What is no message of this cluster changes nothing, and is counted."""
+"""Foreign messages are counted and have no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second Unix user gets at no file of a cluster's, and none of his is loaded."""
+"""A second Unix user can neither read a cluster's files nor have his own loaded."""
 
 from __future__ import annotations
 

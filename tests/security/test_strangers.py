@@ -1,4 +1,4 @@
-"""Another user of the machine can neither read what a cluster says nor take part."""
+"""Another user of the machine can neither read nor send messages of a cluster."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def compare(strategy: Any, make: Callable[[Any], Any]) -> Found:
     return {"distance": found, "losses": strategy.reduce("mean", losses)}
 
 
-def run_all() -> Found:
+def run_all_functions() -> Found:
     """Run all functions of this file in one world."""
     group = start()
     found: Found = {

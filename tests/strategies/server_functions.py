@@ -30,7 +30,7 @@ from nbdist.training.strategies import Mirrored, ParameterServer
 Found = dict[str, Any]
 
 
-def run_all() -> Found:
+def run_all_functions() -> Found:
     """Run all functions in one world of three workers and a server, or two and two."""
     group = start()
     return {

@@ -20,7 +20,7 @@ EXACT = [
 @cache
 def found() -> list[dict[str, Any]]:
     """What each rank found: one launch for all cases."""
-    return launch(RANKS, FUNCTIONS, "run_all", deadline_s=120)
+    return launch(RANKS, FUNCTIONS, "run_all_functions", deadline_s=120)
 
 
 @pytest.mark.parametrize("case", EXACT)

@@ -18,7 +18,7 @@ SCRIPT = [0, 0, 1, 2, 0, 1, 1, 2, 2, 2, 0, 2, 1]
 @cache
 def found() -> list[dict[str, Any]]:
     """What each rank found: one launch for all cases."""
-    return launch(RANKS, FUNCTIONS, "run_all", deadline_s=150)
+    return launch(RANKS, FUNCTIONS, "run_all_functions", deadline_s=150)
 
 
 @pytest.mark.parametrize("case", ["sync sgd", "sync adam", "sync, 2 servers"])

@@ -1,4 +1,4 @@
-"""The collector: what arrives, what is missing, and what changed."""
+"""The collector counts missing batches and returns what has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder: quick, bounded, numbered, and never in the way."""
+"""The recorder is fast and bounded, numbers its batches, and never blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histories stay bounded, even and lined up; and lose no spike."""
+"""Histories are bounded and aligned, and keep extreme values."""
 
 from __future__ import annotations
 

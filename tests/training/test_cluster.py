@@ -1,4 +1,4 @@
-"""The loader in cells: its workers are those of a rank that a notebook drives."""
+"""The loader in cells, with workers."""
 
 from __future__ import annotations
 

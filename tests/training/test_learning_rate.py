@@ -1,4 +1,4 @@
-"""Learning rates grow with the ranks, and gradually."""
+"""Learning rates are scaled by the number of ranks, and warmed up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor in JupyterLab: live while a cell blocks, usable, and there when saved.
+"""The monitor in JupyterLab: live while a cell blocks, usable, and saved.
 
 Screenshots are left in out/screenshots/.
 """

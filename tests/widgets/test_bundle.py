@@ -1,4 +1,4 @@
-"""The committed bundle is what the sources make, and stands alone."""
+"""The committed bundle is up to date and needs no other file."""
 
 from __future__ import annotations
 

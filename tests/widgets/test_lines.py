@@ -1,4 +1,4 @@
-"""Lines of several ranks, merged: nothing is lost, no rank's order changes."""
+"""Merged lines of several ranks: none is lost, and each rank's order is kept."""
 
 from __future__ import annotations
 

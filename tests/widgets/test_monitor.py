@@ -1,4 +1,4 @@
-"""The monitor's kernel side: what it sends, when, and that it ends."""
+"""The kernel side of the monitor: its messages, their rate, and its end."""
 
 from __future__ import annotations
 

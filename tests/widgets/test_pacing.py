@@ -1,4 +1,4 @@
-"""The pacer: fast while somebody listens, sparing while nobody does."""
+"""The pacer sends fast while it is acknowledged, and slowly otherwise."""
 
 from __future__ import annotations
 

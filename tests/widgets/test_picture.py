@@ -1,4 +1,4 @@
-"""The still picture: well-formed, safe, and made of what any viewer keeps."""
+"""The still picture is well-formed, safe, and shown by any viewer."""
 
 from __future__ import annotations
 
