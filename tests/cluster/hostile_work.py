@@ -111,7 +111,7 @@ def move_the_clock(cluster: Cluster, times: int) -> None:
 
 
 def set_clock(offset_s: float) -> None:
-    """What the preloaded library adds to the wall clock, in all processes."""
+    """The offset that the preloaded library adds to the wall clock of all processes."""
     with open(os.environ["FAKE_CLOCK"], "r+b") as file:  # it is mapped: never shorter
         file.write(struct.pack("d", offset_s))
 

@@ -1,4 +1,4 @@
-"""What a process has that a child would inherit: functions that run on a rank."""
+"""The state of a process that a child inherits: functions that run on a rank."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def state() -> dict[str, Any]:
 
 
 def open_files() -> dict[int, str]:
-    """What each descriptor of this process refers to."""
+    """The target of each descriptor of this process."""
     import os
 
     found = {}

@@ -506,7 +506,7 @@ def test_text_that_utf8_cannot_hold_is_shown_by_its_escapes(cluster: Cluster):
     assert set(cluster.inspect("odd").values()) == {r"odd \ud800"}
     values = {described[0].value for described in cluster.variables("odd").values()}
     assert values == {r"odd \ud800"}
-    assert cluster["chr(0xd800)"] == ["\ud800"] * 4  # a value stays as it is
+    assert cluster["chr(0xd800)"] == ["\ud800"] * 4  # values are not escaped
 
 
 def test_an_error_whose_text_utf8_cannot_hold_is_the_users_own(cluster: Cluster):

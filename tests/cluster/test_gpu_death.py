@@ -11,7 +11,7 @@ RUN_AHEAD = """
 import os, signal
 tensor = torch.ones(30_000_000, device=device)
 nbdist.all_reduce(tensor)
-torch.cuda._sleep(2_000_000_000)  # about a second, in which the hosts go on
+torch.cuda._sleep(2_000_000_000)  # about a second, during which the hosts continue
 handles = [nbdist.all_reduce(tensor, async_op=True) for _ in range(3)]
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -204,7 +204,7 @@ def test_a_forked_child_is_told_that_it_is_no_rank(cluster: Cluster):
 
 
 def test_a_library_may_end_the_cell_and_take_the_interrupt(cluster: Cluster):
-    """As Lightning does: it ignores SIGINT from its first one on, and exits."""
+    """Lightning's handler: it ignores SIGINT after the first one, and exits."""
     with pytest.raises(CellTimeout):
         cluster.execute(
             textwrap.dedent(

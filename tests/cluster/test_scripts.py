@@ -96,7 +96,7 @@ leftover = 1
         assert len(seen["config"]["cluster"]["worker"]) == 3
         assert seen["elastic"]
         assert (seen["asyncio"], seen["helper"]) == (3, "first")
-    # Nothing is left; the notebook's own names are, and the helper is read anew.
+    # The script's names are removed and the cells' are kept; the helper is reloaded.
     cluster.execute(
         "assert mine == 5 and 'leftover' not in globals()\n"
         "assert (dict(os.environ), os.getcwd()) == before\n"

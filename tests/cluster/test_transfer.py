@@ -18,7 +18,7 @@ HUNDRED_MB = 100_000_000
 
 
 def files(cluster: Cluster) -> list[Path]:
-    """What this cluster has in shared memory right now."""
+    """The files of this cluster in shared memory."""
     folder = memory_folder(cluster._live().run_dir)
     return [path for path in folder.iterdir() if path.is_file()]
 

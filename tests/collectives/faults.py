@@ -60,7 +60,7 @@ def make_group(transport: str, timeout_s: float | None = 30.0) -> nc.Group:
 
 @contextmanager
 def when_blocked(action: Callable[[], object]) -> Iterator[None]:
-    """Do something from another thread once this process is in a call."""
+    """Call `action` in another thread when this process is in a collective."""
     over = threading.Event()
 
     def watch() -> None:
@@ -136,7 +136,7 @@ def interrupt(transport: str) -> None:
 
 
 def leave(transport: str) -> str:
-    """Where memory is shared, the others learn that a rank was interrupted."""
+    """In shared memory, the other ranks' error names the interrupted rank."""
     group = make_group(transport)
     if RANK == 0:
         with pytest.raises(CollectiveTimeout):
@@ -155,7 +155,7 @@ def leave(transport: str) -> str:
 
 
 def time_out(transport: str) -> str:
-    """The error says who had come, and where the others are."""
+    """The error names the ranks that arrived, and the calls of the other ranks."""
     group = make_group(transport)
     part = group.new([SIZE - 2, SIZE - 1])
     message = ""

@@ -94,7 +94,7 @@ def a_stream_of_the_users(group: nc.Group) -> None:
 
 
 def calls_on_many_streams(group: nc.Group) -> None:
-    """Nothing orders them but the group: each uses the slots of the one before."""
+    """Only the group orders the calls. Each call uses the slots of the previous one."""
     streams = [torch.cuda.Stream() for _ in range(3)]
     results: list[tuple[int, Tensor]] = []
     for step in range(12):
@@ -122,7 +122,7 @@ def asynchronous_calls(group: nc.Group) -> None:
 
 
 def memory_is_not_given_back_too_soon(group: nc.Group) -> None:
-    """What an asynchronous call works on is not yet another tensor's."""
+    """The memory of an asynchronous call is not reused before the call has ended."""
     for _ in range(20):
         whole = torch.zeros(64, 20_000).add_(RANK + 1)
         handle = nc.all_reduce(whole.t()[::2], async_op=True)  # on a copy
@@ -135,7 +135,7 @@ def memory_is_not_given_back_too_soon(group: nc.Group) -> None:
 
 
 def calls_for_both_kinds_of_device(group: nc.Group) -> None:
-    """The barrier's steps and the device's are counted apart."""
+    """The steps of the barrier and of the device are counted separately."""
     for step in range(30):
         on_host = torch.full((3,), RANK + 1.0, device="cpu")
         on_device = torch.full((1000 + step,), RANK + 1.0)
@@ -160,7 +160,7 @@ def long_runs_of_small_calls(group: nc.Group) -> None:
 
 
 def a_late_device_can_be_left(group: nc.Group) -> None:
-    """One device is busy; the others wait for it, and are let out."""
+    """The other ranks wait for one busy device, and are released."""
     for how in ("abort", "interrupt", "timeout"):
         if RANK == 0:
             torch.cuda._sleep(30 * LONG)
@@ -261,7 +261,7 @@ CASES: dict[str, Callable[[nc.Group], None]] = {
 
 
 def described(transport: str) -> str:
-    """What a group says of its transports once a tensor on a GPU was sent."""
+    """A group's description of its transports, after a GPU tensor was sent."""
     torch.cuda.set_device(0)
     group = nc.Group(COMM, config=CollectiveConfig(transport))
     nc.all_reduce(torch.ones(3, device="cuda"), group=group)

@@ -56,7 +56,7 @@ PATHS: dict[str, Path] = {
 
 
 def used_plans() -> dict[str, bool]:
-    """Whether each way reached the compiled part, with a tensor of its own length."""
+    """Call each API with a tensor of its own length; whether C reduced it."""
     torch.manual_seed(0)
     hvd.init()
     if not dist.is_initialized():

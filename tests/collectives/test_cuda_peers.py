@@ -35,7 +35,7 @@ class NVMLError(Exception):
 
 
 def driver(monkeypatch: pytest.MonkeyPatch, status: int | None) -> list[str]:
-    """What the driver says of a pair of GPUs, or an error; whom it was asked about."""
+    """Simulate the driver's answer or error for a pair of GPUs; return the queries."""
     asked: list[str] = []
 
     def tell(*pair: Any) -> int:
@@ -142,7 +142,7 @@ def test_memory_that_reads_as_something_else_is_not_used(
 
 
 def mapped(monkeypatch: pytest.MonkeyPatch, answers: Any) -> list[torch.Tensor] | None:
-    """What rank 0 of two gets, where rank 1 answers so."""
+    """The result on rank 0 of two, for an answer of rank 1."""
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(

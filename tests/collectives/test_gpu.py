@@ -57,7 +57,7 @@ def contract_holds(size: int, transports: list[str], own_gpus: bool = False) -> 
 def outcomes(
     size: int, transport: str, own_gpus: bool = False
 ) -> list[dict[str, str | None]]:
-    """What each rank found: one launch for all cases."""
+    """Run all cases in one launch; the results of each rank."""
     arguments = (transport, CASES, own_gpus)
     return launch(size, CASES_FILE, "run_cases", *arguments, deadline_s=300)
 

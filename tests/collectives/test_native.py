@@ -25,7 +25,7 @@ BUILD = "from setuptools import setup; setup()"
 FUZZ = Path(__file__).with_name("fuzz_native.py")
 AT_ONCE_BYTES = 1024
 SLOT_BYTES = 4096
-"""For each rank: small, so that tensors of some thousand elements take many blocks."""
+"""Per rank. Small, so that tensors of some thousand elements need many blocks."""
 FINGERPRINT = 12345
 
 
@@ -186,7 +186,7 @@ def test_another_fingerprint_is_seen_before_data_is_touched(
 
 
 def others() -> Iterator[tuple[str, Callable[[], object]]]:
-    """What is no dense float32 tensor of 4 elements in host memory."""
+    """Objects that are not dense float32 tensors of 4 elements in host memory."""
 
     class Subclass(Tensor):
         pass
@@ -320,8 +320,8 @@ def test_no_call_from_python_crashes_the_process() -> None:
     assert begun > 100  # it got far enough to reduce something
 
 
-def test_without_a_compiler_the_build_goes_on(tmp_path: Path) -> None:
-    """What `pip install` runs; the package is then the one in Python."""
+def test_without_a_compiler_the_build_succeeds(tmp_path: Path) -> None:
+    """`pip install` runs this build. The package then uses its Python twin."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     sources = tmp_path / "nbdist" / "collectives"

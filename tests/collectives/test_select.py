@@ -23,7 +23,7 @@ SEVERAL_HOSTS: Any = None
 
 
 class Machine:
-    """What two ranks find; both find the same."""
+    """A simulated machine with two ranks, on which both find the same devices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cards = ["a", "b"]

@@ -104,7 +104,7 @@ def test_each_path_begins_at_a_page_that_readme_links_to():
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the examples do on three ranks."""
+    """The results of the examples on three ranks."""
     file = tmp_path_factory.mktemp("contributing") / "bodies.py"
     file.write_text("\n".join([*BLOCKS, BODIES]), encoding="utf-8")
     return launch(3, str(file), "run")

@@ -17,7 +17,7 @@ CAP_BYTES = 1_000_000
 
 
 class Shown:
-    """What the notebook gets of an `Output`."""
+    """The messages that an `Output` sends to the notebook."""
 
     def __init__(self, folder: Path) -> None:
         captured = {name: folder / name for name in ("stdout", "stderr")}

@@ -18,7 +18,7 @@ def test_the_three_ways_differ_as_they_should(
     ways = [[float(number) for number in ran] for ran in RAN.findall(printed)]
     assert len(ways) == 3, printed
     sync, free, bounded = ways
-    # Nobody is late where all wait; where nobody waits, much more is done meanwhile.
+    # Synchronous gradients are never late; asynchronous workers do many more steps.
     assert sync[1:3] == [0, 0]
     assert free[0] > 3.5 * sync[0]  # three gradients are three updates, and then more
     assert free[2] > bounded[2]

@@ -14,12 +14,12 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).parent.parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart.ipynb"
 TIME_LIMIT_S = 120
-"""What the notebook promises."""
+"""The quickstart must finish within this time."""
 
 
 @pytest.fixture(scope="module")
 def report() -> str:
-    """What `make demo` prints."""
+    """Run the quickstart as `make demo` does; return its output."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "run.py", "quickstart"],
         stdin=subprocess.DEVNULL,

@@ -382,7 +382,7 @@ def leaves(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def weights(shape: tuple[int, ...]) -> list[Tensor]:
-    """What each rank multiplies its result with: its loss's gradient."""
+    """A factor for each rank's result, which is the gradient of its loss."""
     return [input_of(shape, torch.float64, rank, salt=9) for rank in range(hvd.size())]
 
 

@@ -14,11 +14,11 @@ import nbdist.horovod as hvd
 
 Case = Callable[[], None]
 DEADLINE_S = 40.0
-"""For the others, once a rank has failed; their collectives run out of time first."""
+"""Longer than the time-out of collectives, after which the other ranks continue."""
 
 
 def run_cases(cases: dict[str, Case]) -> dict[str, str | None]:
-    """Run each case between `init` and `shutdown`; what went wrong on this rank."""
+    """Run each case between `init` and `shutdown`; return its traceback or None."""
     torch.set_num_threads(1)
     nbdist.init()
     outcomes: dict[str, str | None] = {}
@@ -41,7 +41,9 @@ def _wait_for_all_ranks() -> None:
     end = time.monotonic() + DEADLINE_S
     while not request.Test():
         if time.monotonic() > end:
-            raise TimeoutError("the other ranks do not come")
+            raise TimeoutError(
+                f"the other ranks did not arrive within {DEADLINE_S:g} s"
+            )
         time.sleep(0.001)
 
 

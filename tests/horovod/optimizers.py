@@ -72,7 +72,7 @@ def train(net: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor) -> No
 def compare(
     make: Make = OPTIMIZERS["momentum"], rtol: float = 1e-10, **options: Any
 ) -> None:
-    """Some steps of a distributed optimizer, and of one process on the full batch."""
+    """Compare steps of a distributed optimizer with one process on the full batch."""
     reference, net = model(), model()
     single = make(reference.parameters())
     optimizer = hvd.DistributedOptimizer(

@@ -22,7 +22,7 @@ CASES = [
 
 @cache
 def outcomes(size: int) -> list[dict[str, str | None]]:
-    """What each rank found: one launch for all cases."""
+    """Run all cases in one launch; the results of each rank."""
     patience = {"NBDIST_COLLECTIVE_TIMEOUT": "20"}
     return launch(
         size, CASES_FILE, "run_all_cases", deadline_s=150, environment=patience

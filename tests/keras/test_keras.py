@@ -26,7 +26,7 @@ CASES = [
 
 @cache
 def outcomes() -> list[dict[str, str | None]]:
-    """What each rank found: one launch for all cases."""
+    """Run all cases in one launch; the results of each rank."""
     patience = {"NBDIST_COLLECTIVE_TIMEOUT": "30", "CUDA_VISIBLE_DEVICES": ""}
     return launch(3, CASES_FILE, "run_all_cases", deadline_s=150, environment=patience)
 

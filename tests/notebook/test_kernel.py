@@ -28,7 +28,7 @@ RUN_DIR = (
 
 @dataclass
 class Reply:
-    """What a notebook would show under a cell."""
+    """The output of a cell as a notebook shows it."""
 
     status: str = ""
     error: str = ""

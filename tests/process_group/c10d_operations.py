@@ -29,7 +29,7 @@ NO_OPERATION = {
     "use_pg_for_symm_mem_rendezvous", "abort", "shutdown", "get_backend",
     "supports_reconfigure", "supports_window",
 }  # fmt: skip
-"""What names a group, describes it or ends it."""
+"""Methods that name, describe or end a group."""
 
 
 def run_all_cases() -> dict[str, str | None]:
@@ -290,7 +290,7 @@ def batches_do_not_wait_for_their_own_receives() -> None:
 
 
 class Nccl:
-    """What NCCL's group is asked to do, in order."""
+    """The calls of NCCL's group, in order."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -25,7 +25,7 @@ CASES = [
 
 @cache
 def outcomes() -> list[dict[str, str | None]]:
-    """What each rank found: one launch for all cases."""
+    """Run all cases in one launch; the results of each rank."""
     return launch(4, CASES_FILE, "run_all_cases", deadline_s=120)
 
 

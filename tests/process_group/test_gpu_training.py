@@ -29,7 +29,7 @@ needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
 
 @cache
 def outcomes(own_gpus: bool) -> list[dict[str, str | None]]:
-    """What each rank found: one launch for all cases."""
+    """Run all cases in one launch; the results of each rank."""
     return launch(4, CASES_FILE, "run_all_cases", "cuda", own_gpus, deadline_s=300)
 
 

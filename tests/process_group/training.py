@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
 
 
 _device = torch.device("cpu")
-"""Where models and samples lie, on this rank."""
+"""The device of the models and samples of this rank."""
 
 
 def run_all_cases(device: str = "cpu", own_gpus: bool = False) -> dict[str, str | None]:

@@ -20,9 +20,9 @@ PLACES = (
 class Fault:
     """Something that goes wrong on one rank.
 
-    `says` is what the error must say of the rank that was struck, as a pattern with
-    `{rank}`; `within_s` is when the cell must have ended at the latest, from the strike
-    or, where the user has to interrupt, from the interrupt.
+    `says` is a pattern for the error, with `{rank}` for the rank of the fault. The cell
+    must end `within_s` seconds after the fault, or after the interrupt if the user has
+    to interrupt it.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Fault:
     """How many ranks print "here" before the user presses the interrupt button."""
     dies: bool = False
     idle: bool = True
-    """Whether it can strike a rank between cells."""
+    """Whether the fault can happen between cells."""
 
 
 _DIED = r"rank {rank} \(pid \d+ on .*\) has died with "
 _TABLE = r"(?s)different collectives.*\n{rank}  +#\d+ .*{odd}"
 
 FAULTS = (
-    Fault("raise", r"rank {rank} of 3.*ValueError: struck", 8.0),
+    Fault("raise", r"rank {rank} of 3.*ValueError: injected", 8.0),
     Fault("SIGKILL", _DIED + "SIGKILL", 8.0, dies=True),
     Fault("segfault", _DIED + "SIGSEGV", 8.0, dies=True),
     Fault("exit", _DIED + "exit code 3", 8.0, dies=True),
@@ -55,7 +55,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One fault, striking one rank at one place."""
+    """One fault on one rank at one place."""
 
     fault: Fault
     place: str
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def released(self) -> bool:
-        """Whether the rank is alone in a collective that nobody else will enter."""
+        """Whether the rank waits in a collective that no other rank will enter."""
         return self.fault.name == "blocked" and self.place == "between cells"
 
     @property

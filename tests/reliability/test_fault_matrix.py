@@ -24,14 +24,14 @@ from tests.processes import Footprint, wait_until
 from tests.reliability.matrix import CASES, Case
 from tests.reliability.report import Report
 
-SETUP = Path(__file__).with_name("stage.py").read_text()
+SETUP = Path(__file__).with_name("faulty_step.py").read_text()
 KEEP = "kept = (rank, torch.arange(3) + rank, os.getpid())"
 NOTICED_WITHIN_S = 2.0
 STOPPED_WITHIN_S = 10.0
 
 
-class Stage:
-    """Three ranks that know the training step; new ones when a case has broken them."""
+class SharedRanks:
+    """Three ranks with the training step. After a failed case new ones are started."""
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
@@ -40,7 +40,8 @@ class Stage:
         if self._cluster is None:
             self._cluster = Cluster(3, device="cpu", threads=1).start()
             self._cluster.execute(SETUP, setup=True)
-            self._cluster.execute("step('nowhere', 'none', 0)")  # what is slow once
+            # The first step is slow.
+            self._cluster.execute("step('nowhere', 'none', 0)")
         return self._cluster
 
     def close(self) -> None:
@@ -52,28 +53,30 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    stage = Stage()
-    yield stage
-    stage.close()
+def shared_ranks() -> Iterator[SharedRanks]:
+    shared_ranks = SharedRanks()
+    yield shared_ranks
+    shared_ranks.close()
 
 
 @pytest.fixture
-def cluster(stage: Stage, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(
+    shared_ranks: SharedRanks, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
     failed = request.session.testsfailed
-    yield stage.ready()
+    yield shared_ranks.ready()
     if request.session.testsfailed > failed:
-        stage.close()
+        shared_ranks.close()
 
 
-class Press(Quiet):
-    """Presses the interrupt button once `prints` ranks have printed, and `ready`."""
+class Interrupter(Quiet):
+    """Interrupts the cell when `prints` ranks have printed and `ready` returns true."""
 
     def __init__(self, prints: int, ready: Callable[[], bool]) -> None:
         self._left, self._ready = prints, ready
         self.at = 0.0
         self.ended = 0.0
-        """When the last rank had answered, or had died."""
+        """The time when the last rank had answered or died."""
 
     def take(self, event: Event) -> None:
         if event.output is None:
@@ -81,16 +84,16 @@ class Press(Quiet):
         elif event.output["msg_type"] == "stream":
             self._left -= 1
             if self._left == 0:
-                threading.Thread(target=self._press).start()
+                threading.Thread(target=self._interrupt).start()
 
-    def _press(self) -> None:
+    def _interrupt(self) -> None:
         wait_until(self._ready, STOPPED_WITHIN_S)
         self.at = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def _marked(case: Case) -> ParameterSet:
-    """All of it takes too long for every day: the middle rank stands for the others."""
+    """Mark most cases of the first and the last rank as slow."""
     often = case.which == "middle" or case.place == "in an all-reduce"
     return pytest.param(case, marks=() if often else pytest.mark.slow, id=str(case))
 
@@ -99,52 +102,54 @@ def _marked(case: Case) -> ParameterSet:
 def test_a_fault(cluster: Cluster, case: Case, report: Report):
     cluster.execute(KEEP)
     before = [info.pid for info in cluster.ranks]
-    press = Press(case.prints, lambda: _has_struck(case, before[case.rank]))
+    interrupter = Interrupter(
+        case.prints, lambda: _has_happened(case, before[case.rank])
+    )
     begun = time.monotonic()
     with pytest.raises(NbdistError) as ended:
-        _strike(cluster, case, press, before[case.rank])
-    seconds = _ended(case, press) - (press.at or begun)
+        _inject(cluster, case, interrupter, before[case.rank])
+    seconds = _ended(case, interrupter) - (interrupter.at or begun)
     said = str(ended.value) + "\n".join(getattr(ended.value, "rendered", ()))
     assert re.search(case.says, said), said
     assert seconds < case.fault.within_s, said
-    _mend(cluster, case)
+    _repair(cluster, case)
     _assert_usable(cluster, case, before)
     report.add(case, seconds, ended.value)
 
 
-def _strike(cluster: Cluster, case: Case, press: Press, pid: int) -> None:
-    """Let the case happen. The cell that meets it must raise."""
+def _inject(cluster: Cluster, case: Case, interrupter: Interrupter, pid: int) -> None:
+    """Inject the fault, in a cell or between cells. The cell must raise."""
     if case.place != "between cells":
         call = f"step({case.place!r}, {case.fault.name!r}, {case.rank})"
-        cluster.execute(call, observer=press)
+        cluster.execute(call, observer=interrupter)
     elif case.fault.dies:
-        later = f"threading.Timer(0.05, strike, ({case.fault.name!r}, rank)).start()"
+        later = f"threading.Timer(0.05, inject, ({case.fault.name!r}, rank)).start()"
         cluster.execute(later, ranks=[case.rank])
         wait_until(lambda: case.rank in cluster.died(), NOTICED_WITHIN_S)
         raise cluster.died()[case.rank]
     elif case.fault.name == "SIGSTOP":
         os.kill(pid, signal.SIGSTOP)
-        timer = threading.Timer(0.5, press._press)
+        timer = threading.Timer(0.5, interrupter._interrupt)
         timer.start()
         cluster.execute("dist.barrier()")
     else:
-        code = f"strike({case.fault.name!r}, rank)"
-        cluster.execute(code, ranks=[case.rank], observer=press)
+        code = f"inject({case.fault.name!r}, rank)"
+        cluster.execute(code, ranks=[case.rank], observer=interrupter)
 
 
-def _has_struck(case: Case, pid: int) -> bool:
+def _has_happened(case: Case, pid: int) -> bool:
     if case.fault.name != "SIGSTOP":
         return True
     return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
-def _ended(case: Case, press: Press) -> float:
-    """When the cell had ended, without what was done about it since."""
-    stays = case.fault.name == "SIGSTOP" or press.ended == 0.0
-    return time.monotonic() if stays else press.ended
+def _ended(case: Case, interrupter: Interrupter) -> float:
+    """The time when the cell had ended, without the recovery after it."""
+    stays = case.fault.name == "SIGSTOP" or interrupter.ended == 0.0
+    return time.monotonic() if stays else interrupter.ended
 
 
-def _mend(cluster: Cluster, case: Case) -> None:
+def _repair(cluster: Cluster, case: Case) -> None:
     if case.fault.name == "SIGSTOP":
         cluster.replace([case.rank])
 

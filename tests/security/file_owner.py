@@ -37,19 +37,19 @@ CALL = ElasticCall("train", 3, 1, None, 600.0)
 
 
 def readable(folder: Path) -> list[str]:
-    """What other users can enter or read, with its parents' leave."""
+    """The path and its mode, if other users have any permission on it."""
     mode = stat.S_IMODE(folder.stat().st_mode)
     return [f"{folder}: {mode:o}"] if mode & 0o077 else []
 
 
 def opened(folder: Path) -> list[str]:
-    """What others can enter or read of a folder of commits, and of what it lies in."""
+    """The paths in a folder of commits, and its parent, that others can open."""
     paths = [folder.parent, folder, *folder.iterdir()]
     return [each for path in paths for each in readable(path)]
 
 
 def own_names() -> set[str]:
-    """What this user has in the folders of all users."""
+    """The files of this user in the folders that all users share."""
     own = set()
     for folder in ("/tmp", "/dev/shm"):
         for name in os.listdir(folder):

@@ -39,7 +39,7 @@ INSIDE = (
 
 
 class Code:
-    """What runs a command where it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker

@@ -19,9 +19,9 @@ OWNER, STRANGER = 64_001, 64_002
 
 
 def interpreters() -> list[tuple[str, list[str]]]:
-    """Pythons that may run for everybody, each with what its path must hold.
+    """Interpreters for other users, each with the folders for its path.
 
-    An environment's own one may lie in a home that others cannot enter.
+    The environment's interpreter may be in a home folder that others cannot enter.
     """
     packages = sysconfig.get_paths()["purelib"]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def read_files(run_dir: Path, pids: list[int]) -> list[str]:
-    """What can be read of the folder, and of the processes' environments."""
+    """The readable files of the folder, and readable environments of its processes."""
     got = []
     for folder in (run_dir, run_dir / "security"):
         with contextlib.suppress(PermissionError):

@@ -145,7 +145,7 @@ def test_arguments_that_were_changed_on_the_way_are_not_unpickled(cluster: Clust
 
 
 def test_bytes_of_no_protocol_lose_no_message(cluster: Cluster):
-    """As from a program that has taken a socket for something else."""
+    """Bytes of another protocol, as from a program that uses the wrong socket."""
     print(f"NBDIST_SEED={SEED}")
     rng = random.Random(SEED)
     # The oldest of ZeroMQ's protocols needs no handshake: no name, then one frame.

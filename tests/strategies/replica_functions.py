@@ -101,7 +101,7 @@ def accuracies() -> dict[str, float]:
 
 
 def where_the_state_is() -> int:
-    """How many parameters this rank keeps optimizer state for."""
+    """The number of parameters with optimizer state on this rank."""
     model = make_model()
     strategy = CentralStorage()
     model, optimizer = strategy.setup(model, sgd(model.parameters()))

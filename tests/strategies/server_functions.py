@@ -240,7 +240,7 @@ def reductions(rank: int) -> Any:
 
 
 def optimizer_state() -> int:
-    """How many parameters this rank keeps optimizer state for, of 4 on 2 servers."""
+    """The number of parameters with optimizer state on this rank, of 4 on 2 servers."""
     strategy = ParameterServer(n_ps=2)
     model = make_model()
     _, optimizer = strategy.setup(model, sgd(model.parameters()))

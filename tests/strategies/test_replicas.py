@@ -19,7 +19,7 @@ EXACT = [
 
 @cache
 def found() -> list[dict[str, Any]]:
-    """What each rank found: one launch for all cases."""
+    """Run all cases in one launch; the results of each rank."""
     return launch(RANKS, FUNCTIONS, "run_all_functions", deadline_s=120)
 
 

@@ -17,7 +17,7 @@ SCRIPT = [0, 0, 1, 2, 0, 1, 1, 2, 2, 2, 0, 2, 1]
 
 @cache
 def found() -> list[dict[str, Any]]:
-    """What each rank found: one launch for all cases."""
+    """Run all cases in one launch; the results of each rank."""
     return launch(RANKS, FUNCTIONS, "run_all_functions", deadline_s=150)
 
 

@@ -70,7 +70,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def updates(cluster: Cluster) -> int:
-    """What all ranks agree on."""
+    """The number of updates, which must be equal on all ranks."""
     every: list[int] = cluster["strategy.reports[0].updates"]
     assert every == [every[0]] * 4
     return every[0]
@@ -160,7 +160,7 @@ finished = strategy.run(train, ({STEPS}, {step}, {killer}, victim))
     for server, count in enumerate(counts[0], start=2):
         if victim < 2:
             assert count == 2 * STEPS
-        elif server == victim:  # from a snapshot, of update 1, 5, 9, ...; or anew
+        elif server == victim:  # from a snapshot, of update 1, 5, 9, ...; or none
             assert count - STEPS in range(0, step + 1)
         else:
             assert count - STEPS in range(step, step + 2)

@@ -32,7 +32,7 @@ def recorder(publish: Callable[[Batch], None], **options: float) -> Iterator[Rec
 
 
 def logged(**scalars: object) -> dict[str, float]:
-    """What arrives of one log call."""
+    """Log once; return the record that is published."""
     batches: list[Batch] = []
     with recorder(batches.append) as made:
         made.log(**scalars)

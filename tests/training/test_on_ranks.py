@@ -18,12 +18,12 @@ FUNCTIONS = str(Path(__file__).parent / "rank_functions.py")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of three ranks has seen."""
+    """The results of each of three ranks."""
     return launch(3, FUNCTIONS, "everything", str(tmp_path_factory.mktemp("world")))
 
 
 def trained_alone() -> list[np.ndarray]:
-    """What one process gets of the same global batches."""
+    """Train in one process on the same global batches; the parameters."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def sharing(folder: Path, *others: Path, **values: Any) -> State:
-    """A state as it is in a run on rank 0."""
+    """A state whose copies are in files, as on rank 0 of an elastic run."""
     state = State(**values)
     state._share([folder, *others])
     return state
@@ -247,7 +247,7 @@ def test_without_room_the_training_goes_on_and_says_so_once(
     state.weight = torch.full((9_000_000,), 2.0)
     with pytest.warns(UserWarning, match=r"will lose.*needs 4. MB.*has 0 MB free"):
         state.commit()
-    assert not names(folder)  # an old commit is none to go on from
+    assert not names(folder)  # no run may continue from an old commit
     for value in (3.0, 4.0):
         state.weight += 1
         state.commit()
@@ -291,7 +291,7 @@ def test_a_record_becomes_an_ordinary_file(folder: Path, tmp_path: Path) -> None
         record.write_state(file, data)
     os.close(data)
     other = State(**dict.fromkeys(plain))
-    other.load(tmp_path / "file")  # as one that nobody trusts
+    other.load(tmp_path / "file")  # not trusted
     assert other.commits == 1
     assert_equal(other._capture(), state._capture())
 

@@ -30,7 +30,7 @@ class SpyMonitor(Monitor):
         self.sent.put((content, buffers[0]))
 
     def hear(self, kind: str) -> None:
-        """As if a front end had sent it."""
+        """Deliver a message as a front end sends it."""
         self._handle_custom_msg({"kind": kind}, [])
 
     def next(self) -> Sent:

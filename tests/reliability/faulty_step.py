@@ -1,7 +1,7 @@
 """A training step in which a fault can strike one rank; runs as a setup cell.
 
-`step(place, fault, victim)` runs it on every rank. Which fault strikes where is said in
-`matrix.py`.
+`step(place, fault, victim)` runs the step on every rank. `matrix.py` has the places and
+the faults.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import nbdist
 
 
-class Left(Exception):
-    """Ends this rank's part of the cell early, without an error."""
+class LeaveCell(Exception):
+    """Ends the cell on this rank early, without an error."""
 
 
 class Probe(nn.Module):
@@ -36,8 +36,8 @@ class Probe(nn.Module):
         return x
 
 
-class Tripwire:
-    """A part of an elastic state: a commit that copies it trips it."""
+class CallOnCommit:
+    """A value of an elastic state that calls a function when a commit copies it."""
 
     def __init__(self, hook):
         self._hook = hook
@@ -50,28 +50,28 @@ class Tripwire:
         pass
 
 
-def strike(fault, victim):
-    """What happens on each rank at the place where `victim` is struck."""
-    hit = nbdist.rank() == victim
+def inject(fault, victim):
+    """Inject a fault on `victim`. Every rank calls this at the place of the fault."""
+    here = nbdist.rank() == victim
     if fault.startswith("wrong"):
-        _mismatched(fault, hit)
-    elif fault == "blocked" and not hit:
+        _mismatched(fault, here)
+    elif fault == "blocked" and not here:
         print("here")
         threading.Event().wait()
-    elif hit:
-        _ALONE[fault]()
+    elif here:
+        _ON_VICTIM[fault]()
 
 
-def _mismatched(fault, hit):
-    x = torch.ones(5 if hit and fault == "wrong shape" else 3)
+def _mismatched(fault, here):
+    x = torch.ones(5 if here and fault == "wrong shape" else 3)
     if fault == "wrong root":
-        nbdist.broadcast(x, src=1 if hit else 0)
+        nbdist.broadcast(x, src=1 if here else 0)
     else:
-        nbdist.all_reduce(x, op="max" if hit and fault == "wrong op" else "sum")
+        nbdist.all_reduce(x, op="max" if here and fault == "wrong op" else "sum")
 
 
 def _raise():
-    raise ValueError("struck")
+    raise ValueError("injected")
 
 
 def _loop():
@@ -81,7 +81,7 @@ def _loop():
 
 
 def _leave():
-    raise Left
+    raise LeaveCell
 
 
 def _blocked():
@@ -92,10 +92,10 @@ def _blocked():
 def _stop():
     print("here")
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-    threading.Event().wait()  # what was printed is on its way before all stands still
+    threading.Event().wait()  # the output is sent before the process stops
 
 
-_ALONE = {
+_ON_VICTIM = {
     "raise": _raise,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSTOP": _stop,
@@ -108,12 +108,12 @@ _ALONE = {
 
 
 def step(place, fault, victim):
-    """One step of training; what stands at `place` is struck on `victim`."""
+    """Run one training step, with a fault on `victim` at `place`."""
 
-    def at(here):
-        return lambda: strike(fault, victim) if here == place else None
+    def at(reached):
+        return lambda: inject(fault, victim) if reached == place else None
 
-    with contextlib.suppress(Left):
+    with contextlib.suppress(LeaveCell):
         _step(at)
 
 
@@ -132,6 +132,6 @@ def _step(at):
     work = dist.all_reduce(big, async_op=True)
     at("in an all-reduce")()
     work.wait()
-    state = nbdist.elastic.State(model=model, wire=Tripwire(at("in a commit")))
+    state = nbdist.elastic.State(model=model, wire=CallOnCommit(at("in a commit")))
     state.commit()
     dist.barrier()
