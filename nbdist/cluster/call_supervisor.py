@@ -101,7 +101,7 @@ class CallSupervisor:
         stall_detector = StallDetector(self._registry, call)
         try:
             if self.elastic is not None:
-                self.elastic.begin(call)
+                self.elastic.begin(call, deadline)
             call.begin()
             while not call.wait(deadline, tick_s=PROBE_S):
                 if call.lost:
@@ -116,7 +116,10 @@ class CallSupervisor:
                 if self.elastic is not None:
                     self.elastic.attend(call)
         except KeyboardInterrupt:
-            stopped = self._interrupt(call)
+            if deadline is not None and time.monotonic() >= deadline:
+                stopped = self._time_out(call, timeout_s)
+            else:
+                stopped = self._interrupt(call)
         finally:
             self.is_waiting = False
             if self.elastic is not None:
@@ -200,8 +203,8 @@ class CallSupervisor:
         where = self._positions(info.rank for info in call.unfinished)
         self._end(call, "timed out")
         return CellTimeout(
-            f"not finished after {timeout_s:g} s: {where}. All ranks were interrupted "
-            f"and keep their variables{self._left_behind(call)}"
+            f"not finished after {timeout_s:g} s{where and ': '}{where}. All ranks "
+            f"were interrupted and keep their variables{self._left_behind(call)}"
         )
 
     def _interrupt(self, call: Call) -> CellError:

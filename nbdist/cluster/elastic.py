@@ -20,9 +20,14 @@ from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.rank_registry import RankRegistry
 from nbdist.cluster.recovery import Recovery
 from nbdist.config import ClusterConfig
-from nbdist.errors import ChangeFailed, RankDied, ScaleFailed, UsageError
+from nbdist.errors import (
+    CellInterrupted,
+    ChangeFailed,
+    RankDied,
+    ScaleFailed,
+    UsageError,
+)
 from nbdist.ipc import endpoints
-from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
 
 __all__ = ["Elastic"]
@@ -39,6 +44,8 @@ class _Progress:
 
     call: Call
     """The request that the run is part of."""
+    deadline: float | None
+    """When the call must have ended, on the monotonic clock; None for no limit."""
     index: int = -1
     """Position of the run among the elastic runs of its cell; -1 before the first."""
     still_since: float | None = None
@@ -102,9 +109,14 @@ class Elastic:
 
     # -- from the thread that waits for the call ------------------------------------
 
-    def begin(self, call: Call) -> None:
-        """Follow a call, which may contain elastic runs."""
-        self._followed[call] = _Progress(call)
+    def begin(self, call: Call, deadline: float | None) -> None:
+        """Follow a call, which may contain elastic runs.
+
+        Args:
+            deadline: When the call must have ended, on the monotonic clock; None for no
+                limit.
+        """
+        self._followed[call] = _Progress(call, deadline)
 
     def end(self, call: Call) -> None:
         """Stop following a call that has ended."""
@@ -118,6 +130,7 @@ class Elastic:
 
         Raises:
             ChangeFailed: The ranks could not form a world again.
+            KeyboardInterrupt: The user has interrupted it, or the call's time is up.
         """
         progress, paused = self._followed[call], call.paused
         if not paused or len(paused) < len(call.unfinished):
@@ -185,9 +198,15 @@ class Elastic:
                 None  # another rank has died: wait until all living ranks have paused
             )
         progress.call.restarts += 1
-        note = self._change_members(
-            progress, lambda: self._recovery.recover(self._ask_in(progress.call))
-        )
+
+        def recover() -> str:
+            try:
+                return self._recovery.recover(self._ask_in(progress.call))
+            except CellInterrupted as stopped:
+                self._on_note(f"{why}\n{stopped}")
+                raise
+
+        note = self._change_members(progress, recover)
         self._on_note(f"{why}\n{note}; {run.name} goes on")
         return Verdict("go on")
 
@@ -293,7 +312,7 @@ class Elastic:
                 progress.joined.add(info.engine_uuid)
                 call.join(info, run)
 
-        with defer_interrupts(self._recovery.interrupt):
+        with self._recovery.interruptible(progress.deadline):
             try:
                 return change()
             finally:

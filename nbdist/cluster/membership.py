@@ -42,6 +42,7 @@ class Membership:
         registry: The ranks; updated by each change.
         assignments: The device assignment of each rank, by rank; changed in place.
         timeout_s: Seconds within which newcomers must have started.
+        is_interrupted: Whether a change must end with KeyboardInterrupt; asked often.
     """
 
     def __init__(
@@ -49,20 +50,14 @@ class Membership:
         registry: RankRegistry,
         assignments: list[DeviceAssignment],
         timeout_s: float,
+        is_interrupted: Callable[[], bool],
     ) -> None:
         self._registry = registry
         self._assignments = assignments
         self._timeout_s = timeout_s
         self._base = self._generation = 0
         self._reserve = Reserve(registry.run_dir)
-        self._is_interrupted = False
-
-    def interrupt(self) -> None:
-        """End the running change with KeyboardInterrupt.
-
-        Call from any thread or from a signal handler.
-        """
-        self._is_interrupted = True
+        self._is_interrupted = is_interrupted
 
     def replace_dead(self, ask: Ask) -> list[RankInfo]:
         """Replace each dead rank by a new process; the newcomers.
@@ -129,7 +124,6 @@ class Membership:
         joins: Sequence[int],
         ask: Ask,
     ) -> list[RankInfo]:
-        self._is_interrupted = False
         write_assignments(self._registry.run_dir, assignments)
         self._generation = 1 + max(
             [self._generation, *(info.generation for info in self._registry.infos)]
@@ -140,9 +134,7 @@ class Membership:
             numbers=dict(numbers),
             joins=tuple(Join(rank) for rank in joins),
         )
-        attempt = _Attempt(
-            self._registry, plan, self._timeout_s, lambda: self._is_interrupted
-        )
+        attempt = _Attempt(self._registry, plan, self._timeout_s, self._is_interrupted)
         try:
             infos, newcomers = attempt.carry_out(ask)
         except BaseException as error:

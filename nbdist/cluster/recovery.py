@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc import endpoints
 from nbdist.ipc.device_assignment import DeviceAssignment
+from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.ipc.shm_payload import discard
 from nbdist.wire import RankInfo, format_ranks
 
@@ -58,8 +60,12 @@ class Recovery:
         self._assignments = assignments
         self._config = config
         self._on_change = on_change
-        self._newcomers = Newcomers(registry)
-        self._membership = Membership(registry, assignments, config.timeout_s)
+        self._interrupted = False
+        self._deadline: float | None = None
+        self._newcomers = Newcomers(registry, self._is_interrupted)
+        self._membership = Membership(
+            registry, assignments, config.timeout_s, self._is_interrupted
+        )
         self._unprepared: set[str] = set()
         """UUIDs of engines that have joined and lack the setup cells and variables."""
         self.is_broken = False
@@ -118,12 +124,30 @@ class Recovery:
                 if error.newcomer and first_line not in told:
                     told.append(first_line)
 
-    def interrupt(self) -> None:
-        """End a running recovery with KeyboardInterrupt.
+    @contextlib.contextmanager
+    def interruptible(self, deadline: float | None) -> Iterator[None]:
+        """Defer an interrupt in a `with` block, in which the ranks are changed.
 
-        Call from any thread or from a signal handler.
+        The interrupt or the deadline ends the change with KeyboardInterrupt, once the
+        ranks have left it.
+
+        Args:
+            deadline: On the monotonic clock; None for none.
         """
-        self._membership.interrupt()
+
+        def interrupt() -> None:
+            self._interrupted = True
+
+        self._deadline = deadline
+        try:
+            with defer_interrupts(interrupt):
+                yield
+        finally:
+            self._interrupted, self._deadline = False, None
+
+    def _is_interrupted(self) -> bool:
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        return self._interrupted or late
 
     def _goes_on(self, error: ChangeFailed, died: Collection[int], failed: int) -> bool:
         """Whether another attempt can succeed."""
@@ -298,7 +322,8 @@ COPY_TIMEOUT_S = 60.0
 GRACE_S = 5.0
 """Seconds within which an interrupted rank answers."""
 SETUP_LOOK_S = 0.5
-"""Seconds between two looks at whether a setup cell waits in a collective."""
+"""Seconds between two looks at whether a setup cell waits in a collective, and whether
+the preparation was interrupted."""
 
 Replies = Mapping[RankInfo, "Future[Answer]"]
 
@@ -307,10 +332,18 @@ class Newcomers:
     """Prepares ranks that have joined: setup cells, then another rank's variables.
 
     A failure is described and raises nothing, so that the world continues.
+
+    Args:
+        registry: The ranks.
+        is_interrupted: Whether the preparation must end with CellInterrupted; asked
+            often.
     """
 
-    def __init__(self, registry: RankRegistry) -> None:
+    def __init__(
+        self, registry: RankRegistry, is_interrupted: Callable[[], bool]
+    ) -> None:
         self._registry = registry
+        self._is_interrupted = is_interrupted
 
     def prepare(
         self,
@@ -454,6 +487,8 @@ class Newcomers:
         while left := max(0.0, end - time.monotonic()):
             if not wait(replies.values(), min(left, SETUP_LOOK_S)).not_done:
                 return True
+            if self._is_interrupted():
+                raise KeyboardInterrupt
             if release:
                 self._release(list(replies))
         return all(reply.done() for reply in replies.values())

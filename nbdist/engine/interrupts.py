@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any, TypeGuard
 
 from nbdist.engine.cell_names import cell_of
-from nbdist.ipc.interrupts import defer_interrupts
 
 __all__ = ["Interrupts", "Overdue"]
 
@@ -75,7 +74,7 @@ class Interrupts:
         self._early: set[str] = set()
         self._pending = False
         self._heard = True
-        self._armed = False
+        self._armed = self._deferring = False
         self._waiting: asyncio.Task[object] | None = None
         self._lock = threading.Lock()
         self._forking = threading.local()
@@ -174,7 +173,7 @@ class Interrupts:
         self._waiting = task
         try:
             self._arm(True)
-            if self._pending:
+            if self._pending and not self._deferring:
                 self._pending = False
                 self._deliver(task)
             yield
@@ -229,18 +228,29 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defer SIGINT, and suppress errors of other signal handlers, until the end."""
+        """Defer SIGINT, and suppress errors of other signal handlers, until the end.
 
-        def hear() -> None:
-            self._heard = True  # so that `_insist` stops repeating the signal
-
-        with defer_interrupts(hear):
-            armed = self._armed
-            self._arm(False)
-            try:
-                yield
-            finally:
-                self._arm(armed)
+        User code that runs within, in an `armed` or `limited` block, is interrupted at
+        once, and the interrupt is raised again at the end. Outside the main thread,
+        which receives no signals, this does nothing.
+        """
+        armed, handler = self._armed, signal.getsignal(signal.SIGINT)
+        in_main = threading.get_ident() == self._main_thread
+        if handler is None or not in_main:  # None: a handler of C code
+            yield
+            return
+        self._deferring = True
+        self._arm(False)
+        self._take()
+        try:
+            yield
+        finally:
+            self._deferring = False
+            self._arm(armed)
+            signal.signal(signal.SIGINT, handler)
+            if armed and self._pending:
+                self._pending = False
+                signal.raise_signal(signal.SIGINT)
 
     def _insist(self, request: str) -> None:
         """Repeat the signal until the handler has run.
@@ -279,10 +289,9 @@ class Interrupts:
                 raise Overdue
             return
         self._heard = True
+        self._pending |= not self._armed or self._deferring
         if self._armed:
             self._deliver(self._waiting, frame)
-        else:
-            self._pending = True
 
     def _deliver(
         self, task: asyncio.Task[object] | None, frame: FrameType | None = None

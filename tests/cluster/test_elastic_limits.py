@@ -13,7 +13,8 @@ import pytest
 from elastic_training import STEPS, prepare
 
 from nbdist.cluster.cluster import Cluster
-from nbdist.errors import CellError, CellInterrupted, UsageError
+from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
+from tests.cluster.test_slow_values import SLOW, WITHIN_S, pressed_when
 from tests.processes import wait_until
 
 TRAIN = "state = make_state(); result = train(state)"
@@ -153,6 +154,61 @@ def test_an_interrupt_during_a_recovery_comes_after_it(cluster: Cluster) -> None
     assert begun.is_set()
     after = [info.pid for info in cluster.ranks]
     assert [r for r in range(3) if after[r] != before[r]] == [1]
+
+
+def with_a_slow_variable(cluster: Cluster, where: str, folder: Path) -> Path:
+    """Have rank 2 die in a training, and the copy to its replacement take a minute.
+
+    Returns:
+        The file that appears once the copy has begun.
+    """
+    rank = 0 if where == "pickling" else 2
+    cluster.execute(
+        f"{SLOW}\n"
+        f"slow = Slow({where!r}, ({rank},), {str(folder)!r})\n"
+        "import nbdist.engine.calls as calls\n"
+        "calls.VARIABLE_LIMIT_S = calls.TOTAL_LIMIT_S = 50.0\n"
+        "if rank == 2: events = [(3, 'forward', die)]"
+    )
+    return folder / f"{where}-{rank}"
+
+
+@pytest.fixture
+def usual_limits(cluster: Cluster) -> Iterator[None]:
+    yield
+    cluster.execute(
+        "import nbdist.engine.calls as calls\n"
+        "calls.VARIABLE_LIMIT_S, calls.TOTAL_LIMIT_S = 5.0, 20.0"
+    )
+
+
+@pytest.mark.parametrize("where", ["pickling", "unpickling"])
+@pytest.mark.usefixtures("usual_limits")
+def test_an_interrupt_ends_the_copy_to_a_newcomer(
+    cluster: Cluster, tmp_path: Path, where: str
+) -> None:
+    notes: list[str] = []
+    cluster.on_note = notes.append
+    pid = cluster.infos[2].pid
+    begun = with_a_slow_variable(cluster, where, tmp_path)
+    with pytest.raises(CellInterrupted), pressed_when(begun.exists):
+        cluster.execute(TRAIN)
+    assert notes[0].startswith(f"rank 2 (pid {pid}")
+    assert f"the copy of variables was interrupted while {where} 'slow'" in notes[0]
+    assert cluster.infos[2].pid != pid
+
+
+@pytest.mark.usefixtures("usual_limits")
+def test_a_time_out_ends_the_copy_to_a_newcomer(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    timeout_s = 15.0
+    copy_begun = with_a_slow_variable(cluster, "pickling", tmp_path)
+    begun = time.monotonic()
+    with pytest.raises(CellTimeout, match="not finished after 15 s"):
+        cluster.execute(TRAIN, timeout_s=timeout_s)
+    assert time.monotonic() - begun < timeout_s + WITHIN_S
+    assert copy_begun.exists()
 
 
 def test_stop_ends_the_run_and_keeps_the_commit() -> None:
