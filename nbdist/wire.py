@@ -135,6 +135,8 @@ class CollectiveCall:
     line: int | None = None
     members: tuple[int, ...] = ()
     """The world ranks that take part."""
+    has_met: bool = False
+    """Whether this rank waits for no other: all have come, and it is about to pass."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.description}"

@@ -27,13 +27,14 @@ RELEASE_AFTER_S = 0.5
 PROBE_S = 0.1
 """Seconds between two looks at what ranks wait for, once a rank is missing."""
 STEADY_S = 0.3
-"""Seconds that a rank must wait in one collective before it is released. All data
-of a collective that can complete would have arrived by then."""
+"""Seconds for which a rank must wait in vain in one collective before it is released.
+All data of a collective that can complete would have arrived by then."""
 RENEW_TIMEOUT_S = 20.0
 
 
-Waiting = dict[int, tuple[CollectiveCall, float]]
-"""By rank, the collective it waits in, and since when (monotonic clock)."""
+Waiting = dict[int, tuple[CollectiveCall, set[int], float]]
+"""By rank, the collective it waits in, the members that will not come, and since when
+both are so (monotonic clock)."""
 
 
 class CallSupervisor:
@@ -150,7 +151,7 @@ class CallSupervisor:
         The cell of that rank has ended or paused, or was not sent to it.
 
         Returns:
-            The collective that each rank waits in now.
+            What each rank waits for now.
         """
         busy = self._busy() - call.paused.keys()
         if busy >= {info.rank for info in self._registry.infos}:
@@ -160,12 +161,13 @@ class CallSupervisor:
         now = time.monotonic()
         waiting: Waiting = {}
         for rank, collective in collectives.items():
-            if collective is None:
+            if collective is None or collective.has_met:
                 continue
-            seen = before.get(rank)
-            since = seen[1] if seen is not None and seen[0] == collective else now
-            waiting[rank] = collective, since
             missing = set(collective.members) - busy
+            seen, since = (collective, missing), now
+            if rank in before and before[rank][:2] == seen:
+                since = before[rank][2]
+            waiting[rank] = *seen, since
             if missing and now >= since + STEADY_S:
                 reason = self._reason(collective, missing, set(call.processes))
                 self._registry.ask(endpoints.RELEASE, reason, ranks=[rank])

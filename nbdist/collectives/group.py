@@ -521,7 +521,8 @@ class Group:
         own = self.ranks[self.rank]
         call, awaited = self._call, self._awaited
         if call is not None:
-            return replace(call.record(own), members=self.ranks)
+            has_met = self._connection.barrier.has_met()
+            return replace(call.record(own), members=self.ranks, has_met=has_met)
         if awaited is None:
             return None
         record = awaited.record(own)

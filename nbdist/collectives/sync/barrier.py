@@ -40,6 +40,13 @@ class Barrier(ABC):
     def missing(self) -> list[int]:
         """The ranks that have not arrived in the last `arrive`."""
 
+    def has_met(self) -> bool:
+        """Whether this rank is about to pass, because all ranks have arrived.
+
+        Any thread may ask. False where that is not known.
+        """
+        return False
+
     def leave(self, reason: str) -> None:  # noqa: B027 - optional
         """Tell the waiting ranks that this rank will not arrive."""
 

@@ -11,7 +11,15 @@ import ctypes
 import sys
 import time
 
-__all__ = ["AVAILABLE", "SEMAPHORE_BYTES", "initialise", "post", "try_wait", "wait"]
+__all__ = [
+    "AVAILABLE",
+    "SEMAPHORE_BYTES",
+    "initialise",
+    "is_posted",
+    "post",
+    "try_wait",
+    "wait",
+]
 
 AVAILABLE = sys.platform == "linux"
 """macOS has no unnamed semaphores."""
@@ -41,6 +49,7 @@ if AVAILABLE:
     try_wait = _bind(_quick, "sem_trywait", ctypes.c_void_p)
     """try_wait(address): 0 if the semaphore was taken, else -1."""
     _init = _bind(_quick, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+    _get_value = _bind(_quick, "sem_getvalue", ctypes.c_void_p, ctypes.c_void_p)
     _timed_wait = _bind(_slow, "sem_timedwait", ctypes.c_void_p, ctypes.c_void_p)
     _clock_wait = (
         _bind(_slow, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -53,6 +62,13 @@ def initialise(address: int) -> None:
     """Initialise a semaphore of value 0 at an address in shared memory."""
     if _init(address, _BETWEEN_PROCESSES, 0):
         raise OSError(f"sem_init failed at {address:#x}")
+
+
+def is_posted(address: int) -> bool:
+    """Whether a wait would return at once. The semaphore is not taken."""
+    value = ctypes.c_int()
+    _get_value(address, ctypes.addressof(value))
+    return value.value > 0
 
 
 def wait(address: int, seconds: float) -> bool:

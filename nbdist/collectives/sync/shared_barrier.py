@@ -140,9 +140,13 @@ class SharedBarrier(Barrier):
     def missing(self) -> list[int]:
         if not self._waiting:
             return []
-        first = self.semaphores.waiting_for
-        late = zip(self._peers[first:], self._inbound[first:], strict=True)
-        return [peer for peer, address in late if semaphore.try_wait(address) != 0]
+        posted = [semaphore.is_posted(address) for address in self._inbound]
+        first = self.semaphores.waiting_for  # last: another thread may take more
+        late = zip(self._peers[first:], posted[first:], strict=True)
+        return [peer for peer, has_arrived in late if not has_arrived]
+
+    def has_met(self) -> bool:
+        return self._waiting and not self.missing()
 
     def wake(self) -> None:
         self.semaphores.stopped = True

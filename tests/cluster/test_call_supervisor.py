@@ -1,0 +1,120 @@
+"""A rank is released from a collective if a rank is missing that will not come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist import Cluster
+from nbdist.cluster import call_supervisor
+from nbdist.cluster.call_supervisor import PROBE_S, STEADY_S, CallSupervisor, Waiting
+from nbdist.ipc import endpoints
+from nbdist.wire import CollectiveCall
+
+BARRIER = CollectiveCall(1, 1, "barrier", None, None, "-", (), "none", members=(0, 1))
+
+
+class Ranks:
+    """Two ranks, of which rank 1 waits in a barrier."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.busy = {0, 1}
+        self.collective = BARRIER
+        self.released: list[str] = []
+        self.died: dict[int, object] = {}
+        self.infos = [SimpleNamespace(rank=0), SimpleNamespace(rank=1)]
+        self._supervisor = CallSupervisor(self, None)  # type: ignore[arg-type]
+        self._waiting: Waiting = {}
+        monkeypatch.setattr(self._supervisor, "_busy", lambda: self.busy)
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(call_supervisor, "time", clock)
+
+    def ask(self, target: str, *args: Any, ranks: Any) -> dict[int, Any]:
+        if target == endpoints.RELEASE:
+            self.released += args
+            return {}
+        return dict.fromkeys(ranks, self.collective)
+
+    def look(self, seconds: float) -> None:
+        """Have the supervisor look at the ranks again and again."""
+        call: Any = SimpleNamespace(
+            paused={}, processes={0: "a", 1: "b"}, unfinished=self.infos[1:]
+        )
+        end = self.now + seconds
+        while self.now < end:
+            self._waiting = self._supervisor._release_waiting(call, self._waiting)
+            self.now += PROBE_S
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch)
+
+
+def test_a_rank_whose_peer_has_ended_is_released(ranks: Ranks) -> None:
+    ranks.busy = {1}
+    ranks.look(STEADY_S + 2 * PROBE_S)
+    assert ranks.released[0] == ("released from barrier: the cell of rank 0 has ended")
+
+
+def test_a_rank_gets_time_to_leave_what_its_peer_has_just_left(ranks: Ranks) -> None:
+    """However long the two have been in it."""
+    ranks.look(10)
+    ranks.busy = {1}
+    ranks.look(STEADY_S - PROBE_S)
+    assert ranks.released == []
+    ranks.look(3 * PROBE_S)
+    assert ranks.released
+
+
+def test_a_rank_that_is_about_to_pass_is_left_alone(ranks: Ranks) -> None:
+    ranks.collective = replace(BARRIER, has_met=True)
+    ranks.busy = {1}
+    ranks.look(10)
+    assert ranks.released == []
+
+
+SLOW_TO_PASS = """
+import time
+from nbdist.collectives.registry import live
+passed = []
+
+def slow(wait):
+    def slowly(check, resume):
+        def late():
+            if not passed:
+                passed.append(1)
+                time.sleep(1.5)
+            return resume()
+        return wait(check, late)
+    return slowly
+
+if rank == 3:
+    barriers = [group._connection.barrier for group in live]
+    for barrier in barriers:
+        barrier.wait = slow(barrier.wait)
+"""
+
+
+@pytest.fixture
+def slow(cluster: Cluster) -> Iterator[Cluster]:
+    """Rank 3 takes long to see that all have arrived in a barrier."""
+    cluster.execute(SLOW_TO_PASS)
+    yield cluster
+    cluster.execute("if rank == 3:\n    for barrier in barriers: del barrier.wait")
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["nbdist.barrier()", "dist.barrier()", "nbdist.all_reduce(torch.ones(3))"],
+)
+def test_a_slow_rank_passes_a_barrier_whose_other_ranks_have_ended(
+    slow: Cluster, operation: str
+) -> None:
+    slow.execute(f"if rank != 3: time.sleep(0.3)\n{operation}", timeout_s=30)
+    assert slow.pull("passed", [3]) == [[1]]
