@@ -15,6 +15,7 @@ from nbdist.cluster.ipp_client import Answer, Exchange, IppClient
 from nbdist.cluster.observer import Event, Observer
 from nbdist.errors import RankDied
 from nbdist.ipc import endpoints, serialization
+from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.wire import ELASTIC, ElasticCall, Failure, Notice, RankInfo, Verdict
 
 __all__ = ["Call"]
@@ -62,24 +63,37 @@ class Call:
 
     def begin(self) -> None:
         """Send the requests."""
+        alike: dict[int, list[RankCall]] = {}
         for rank_call in self._rank_calls.values():
-            self._send(rank_call, self._args[rank_call.info.rank])
+            args = self._args[rank_call.info.rank]
+            alike.setdefault(id(args), []).append(rank_call)
+        with defer_interrupts():  # what was sent is also waited for
+            for rank_calls in alike.values():
+                self._send(rank_calls, self._args[rank_calls[0].info.rank])
 
-    def _send(self, rank_call: RankCall, args: tuple[object, ...]) -> None:
-        events, uuid = self._queue, rank_call.info.engine_uuid
-        rank_call.exchange = self._client.send(
-            uuid,
-            self._target,
-            *args,
-            what=self._what,
-            on_output=lambda message: self._hear(rank_call, message),
-        )
+    def _send(self, rank_calls: list[RankCall], args: tuple[object, ...]) -> None:
+        """Send one request to several ranks."""
+        exchanges = [self._exchange(rank_call) for rank_call in rank_calls]
+        self._client.send_all(exchanges, self._target, *args, what=self._what)
 
-        def ended(_reply: object) -> None:
+    def _exchange(self, rank_call: RankCall) -> Exchange:
+        uuid = rank_call.info.engine_uuid
+        exchange = Exchange(uuid, lambda message: self._hear(rank_call, message))
+        rank_call.exchange = exchange
+
+        def ended(reply: Future[Answer]) -> None:
             rank_call.drop_orders()
-            events.put((uuid, None))
+            # The waiting thread is woken once, by the last rank; and by a failure,
+            # which may need it.
+            if self._have_all_ended() or _has_failed(reply):
+                self._queue.put((uuid, None))
 
-        rank_call.exchange.reply.add_done_callback(ended)
+        exchange.reply.add_done_callback(ended)
+        return exchange
+
+    def _have_all_ended(self) -> bool:
+        exchanges = [each.exchange for each in list(self._rank_calls.values())]
+        return all(each is None or each.reply.done() for each in exchanges)
 
     def _hear(self, rank_call: RankCall, message: Message) -> None:
         """Queue a message of a rank. Runs on the client's thread."""
@@ -238,7 +252,7 @@ class Call:
     def join(self, info: RankInfo, run: ElasticCall) -> None:
         """Send the request to a rank that joins an elastic run of this call."""
         rank_call = self._rank_calls[info.engine_uuid] = RankCall(info, joins=run)
-        self._send(rank_call, next(iter(self._args.values())))
+        self._send([rank_call], next(iter(self._args.values())))
 
     # -- waiting -------------------------------------------------------------------
 
@@ -256,7 +270,7 @@ class Call:
             Whether all ranks have answered or died.
         """
         end = None if tick_s is None else time.monotonic() + tick_s
-        self._find_lost_ends()
+        self._find_quiet_ends()
         while self._open():
             try:
                 uuid, message = self._queue.get(timeout=self._pause(deadline, end))
@@ -267,6 +281,8 @@ class Call:
                 continue
             urgent = self._handle(uuid, message)
             self.last_event = time.monotonic()
+            if message is None:
+                self._find_quiet_ends()
             if urgent and tick_s is not None:
                 return not self._open()
         return True
@@ -275,8 +291,11 @@ class Call:
         """Tell the observer that no rank makes progress; "" that one does again."""
         self._observer.notice(text)
 
-    def _find_lost_ends(self) -> None:
-        """Queue ends again that an interrupt dropped right after they were dequeued."""
+    def _find_quiet_ends(self) -> None:
+        """Queue the ends of ranks that have woken nobody.
+
+        They are also those that an interrupt dropped right after they were dequeued.
+        """
         for rank_call in self._open():
             if rank_call.exchange is not None and rank_call.exchange.reply.done():
                 self._queue.put((rank_call.info.engine_uuid, None))
@@ -337,6 +356,10 @@ class Call:
         except RankDied as error:
             rank_call.died = error
             rank_call.lost_in = None if last is None else last.call
+
+
+def _has_failed(reply: Future[Answer]) -> bool:
+    return reply.exception() is not None or _is_failure(reply.result())
 
 
 def _is_failure(answer: Answer) -> bool:

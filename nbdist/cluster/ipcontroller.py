@@ -10,6 +10,7 @@ the server's key in that folder can then neither send nor receive.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -35,6 +36,8 @@ __all__ = ["Controller", "main", "transport_for"]
 SOCKETS = "zmq"
 """The sockets in the cluster's folder are named "zmq:1", "zmq:2" and so on."""
 MOST_SOCKETS = 99
+MOST_AT_ONCE = 100
+"""Messages that a relay takes from one side before it looks at the other."""
 MOST_BYTES = 256 * 2**20
 """The largest frame that is received; a peer that sends more is disconnected."""
 TELL_REFUSALS_MS = 500
@@ -184,12 +187,20 @@ class Relay(threading.Thread):
             poller.register(end, zmq.POLLIN)
         while True:
             for end, _ in poller.poll():
-                sender, *frames = end.recv_multipart(copy=False)
-                if len(frames) > 1:
-                    recipient, *body = frames
-                    self._other[end].send_multipart(
-                        [recipient, sender, *body], copy=False
-                    )
+                with contextlib.suppress(zmq.Again):
+                    for _ in range(MOST_AT_ONCE):
+                        self._carry(end)
+
+    def _carry(self, end: Any) -> None:
+        """Carry one message.
+
+        Raises:
+            zmq.Again: None has come.
+        """
+        sender, *frames = end.recv_multipart(zmq.NOBLOCK, copy=False)
+        if len(frames) > 1:
+            recipient, *body = frames
+            self._other[end].send_multipart([recipient, sender, *body], copy=False)
 
 
 def transport_for(run_dir: Path) -> str:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import zmq
 from ipyparallel import Client
 from jupyter_client.session import Session
 
 from nbdist.errors import RankDied
 from nbdist.ipc import serialization
-from nbdist.ipc.signed_messages import Gate, SignedSession, addressed, refusals
+from nbdist.ipc.signed_messages import (
+    Gate,
+    Opened,
+    SignedSession,
+    addressed,
+    refusals,
+)
 from nbdist.wire import REFUSED, REPLY, REQUEST, TELEMETRY
 
 __all__ = ["Answer", "Exchange", "IppClient"]
 
 CONNECT_TIMEOUT_S = 30
+MOST_AT_ONCE = 100
+"""Messages of one socket that are taken before the other sockets have their turn."""
 
 Message = dict[str, Any]
 
@@ -50,7 +59,7 @@ class Exchange:
         self.reply: Future[Answer] = Future()
         self._on_output = on_output
         self._answer: Answer | None = None
-        # Output has a channel of its own, on which "idle" marks its end.
+        # Output has a channel of its own. If there was any, "idle" marks its end.
         self._idle = on_output is None
 
     def output(self, message: Message) -> None:
@@ -70,6 +79,7 @@ class Exchange:
         except Exception as error:  # noqa: BLE001 - a class's own unpickling may do anything
             ok, value = False, ("TransferError", _cannot_arrive(error), [])
         self._answer = Answer(ok, value, content["broken"], content["groups"])
+        self._idle |= not content["published"]
         self._settle()
 
     def fail(self, error: Exception) -> None:
@@ -134,11 +144,25 @@ class IppClient:
                 on the client's thread.
         """
         exchange = Exchange(engine_uuid, on_output)
-        content = {"target": target, "what": what or target}
-        self._client.exchange(
-            exchange, content, serialization.dumps((args, kwargs)), control
-        )
+        self.send_all([exchange], target, *args, what=what, control=control, **kwargs)
         return exchange
+
+    def send_all(
+        self,
+        exchanges: Sequence[Exchange],
+        target: str,
+        *args: object,
+        what: str = "",
+        control: bool = False,
+        **kwargs: object,
+    ) -> None:
+        """Ask the engine of each exchange to call an endpoint; arguments as for `send`.
+
+        The arguments are pickled once.
+        """
+        content = {"target": target, "what": what or target}
+        frames = serialization.dumps((args, kwargs))
+        self._client.exchange(exchanges, content, frames, control)
 
     @property
     def refused(self) -> int:
@@ -193,41 +217,42 @@ class _Client(Client):  # type: ignore[misc]
         ):
             gate = Gate(self.session, types=types)
             self.gates.append(gate)
-            stream.on_recv(gate.before(self._unpacked(handle)), copy=False)
+            stream.on_recv(_draining(stream, gate.opening(_taking(handle))), copy=False)
         for stream in (self._query_stream, self._task_stream, self._broadcast_stream):
             stream.stop_on_recv()  # unused
-
-    def _unpacked(
-        self, handle: Callable[[Message], None]
-    ) -> Callable[[list[Any]], None]:
-        def on_message(frames: list[Any]) -> None:
-            _, frames = self.session.feed_identities(frames, copy=False)
-            handle(self.session.deserialize(frames, copy=False))
-
-        return on_message
 
     def activate(self, targets: object = "all", suffix: str = "") -> None:
         """Do nothing. ipyparallel registers its %px magics here."""
 
     def exchange(
-        self, exchange: Exchange, content: Message, frames: list[Any], control: bool
+        self,
+        exchanges: Sequence[Exchange],
+        content: Message,
+        frames: list[Any],
+        control: bool,
     ) -> None:
+        """Send a request for each exchange, from the client's thread."""
+        channel = "control" if control else "shell"
         stream = self._control_stream if control else self._mux_stream
-        address = f"{exchange.engine_uuid}/{'control' if control else 'shell'}"
-        message = self.session.msg(REQUEST, content, metadata=addressed(address))
-        exchange.name = message["header"]["msg_id"]
+        messages = []
+        for exchange in exchanges:
+            address = addressed(f"{exchange.engine_uuid}/{channel}")
+            message = self.session.msg(REQUEST, content, metadata=address)
+            exchange.name = message["header"]["msg_id"]
+            messages.append(message)
         with self._exchanges_lock:
-            self._exchanges[exchange.name] = exchange
-            error = self._gone.get(exchange.engine_uuid)
-        if error is not None:
-            self._io_loop.add_callback(self._fail, exchange, error)
-        self._io_loop.add_callback(
-            self.session.send,
-            stream,
-            message,
-            ident=exchange.engine_uuid.encode(),
-            buffers=frames,
-        )
+            self._exchanges |= {exchange.name: exchange for exchange in exchanges}
+            gone = [(e, self._gone.get(e.engine_uuid)) for e in exchanges]
+
+        def send() -> None:
+            for exchange, error in gone:
+                if error is not None:
+                    self._fail(exchange, error)
+            for exchange, message in zip(exchanges, messages, strict=True):
+                ident = exchange.engine_uuid.encode()
+                self.session.send(stream, message, ident=ident, buffers=frames)
+
+        self._io_loop.add_callback(send)
 
     def fail(self, engine_uuid: str, error: RankDied) -> None:
         with self._exchanges_lock:
@@ -272,3 +297,28 @@ class _Client(Client):  # type: ignore[misc]
         if exchange is not None:
             exchange.output(message)
             self._forget_finished(message, exchange)
+
+
+def _taking(handle: Callable[[Message], None]) -> Callable[[Opened], None]:
+    return lambda opened: handle(opened.message)
+
+
+def _draining(
+    stream: Any, callback: Callable[[list[Any]], None]
+) -> Callable[[list[Any]], None]:
+    """A ZMQStream's callback that also takes the messages which have arrived since.
+
+    A stream goes round the event loop for each message; the answers of several ranks
+    come together.
+    """
+
+    def on_message(frames: list[Any]) -> None:
+        callback(frames)
+        for _ in range(MOST_AT_ONCE):
+            try:
+                more = stream.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            callback(more)
+
+    return on_message

@@ -33,7 +33,6 @@ from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import RANK_PARENT, STARTED
 from nbdist.ipc.process_files import Process
 from nbdist.ipc.resources import host_name
-from nbdist.ipc.signed_messages import SignedSession
 from nbdist.telemetry import internal_metrics
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
@@ -57,7 +56,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
 
     def load_connection_file(self) -> None:
         super().load_connection_file()
-        self.session = SignedSession(parent=self)
+        self.session = rpc_server.RankSession(parent=self)
 
     def redirect_output(self, iopub_socket: Any) -> None:
         """Called by IPEngine once its kernel is made and before it runs."""

@@ -22,6 +22,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,9 @@ __all__ = ["Output"]
 
 COALESCE_S = 0.02
 ACTIVE_POLL_S = 0.1
+AWAKE_S = 1.0
+"""Seconds that the publisher thread goes on looking after a cell has ended. A cell that
+begins meanwhile needs not wake it."""
 SPILL_LIMIT_BYTES = 1 << 30
 SPILL_BUFFER_BYTES = 1 << 16
 KEPT_FREE_BYTES = 16 << 20
@@ -39,6 +43,7 @@ KEPT_FREE_BYTES = 16 << 20
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COUNT = struct.Struct("Q")
+_libc = ctypes.CDLL(None)
 
 Publish = Callable[[str, str], None]
 """Called with "stdout" or "stderr", and the text."""
@@ -62,6 +67,9 @@ class Output:
         self._size = 0
         self._shown: list[str] = []
         self._busy = False
+        self._ended_at = 0.0
+        self._sleeps = False
+        """Whether the publisher thread waits without a limit."""
         self._tails = [Tail(name, path) for name, path in captured.items()]
         self.stdout = RankStream("stdout", 1, self)
         self.stderr = RankStream("stderr", 2, self)
@@ -94,7 +102,8 @@ class Output:
             self._size = 0
             self._shown = [text for _name, text in self._chunks]
             self._busy = True
-        self._wake.set()
+            if self._sleeps:
+                self._wake.set()
         try:
             yield
         finally:
@@ -103,6 +112,7 @@ class Output:
             self.flush()
             with self._lock:
                 self._busy = False
+                self._ended_at = time.monotonic()
 
     def drain(self) -> None:
         """Send all text that was printed so far, by Python and by C."""
@@ -130,9 +140,16 @@ class Output:
     def _run(self) -> None:
         pause = threading.Event()
         while not self._closed:
-            if self._wake.wait(ACTIVE_POLL_S if self._busy else None):
+            if self._wake.wait(self._patience_s()):
                 pause.wait(COALESCE_S)  # let a burst of prints travel together
             self.flush()
+
+    def _patience_s(self) -> float | None:
+        """Seconds until the publisher thread looks again; None until it is woken."""
+        with self._lock:
+            awake = self._busy or time.monotonic() < self._ended_at + AWAKE_S
+            self._sleeps = not awake
+        return ACTIVE_POLL_S if awake else None
 
     def _read_tails(self) -> None:
         for tail in self._tails:
@@ -196,7 +213,7 @@ class Output:
 
 def _flush_c() -> None:
     """Flush the standard streams of C."""
-    ctypes.CDLL(None).fflush(None)
+    _libc.fflush(None)
 
 
 def _joined(chunks: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -288,10 +305,11 @@ class Tail:
 
     def read(self) -> str:
         """The text appended since the last call. Writers may append meanwhile."""
-        unread = os.fstat(self._file.fileno()).st_size - self._position
+        descriptor = self._file.fileno()
+        unread = os.lseek(descriptor, 0, os.SEEK_END) - self._position
         if unread <= 0:
             return ""
-        data = self._file.read(unread)
+        data = os.pread(descriptor, unread, self._position)
         self._position += len(data)
         return self._decoder.decode(data)
 

@@ -3,30 +3,40 @@
 There are two channels. The main thread answers the requests of the "shell" channel in
 turn. The control thread answers the requests of the "control" channel, also while the
 main thread is busy. Every request gets a reply, with the function's value or its error.
+
+The dispatch replaces ipykernel's, which publishes two messages for each request: that
+it has begun and that it has ended. Here a request is followed by a message only if it
+has published output; the message marks the end of the output.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import importlib
 import inspect
 import queue
+import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import zmq
+from jupyter_client.session import extract_header
 
 from nbdist.engine import torch_group, world
 from nbdist.engine.rank import Activity, this_rank
 from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import encodable, message_of
 from nbdist.ipc import endpoints, serialization
-from nbdist.ipc.signed_messages import Gate, refusals
+from nbdist.ipc.signed_messages import Gate, Opened, SignedSession, refusals
 from nbdist.wire import REPLY, REQUEST
 
-__all__ = ["answer_on", "describe", "function_of", "refused"]
+__all__ = ["RankSession", "answer_on", "describe", "function_of", "refused"]
 
 RUNS_USER_CODE = {
     endpoints.COMPLETE,
@@ -42,26 +52,48 @@ PACKAGE = str(Path(__file__).parents[1])
 _gates: list[Gate] = []
 
 
+class RankSession(SignedSession):
+    """A rank's session, which knows whether the running request has published."""
+
+    _request = ""
+    has_published = False
+    """Whether a message was sent whose parent is the request that runs."""
+
+    def begin(self, request: str) -> None:
+        """The request of this message id runs from now on."""
+        self._request, self.has_published = request, False
+
+    def send(
+        self,
+        stream: Any,
+        msg_or_type: Mapping[str, Any] | str,
+        content: dict[str, Any] | None = None,
+        parent: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Build, sign and send a message; arguments as for jupyter_client's Session."""
+        if isinstance(msg_or_type, str):
+            header = extract_header(parent) if parent else {}
+        else:
+            header = msg_or_type["parent_header"]
+        self.has_published |= header.get("msg_id") == self._request
+        return super().send(stream, msg_or_type, content, parent, *args, **options)
+
+
 def answer_on(kernel: Any) -> None:
     """Answer requests on both channels of an ipykernel kernel.
 
-    Must be called before the kernel starts to receive.
+    Must be called before the kernel starts to receive. The kernel's session is a
+    `RankSession`.
     """
     _add_gate(kernel, kernel.shell_stream, "shell")
     _add_gate(kernel, kernel.control_stream, "control")
     threading.Thread(
         target=_answer_inspections, name="nbdist-inspect", daemon=True
     ).start()
-    kernel.shell_handlers[REQUEST] = lambda stream, ident, message: _answer_main(
-        kernel, stream, ident, message
-    )
-    kernel.control_handlers[REQUEST] = lambda stream, ident, message: _answer_control(
-        kernel, stream, ident, message
-    )
-    # ipykernel's hooks enable SIGINT before and after a handler, in its bookkeeping.
-    # `engine.interrupts` decides when SIGINT is enabled.
-    kernel.pre_handler_hook = lambda: None
-    kernel.post_handler_hook = lambda: None
+    kernel.dispatch_shell = functools.partial(_answer_main, kernel)
+    kernel.process_control = functools.partial(_answer_control, kernel)
 
 
 def refused() -> int:
@@ -76,16 +108,22 @@ def _add_gate(kernel: Any, stream: Any, channel: str) -> None:
     receive = stream.on_recv
 
     def on_recv(callback: Callable[[Any], Any] | None, copy: bool = True) -> None:
-        receive(None if callback is None else gate.before(callback), copy=copy)
+        receive(None if callback is None else gate.opening(callback), copy=copy)
 
     stream.on_recv = on_recv
 
 
-async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> None:
+async def _answer_main(
+    kernel: Any, opened: Opened, subshell_id: str | None = None
+) -> None:
+    """Answer a request in the main thread, as the kernel's `dispatch_shell`."""
+    identities, message = opened
+    kernel.set_parent(identities, message, channel="shell")
     rank = this_rank()
     content = message["content"]
     rank.activity = Activity(content["what"])
     rank.request = message["header"]["msg_id"]
+    kernel.session.begin(rank.request)
     frames: list[Any]
     try:
         with rank.interrupts.request(rank.request):
@@ -97,17 +135,34 @@ async def _answer_main(kernel: Any, stream: Any, ident: Any, message: Any) -> No
     finally:
         end_forked_child()
         rank.activity = None
-    _reply(kernel, stream, ident, message, status, frames)
+    _flush_streams()
+    has_published = kernel.session.has_published
+    stream = kernel.shell_stream
+    _reply(kernel, stream, opened, status, frames, has_published)
+    if has_published:
+        kernel._publish_status("idle", "shell")
+    stream.flush(zmq.POLLOUT)  # before the next request, which may take long
 
 
-async def _answer_control(kernel: Any, stream: Any, ident: Any, message: Any) -> None:
+def _flush_streams() -> None:
+    """Flush what a cell may have put into the place of the rank's streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a stream of the user's may be closed
+            stream.flush()
+
+
+async def _answer_control(kernel: Any, opened: Opened) -> None:
+    """Answer a request in the control thread, as the kernel's `process_control`."""
+    identities, message = opened
+    kernel.set_parent(identities, message, channel="control")
     content = message["content"]
+    stream = kernel.control_stream
     if content["target"] in RUNS_USER_CODE:
         loop = asyncio.get_running_loop()
 
         def inspect_and_reply() -> None:
             outcome = _outcome(content["target"], message["buffers"])
-            loop.call_soon_threadsafe(_reply, kernel, stream, ident, message, *outcome)
+            loop.call_soon_threadsafe(_reply, kernel, stream, opened, *outcome)
 
         _inspections.put(inspect_and_reply)
         return
@@ -116,7 +171,8 @@ async def _answer_control(kernel: Any, stream: Any, ident: Any, message: Any) ->
         status, frames = "ok", await _call(content["target"], message["buffers"])
     except Exception as error:  # noqa: BLE001 - as in `_answer_main`
         status, frames = "error", serialization.dumps(describe(error))
-    _reply(kernel, stream, ident, message, status, frames)
+    _reply(kernel, stream, opened, status, frames)
+    stream.flush(zmq.POLLOUT)
 
 
 def _outcome(target: str, buffers: list[Any]) -> tuple[str, list[Any]]:
@@ -164,18 +220,24 @@ def _is_ours(frames: TracebackType) -> bool:
 
 
 def _reply(
-    kernel: Any, stream: Any, ident: Any, message: Any, status: str, frames: list[Any]
+    kernel: Any,
+    stream: Any,
+    opened: Opened,
+    status: str,
+    frames: list[Any],
+    has_published: bool = False,
 ) -> None:
     content = {
         "status": status,
         "broken": world.current().broken,
         "groups": torch_group.groups_made(),
+        "published": has_published,
     }
     kernel.session.send(
         stream,
         REPLY,
         content,
-        parent=message,
-        ident=ident,
+        parent=opened.message,
+        ident=opened.identities,
         buffers=frames,
     )

@@ -14,14 +14,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hmac import compare_digest
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from jupyter_client.session import DELIM, Session
 
 from nbdist.errors import encodable
 
-__all__ = ["Gate", "SignedSession", "addressed", "refusals"]
+__all__ = ["Gate", "Opened", "SignedSession", "addressed", "refusals"]
 
 SEAL = "nbdist"
 """The entry of a message's metadata that `SignedSession` writes and a `Gate` reads."""
@@ -102,6 +102,15 @@ def addressed(address: str) -> dict[str, Any]:
     return {ADDRESS: address}
 
 
+class Opened(NamedTuple):
+    """A message that a gate has admitted."""
+
+    identities: list[bytes]
+    """The frames before the message, which say where a reply goes."""
+    message: dict[str, Any]
+    """The message, as Jupyter's `Session.deserialize` returns it; dates are text."""
+
+
 class Gate:
     """Decides which messages a receiving socket admits. One thread uses it.
 
@@ -126,12 +135,19 @@ class Gate:
 
     def admits(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
         """Whether a message is authentic and new. Counts the message if it is not."""
+        return self.opened(frames) is not None
+
+    def opened(self, frames: Sequence[bytes | zmq.Frame]) -> Opened | None:
+        """The message in these frames; None, and counted, if it is not admitted.
+
+        The frames are unpacked and their signature is checked once.
+        """
         try:
-            admitted = self._is_authentic([_view(frame) for frame in frames])
+            opened = self._opened([_view(frame) for frame in frames])
         except Exception:  # noqa: BLE001 - a holder of the key can sign anything
-            admitted = False
-        self.refused += not admitted
-        return admitted
+            opened = None
+        self.refused += opened is None
+        return opened
 
     def before(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap a ZMQStream's callback: it gets what the gate admits, and never raises.
@@ -141,34 +157,59 @@ class Gate:
         """
 
         def on_message(frames: Any) -> Any:
-            if not self.admits(frames):
-                return None
-            try:
-                return callback(frames)
-            except Exception:
-                logging.getLogger("nbdist").exception("a message was not understood")
-                return None
+            return _carefully(callback, frames) if self.admits(frames) else None
 
         return on_message
 
-    def _is_authentic(self, views: list[memoryview]) -> bool:
+    def opening(self, callback: Callable[[Opened], Any]) -> Callable[[Any], Any]:
+        """As `before`, for a callback that takes the message itself."""
+
+        def on_message(frames: Any) -> Any:
+            opened = self.opened(frames)
+            return None if opened is None else _carefully(callback, opened)
+
+        return on_message
+
+    def _opened(self, views: list[memoryview]) -> Opened | None:
         starts = (number for number, view in enumerate(views) if view == DELIM)
         start = next(starts, len(views)) + 1
         signature, *signed = views[start : start + 1 + SIGNED_FRAMES]
         if len(signed) < SIGNED_FRAMES:
-            return False
+            return None
         if not compare_digest(bytes(signature), self._session.sign(signed)):
-            return False
-        header, metadata = (self._session.unpack(bytes(signed[i])) for i in (0, 2))
+            return None
+        buffers = views[start + 1 + SIGNED_FRAMES :]
+        header, parent, metadata, content = (
+            self._session.unpack(bytes(view)) for view in signed
+        )
         seal = metadata[SEAL]
-        return (
+        admitted = (
             metadata.get(ADDRESS, "") == self._address
             and (self._types is None or header["msg_type"] in self._types)
-            and compare_digest(
-                seal["buffers"], _digest(views[start + 1 + SIGNED_FRAMES :])
-            )
+            and compare_digest(seal["buffers"], _digest(buffers))
             and self._senders.setdefault(seal["from"], _Numbers()).take(seal["number"])
         )
+        if not admitted:
+            return None
+        message = {
+            "header": header,
+            "msg_id": header["msg_id"],
+            "msg_type": header["msg_type"],
+            "parent_header": parent,
+            "metadata": metadata,
+            "content": content,
+            "buffers": buffers,
+        }
+        return Opened([bytes(view) for view in views[: start - 1]], message)
+
+
+def _carefully(callback: Callable[[Any], Any], argument: Any) -> Any:
+    """Call back; an error is logged and has no other effect."""
+    try:
+        return callback(argument)
+    except Exception:
+        logging.getLogger("nbdist").exception("a message was not understood")
+        return None
 
 
 def refusals(gates: Sequence[Gate]) -> int:

@@ -24,9 +24,10 @@ class Client:
     def __init__(self) -> None:
         self.exchanges: dict[str, Exchange] = {}
 
-    def send(self, uuid: str, *_args: object, on_output: Any, **_more: object) -> Any:
-        self.exchanges[uuid] = exchange = Exchange(uuid, on_output)
-        return exchange
+    def send_all(
+        self, exchanges: list[Exchange], *_args: object, **_more: object
+    ) -> None:
+        self.exchanges |= {each.engine_uuid: each for each in exchanges}
 
     def notify(self, uuid: str, kind: str) -> None:
         buffers = serialization.dumps(Notice(kind, RUN))
