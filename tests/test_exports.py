@@ -84,6 +84,8 @@ def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         'nbdist.Cluster(n=2, device="cpu")',
         'nbdist.Cluster(devcie="cpu")',
         'nbdist.Cluster(2, threads="many")',
+        "nbdist.Cluster(2).run(len, [])",
+        "nbdist.Cluster(2).on(1).run(len, [], wait=False)",
     ]
     folder = tmp_path_factory.mktemp("user")
     imports = "import nbdist\nimport nbdist.horovod\nimport nbdist.keras\n"
@@ -138,6 +140,8 @@ def test_mypy_reveals_the_parameters_that_functions_have(
         ("nbdist.keras.siez", ["error: ", "no attribute"]),
         ('nbdist.Cluster(devcie="cpu")', ["error: ", '"devcie"', '"device"']),
         ('nbdist.Cluster(2, threads="many")', ["error: ", '"threads"', "int | None"]),
+        ("nbdist.Cluster(2).run(len, [])", ['"list[int]"']),
+        ("nbdist.Cluster(2).on(1).run(len, [], wait=False)", ["CallFuture[list[int]]"]),
     ],
 )  # fmt: skip
 def test_mypy_tells_a_user(expression: str, parts: list[str], revealed: dict[str, str]):

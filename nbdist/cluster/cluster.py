@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from nbdist.cluster import transfer
 from nbdist.cluster.failures import cell_error, failures_of, render, summary
+from nbdist.cluster.futures import BackgroundCalls, CallFuture
 from nbdist.cluster.hosts import this_host
 from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.launchers.mpiexec import Mpiexec
@@ -27,6 +29,7 @@ from nbdist.cluster.options import (
 )
 from nbdist.cluster.placement import assign_devices
 from nbdist.cluster.result import CellResult, OutputCollector
+from nbdist.cluster.selection import RankSelection
 from nbdist.cluster.startup import Progress, Started, start
 from nbdist.cluster.supervisor_client import Loss
 from nbdist.errors import (
@@ -60,11 +63,15 @@ __all__ = ["Cluster"]
 VARIABLES_TIMEOUT_S = 10.0
 LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
+STOP_TIMEOUT_S = 5.0
+"""Seconds that `stop` waits for a call in the background to notice the stop."""
 START_TRIES = 3
 """Attempts to start an elastic run's world again, if processes die meanwhile."""
 FIRST_LINE = "# %%distributed\n"
 """Takes the line of the notebook's magic, so that line numbers agree."""
 QUIET = Quiet()
+
+T = TypeVar("T")
 
 
 class Cluster:
@@ -72,7 +79,7 @@ class Cluster:
 
     The constructor checks the request and starts nothing. `start`, or entering a `with`
     block, starts the ranks. `stop`, leaving the block, or the end of this process ends
-    them.
+    them. `async with` does the same without blocking the event loop.
 
     Args:
         n: Number of ranks. Default: one per visible GPU, else min(4, cores).
@@ -141,6 +148,7 @@ class Cluster:
         self._loss = threading.Event()
         self._setup: list[tuple[str, int]] = []
         self._cells = 0
+        self._background = BackgroundCalls()
         self.on_note: Callable[[str], None] = logging.getLogger("nbdist").warning
         """Called with a description when ranks were replaced or dropped."""
 
@@ -149,6 +157,18 @@ class Cluster:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+    async def __aenter__(self) -> Cluster:
+        starting = asyncio.ensure_future(asyncio.to_thread(self.__enter__))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])  # a start cannot be cut short
+            await self.__aexit__()
+            raise
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.stop)
 
     def __repr__(self) -> str:
         state = "running" if self.running else "stopped"
@@ -217,11 +237,17 @@ class Cluster:
     def stop(self) -> None:
         """End every rank and remove the cluster's files. A second stop does nothing.
 
-        When this returns, every process of the cluster has ended.
+        When this returns, every process of the cluster has ended. A call that runs in
+        the background fails, and those that have not begun are cancelled.
         """
         started, self._started = self._started, None
         registry, self._registry = self._registry, None
         self._commit = None  # its files are open, and take memory until they are closed
+        if self._background.busy:
+            self._background.cancel()
+            if registry is not None:
+                registry.lose(Loss("the cluster was stopped", True, os.getpid()))
+            self._background.settle(STOP_TIMEOUT_S)
         if registry is not None:
             registry.close()
         if started is not None:
@@ -315,6 +341,7 @@ class Cluster:
         Raises:
             RankDied: The ranks could not continue; the cluster was stopped.
         """
+        self._background.settle()
         if self._is_lost and self.config.on_failure == "replace":
             died = self._live().died
             self.restart()
@@ -661,6 +688,63 @@ class Cluster:
             target, selected, arguments, script.name, output, timeout_s, check
         )
 
+    def on(self, ranks: int | Iterable[int]) -> RankSelection:
+        """Some ranks, with the same calls: `cluster.on([0, 2]).run(fn)`.
+
+        Args:
+            ranks: A rank's number, or several.
+        """
+        numbers = {ranks} if isinstance(ranks, int) else set(ranks)
+        return RankSelection(self, tuple(sorted(numbers)))
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Awaitable[T]],
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout_s: float | None = None,
+        observer: Observer = QUIET,
+        wait: Literal[True] = True,
+        **kwargs: Any,
+    ) -> list[T]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout_s: float | None = None,
+        observer: Observer = QUIET,
+        wait: Literal[True] = True,
+        **kwargs: Any,
+    ) -> list[T]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Awaitable[T]],
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout_s: float | None = None,
+        observer: Observer = QUIET,
+        wait: Literal[False],
+        **kwargs: Any,
+    ) -> CallFuture[list[T]]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout_s: float | None = None,
+        observer: Observer = QUIET,
+        wait: Literal[False],
+        **kwargs: Any,
+    ) -> CallFuture[list[T]]: ...
+
     def run(
         self,
         fn: Callable[..., Any],
@@ -668,30 +752,60 @@ class Cluster:
         ranks: Iterable[int] | None = None,
         timeout_s: float | None = None,
         observer: Observer = QUIET,
+        wait: bool = True,
         **kwargs: Any,
-    ) -> list[Any]:
+    ) -> list[Any] | CallFuture[list[Any]]:
         """Call `fn(*args, **kwargs)` on every rank; the results, in rank order.
 
-        The function is pickled by value if the ranks cannot import it.
+        The function is pickled by value if the ranks cannot import it. A coroutine
+        function is awaited on the ranks.
+
+        Args:
+            fn, args, kwargs: The function and its arguments, pickled before this
+                returns.
+            ranks: The ranks to call it on; None for all.
+            timeout_s: Seconds until the ranks are interrupted, from the beginning of
+                this call; None for no limit.
+            observer: Receives each output, and each rank's end.
+            wait: Whether to wait for the results. With False, the call runs in the
+                background, and the result is a `CallFuture`: a future of
+                `concurrent.futures` that can also be awaited. Calls of one cluster
+                run in the order in which they were made. A later call of any other
+                kind first waits for those in the background.
 
         Raises:
             CellError: The function raised on a rank.
+            CellTimeout, CellInterrupted: All ranks were interrupted.
             TransferError: An argument or a result cannot be pickled.
+            RankDied: A rank has died; with `wait=False`, as all errors but those of
+                pickling the arguments, by the future.
         """
+        return self._start_run(fn, args, kwargs, ranks, timeout_s, observer, wait)
+
+    def _start_run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Iterable[int] | None,
+        timeout_s: float | None,
+        observer: Observer,
+        wait: bool,
+    ) -> list[Any] | CallFuture[list[Any]]:
         name = getattr(fn, "__name__", "a function")
         allowance = transfer.Allowance(name, timeout_s)
         payload = transfer.encode(
             (fn, args, kwargs), "the function or an argument", allowance
         )
-        shipments = self._call(
-            endpoints.CALL,
-            (payload,),
-            ranks,
-            name,
-            allowance.left_s,
-            observer,
-        )
-        return transfer.incoming(shipments, "the results", allowance)
+        chosen = None if ranks is None else list(ranks)
+
+        def call() -> list[Any]:
+            shipments = self._call(
+                endpoints.CALL, (payload,), chosen, name, allowance.left_s, observer
+            )
+            return transfer.incoming(shipments, "the results", allowance)
+
+        return call() if wait else self._background.submit(call)
 
     def push(
         self,
@@ -966,25 +1080,34 @@ class Cluster:
         return self._live().ask(target, pattern, timeout_s=VARIABLES_TIMEOUT_S)
 
     def inspect(
-        self, expression: str, *, timeout_s: float | None = None
+        self,
+        expression: str,
+        ranks: Iterable[int] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> dict[int, str]:
-        """Evaluate an expression on every living rank; the values, as text.
+        """Evaluate an expression on ranks; the values, as text, by rank.
+
+        Args:
+            ranks: The ranks to ask; None for every living rank.
+            timeout_s: Seconds until the ranks are interrupted; None for no limit.
 
         Raises:
             CellError: The expression raised on a rank.
             CellTimeout, CellInterrupted: All ranks were interrupted.
             RankDied: A rank has died meanwhile.
         """
-        ranks = [info.rank for info in self.ranks]
+        living = [info.rank for info in self.ranks]
+        chosen = living if ranks is None else sorted(set(ranks))
         texts = self._call(
             endpoints.SHOW,
             (expression,),
-            ranks,
+            chosen,
             f"inspect {expression}",
             timeout_s,
             needs_all=True,
         )
-        return dict(zip(ranks, texts, strict=True))
+        return dict(zip(chosen, texts, strict=True))
 
     def complete(self, token: str, line: str, cursor: int) -> list[str]:
         """Completions of a token, from the lowest living rank's namespace."""

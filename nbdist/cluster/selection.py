@@ -1,0 +1,134 @@
+"""Some ranks of a cluster, with the cluster's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from nbdist.cluster.futures import CallFuture
+from nbdist.cluster.observer import Observer, Quiet
+from nbdist.cluster.result import CellResult
+from nbdist.wire import format_ranks
+
+if TYPE_CHECKING:
+    from nbdist.cluster.cluster import Cluster
+
+__all__ = ["RankSelection"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankSelection:
+    """Some ranks of a cluster, as `Cluster.on` gives them.
+
+    Each method is the cluster's method of this name, for these ranks: the same
+    arguments, results and errors. Results have the order of the ranks' numbers. The
+    ranks are checked when a call is made, because their number may change.
+    """
+
+    cluster: Cluster
+    ranks: tuple[int, ...]
+    """The ranks' numbers, in ascending order."""
+
+    def __repr__(self) -> str:
+        return f"<rank {format_ranks(self.ranks) or '(none)'} of {self.cluster!r}>"
+
+    def execute(
+        self,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        check: bool = True,
+        number: int | None = None,
+        observer: Observer | None = None,
+    ) -> CellResult:
+        """Run a cell on these ranks; as `Cluster.execute`."""
+        return self.cluster.execute(
+            code,
+            self.ranks,
+            timeout_s=timeout_s,
+            check=check,
+            number=number,
+            observer=Quiet() if observer is None else observer,
+        )
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Awaitable[T]],
+        *args: Any,
+        timeout_s: float | None = None,
+        observer: Observer | None = None,
+        wait: Literal[True] = True,
+        **kwargs: Any,
+    ) -> list[T]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        timeout_s: float | None = None,
+        observer: Observer | None = None,
+        wait: Literal[True] = True,
+        **kwargs: Any,
+    ) -> list[T]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Awaitable[T]],
+        *args: Any,
+        timeout_s: float | None = None,
+        observer: Observer | None = None,
+        wait: Literal[False],
+        **kwargs: Any,
+    ) -> CallFuture[list[T]]: ...
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        timeout_s: float | None = None,
+        observer: Observer | None = None,
+        wait: Literal[False],
+        **kwargs: Any,
+    ) -> CallFuture[list[T]]: ...
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float | None = None,
+        observer: Observer | None = None,
+        wait: bool = True,
+        **kwargs: Any,
+    ) -> list[Any] | CallFuture[list[Any]]:
+        """Call a function on these ranks; as `Cluster.run`."""
+        seen = Quiet() if observer is None else observer
+        return self.cluster._start_run(
+            fn, args, kwargs, self.ranks, timeout_s, seen, wait
+        )
+
+    def push(self, timeout_s: float | None = None, /, **values: Any) -> None:
+        """Copy values to these ranks, as variables; as `Cluster.push`."""
+        self.cluster.push(self.ranks, timeout_s, **values)
+
+    def pull(self, expression: str, *, timeout_s: float | None = None) -> list[Any]:
+        """Evaluate an expression on each of these ranks; as `Cluster.pull`."""
+        return self.cluster.pull(expression, self.ranks, timeout_s=timeout_s)
+
+    def inspect(
+        self, expression: str, *, timeout_s: float | None = None
+    ) -> dict[int, str]:
+        """The values of an expression on these ranks, as text; as `Cluster.inspect`."""
+        return self.cluster.inspect(expression, self.ranks, timeout_s=timeout_s)
+
+    def __getitem__(self, expression: str) -> list[Any]:
+        return self.pull(expression)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.push(**{name: value})
