@@ -1,10 +1,14 @@
-"""An empty cell on 1, 2, 4 and 8 ranks, timed from outside the notebook's kernel."""
+"""Empty cells, calls and printed lines on 1, 2, 4 and 8 ranks, beside ipyparallel.
+
+Cells are timed from outside the notebook's kernel, calls within it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
@@ -15,15 +19,29 @@ from benchmarks.measure import Times, alternate, summary
 SIZES = (1, 2, 4, 8)
 REPEATS = 100
 WARMUPS = 10
+LINES = 10_000
+LINES_REPEATS = 7
 CELL_TIMEOUT_S = 120
 
 SETUP = """
 from benchmarks.peer import ipyparallel_client
 peer = ipyparallel_client({n})
 client = peer.__enter__()  # which gives this kernel %%px, blocking, on all engines
+view = client[:]
+view.scatter("rank", range({n}), flatten=True, block=True)
 %load_ext nbdist
 %dist_start -n {n} --device cpu
+from nbdist.session import running_cluster
+from time import perf_counter
+cluster = running_cluster()
+def nothing():
+    return None
+def seconds(call):
+    begun = perf_counter()
+    call()
+    return perf_counter() - begun
 """
+PRINT = f"for i in range({LINES}): print(rank, i)"
 TEARDOWN = """
 %dist_stop
 peer.__exit__(None, None, None)
@@ -43,15 +61,32 @@ class Kernel:
             RuntimeError: The cell failed.
         """
         begun = time.perf_counter()
-        sent = self._client.execute(code, store_history=False)
+        self._execute(code)
+        return time.perf_counter() - begun
+
+    def call(self, expression: str) -> float:
+        """Seconds that an expression takes in the kernel, as the kernel measures them.
+
+        Raises:
+            RuntimeError: It raised.
+        """
+        timed = f"seconds(lambda: {expression})"
+        reply = self._execute("", user_expressions={"seconds": timed})
+        value = reply["content"]["user_expressions"]["seconds"]
+        if value["status"] != "ok":
+            raise RuntimeError(f"{expression}: {value}")
+        return float(value["data"]["text/plain"])
+
+    def _execute(self, code: str, **options: Any) -> dict[str, Any]:
+        """The kernel's reply to a cell."""
+        sent = self._client.execute(code, store_history=False, **options)
         while True:
             reply = self._client.get_shell_msg(timeout=CELL_TIMEOUT_S)
             if reply["parent_header"]["msg_id"] == sent:
                 break
-        seconds = time.perf_counter() - begun
         if reply["content"]["status"] != "ok":
             raise RuntimeError(f"{code}: {reply['content']}")
-        return seconds
+        return dict(reply)
 
 
 @contextmanager
@@ -70,27 +105,46 @@ def kernel_with_clusters(n: int) -> Iterator[Kernel]:
         manager.shutdown_kernel()
 
 
-def measure(n: int) -> Times:
+def measure(n: int) -> tuple[Times, Times]:
+    """Times of empty cells and calls, and of cells that print."""
     with kernel_with_clusters(n) as kernel:
         contestants = {
             "%%distributed": lambda: kernel.run("%%distributed\npass"),
             "%%px": lambda: kernel.run("%%px\npass"),
             "the kernel alone": lambda: kernel.run("pass"),
+            "cluster.run": lambda: kernel.call("cluster.run(nothing)"),
+            "apply_sync": lambda: kernel.call("view.apply_sync(nothing)"),
         }
-        return alternate(contestants, REPEATS, WARMUPS)
+        printing = {
+            "%%distributed": lambda: kernel.run(f"%%distributed\n{PRINT}"),
+            "%%px": lambda: kernel.run(f"%%px\n{PRINT}"),
+        }
+        return (
+            alternate(contestants, REPEATS, WARMUPS),
+            alternate(printing, LINES_REPEATS),
+        )
 
 
 def main() -> None:
     results = {n: measure(n) for n in SIZES}
-    names = list(results[SIZES[0]])
-    rows = [[str(n), *(summary(results[n][name]) for name in names)] for n in SIZES]
+    names = list(results[SIZES[0]][0])
+    rows = [[str(n), *(summary(results[n][0][name]) for name in names)] for n in SIZES]
+    printed = list(results[SIZES[0]][1])
+    printed_rows = [
+        [str(n), *(summary(results[n][1][name], "s") for name in printed)]
+        for n in SIZES
+    ]
     report.save(
         "cells",
         results,
         report.table(["ranks", *names], rows)
         + f"\n\nMedian of {REPEATS} cells that hold `pass` (and the middle half of "
-        "them), from the request to the kernel until its reply; both clusters run "
-        "beside each other and take turns.",
+        "them), from the request to the kernel until its reply; and of as many calls "
+        "of an empty function, timed in the kernel. Both clusters run beside each "
+        f"other and take turns.\n\n{LINES:,} lines of each rank:\n\n"
+        + report.table(["ranks", *printed], printed_rows)
+        + f"\n\nMedian of {LINES_REPEATS} cells, until the kernel's reply, which "
+        "follows all of the output.",
     )
 
 

@@ -159,6 +159,10 @@ class Output:
     def _add(self, name: str, text: str) -> None:
         room = max(0, self._cap - self._size)
         self._size += len(text)
+        if 0 < len(text) <= room:
+            self._shown.append(text)
+            self._chunks.append((name, text))
+            return
         shown, rest = text[:room], text[room:]
         if shown:
             self._shown.append(shown)

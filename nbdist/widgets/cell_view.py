@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from IPython.display import display, update_display
@@ -189,7 +190,7 @@ class CellView:
                 continue
             if not texts or texts[-1][0] != item.kind:
                 texts.append((item.kind, []))
-            texts[-1][1].append(f"{_label(ranks)} {item.key}\n")
+            texts[-1][1].append(f"{_label(tuple(ranks))} {item.key}\n")
         self._write(texts)
 
     def _display(self, ranks: list[int], content: Any) -> None:
@@ -205,7 +206,7 @@ class CellView:
             shown = Shown(
                 tuple(ranks), _named(ranks[0], own_id) if own_id else anonymous
             )
-            self._write([("stdout", [f"{_label(ranks)}\n"])])
+            self._write([("stdout", [f"{_label(tuple(ranks))}\n"])])
             display(content["data"], display_id=shown.identifier, **arguments)
         for rank in ranks:
             self._shown[rank].append(shown)
@@ -300,5 +301,6 @@ def _named(rank: int, own_id: str) -> str:
     return f"nbdist-{rank}-{own_id}"
 
 
-def _label(ranks: Iterable[int]) -> str:
+@functools.lru_cache
+def _label(ranks: tuple[int, ...]) -> str:
     return f"\x1b[36m[{format_ranks(ranks)}]\x1b[0m"

@@ -30,9 +30,16 @@ def merge(queues: dict[int, deque[Item]]) -> Iterator[tuple[list[int], Item]]:
     another item can be yielded first.
     """
     pending = Counter(_name(item) for queue in queues.values() for item in queue)
-    while any(queues.values()):
+    left = sorted(rank for rank, queue in queues.items() if queue)
+    while left := [rank for rank in left if queues[rank]]:
+        # Most lines are of one rank alone, and the first such rank is always next.
+        first = queues[left[0]]
+        while first and pending[_name(first[0])] == 1:
+            yield [left[0]], first.popleft()
+        if not first:
+            continue
         heads: dict[Hashable, list[int]] = {}
-        for rank in sorted(rank for rank, queue in queues.items() if queue):
+        for rank in left:
             heads.setdefault(_name(queues[rank][0]), []).append(rank)
         name, ranks = next(
             (
@@ -75,8 +82,11 @@ class LineSplitter:
 
     def feed(self, text: str) -> Iterable[str]:
         """The lines that this text completes, without their ends."""
-        text = (self.unfinished + text).replace("\r\n", "\n")
-        *lines, last = text.split("\n")
+        text = self.unfinished + text
+        if "\r" not in text:
+            *lines, self.unfinished = text.split("\n")
+            return lines
+        *lines, last = text.replace("\r\n", "\n").split("\n")
         self.unfinished = _last_return(last, keep_trailing=True)
         return [_last_return(line) for line in lines]
 

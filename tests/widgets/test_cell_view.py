@@ -262,11 +262,11 @@ def test_merging_ten_thousand_lines_takes_no_quadratic_time(
 ):
     def seconds(lines: int) -> float:
         cell = Cell(4)
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for rank in range(4):
             cell.say(rank, "".join(f"{rank} {i}\n" for i in range(lines)))
         cell.view.close()
-        return time.perf_counter() - begin
+        return time.thread_time() - begin
 
     seconds(1000)
     assert seconds(20_000) < 60 * max(seconds(1000), 0.01)
