@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from nbdist import CellError, CellTimeout, Cluster, UsageError
 from nbdist.cluster.observer import Event, Quiet
 from nbdist.cluster.result import CellResult
+from nbdist.ipc.signed_messages import Gate, Opened
+from nbdist.wire import REPLY, TELEMETRY
 
 
 def stdout(result: CellResult) -> list[str]:
@@ -196,6 +200,40 @@ def test_a_cell_may_take_long(cluster: Cluster):
 def test_an_empty_cell(cluster: Cluster):
     for code in ("", "\n\n", "# only a comment"):
         assert cluster.execute(code).ok
+
+
+def test_a_silent_call_takes_one_message_of_each_rank(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    arrived: list[str] = []
+    _control, shell, output, _news = cluster._live().client._client.gates
+
+    def count(gate: Gate) -> None:
+        def opened(frames: Sequence[Any]) -> Opened | None:
+            message = admit(frames)
+            assert message is not None
+            arrived.append(message.message["msg_type"])
+            return message
+
+        admit = gate.opened
+        monkeypatch.setattr(gate, "opened", opened)
+
+    count(shell)
+    count(output)
+    cluster.run(len, [])
+    cluster.execute("x = 1")
+    assert [kind for kind in arrived if kind != TELEMETRY] == [REPLY] * 8
+    arrived.clear()
+    cluster.execute("print('once')", ranks=[0])
+    kinds = sorted(kind for kind in arrived if kind != TELEMETRY)
+    assert kinds == sorted([REPLY, "stream", "status"])
+
+
+def test_a_stream_that_a_cell_has_closed_does_not_hold_up_the_reply(cluster: Cluster):
+    close = "import io, sys\nown, sys.stdout = sys.stdout, io.StringIO()"
+    cluster.execute(f"{close}\nsys.stdout.close()", timeout_s=30)
+    again = cluster.execute("sys.stdout = own\nprint('here again')", timeout_s=30)
+    assert stdout(again) == ["here again\n"] * 4
 
 
 # -- what it prints ------------------------------------------------------------------
