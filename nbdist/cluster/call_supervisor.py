@@ -170,8 +170,17 @@ class CallSupervisor:
             waiting[rank] = *seen, since
             if missing and now >= since + STEADY_S:
                 reason = self._reason(collective, missing, set(call.processes))
-                self._registry.ask(endpoints.RELEASE, reason, ranks=[rank])
+                self._release(reason, [rank])
         return waiting
+
+    def _release(self, reason: str, ranks: Iterable[int]) -> None:
+        """Release ranks from what they wait in.
+
+        A rank may have answered in the meantime: that answer does not tell that the
+        release has broken its groups.
+        """
+        self._broken = True
+        self._registry.ask(endpoints.RELEASE, reason, ranks=ranks)
 
     def _reason(
         self, collective: CollectiveCall, missing: set[int], asked: set[int]
@@ -218,14 +227,16 @@ class CallSupervisor:
     def _end(self, call: Call, outcome: str = "interrupted") -> None:
         """Interrupt the ranks of a call, and wait a few seconds for them."""
         begun = time.monotonic()
+        end = begun + INTERRUPT_GRACE_S
         try:
             call.interrupt(outcome)
             if not call.wait(begun + RELEASE_AFTER_S):
                 # A rank that waits in C++, as in DDP's backward, handles no signal.
-                ranks = [info.rank for info in call.unfinished]
-                release = endpoints.RELEASE
-                self._registry.ask(release, "interrupted", ranks=ranks)
-            call.wait(begun + INTERRUPT_GRACE_S)
+                self._release("interrupted", [info.rank for info in call.unfinished])
+            waiting: Waiting = {}
+            while not call.wait(end, tick_s=PROBE_S) and time.monotonic() < end:
+                # It may begin to wait later than that.
+                waiting = self._release_waiting(call, waiting)
         except KeyboardInterrupt:
             return  # a second interrupt: stop waiting
 

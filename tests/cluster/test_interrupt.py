@@ -14,7 +14,10 @@ import pytest
 
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
 from nbdist.cluster.call import Call
+from nbdist.cluster.call_supervisor import RELEASE_AFTER_S
 from nbdist.cluster.observer import Event, Quiet
+from nbdist.cluster.rank_registry import RankRegistry
+from nbdist.ipc import endpoints
 from tests.processes import wait_until
 
 WITHIN_S = 4.0
@@ -48,6 +51,14 @@ BLOCKED = {
         "with contextlib.ExitStack() as stack:\n"
         "    stack.callback(time.sleep, 0.2)\n"
         "    time.sleep(60)"
+    ),
+    "a clean-up that waits for a rank whose cell has ended": (
+        "import time\n"
+        "try: time.sleep(60)\n"
+        "finally:\n"
+        "    if rank != 1:\n"
+        "        time.sleep(1)\n"
+        "        nbdist.barrier()"
     ),
 }
 
@@ -123,6 +134,31 @@ def test_an_interrupt_at_any_moment_of_a_cell(
         assert time.monotonic() - begin < WITHIN_S
         result = cluster.execute(f"print({number})")
         assert [result[rank].stdout for rank in range(4)] == [f"{number}\n"] * 4
+
+
+def test_a_release_that_comes_after_the_cell_has_ended(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    ask = RankRegistry.ask
+
+    def ask_late(self: RankRegistry, target: str, *args: Any, **options: Any) -> Any:
+        if target == endpoints.RELEASE:
+            wait_until(lambda: not any(doing(cluster)), WITHIN_S)
+        return ask(self, target, *args, **options)
+
+    monkeypatch.setattr(RankRegistry, "ask", ask_late)
+    code = (
+        "import time\n"
+        "try: time.sleep(60)\n"
+        f"except KeyboardInterrupt: time.sleep({RELEASE_AFTER_S + 0.3})"
+    )
+    interrupted(cluster, code, Press(4))
+    cluster.execute("assert nbdist.comm().allreduce(rank) == 6")
+
+
+def doing(cluster: Cluster) -> list[str | None]:
+    """What each rank works on; None for an idle one."""
+    return [None if s is None else s["what"] for s in cluster.status().values()]
 
 
 def test_two_presses_in_quick_succession(cluster: Cluster):
