@@ -396,8 +396,10 @@ def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -
 def test_a_fork_server_that_is_killed_during_a_start_costs_no_rank(
     is_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_ready:
-        fork_server_client.close()
+    fork_server_client.close()
+    if is_ready:
+        fork_server_client.prepare(os.environ)
+        assert fork_server_client.await_ready(60)
     attend = SupervisorClient.attend_rank_host
 
     def killed(client: SupervisorClient, path: Path, server: int) -> None:
