@@ -308,7 +308,8 @@ class Elastic:
             call.follow(self._registry.infos)
             new = [i for i in self._registry.living if i.engine_uuid not in known]
             for info in new:
-                self._registry.tell(endpoints.ELASTIC_EXPECT, run, ranks=[info.rank])
+                # Wait: the cell, on the other channel, must not overtake this.
+                self._registry.ask(endpoints.ELASTIC_EXPECT, run, ranks=[info.rank])
                 progress.joined.add(info.engine_uuid)
                 call.join(info, run)
 

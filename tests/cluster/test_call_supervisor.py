@@ -19,7 +19,7 @@ BARRIER = CollectiveCall(1, 1, "barrier", None, None, "-", (), "none", members=(
 
 
 class Ranks:
-    """Two ranks, of which rank 1 waits in a barrier."""
+    """Three ranks: rank 1 waits in a barrier with rank 0, and rank 2 has ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -27,7 +27,7 @@ class Ranks:
         self.collective = BARRIER
         self.released: list[str] = []
         self.died: dict[int, object] = {}
-        self.infos = [SimpleNamespace(rank=0), SimpleNamespace(rank=1)]
+        self.infos = [SimpleNamespace(rank=rank) for rank in range(3)]
         self._supervisor = CallSupervisor(self, None)  # type: ignore[arg-type]
         self._waiting: Waiting = {}
         monkeypatch.setattr(self._supervisor, "_busy", lambda: self.busy)
@@ -43,7 +43,7 @@ class Ranks:
     def look(self, seconds: float) -> None:
         """Have the supervisor look at the ranks again and again."""
         call: Any = SimpleNamespace(
-            paused={}, processes={0: "a", 1: "b"}, unfinished=self.infos[1:]
+            paused={}, processes={0: "a", 1: "b", 2: "c"}, unfinished=self.infos[1:2]
         )
         end = self.now + seconds
         while self.now < end:

@@ -100,6 +100,24 @@ def test_a_newcomer_skips_the_runs_that_are_over(cluster: Cluster) -> None:
     assert cluster["result"] == [STEPS] * 3
 
 
+def test_a_newcomer_knows_what_to_join_before_its_cell_begins(
+    cluster: Cluster,
+) -> None:
+    """They come on two channels, of which one may be slow."""
+    cluster.execute(
+        "import time\n"
+        "import nbdist.engine.elastic as _elastic\n"
+        "_expect = _elastic.expect\n"
+        "_elastic.expect = lambda call: (time.sleep(1), _expect(call))[1]",
+        setup=True,
+    )
+    try:
+        test_a_newcomer_skips_the_runs_that_are_over(cluster)
+    finally:
+        cluster._setup.clear()
+        cluster.execute("_elastic.expect = _expect")
+
+
 def test_two_deaths_at_once(cluster: Cluster) -> None:
     cluster.execute("if rank > 0: events = [(5, 'commit', die)]")
     # Each rank that is to die has a name of its own for it.
