@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -31,12 +31,15 @@ class CallFuture(Future[T]):
 
 
 class BackgroundCalls:
-    """Runs calls on a thread of its own, in the order in which they were made."""
+    """Runs calls in the order in which they were made.
+
+    They run on a thread that ends when none is left.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: deque[Callable[[], None]] = deque()
         self._pending: dict[Future[Any], None] = {}
 
     def submit(self, fn: Callable[[], T]) -> CallFuture[T]:
@@ -44,8 +47,7 @@ class BackgroundCalls:
         future: CallFuture[T] = CallFuture()
         with self._lock:
             self._pending[future] = None
-        self._calls.put(lambda: self._run(future, fn))
-        with self._lock:
+            self._calls.append(lambda: self._run(future, fn))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name="nbdist-calls", daemon=True
@@ -79,7 +81,12 @@ class BackgroundCalls:
 
     def _work(self) -> None:
         while True:
-            self._calls.get()()
+            with self._lock:
+                if not self._calls:
+                    self._thread = None
+                    return
+                call = self._calls.popleft()
+            call()
 
     def _run(self, future: CallFuture[T], fn: Callable[[], T]) -> None:
         try:

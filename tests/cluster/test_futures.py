@@ -178,3 +178,11 @@ def test_a_call_may_make_another_one_on_its_own_thread():
     assert future.result(DEADLINE_S) == "nbdist-calls"
     calls.settle()
     assert not calls.busy
+
+
+def test_the_thread_ends_with_the_last_call():
+    calls = BackgroundCalls()
+    for _ in range(2):
+        thread = calls.submit(threading.current_thread).result(DEADLINE_S)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
