@@ -85,7 +85,7 @@ def test_a_rank_that_stops_answering_was_last_seen_somewhere(cluster: Cluster):
     pid, looks = cluster.ranks[2].pid, Looks(interrupt=True)
     with pytest.raises(CellInterrupted):
         cluster.execute("import time; time.sleep(60)", number=9, observer=looks)
-    said = looks.texts[0].partition("rank 2:\n")[2]
+    said = looks.texts[0].partition("rank 2:\n  ")[2]
     assert re.match(r"does not answer: .*; last seen \d s ago at In\[9\] line 2", said)
 
 

@@ -148,5 +148,5 @@ def mapped(monkeypatch: pytest.MonkeyPatch, answers: Any) -> list[torch.Tensor] 
     monkeypatch.setattr(
         peers, "_allocate", lambda size: torch.zeros(size, dtype=torch.uint8)
     )
-    monkeypatch.setattr(peers, "_ticket", lambda memory: (lambda: memory, ()))
+    monkeypatch.setattr(peers, "_handle", lambda memory: (lambda: memory, ()))
     return peers.map_memories(8, 0, lambda item: [item, next(answers)])
