@@ -221,9 +221,11 @@ def test_a_rank_that_ends_is_named_with_its_exit_code_and_last_words(
 
 
 def test_ranks_that_are_all_killed_are_named_rather_than_mpiexec(traces: Path):
+    others = set(psutil.Process().children(recursive=True))
+
     def kill_all(progress: Progress) -> None:
         if "loading torch" in progress.stages.values():
-            for process in psutil.Process().children(recursive=True):
+            for process in set(psutil.Process().children(recursive=True)) - others:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if is_rank(process):
                         process.kill()
