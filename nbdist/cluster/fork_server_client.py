@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.config import ForkConfig
-from nbdist.ipc.fork_messages import SOCKET, receive, send
+from nbdist.ipc.fork_messages import SOCKET, SWITCHED_OFF, receive, send
 
 __all__ = ["CannotFork", "await_ready", "close", "hash_seed", "prepare", "serve"]
 
@@ -161,7 +161,7 @@ def await_ready(timeout_s: float) -> bool:
 def _prepare(environment: Mapping[str, str], config: ForkConfig) -> str:
     global _server
     if not config.enabled:
-        return "it is switched off"
+        return SWITCHED_OFF
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return f"{sys.platform} has no safe fork"
     if _server is not None and _server.kind != _kind(environment, config.preload):

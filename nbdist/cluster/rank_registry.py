@@ -84,9 +84,9 @@ class RankRegistry:
 
     @property
     def died(self) -> dict[int, RankDied]:
-        """The ranks whose processes have ended, with the error of each."""
+        """The ranks whose processes have ended and the error of each, in rank order."""
         with self._lock:
-            return dict(self._died)
+            return dict(sorted(self._died.items()))
 
     def __getitem__(self, rank: int) -> RankInfo:
         return self._infos[rank]

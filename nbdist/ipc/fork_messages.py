@@ -26,6 +26,7 @@ __all__ = [
     "RANK_PARENT",
     "SOCKET",
     "STARTED",
+    "SWITCHED_OFF",
     "Request",
     "peer_user",
     "receive",
@@ -41,6 +42,7 @@ RANK_PARENT = "NBDIST_RANK_PARENT"
 STARTED = "NBDIST_STARTED"
 """The variable that tells a rank how it was started: `FORKED`, or why it was not."""
 FORKED = "forked"
+SWITCHED_OFF = "the fork server is switched off"
 
 _LENGTH = struct.Struct("!I")
 _MAX_BYTES = 64 << 20

@@ -22,7 +22,7 @@ from nbdist.cluster import fork_server_client
 from nbdist.cluster.startup import Progress
 from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.errors import CellError, StartError
-from nbdist.ipc.fork_messages import FORKED
+from nbdist.ipc.fork_messages import FORKED, SWITCHED_OFF
 from nbdist.session import Session
 from tests.cluster.process_state import (
     open_files,
@@ -77,7 +77,7 @@ def alone(two: Cluster) -> Iterator[Cluster]:
         patch.setenv("NBDIST_PRELOAD", "0")
         cluster = Cluster(2, device="cpu", threads=2, oversubscribe=True).start()
     with cluster:
-        assert started(cluster) == ["it is switched off"] * 2
+        assert started(cluster) == [SWITCHED_OFF] * 2
         yield cluster
 
 
