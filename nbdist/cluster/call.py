@@ -51,7 +51,7 @@ class Call:
         self._client = client
         self._needs_all = needs_all
         self._stopped = ""
-        self._rank_calls = {info.engine_uuid: RankCall(info) for info in targets}
+        self._rank_calls = _by_engine(RankCall(info) for info in targets)
         self._target, self._args, self._what = target, args, what
         self._observer = observer
         self.restarts = 0
@@ -92,7 +92,7 @@ class Call:
         return exchange
 
     def _have_all_ended(self) -> bool:
-        exchanges = [each.exchange for each in list(self._rank_calls.values())]
+        exchanges = [each.exchange for each in self._rank_calls.values()]
         return all(each is None or each.reply.done() for each in exchanges)
 
     def _hear(self, rank_call: RankCall, message: Message) -> None:
@@ -122,10 +122,9 @@ class Call:
     @property
     def answers(self) -> dict[int, Answer]:
         """The answers so far, by rank, in rank order."""
-        rank_calls = self._in_order()
         return {
             each.info.rank: each.answer
-            for each in rank_calls
+            for each in self._rank_calls.values()
             if each.answer is not None
         }
 
@@ -134,14 +133,15 @@ class Call:
         """The ranks that died before they answered, in rank order."""
         return {
             each.info.rank: each.died
-            for each in self._in_order()
+            for each in self._rank_calls.values()
             if each.died is not None
         }
 
     @property
     def processes(self) -> dict[int, str]:
         """UUID of the engine that is each rank of this call now, in rank order."""
-        return {each.info.rank: each.info.engine_uuid for each in self._in_order()}
+        rank_calls = self._rank_calls
+        return {each.info.rank: uuid for uuid, each in rank_calls.items()}
 
     @property
     def unfinished(self) -> list[RankInfo]:
@@ -168,16 +168,10 @@ class Call:
         """Whether the ranks' groups are broken: a collective was left half done."""
         return bool(self.died) or any(answer.broken for answer in self.answers.values())
 
-    def _in_order(self) -> list[RankCall]:
-        rank_calls = list(
-            self._rank_calls.values()
-        )  # a copy: another thread may change it
-        return sorted(rank_calls, key=lambda rank_call: rank_call.info.rank)
-
     def _open(self) -> list[RankCall]:
         return [
             each
-            for each in self._in_order()
+            for each in self._rank_calls.values()
             if each.exchange is not None and not each.done
         ]
 
@@ -204,7 +198,7 @@ class Call:
         Ranks that were to join the run and had not reached it count only where no
         other rank is left.
         """
-        rank_calls = self._in_order()
+        rank_calls = self._rank_calls.values()
         calls = {rank_call.lost_in for rank_call in rank_calls} - {None}
         calls = calls or {rank_call.joins for rank_call in rank_calls} - {None}
         all_dead = all(rank_call.died is not None for rank_call in rank_calls)
@@ -241,17 +235,17 @@ class Call:
         """
         before = set(self.processes)
         now = {info.engine_uuid: info for info in infos}
-        for uuid in list(self._rank_calls):
-            if uuid in now:
-                self._rank_calls[uuid].info = now[uuid]
-            else:
-                del self._rank_calls[uuid]
+        staying = [self._rank_calls[uuid] for uuid in self._rank_calls.keys() & now]
+        for rank_call in staying:
+            rank_call.info = now[rank_call.info.engine_uuid]
+        self._rank_calls = _by_engine(staying)
         for rank in sorted(before - {info.rank for info in now.values()}):
             self._observer.take(Event(rank, None, self._elapsed(), outcome="left"))
 
     def join(self, info: RankInfo, run: ElasticCall) -> None:
         """Send the request to a rank that joins an elastic run of this call."""
-        rank_call = self._rank_calls[info.engine_uuid] = RankCall(info, joins=run)
+        rank_call = RankCall(info, joins=run)
+        self._rank_calls = _by_engine([*self._rank_calls.values(), rank_call])
         self._send([rank_call], next(iter(self._args.values())))
 
     # -- waiting -------------------------------------------------------------------
@@ -356,6 +350,16 @@ class Call:
         except RankDied as error:
             rank_call.died = error
             rank_call.lost_in = None if last is None else last.call
+        rank_call.done = True
+
+
+def _by_engine(rank_calls: Iterable[RankCall]) -> dict[str, RankCall]:
+    """Rank calls by their engines' UUIDs, in rank order.
+
+    The dictionary is replaced and never changed, for two threads read it.
+    """
+    in_order = sorted(rank_calls, key=lambda rank_call: rank_call.info.rank)
+    return {each.info.engine_uuid: each for each in in_order}
 
 
 def _has_failed(reply: Future[Answer]) -> bool:
@@ -383,6 +387,8 @@ class RankCall:
     exchange: Exchange | None = None
     answer: Answer | None = None
     died: RankDied | None = None
+    done: bool = False
+    """Whether the process has answered or died."""
     elastic: Notice | None = None
     """The last notice of the elastic run that it is in; None outside one."""
     lost_in: ElasticCall | None = None
@@ -390,11 +396,6 @@ class RankCall:
     _orders: dict[int, Future[Answer]] = field(default_factory=dict)
     """Answers of the orders that it has not carried out yet, by token."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def done(self) -> bool:
-        """Whether the process has answered or died."""
-        return self.answer is not None or self.died is not None
 
     def order(self) -> tuple[int, Future[Answer]]:
         """Register an order; the token of its answer, and the future answer."""

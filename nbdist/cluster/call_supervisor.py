@@ -125,7 +125,9 @@ class CallSupervisor:
             self.is_waiting = False
             if self.elastic is not None:
                 self.elastic.end(call)
-        self._broken |= call.broken or bool(call.unfinished) or self._differ_after(call)
+        self._unfinished = [each for each in self._unfinished if each.unfinished]
+        is_left = call in self._unfinished
+        self._broken |= call.broken or is_left or self._differ_after(call)
         with contextlib.suppress(KeyboardInterrupt):  # then the next call does it
             self._renew_if_broken()
         return stopped
@@ -196,6 +198,8 @@ class CallSupervisor:
 
     def _busy(self) -> set[int]:
         """The living ranks that have not answered every call."""
+        if not self._unfinished:
+            return set()
         for call in self._unfinished:
             call.wait(time.monotonic())  # handle answers that have arrived
         self._unfinished = [call for call in self._unfinished if call.unfinished]

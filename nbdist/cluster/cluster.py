@@ -342,15 +342,17 @@ class Cluster:
             RankDied: The ranks could not continue; the cluster was stopped.
         """
         self._background.settle()
+        died = self._live().died
+        assert self._recovery is not None
+        if not self._recovery.is_needed:
+            return
         if self._is_lost and self.config.on_failure == "replace":
-            died = self._live().died
             self.restart()
             note = (
                 f"{_whole_loss(died)}. {self.size} ranks were started again, without "
                 "the variables of before"
             )
         else:
-            died = self._live().died
             note = self._recover()
             causes = {r: died[r] for r in died if died[r].summary not in note}
             if causes and note:
@@ -457,10 +459,12 @@ class Cluster:
         """Replace or drop dead ranks, if configured and possible now; a description."""
         assert self._recovery is not None
         recovery, supervisor = self._recovery, self._live_supervisor()
-        wanted = self.config.on_failure != "stop" and self.fault_tolerant
+        if not recovery.is_needed:
+            return ""
         if self._is_lost:
             return self._way_on()
-        if not recovery.is_needed or not wanted or supervisor.busy:
+        wanted = self.config.on_failure != "stop" and self.fault_tolerant
+        if not wanted or supervisor.busy:
             return ""
         try:
             note = recovery.recover()

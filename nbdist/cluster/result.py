@@ -103,7 +103,7 @@ class OutputCollector:
 
     def results(self, call: Call) -> dict[int, RankResult]:
         """The result of each rank, once the call has ended."""
-        results = {}
+        results, answers = {}, call.answers
         for rank, process in call.processes.items():
             stdout, stderr = (
                 "".join(self._text.get((process, name), []))
@@ -111,7 +111,7 @@ class OutputCollector:
             )
             outputs = self._outputs.get(process, [])
             results[rank] = RankResult(rank, stdout, stderr, outputs)
-            answer = call.answers.get(rank)
+            answer = answers.get(rank)
             if answer is not None and answer.ok:
                 results[rank].failure, results[rank].seconds = answer.value
         return results
