@@ -174,7 +174,7 @@ def test_an_editable_installation_is_found_beside_a_folder_of_its_name(tmp_path:
     (here / "nbdist").mkdir(parents=True)
     code = f"import site; site.addsitedir({str(site)!r}); import nbdist; "
     found = subprocess.run(
-        [sys.executable, "-c", code + "print(nbdist.__file__)"],
+        [sys.executable, "-S", "-c", code + "print(nbdist.__file__)"],
         cwd=here,
         env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
