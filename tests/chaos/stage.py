@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from nbdist import Cluster
 from nbdist.cluster.startup import Progress
@@ -59,6 +60,8 @@ class Stage:
         self.own.mkdir()
         self.full = FolderFull(self.own) if _mounted(self.own) else None
         """None where no file system can be mounted."""
+        # The threads and descriptors of ZMQ's context outlive all clusters.
+        zmq.Context.instance().socket(zmq.PAIR).close()
         self._patch.setenv("TMPDIR", str(self.own))
         self._patch.setattr(tempfile, "tempdir", None)
 
