@@ -973,26 +973,29 @@ class Cluster:
         """
         restarts = 0
         resumed: SavedWorld | None = None
-        while True:
-            call = self._new_call(
-                target,
-                dict.fromkeys(ranks, args),
-                what,
-                observer,
-                needs_all=needs_all,
-            )
-            call.restarts = restarts
-            stopped, saved = self._see_through(call, timeout_s)
-            entered = stopped is not None or call.has_entered
-            if resumed is not None and resumed.call and call.died and not entered:
-                saved = resumed  # a rank died before any had entered the run again
-            if saved is None:
-                break
-            resumed = saved
-            restarts = call.restarts
-            self._begin_again(saved, restarts)
-            restarts += 1
-            ranks = range(self.size)
+        with contextlib.ExitStack() as commits:
+            while True:
+                call = self._new_call(
+                    target,
+                    dict.fromkeys(ranks, args),
+                    what,
+                    observer,
+                    needs_all=needs_all,
+                )
+                call.restarts = restarts
+                stopped, saved = self._see_through(call, timeout_s)
+                entered = stopped is not None or call.has_entered
+                if resumed is not None and resumed.call and call.died and not entered:
+                    saved = resumed  # a rank died before any had entered the run again
+                if saved is None:
+                    break
+                if saved.commit is not None:
+                    commits.callback(saved.commit.close)
+                resumed = saved
+                restarts = call.restarts
+                self._begin_again(saved, restarts)
+                restarts += 1
+                ranks = range(self.size)
         if self._beginning is not self._resume:
             self._begin_from(self._resume)
         return call, stopped

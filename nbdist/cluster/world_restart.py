@@ -56,7 +56,7 @@ class LastCommit:
         """Take a record, and the descriptor of its data file, which this closes."""
         self._record = record
         self._data = data
-        weakref.finalize(self, os.close, data)
+        self._close = weakref.finalize(self, os.close, data)
 
     @classmethod
     def open(cls, folder: Path) -> LastCommit | None:
@@ -68,6 +68,10 @@ class LastCommit:
             return cls(record, open_file(folder / record.data))
         except (OSError, CheckpointError):
             return None
+
+    def close(self) -> None:
+        """Close the files, which frees their memory. A second close does nothing."""
+        self._close()
 
     @property
     def number(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
@@ -24,6 +25,15 @@ from tests.cluster_processes import ClusterProcesses, ComingRank
 from tests.processes import wait_until
 
 TRAIN = "state = make_state(); result = train(state)"
+
+
+def open_files() -> list[str]:
+    """The files that this process has open, also those that were removed."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            names.append(str(descriptor.readlink()))
+    return names
 
 
 @pytest.fixture
@@ -138,6 +148,8 @@ def test_the_last_commit_is_kept_when_the_ranks_do_not_start_again(
         cluster.execute("first_time = lambda event: True")
         with pytest.raises(RankDied, match=r"no room for ranks\. .*--resume") as lost:
             cluster.execute(TRAIN, timeout_s=60)
+    # `lost` keeps the frames that the error has left.
+    assert [name for name in open_files() if "/commits" in name] == []
     kept = str(lost.value).rsplit(" ", 1)[1]
     state = State(model=torch.nn.Linear(8, 4), step=0)
     with pytest.raises(CheckpointError, match="holds model, optimizer, sampler, step"):
