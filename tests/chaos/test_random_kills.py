@@ -130,8 +130,11 @@ def _assert_survives(
     cluster: Cluster, notes: list[str], folder: Path, ending: _Ending
 ) -> None:
     """Run the training until it is told to end, and compare."""
-    with ending:
-        cluster.execute(RUN)
+    try:
+        with ending:
+            cluster.execute(RUN)
+    finally:
+        print(*notes, sep="\n")  # shown where the test fails
     size = cluster.size  # less, where a rank could not be replaced in two tries
     epochs = set(cluster["state.sampler.epoch"])
     assert len(epochs) == 1, epochs
