@@ -19,7 +19,7 @@ from nbdist.cluster.futures import BackgroundCalls, CallFuture
 from nbdist.cluster.hosts import this_host
 from nbdist.cluster.launchers.base import Launcher
 from nbdist.cluster.launchers.mpiexec import Mpiexec
-from nbdist.cluster.observer import Observer, Quiet
+from nbdist.cluster.observer import QUIET, Observer
 from nbdist.cluster.oom_report import explained
 from nbdist.cluster.options import (
     checked_script,
@@ -69,7 +69,6 @@ START_TRIES = 3
 """Attempts to start an elastic run's world again, if processes die meanwhile."""
 FIRST_LINE = "# %%distributed\n"
 """Takes the line of the notebook's magic, so that line numbers agree."""
-QUIET = Quiet()
 
 T = TypeVar("T")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -99,5 +98,5 @@ class BackgroundCalls:
             else:
                 future.set_result(value)
         finally:
-            with self._lock, contextlib.suppress(KeyError):
+            with self._lock:
                 del self._pending[future]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Event", "Observer", "Quiet"]
+__all__ = ["QUIET", "Event", "Observer", "Quiet"]
 
 Message = dict[str, Any]
 
@@ -51,3 +51,6 @@ class Quiet:
 
     def notice(self, text: str) -> None:
         pass
+
+
+QUIET = Quiet()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from nbdist.cluster.futures import CallFuture
-from nbdist.cluster.observer import Observer, Quiet
+from nbdist.cluster.observer import QUIET, Observer
 from nbdist.cluster.result import CellResult
 from nbdist.wire import format_ranks
 
@@ -42,7 +42,7 @@ class RankSelection:
         timeout_s: float | None = None,
         check: bool = True,
         number: int | None = None,
-        observer: Observer | None = None,
+        observer: Observer = QUIET,
     ) -> CellResult:
         """Run a cell on these ranks; as `Cluster.execute`."""
         return self.cluster.execute(
@@ -51,7 +51,7 @@ class RankSelection:
             timeout_s=timeout_s,
             check=check,
             number=number,
-            observer=Quiet() if observer is None else observer,
+            observer=observer,
         )
 
     @overload
@@ -60,7 +60,7 @@ class RankSelection:
         fn: Callable[..., Awaitable[T]],
         *args: Any,
         timeout_s: float | None = None,
-        observer: Observer | None = None,
+        observer: Observer = QUIET,
         wait: Literal[True] = True,
         **kwargs: Any,
     ) -> list[T]: ...
@@ -71,7 +71,7 @@ class RankSelection:
         fn: Callable[..., T],
         *args: Any,
         timeout_s: float | None = None,
-        observer: Observer | None = None,
+        observer: Observer = QUIET,
         wait: Literal[True] = True,
         **kwargs: Any,
     ) -> list[T]: ...
@@ -82,7 +82,7 @@ class RankSelection:
         fn: Callable[..., Awaitable[T]],
         *args: Any,
         timeout_s: float | None = None,
-        observer: Observer | None = None,
+        observer: Observer = QUIET,
         wait: Literal[False],
         **kwargs: Any,
     ) -> CallFuture[list[T]]: ...
@@ -93,7 +93,7 @@ class RankSelection:
         fn: Callable[..., T],
         *args: Any,
         timeout_s: float | None = None,
-        observer: Observer | None = None,
+        observer: Observer = QUIET,
         wait: Literal[False],
         **kwargs: Any,
     ) -> CallFuture[list[T]]: ...
@@ -103,14 +103,13 @@ class RankSelection:
         fn: Callable[..., Any],
         *args: Any,
         timeout_s: float | None = None,
-        observer: Observer | None = None,
+        observer: Observer = QUIET,
         wait: bool = True,
         **kwargs: Any,
     ) -> list[Any] | CallFuture[list[Any]]:
         """Call a function on these ranks; as `Cluster.run`."""
-        seen = Quiet() if observer is None else observer
         return self.cluster._start_run(
-            fn, args, kwargs, self.ranks, timeout_s, seen, wait
+            fn, args, kwargs, self.ranks, timeout_s, observer, wait
         )
 
     def push(self, timeout_s: float | None = None, /, **values: Any) -> None:
