@@ -29,12 +29,14 @@ def merge(queues: dict[int, deque[Item]]) -> Iterator[tuple[list[int], Item]]:
     An item that a further rank has later in its queue waits for that rank, as long as
     another item can be yielded first.
     """
-    pending = Counter(_name(item) for queue in queues.values() for item in queue)
+    left_of = {rank: Counter(map(_name, queue)) for rank, queue in queues.items()}
+    holders = Counter(name for names in left_of.values() for name in names)
+    """How many ranks have an item now or later in their queue."""
     left = sorted(rank for rank, queue in queues.items() if queue)
     while left := [rank for rank in left if queues[rank]]:
         # Most lines are of one rank alone, and the first such rank is always next.
         first = queues[left[0]]
-        while first and pending[_name(first[0])] == 1:
+        while first and holders[_name(first[0])] == 1:
             yield [left[0]], first.popleft()
         if not first:
             continue
@@ -42,29 +44,14 @@ def merge(queues: dict[int, deque[Item]]) -> Iterator[tuple[list[int], Item]]:
         for rank in left:
             heads.setdefault(_name(queues[rank][0]), []).append(rank)
         name, ranks = next(
-            (
-                (name, ranks)
-                for name, ranks in heads.items()
-                if _is_complete(name, ranks, pending, queues)
-            ),
+            (head for head in heads.items() if holders[head[0]] == len(head[1])),
             next(iter(heads.items())),
         )
         items = [queues[rank].popleft() for rank in ranks]
-        pending[name] -= len(items)
+        for rank in ranks:
+            left_of[rank][name] -= 1
+            holders[name] -= not left_of[rank][name]
         yield ranks, items[0]
-
-
-def _is_complete(
-    name: Hashable,
-    ranks: list[int],
-    pending: Counter[Hashable],
-    queues: dict[int, deque[Item]],
-) -> bool:
-    """Whether no further rank has the item later in its queue."""
-    if pending[name] == len(ranks):
-        return True
-    others = (queue for rank, queue in queues.items() if rank not in ranks)
-    return not any(_name(item) == name for queue in others for item in queue)
 
 
 def _name(item: Item) -> Hashable:

@@ -257,22 +257,6 @@ def test_an_unfinished_line_is_cut_in_the_status_and_whole_in_the_text(
     assert "x" * 1_000_000 + "\n" in capsys.readouterr().out
 
 
-def test_merging_ten_thousand_lines_takes_no_quadratic_time(
-    capsys: pytest.CaptureFixture[str],
-):
-    def seconds(lines: int) -> float:
-        cell = Cell(4)
-        begin = time.thread_time()
-        for rank in range(4):
-            cell.say(rank, "".join(f"{rank} {i}\n" for i in range(lines)))
-        cell.view.close()
-        return time.thread_time() - begin
-
-    seconds(1000)
-    assert seconds(20_000) < 60 * max(seconds(1000), 0.01)
-    assert len(capsys.readouterr().out.splitlines()) == 4 * 22_000
-
-
 def test_a_notice_stands_in_the_status_until_it_is_taken_back(
     screen: Screen, monkeypatch: pytest.MonkeyPatch
 ):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +50,46 @@ def test_every_rank_finds_its_lines_in_its_order(texts: list[str]):
 @given(st.text("abc", max_size=12), st.integers(1, 4))
 def test_equal_texts_merge_completely(text: str, ranks: int):
     assert len(merged(*[text] * ranks)) == len(text)
+
+
+class Counting(deque[Item]):
+    """Counts how many of its items are looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        for item in super().__iter__():
+            Counting.looks += 1
+            yield item
+
+    def __getitem__(self, index: Any) -> Any:
+        Counting.looks += 1
+        return super().__getitem__(index)
+
+
+LINES = 10_000
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [[f"{rank} {i}" for i in range(LINES)] for rank in range(4)],
+        [[f"{i}" for i in range(LINES)]] * 4,
+        [["step"] * LINES] * 4,
+        [["done"]]
+        + [[*(f"{rank} {i}" for i in range(LINES)), "done"] for rank in (1, 2)],
+    ],
+    ids=["each its own", "all the same", "one line", "one rank waits"],
+)
+def test_a_line_is_looked_at_a_few_times_however_many_there_are(texts: list[list[str]]):
+    queues = {
+        rank: Counting(Item("stdout", line) for line in text)
+        for rank, text in enumerate(texts)
+    }
+    Counting.looks = 0
+    shown = list(merge(dict(queues)))
+    assert shown[-1][0] == list(range(len(texts))) or len(shown) == 4 * LINES
+    assert Counting.looks < 6 * sum(map(len, texts))
 
 
 @given(st.lists(st.text("ab\n", max_size=6)))
