@@ -56,8 +56,8 @@ class Call:
         self._observer = observer
         self.restarts = 0
         """How often the elastic run in it has continued after a failure."""
-        self.has_entered = False
-        """Whether any rank has entered an elastic run."""
+        self.entered: ElasticCall | None = None
+        """The elastic run that a rank has entered last; None before the first."""
         self._begun = self.last_event = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
 
@@ -201,6 +201,8 @@ class Call:
         rank_calls = self._rank_calls.values()
         calls = {rank_call.lost_in for rank_call in rank_calls} - {None}
         calls = calls or {rank_call.joins for rank_call in rank_calls} - {None}
+        if not rank_calls:  # those that were to join died before the request was sent
+            return self.entered
         all_dead = all(rank_call.died is not None for rank_call in rank_calls)
         return calls.pop() if all_dead and len(calls) == 1 else None
 
@@ -307,7 +309,7 @@ class Call:
             urgent = rank_call.died is not None
         elif message["msg_type"] == ELASTIC:
             notice = message["notice"]
-            self.has_entered = True
+            self.entered = notice.call
             rank_call.joins = None
             rank_call.elastic = None if notice.kind == "left" else notice
             return bool(notice.pause)

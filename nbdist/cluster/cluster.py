@@ -48,7 +48,7 @@ from nbdist.ipc import endpoints
 from nbdist.ipc.private_files import make_commit_folders
 from nbdist.ipc.shm_payload import discard
 from nbdist.telemetry.collector import Collector
-from nbdist.wire import ElasticCall, Failure, Notice, RankInfo, Resume, format_ranks
+from nbdist.wire import ElasticCall, Failure, RankInfo, Resume, format_ranks
 
 if TYPE_CHECKING:
     from nbdist.cluster.call import Call
@@ -488,7 +488,7 @@ class Cluster:
 
     def _rebuild(self, error: ChangeFailed) -> str:
         """Start all ranks again with the variables of the survivors; a description."""
-        saved = self._save(error, {})
+        saved = self._save(error, None)
         deaths = (death.summary for death in self._live().died.values())
         why = dict.fromkeys([str(error), *deaths])
         self.restart()
@@ -497,11 +497,15 @@ class Cluster:
             "started again; " + self._give_back(saved)
         )
 
-    def _save(self, error: ChangeFailed, notices: Mapping[int, Notice]) -> SavedWorld:
-        """Save what the ranks hold that could not form a world again."""
+    def _save(self, error: ChangeFailed, run: ElasticCall | None) -> SavedWorld:
+        """Save what the ranks hold that could not form a world again.
+
+        Args:
+            run: The elastic run that they are in; None if they are in none.
+        """
         from nbdist.cluster.world_restart import SavedWorld
 
-        saved = SavedWorld.from_survivors(self._live(), notices)
+        saved = SavedWorld.from_survivors(self._live(), run)
         if saved.variables or saved.call is not None:
             return saved
         self.stop()
@@ -983,8 +987,8 @@ class Cluster:
                 )
                 call.restarts = restarts
                 stopped, saved = self._see_through(call, timeout_s)
-                entered = stopped is not None or call.has_entered
-                if resumed is not None and resumed.call and call.died and not entered:
+                entered = stopped is not None or call.entered is not None
+                if resumed is not None and call.died and not entered:
                     saved = resumed  # a rank died before any had entered the run again
                 if saved is None:
                     break
@@ -1009,7 +1013,7 @@ class Cluster:
             stopped = self._live_supervisor().see_through(call, timeout_s)
         except ChangeFailed as error:
             if not self._is_lost:
-                return None, self._save(error, call.paused)
+                return None, self._save(error, call.entered)
             call.wait(time.monotonic() + LOSS_TIMEOUT_S)  # until each death is noticed
             stopped = None
         elastic_call = call.lost_in

@@ -234,8 +234,8 @@ class _Attempt:
         for status in self._statuses:
             if (end := status.end()) is not None:
                 raise ChangeFailed(
-                    f"new rank {status.rank} ended with {end.how} while coming up; "
-                    f"its last lines:\n{end.last_lines}",
+                    f"new rank {status.rank} ended with {end.how} while coming up"
+                    f"{end.ending}",
                     newcomer=True,
                 )
 

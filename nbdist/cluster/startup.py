@@ -244,7 +244,7 @@ class _Start:
         host = self._assignments[rank].host
         return (
             f"rank {rank} of {len(self._assignments)} on {host} ended with {end.how} "
-            f"while it was starting; its last lines:\n{end.last_lines}"
+            f"while it was starting{end.ending}"
         )
 
     def _ended(self, program: str, code: int) -> str:

@@ -29,6 +29,11 @@ class ProcessExit(NamedTuple):
     last_lines: str
     """The end of its standard error."""
 
+    @property
+    def ending(self) -> str:
+        """The last lines, on lines of their own; "" if it has written none."""
+        return self.last_lines and f"\nits last lines:\n{self.last_lines}"
+
 
 class StartupStatus:
     """The start of one rank's process, until it has registered with the controller.

@@ -40,7 +40,7 @@ from nbdist.training.elastic.commit_files import (
     read_record,
     write_record,
 )
-from nbdist.wire import ElasticCall, Notice, Resume
+from nbdist.wire import ElasticCall, Resume
 
 __all__ = ["LastCommit", "SavedWorld", "last_commit"]
 
@@ -172,16 +172,14 @@ class SavedWorld:
 
     @classmethod
     def from_survivors(
-        cls, registry: RankRegistry, notices: Mapping[int, Notice]
+        cls, registry: RankRegistry, call: ElasticCall | None
     ) -> SavedWorld:
         """Save what ranks hold, whatever their main threads are stuck in.
 
         Args:
-            notices: The last notice of each rank that is paused in an elastic run.
+            call: The elastic run that the ranks are in; None if they are in none.
         """
         living = [info.rank for info in registry.living]
-        paused = [rank for rank in living if rank in notices]
-        call = notices[paused[0]].call if paused else None
         target = endpoints.ELASTIC_VARIABLES
         answers = registry.ask(target, ranks=living, timeout_s=SAVE_TIMEOUT_S)
         variables = {
@@ -189,7 +187,8 @@ class SavedWorld:
             for rank, shipment in answers.items()
             if shipment is not None
         }
-        return cls(call, last_commit(registry.run_dir) if paused else None, variables)
+        commit = None if call is None else last_commit(registry.run_dir)
+        return cls(call, commit, variables)
 
     def resume(self, run_dir: Path) -> Resume | None:
         """The commit as a file of a new cluster; None if there is none."""

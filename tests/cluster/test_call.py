@@ -58,3 +58,15 @@ def test_the_run_in_which_the_last_rank_a_newcomer_has_died(
     client.die("newcomer")
     assert call.wait(time.monotonic() + 10)
     assert call.lost_in == lost_in
+
+
+def test_the_run_in_which_a_newcomer_has_died_before_it_was_asked_to_join() -> None:
+    client: Any = Client()
+    first: Any = SimpleNamespace(engine_uuid="first", rank=0)
+    call = Call(client, [first], "function", {0: ()}, "a cell", Quiet())
+    call.begin()
+    client.notify("first", "entered")
+    assert not call.wait(time.monotonic() + 0.1)
+    call.follow([])
+    assert call.wait(time.monotonic() + 10)
+    assert call.lost_in == RUN

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,8 @@ import torch
 from elastic_training import SETUP, STEPS, assert_trained, prepare, weights
 
 from nbdist.cluster.cluster import Cluster
-from nbdist.errors import CheckpointError, RankDied, StartError
+from nbdist.cluster.recovery import Recovery
+from nbdist.errors import ChangeFailed, CheckpointError, RankDied, StartError
 from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
 from tests.cluster_processes import ClusterProcesses, ComingRank
@@ -191,6 +193,32 @@ def test_ranks_that_die_before_the_run_is_entered_again(
         assert [sorted(seen) for seen in cluster["state.seen"]] == [[*range(240)]] * 2
         assert {path.name for path in tmp_path.iterdir()} >= {"0", "1", "lost"}
         assert any("goes on from its commit" in note for note in notes_of(cluster))
+
+
+def test_a_recovery_that_fails_while_only_a_newcomer_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the run nor its commit is lost, although no rank is paused in it."""
+    recover = Recovery.recover
+
+    def fail(recovery: Recovery, ask: Any = None) -> str:
+        monkeypatch.undo()
+        recover(recovery, ask)
+        (survivor,) = [info for info in cluster.ranks if info.rank == 0]
+        psutil.Process(survivor.pid).kill()
+        wait_until(lambda: [info.rank for info in cluster.ranks] == [1], 20)
+        raise ChangeFailed("the ranks did not meet")
+
+    with Cluster(n=2, device="cpu", threads=1) as cluster:
+        cluster.on_note = notes_of(cluster).append
+        given = f"folder = {str(tmp_path)!r}\n"
+        cluster.execute(given + SETUP, setup=True)
+        cluster.execute("if rank == 1: events = [(6, 'forward', die)]")
+        monkeypatch.setattr(Recovery, "recover", fail)
+        cluster.execute(TRAIN, timeout_s=120)
+        assert notes_of(cluster)[-1].endswith("steps goes on from its commit")
+        assert cluster["result"] == [STEPS] * 2
+        assert [len(seen) for seen in cluster["state.seen"]] == [240] * 2
 
 
 MPICH = shutil.which("mpiexec.mpich")
