@@ -1,8 +1,7 @@
-"""The pages agree with the repository, and the package loads fast."""
+"""The pages agree with the repository, and the extension loads little."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -25,16 +24,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
-LOAD_LIMIT_S = 0.3
 LOAD = """
-import json, sys, time
+import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
-begun = time.perf_counter()
 import nbdist
-shell.extension_manager.load_extension("nbdist")
-seconds = time.perf_counter() - begun
-print(json.dumps({"seconds": seconds, "modules": sorted(sys.modules)}))
+shell.run_line_magic("load_ext", "nbdist")
+print(*sys.modules)
 """
 
 
@@ -131,33 +127,18 @@ def test_no_package_index_is_named() -> None:
     assert not found
 
 
-@pytest.fixture(scope="module")
-def loads() -> list[dict[str, object]]:
-    """Three loads of the extension, each in a fresh interpreter."""
-    return [
-        json.loads(
-            subprocess.run(
-                [sys.executable, "-c", LOAD],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=60,
-            ).stdout
-        )
-        for _ in range(3)
-    ]
-
-
-def test_the_extension_loads_neither_torch_nor_mpi(
-    loads: list[dict[str, list[str]]],
-) -> None:
+def test_the_extension_loads_neither_torch_nor_mpi() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    loaded = set(done.stdout.split())
+    assert {"nbdist.magics", "IPython"} <= loaded
     heavy = {"torch", "mpi4py", "numpy", "ipyparallel", "ipywidgets", "anywidget"}
-    assert not heavy & set(loads[0]["modules"])
-
-
-def test_the_extension_loads_fast(loads: list[dict[str, float]]) -> None:
-    # The fastest of three: what it costs, not what else the machine was doing.
-    assert min(load["seconds"] for load in loads) < LOAD_LIMIT_S
+    assert not heavy & loaded
 
 
 def test_an_editable_installation_is_found_beside_a_folder_of_its_name(tmp_path: Path):

@@ -248,16 +248,3 @@ def last_losses(cluster: Cluster) -> dict[int, float]:
         return {}
     history = cluster.collector.history("loss").items()
     return {rank: values[-1] for rank, (_steps, values) in history if values}
-
-
-def test_a_log_call_costs_microseconds(cluster: Cluster):
-    timed = (
-        "import time\n"
-        "best = 1.0\n"
-        "for _ in range(5):\n"
-        "    begin = time.perf_counter()\n"
-        "    for i in range(200): nbdist.log(loss=0.5, lr=0.1)\n"
-        "    best = min(best, (time.perf_counter() - begin) / 200)\n"
-    )
-    cluster.execute(timed, ranks=[0])
-    assert cluster.pull("best", [0])[0] < 20e-6

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,10 +25,13 @@ from replica_functions import adam, plain, start
 from torch import nn
 
 import nbdist
+from nbdist.collectives.tolerant_messages import Doorbell
 from nbdist.errors import UsageError
 from nbdist.training.strategies import Mirrored, ParameterServer
 
 Found = dict[str, Any]
+LONGEST_SLEEP_S = 0.05
+"""How long a rank that waits for messages sleeps at most."""
 
 
 def run_all_functions() -> Found:
@@ -124,8 +128,10 @@ def shared_counts() -> Any:
     return np.memmap(path, np.int64, "r+")
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
     while not condition():
+        assert time.monotonic() < end, f"not after {within_s} s"
         time.sleep(0.001)
 
 
@@ -178,15 +184,29 @@ def backup(rank: int) -> tuple[int, int, dict[int, int]]:
     return report.updates, report.dropped, dict(report.staleness)
 
 
-def idle(rank: int) -> float:
-    """Seconds of CPU time that this rank uses while the workers sleep for 1 s."""
-    strategy = ParameterServer()
+def idle(rank: int, naps: int = 3) -> list[float]:
+    """Hold the workers until the server has slept `naps` times for as long as it may.
+
+    Returns:
+        The seconds of each of the server's sleeps, from the last message on.
+    """
+    strategy, counts = ParameterServer(), shared_counts()
     model = make_model()
     strategy.setup(model, plain(model.parameters()))
-    nbdist.barrier()
-    before = time.process_time()
-    strategy.run(lambda: time.sleep(1.0))
-    return time.process_time() - before
+    server = MPI.COMM_WORLD.size - 1
+    sleeps: list[float] = []
+    sleep = Doorbell.wait
+
+    def counted(bell: Doorbell, seconds: float) -> bool:
+        rung = sleep(bell, seconds)
+        if rank == server and counts[server] < naps:
+            sleeps[:] = [] if rung else [*sleeps, seconds]
+            counts[server] = sum(each == LONGEST_SLEEP_S for each in sleeps)
+        return rung
+
+    with patch.object(Doorbell, "wait", counted):
+        strategy.run(lambda: until(lambda: counts[server] == naps))
+    return sleeps
 
 
 def failure(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""The recorder is fast and bounded, numbers its batches, and never blocks."""
+"""The recorder is bounded, numbers its batches, and never blocks."""
 
 from __future__ import annotations
 
@@ -201,19 +201,6 @@ def test_flush_with_nothing_to_do_returns_at_once() -> None:
         assert made.flush(0)
 
 
-def test_a_log_call_takes_less_than_20_microseconds() -> None:
-    value = torch.tensor(0.5)
-
-    def once() -> float:
-        start = time.perf_counter()
-        for _ in range(500):
-            made.log(loss=value, lr=0.1)
-        return (time.perf_counter() - start) / 500
-
-    with recorder(lambda _: None) as made:
-        assert min(once() for _ in range(10)) < 20e-6
-
-
 @pytest.mark.gpu
 def test_a_cuda_scalar_is_copied_without_synchronising() -> None:
     if not torch.cuda.is_available():
@@ -223,12 +210,9 @@ def test_a_cuda_scalar_is_copied_without_synchronising() -> None:
     with recorder(batches.append) as made:
         made.log(loss=value)  # pays for what is set up once
         torch.cuda._sleep(2_000_000_000)
-        start = time.perf_counter()
         made.log(loss=value)
-        spent = time.perf_counter() - start
         value += 1  # in place, and after the log
         assert not torch.cuda.current_stream().query(), "the GPU must still be busy"
         assert made.flush(30)
-    assert spent < 0.05
     records = [record for batch in batches for record in batch.records]
     assert [r.scalars["loss"] for r in records if isinstance(r, Sample)] == [1.0, 1.0]
