@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.elastic import Elastic
     from nbdist.cluster.rank_registry import RankRegistry
     from nbdist.cluster.recovery import Recovery
-    from nbdist.cluster.world_restart import LastCommit, SavedWorld
+    from nbdist.cluster.world_restart import LastCommit, SavedVariables, SavedWorld
 
 __all__ = ["Cluster"]
 
@@ -259,9 +259,12 @@ class Cluster:
         """Stop, start with the same options and size, and run the setup cells."""
         self.stop()
         self.start(on_progress)
+        self._run_setup()
+        return self
+
+    def _run_setup(self) -> None:
         for code, number in self._setup:
             self.execute(code, number=number)
-        return self
 
     def scale(self, n: int, *, drop: bool = False) -> str:
         """Grow or shrink the running world to `n` ranks.
@@ -339,6 +342,8 @@ class Cluster:
 
         Raises:
             RankDied: The ranks could not continue; the cluster was stopped.
+            StartError, CellError: All ranks had died, and did not start again, or a
+                setup cell failed. The message also says how they had died.
         """
         self._background.settle()
         died = self._live().died
@@ -346,11 +351,9 @@ class Cluster:
         if not self._recovery.is_needed:
             return
         if self._is_lost and self.config.on_failure == "replace":
-            self.restart()
-            note = (
-                f"{_whole_loss(died)}. {self.size} ranks were started again, without "
-                "the variables of before"
-            )
+            why = _whole_loss(died)
+            told = self._restart_after(why)
+            note = f"{why}. {self.size} ranks were started again, {told}"
         else:
             note = self._recover()
             causes = {r: died[r] for r in died if died[r].summary not in note}
@@ -490,12 +493,41 @@ class Cluster:
         """Start all ranks again with the variables of the survivors; a description."""
         saved = self._save(error, None)
         deaths = (death.summary for death in self._live().died.values())
-        why = dict.fromkeys([str(error), *deaths])
-        self.restart()
-        return (
-            f"the ranks could not form a world again ({'; '.join(why)}), and all were "
-            "started again; " + self._give_back(saved)
-        )
+        causes = "; ".join(dict.fromkeys([str(error), *deaths]))
+        why = f"the ranks could not form a world again ({causes})"
+        told = self._restart_after(why, saved.variables)
+        return f"{why}, and all were started again; {told}"
+
+    def _restart_after(
+        self, why: str, variables: Mapping[int, SavedVariables] | None = None
+    ) -> str:
+        """Start all ranks again, run the setup cells, and give back saved variables.
+
+        Args:
+            why: Why the ranks were lost, for an error's message.
+            variables: The saved variables, by rank.
+
+        Returns:
+            A description of the ranks' variables.
+
+        Raises:
+            StartError: The ranks did not start.
+            CellError: A setup cell failed. If no rank died in it, the variables were
+                given back.
+        """
+        self.stop()
+        try:
+            self.start()
+        except StartError as error:
+            raise StartError(f"{why}. {error}", died=error.died) from error
+        try:
+            self._run_setup()
+        except CellError as error:
+            told = [] if _is_death(error) else [self._give_back(variables or {})]
+            again = ", ".join([f"{self.size} ranks were started again", *told])
+            _add_note(error, f"{why}. {again}, and a setup cell failed")
+            raise
+        return self._give_back(variables or {})
 
     def _save(self, error: ChangeFailed, run: ElasticCall | None) -> SavedWorld:
         """Save what the ranks hold that could not form a world again.
@@ -514,13 +546,13 @@ class Cluster:
             "new one"
         ) from error
 
-    def _give_back(self, saved: SavedWorld) -> str:
+    def _give_back(self, variables: Mapping[int, SavedVariables]) -> str:
         """Give the ranks of a new world the saved variables; a description.
 
         A rank without saved variables gets those of the lowest rank that has some.
         """
         run_dir = self._live().run_dir
-        kept = {rank: v for rank, v in saved.variables.items() if rank < self.size}
+        kept = {rank: v for rank, v in variables.items() if rank < self.size}
         if not kept:
             return "without the variables of before"
         lowest = min(kept)
@@ -546,14 +578,19 @@ class Cluster:
         Raises:
             RankDied: The elastic run may not restart, or the world did not start. The
                 message says where the last commit is.
+            CellError: A setup cell failed; likewise.
         """
         call = saved.call
         if call is not None:
             self._check_may_begin_again(call, saved, restarts)
         size, died = self.size, self._live().died
-        lost = f"{_whole_loss(died)}. A" if died else "a"
+        lost = _whole_loss(died) if died else "the ranks could not form a world again"
         try:
-            told = self._start_from(saved)
+            told = self._start_from(saved, lost)
+        except CellError as error:
+            if saved.commit is not None:
+                _add_note(error, saved.keep())
+            raise
         except (ClusterError, OSError) as error:
             if saved.commit is None:
                 raise
@@ -562,11 +599,14 @@ class Cluster:
         name = "the cell" if call is None else call.name
         goes_on = "begins again" if saved.commit is None else "goes on from its commit"
         self.on_note(
-            f"{lost}ll {size} ranks were started again, {told}; {name} {goes_on}"
+            f"{lost}. All {size} ranks were started again, {told}; {name} {goes_on}"
         )
 
-    def _start_from(self, saved: SavedWorld) -> str:
+    def _start_from(self, saved: SavedWorld, why: str) -> str:
         """Start all ranks with the saved variables and commit; a description.
+
+        Args:
+            why: Why the ranks were lost, for an error's message.
 
         Raises:
             StartError, CellError, RankDied: The ranks did not start, or a setup cell
@@ -577,8 +617,7 @@ class Cluster:
         while True:
             tries += 1
             try:
-                self.restart()
-                told = self._give_back(saved)
+                told = self._restart_after(why, saved.variables)
                 self._begin_from(saved.resume(self._live().run_dir) or self._resume)
                 return told
             except (ClusterError, CellError) as error:
@@ -649,7 +688,7 @@ class Cluster:
         number = self._cells if number is None else number
         selected = self._select(ranks)
         output = OutputCollector(observer)
-        if not code.lstrip().startswith("%%"):
+        if not code.lstrip().startswith(("%%", FIRST_LINE)):  # a setup cell has it
             code = FIRST_LINE + code
         if setup:
             self._setup.append((code, number))
@@ -1159,6 +1198,10 @@ def _whole_loss(died: Mapping[int, RankDied]) -> str:
     """Why all ranks were lost, each cause once."""
     causes = dict.fromkeys(death.summary for death in died.values())
     return "; ".join(causes) or "no rank was left"
+
+
+def _add_note(error: CellError, text: str) -> None:
+    error.note = "\n".join(filter(None, (error.note, text)))
 
 
 def _that_say_more(failures: Sequence[Failure]) -> list[Failure]:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -55,6 +57,18 @@ def cluster(_lasting: Cluster, notes: list[str]) -> Cluster:
     running.on_note = notes.append
     running.execute("mine = 100 + rank")
     return running
+
+
+@pytest.fixture
+def setup_fails(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A setup cell fails while this file exists."""
+    flag = tmp_path / "fails"
+    code = (
+        f"import os\nif os.path.exists({str(flag)!r}): raise ValueError('no data set')"
+    )
+    cluster.execute(code, setup=True, number=12)
+    yield flag
+    flag.unlink()  # the cluster keeps the cell
 
 
 def helper_pid(cluster: Cluster, name: str) -> int:
@@ -153,6 +167,24 @@ def test_all_ranks_are_killed_between_cells(cluster: Cluster, notes: list[str]) 
     wait_until(lambda: len(cluster.died()) == 3, 10)
     cluster.execute(SUM)
     assert notes[-1].count("SIGKILL") == 3
+
+
+def test_a_setup_cell_fails_after_all_ranks_have_died(
+    cluster: Cluster, setup_fails: Path
+) -> None:
+    pids = [info.pid for info in cluster.infos]
+    ends = "os._exit(3) if rank == 0 else os.kill(os.getpid(), 9)"
+    with pytest.raises(CellError):
+        cluster.execute(f"import os; {ends}", timeout_s=DEADLINE_S)
+    setup_fails.touch()
+    with pytest.raises(CellError) as failed:
+        cluster.execute("ran = True")
+    message = str(failed.value)
+    for pid, end in zip(pids, ["exit code 3", "SIGKILL", "SIGKILL"], strict=True):
+        assert re.search(rf"pid {pid} on \S+\) has died with {end}", message)
+    assert "ranks 0-2 of 3 in In[12] line 3: ValueError: no data set" in message
+    assert message.endswith("without the variables of before, and a setup cell failed")
+    assert cluster["prepared == 7 and 'ran' not in globals()"] == [True] * 3
 
 
 def test_replacing_every_rank_is_refused(cluster: Cluster) -> None:
@@ -446,15 +478,17 @@ def test_an_interrupted_recovery_is_resumed_by_the_next_cell(
 
 
 def test_survivors_that_cannot_meet_begin_again_with_their_variables(
-    cluster: Cluster, notes: list[str]
+    cluster: Cluster, setup_fails: Path
 ) -> None:
     """Rank 0 hangs in foreign code when the ranks are to meet; its agent answers."""
+    setup_fails.touch()
     hang = "import nbdist.engine.membership as m, threading\n"
     hang += "m._carry_out = lambda plan, attempt: threading.Event().wait()"
     cluster.execute(hang, ranks=[0])
     os.kill(cluster.infos[2].pid, signal.SIGKILL)
-    with pytest.raises(CellError, match="does not answer") as lost:
+    with pytest.raises(CellError, match="ValueError: no data set") as lost:
         cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
+    assert "does not answer" in str(lost.value)
     assert "rank 0-1 has its variables, rank 2 those of rank 0" in str(lost.value)
     cluster.execute(SUM)
     assert cluster["mine"] == [100, 101, 100]

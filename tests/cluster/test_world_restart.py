@@ -20,7 +20,13 @@ from elastic_training import SETUP, STEPS, assert_trained, prepare, weights
 
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.recovery import Recovery
-from nbdist.errors import ChangeFailed, CheckpointError, RankDied, StartError
+from nbdist.errors import (
+    CellError,
+    ChangeFailed,
+    CheckpointError,
+    RankDied,
+    StartError,
+)
 from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
 from tests.cluster_processes import ClusterProcesses, ComingRank
@@ -145,7 +151,7 @@ def test_the_last_commit_is_kept_when_the_ranks_do_not_start_again(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with Cluster(n=2, device="cpu", threads=1) as cluster:
         prepare(cluster, tmp_path)
-        monkeypatch.setattr(cluster, "restart", fail)
+        monkeypatch.setattr(cluster, "start", fail)
         cluster.execute("events = [(6, 'forward', lambda: os.kill(os.getpid(), 9))]")
         cluster.execute("first_time = lambda event: True")
         with pytest.raises(RankDied, match=r"no room for ranks\. .*--resume") as lost:
@@ -157,6 +163,25 @@ def test_the_last_commit_is_kept_when_the_ranks_do_not_start_again(
     with pytest.raises(CheckpointError, match="holds model, optimizer, sampler, step"):
         state.load(kept)
     assert checkpoint.check(Path(kept)).header["commit"] == 7  # the first before step 0
+
+
+def test_the_last_commit_is_kept_when_a_setup_cell_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    given = f"folder = {str(tmp_path)!r}\n"
+    once = "if os.path.exists(folder + '/die'): raise ValueError('no data set')"
+    with Cluster(n=2, device="cpu", threads=1) as cluster:
+        cluster.execute(given + SETUP + once, setup=True, number=3)
+        cluster.execute("events = [(6, 'forward', die)]; first_time(die)")
+        cluster.execute("first_time = lambda event: True")
+        with pytest.raises(CellError) as lost:
+            cluster.execute(TRAIN, timeout_s=60)
+        assert str(lost.value).count("has died with SIGKILL") == 2
+        assert "ValueError: no data set" in str(lost.value)
+        assert "the last commit, number 7, is kept" in str(lost.value)
+        kept = Path(str(lost.value).rsplit(" ", 1)[1])
+        assert checkpoint.check(kept).header["commit"] == 7
 
 
 EARLY = """
