@@ -1,4 +1,4 @@
-"""Elastic training, which survives a rank's death: `nbdist.elastic`."""
+"""Elastic training: it survives the death of a rank."""
 
 from __future__ import annotations
 

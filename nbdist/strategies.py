@@ -1,4 +1,4 @@
-"""Strategies by which ranks train one model together: `nbdist.strategies`."""
+"""Strategies: how ranks train one model together."""
 
 from __future__ import annotations
 

@@ -75,9 +75,9 @@ def memory() -> dict[str, int | None]:
     info = this_rank().info
     if info.device_uuid is not None and torch.cuda.is_initialized():
         from nbdist.telemetry.probes import process_memory
-        from nbdist.training.memory import look
+        from nbdist.training.memory import device_memory
 
-        now = look(torch.device(info.device))
+        now = device_memory(torch.device(info.device))
         sizes |= {
             "reserved": now.held,
             "allocated": now.tensors,

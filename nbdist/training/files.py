@@ -23,13 +23,15 @@ MapLocation = torch.device | str | dict[str, str] | Callable[[Any, str], Any] | 
 def save(obj: object, path: str | os.PathLike[str]) -> None:
     """Save rank 0's object as `torch.save` does, while the other ranks wait.
 
-    Every rank must call. In a script without ranks, this process writes. When this
+    Every rank must call. A process that is not a rank writes the file itself. When this
     returns, the file is complete and on the disk. A reader never sees a part of it. For
-    state that is sharded over ranks, such as FSDP's, use torch.distributed.checkpoint.
+    sharded state, such as FSDP's, use `torch.distributed.checkpoint`.
 
     Args:
-        obj: an object such as a model's `state_dict()`. Other ranks' are ignored.
-        path: used on rank 0. A relative path begins in the notebook's folder.
+        obj: an object such as a model's `state_dict()`, with tensors on any device.
+            Other ranks' objects are ignored.
+        path: the file. Other ranks' paths are ignored. A relative path begins in the
+            notebook's folder.
 
     Raises:
         SaveError: rank 0 could not write. Every rank raises it, with the reason.
@@ -61,7 +63,7 @@ def write_on_rank_0(
     Every rank must call.
 
     Args:
-        path: for the error.
+        path: the file, which the error names.
         write: writes the file. It is called on rank 0 only.
         rank: the rank of this process.
         send: broadcasts rank 0's argument, and returns it on every rank.
@@ -73,7 +75,7 @@ def write_on_rank_0(
     if rank == 0:
         try:
             write()
-        # Other ranks must learn of every error, from pickling as from the disk.
+        # Every error must reach the other ranks, also one of pickling.
         except Exception as error:  # noqa: BLE001
             cause = error
             problem = f"{os.fspath(path)} was not saved: {_reason(error)}"
@@ -109,10 +111,10 @@ def _own_device(storage: Any, location: str) -> Any:
 
 
 def _group() -> Group | None:
-    """The default group; None in a process that is no rank.
+    """The default group; None in a process that is not a rank.
 
-    Importing the collectives starts MPI. A process that has not imported them is no
-    rank, and is not to start MPI here.
+    Importing the collectives starts MPI. A process that has not imported them is not a
+    rank, and must not start MPI here.
     """
     if "nbdist.collectives" not in sys.modules:
         return None

@@ -21,7 +21,7 @@ __all__ = ["scale_lr", "warmup"]
 def scale_lr(optimizer: Optimizer, factor: float | None = None) -> float:
     """Multiply an optimizer's learning rates, for a batch that many ranks share.
 
-    Call it once, on every rank, before you make a scheduler.
+    Call it once, on every rank, before a scheduler is made.
 
     Args:
         optimizer: the rates of all its parameter groups are changed in place.
@@ -33,7 +33,7 @@ def scale_lr(optimizer: Optimizer, factor: float | None = None) -> float:
 
     Raises:
         UsageError: the factor is not positive, or the optimizer has a scheduler, which
-            would go back to the old rates.
+            would return to the old rates.
     """
     scale = float(rank_and_size(None)[1] if factor is None else factor)
     if not scale > 0:
@@ -61,7 +61,7 @@ def warmup(
     `steps` as the milestone.
 
     Args:
-        optimizer: has the rate to reach, as `scale_lr` has set it.
+        optimizer: its learning rate is the rate to reach, as `scale_lr` has set it.
         steps: number of steps until the rate is reached; five epochs in the paper.
         start_factor: the first rate, as a fraction of the rate to reach. Default: 1
             divided by the number of ranks, which gives the rate before `scale_lr`.

@@ -1,4 +1,4 @@
-"""The memory of this rank's device: how much the rank holds, and may take."""
+"""The memory of this rank's device: the rank's use, and its limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbdist.errors import UsageError
 from nbdist.ipc.resources import memory_fraction, memory_limit
 from nbdist.training.device import own_device
 
-__all__ = ["Memory", "look", "memory"]
+__all__ = ["Memory", "device_memory", "memory"]
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,17 @@ class Memory:
     device: str
     """torch's name of the device, such as "cpu" or "cuda:0"."""
     total: int
-    """Memory of the GPU; on the CPU, memory of this machine or container."""
+    """Memory of the GPU; on the CPU, memory of this host or container."""
     used: int
     """Memory in use by all processes, this rank included."""
     held: int
-    """Memory held by this rank: on a GPU by torch's allocator, on the CPU resident."""
+    """On a GPU, memory reserved by this rank's torch allocator; on the CPU, resident
+    memory of this rank's process."""
     tensors: int | None
-    """Memory of this rank's tensors on a GPU; None on the CPU, where torch has no
-    count."""
+    """Memory of this rank's tensors on a GPU; None on the CPU, where torch does not
+    count it."""
     limit: int | None
-    """Memory that this rank may take; None for no limit."""
+    """The most memory that this rank may use; None for no limit."""
 
     def __str__(self) -> str:
         tensors = "" if self.tensors is None else f" ({_gib(self.tensors)} in tensors)"
@@ -52,31 +53,33 @@ def memory(
 ) -> Memory:
     """Return this rank's use of its device's memory; optionally limit it.
 
-    Any rank may call, alone too.
+    Any rank may call it alone.
 
     Args:
-        limit: set the most that this rank may take from now on: a fraction of the
+        limit: the most memory that this rank may use from now on: a fraction of the
             device's memory (0.25), a size ("8GiB"), or bytes. On a GPU this limits
-            torch's allocator; on the CPU, all allocations of this process.
-        growth: on a GPU, whether torch's allocator takes memory in expandable segments,
-            which lose less to fragmentation. It applies to new memory.
+            torch's allocator; on the CPU, all allocations of this process. Default: the
+            limit is not changed.
+        growth: on a GPU, whether torch's allocator uses expandable segments, which
+            lose less memory to fragmentation. It applies to new memory. Default: not
+            changed.
         device: the device. Default: this rank's GPU if it has one, else the CPU.
 
     Raises:
-        UsageError: the limit is not of this form, or this rank holds more already.
+        UsageError: the limit has another form, or this rank already holds more.
     """
     target = own_device() if device is None else torch.device(device)
     if limit is not None:
         _set_limit(target, limit)
     if growth is not None:
         _set_growth(target, growth)
-    return look(target)
+    return device_memory(target)
 
 
-def look(device: torch.device) -> Memory:
-    """The current memory of a device, as seen from this rank."""
+def device_memory(device: torch.device) -> Memory:
+    """The current memory of a device and this rank's use of it."""
     if device.type == "cuda":
-        return _look_at_gpu(device)
+        return _gpu_memory(device)
     total = memory_limit(psutil.virtual_memory().total)
     used = min(total, psutil.virtual_memory().used)
     cap = resource.getrlimit(resource.RLIMIT_DATA)[0]
@@ -90,7 +93,7 @@ def look(device: torch.device) -> Memory:
     )
 
 
-def _look_at_gpu(device: torch.device) -> Memory:
+def _gpu_memory(device: torch.device) -> Memory:
     free, total = torch.cuda.mem_get_info(device)
     fraction = _fraction(device)
     return Memory(
@@ -104,7 +107,7 @@ def _look_at_gpu(device: torch.device) -> Memory:
 
 
 _fractions: dict[int, float] = {}
-"""The fractions that `memory` has set, for a torch that cannot return them."""
+"""The fractions that `memory` has set. torch returns them only since version 2.8."""
 
 
 def _fraction(device: torch.device) -> float:
@@ -116,14 +119,14 @@ def _fraction(device: torch.device) -> float:
 
 
 def _set_limit(device: torch.device, limit: str | float) -> None:
-    now = look(device)
+    now = device_memory(device)
     what = "card" if device.type == "cuda" else "machine"
     fraction = memory_fraction(limit, now.total, "limit", what)
     held = now.tensors if now.tensors is not None else _allocated_data()
     if fraction * now.total < held:
         raise UsageError(
             f"limit {limit} is {_gib(fraction * now.total)}, and this rank holds "
-            f"{_gib(held)} already: delete some of it first, or allow more"
+            f"{_gib(held)} already: delete some tensors first, or raise the limit"
         )
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(fraction, device)
@@ -144,12 +147,12 @@ def _set_growth(device: torch.device, growth: bool) -> None:
 
 
 def _allocated_data() -> int:
-    """Bytes that RLIMIT_DATA counts for this process, whether touched or not."""
+    """Bytes that RLIMIT_DATA counts for this process, with those not yet in use."""
     with open(f"/proc/{os.getpid()}/status", encoding="ascii") as status:
         for line in status:
             if line.startswith("VmData:"):
                 return int(line.split()[1]) * 1024
-    raise RuntimeError("the kernel does not say VmData")  # every Linux does
+    raise RuntimeError("/proc/self/status has no VmData")  # every Linux does
 
 
 def _gib(size: float) -> str:

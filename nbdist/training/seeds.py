@@ -1,4 +1,4 @@
-"""Seeds random numbers, equally on all ranks at first and differently afterwards."""
+"""Seeds random numbers: equal on all ranks until a split, different after it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Seeds:
     def split(self) -> None:
         """Seed this rank's random numbers differently from all other ranks'.
 
-        The new numbers depend on the seed and the rank alone, whatever was drawn before
-        and however many ranks there are. Any rank may call, alone too.
+        The new numbers depend only on the seed and the rank. The numbers drawn before
+        and the number of ranks have no effect. Any rank may call it alone.
         """
         rank, _size = rank_and_size(None)
         own = np.random.SeedSequence(self.seed, spawn_key=(rank,))
@@ -68,7 +68,7 @@ def seed_all(seed: int) -> Seeds:
         The context manager.
 
     Raises:
-        UsageError: the seed is no whole number, or it is out of range.
+        UsageError: the seed is not a whole number, or it is negative.
     """
     try:
         number = operator.index(seed)

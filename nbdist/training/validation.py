@@ -13,12 +13,14 @@ def whole_number(name: str, value: object, least: int, other: str = "") -> int:
     """Return an argument as an int. numpy's integers are whole numbers too.
 
     Args:
-        name: of the argument, for the error.
+        name: name of the argument, for the error.
+        value: the argument.
         least: the smallest value that is allowed.
-        other: what else the argument may be, for the error, such as ' or "auto"'.
+        other: other values that the argument may have, for the error, such as
+            ' or "auto"'.
 
     Raises:
-        UsageError: the argument is no whole number, or it is too small.
+        UsageError: the argument is not a whole number, or it is too small.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Copies batches to the device, one batch ahead of the step that uses it.
+"""Copies batches to the device, one batch ahead of the training.
 
-A batch is a tensor, or nested containers of tensors, as collate functions make them.
+A batch is a tensor, or nested containers of tensors, as collate functions return them.
 torch.utils._pytree is not used here, because it does not enter a Mapping of an unknown
 class, such as the BatchEncoding of transformers.
 """
@@ -19,9 +19,9 @@ __all__ = ["map_children", "on_device"]
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Yield the batches with their tensors on a device.
 
-    On a GPU, a batch is copied on a side stream while the previous step runs. If the
-    batch lies in pinned memory, the host does not wait for the copy. The consumer's
-    stream waits for its batch.
+    To a GPU, a batch is copied on a side stream while the previous step runs. If the
+    batch is in pinned memory, the host does not wait for the copy. The consumer's
+    current stream waits for the copy of its batch.
     """
     if device.type == "cuda":
         return _ahead(batches, device)
@@ -59,10 +59,10 @@ def _received(batch: Any, ready: torch.cuda.Event, device: torch.device) -> Any:
 
 
 def _moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `to(*args, **kwargs)` on everything in the batch that has this method.
+    """Call `to(*args, **kwargs)` on all objects in the batch that have this method.
 
-    Tensors have it, and objects that decide themselves which of their tensors belong on
-    a device, such as a PackedSequence.
+    Tensors have it. So do objects that choose which of their tensors to move, such as
+    a PackedSequence.
     """
     if hasattr(batch, "to"):
         return batch.to(*args, **kwargs)
@@ -83,7 +83,7 @@ def _tensors_in(batch: Any) -> Iterator[Tensor]:
 def map_children(function: Callable[[Any], Any], batch: Any) -> Any:
     """Apply a function to the children of a container, whose type is kept.
 
-    A batch that is no container is returned as it is.
+    A batch that is not a container is returned unchanged.
     """
     if isinstance(batch, Mapping):
         return _like(batch, {key: function(value) for key, value in batch.items()})

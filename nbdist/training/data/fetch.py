@@ -16,15 +16,15 @@ __all__ = ["Collate", "Fetching", "Part", "by_index", "first_item"]
 Collate = Callable[[list[Any]], Any]
 JOIN_TIMEOUT_S = 1.0
 PATIENCE_S = 0.3
-"""Seconds for each worker to finish its sample when a loop is left."""
+"""Seconds that each worker has to finish its sample when a loop is left."""
 
 
 class Part(NamedTuple):
     """This rank's part of a global batch."""
 
     batch: Any
-    """The collated samples. Where `local` is 0, it holds one sample, so that the
-    batch's structure is known."""
+    """The collated samples. If `local` is 0, it holds one sample, which shows the
+    batch's structure."""
     local: int
     """Number of this rank's samples in the batch."""
     total: int
@@ -46,7 +46,7 @@ class Fetching:
     def batches(self, dataset: Any, **arguments: Any) -> Iterator[Any]:
         """Yield a DataLoader's batches. Its workers end when the consumer leaves.
 
-        torch alone would wait up to five seconds for each worker to finish its sample.
+        torch itself waits up to five seconds for each worker to finish its sample.
         """
         batches = iter(
             DataLoader(
@@ -65,10 +65,10 @@ class Fetching:
 
 
 def _end_workers(batches: Any) -> None:
-    """Shut the workers down as torch does, but wait less for their current samples.
+    """Shut the workers down as torch does, with a shorter wait for their samples.
 
-    The workers get no signal first: it could end a worker while it holds the lock that
-    torch's shutdown needs.
+    The workers get no signal before, because it could end a worker that holds the lock
+    that torch's shutdown needs.
     """
     end = getattr(batches, "_shutdown_workers", None)
     if end is None:  # without workers
@@ -86,7 +86,8 @@ def _end_workers(batches: Any) -> None:
 class _Lists:
     """A sampler's lists of indices.
 
-    An empty index list fetches one sample, so that the batch's structure is known.
+    An empty list is replaced by the index of one sample, which shows the batch's
+    structure.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -96,15 +97,17 @@ class _Lists:
         return (indices or [0] for indices in self._sampler)
 
 
-def by_index(dataset: Any, sampler: Sampler, how: Fetching) -> Iterator[Part]:
+def by_index(dataset: Any, sampler: Sampler, fetching: Fetching) -> Iterator[Part]:
     """Yield this rank's parts of the global batches that are left in the epoch."""
     rank, size = sampler.rank_and_size
     totals = [stop - start for start, stop in sampler.bounds()]
     lists = _Lists(sampler)
-    if isinstance(dataset, TensorDataset) and how.collate is default_collate:
-        batches = _rows(dataset, lists, how.pin)
+    if isinstance(dataset, TensorDataset) and fetching.collate is default_collate:
+        batches = _rows(dataset, lists, fetching.pin)
     else:
-        batches = how.batches(dataset, batch_sampler=lists, collate_fn=how.collate)
+        batches = fetching.batches(
+            dataset, batch_sampler=lists, collate_fn=fetching.collate
+        )
     for batch, total in zip(batches, totals, strict=True):
         share = share_of(total, rank, size)
         yield Part(batch, share.stop - share.start, total)
@@ -113,14 +116,14 @@ def by_index(dataset: Any, sampler: Sampler, how: Fetching) -> Iterator[Part]:
 def _rows(
     dataset: TensorDataset, lists: Iterable[list[int]], pin: bool
 ) -> Iterator[Any]:
-    """Yield a DataLoader's batches, each by one index operation, which is faster."""
+    """Yield batches of a TensorDataset. One index operation fetches a whole batch."""
     for indices in lists:
         rows = [tensor[indices] for tensor in dataset.tensors]
         yield [row.pin_memory() if pin and not row.is_cuda else row for row in rows]
 
 
 def first_item(items: list[Any]) -> Any:
-    """Collate a list of one item, which is a batch already."""
+    """Collate a list of one item that is already a batch."""
     return items[0]
 
 

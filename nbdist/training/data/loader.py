@@ -32,16 +32,16 @@ MOST_WORKERS = 4
 class Loader:
     """Iterates over this rank's batches of an epoch.
 
-    `nbdist.loader` and a strategy's `distribute` make loaders. Every rank must make one
-    and loop over it; all ranks take the same number of steps. A loop continues where
-    the previous loop was left. After a complete epoch, the next loop begins the next
-    epoch.
+    `nbdist.loader` and a strategy's `distribute` return loaders. Every rank must make
+    one and loop over it. All ranks take the same number of steps. A loop continues at
+    the position at which the previous loop was left. After a complete epoch, the next
+    loop begins the next epoch.
     """
 
     def __init__(
         self,
         dataset: Any,
-        how: Fetching,
+        fetching: Fetching,
         sampler: Sampler | StreamPosition,
         batch_size: int | None,
         rank_and_size: Callable[[], tuple[int, int]],
@@ -55,12 +55,12 @@ class Loader:
         """Holds the epoch and the position in it."""
         self.device = device
         """The device to which batches are copied; None for no copy."""
-        self.num_workers = how.workers
+        self.num_workers = fetching.workers
         self.global_batch_size = batch_size
         """Samples of all ranks in a step; None if the data set's items are batches."""
         self.waits = Waits()
         """The time that steps waited for data; `print(loader.waits)` shows it."""
-        self._how, self._drop_last, self._join = how, drop_last, join
+        self._fetching, self._drop_last, self._join = fetching, drop_last, join
         self._rank_and_size = rank_and_size
         self.in_hand = 0
         """Samples of all ranks together in the last batch."""
@@ -69,7 +69,7 @@ class Loader:
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, for instance on a rank that joins, has no loop.
+        # The loop is not copied, for instance to a rank that joins.
         return {**self.__dict__, "_loop": None}
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,9 +114,9 @@ class Loader:
         batch_size = self.global_batch_size or size
         if isinstance(self.sampler, Sampler):
             self.sampler.batch_size = batch_size
-            return by_index(self.dataset, self.sampler, self._how)
+            return by_index(self.dataset, self.sampler, self._fetching)
         whose = Division(rank, size, batch_size, self.sampler.position, self._drop_last)
-        return from_stream(self.dataset, whose, self._how)
+        return from_stream(self.dataset, whose, self._fetching)
 
     def _count(self, part: Part) -> None:
         """Advance by a part's global batch, as every rank does."""
@@ -129,22 +129,23 @@ class Loader:
     def weight(self) -> float:
         """The factor for this rank's mean loss over the last batch.
 
-        With this factor, gradients averaged over the ranks are those of the mean over
-        the global batch, also if the ranks' parts differ in size. The factor is 1.0 for
-        parts of equal size, and 0.0 for an empty part. For an empty part use `average`,
-        as its mean is not a number.
+        With this factor, the average of the ranks' gradients is the gradient of the
+        mean over the global batch, also if the ranks' parts differ in size. The factor
+        is 1.0 for parts of equal size, and 0.0 for an empty part. The mean over an
+        empty part is NaN: use `average` where a part may be empty.
         """
         return self._local * self._size / self.in_hand if self.in_hand else 1.0
 
     def average(self, losses: Tensor) -> Tensor:
         """Return this rank's part of the mean loss over the last global batch.
 
-        Its gradients, averaged over the ranks as DDP does, are those of the mean over
-        the global batch, for parts of any size. Any rank may call, alone too.
+        The average of its gradients over the ranks, as DDP computes it, is the gradient
+        of the mean over the global batch, for parts of any size. Any rank may call it
+        alone.
 
         Args:
             losses: the loss of each sample of this rank's batch, shape (batch, ...), as
-                of a loss with `reduction="none"`. Further dimensions are averaged.
+                a loss with `reduction="none"` returns. Further dimensions are averaged.
 
         Returns:
             A scalar on the device of `losses`; 0 if this rank's part is empty.
@@ -156,23 +157,23 @@ class Loader:
     # -- the position ----------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. Within that epoch, do nothing.
+        """Go to the beginning of an epoch. In the current epoch, this has no effect.
 
-        If the data set has a `set_epoch`, it is called too.
+        If the data set has a method `set_epoch`, it is called too.
         """
         self.sampler.set_epoch(epoch)
-        self._tell_dataset()
+        self._set_dataset_epoch()
 
     def state_dict(self) -> dict[str, int]:
-        """The position after the last batch. Equal on all ranks."""
+        """The position after the last batch. It is equal on all ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position for the next loop, in a world of any size."""
+        """Set the position at which the next loop begins, in a world of any size."""
         self.sampler.load_state_dict(state)
-        self._tell_dataset()
+        self._set_dataset_epoch()
 
-    def _tell_dataset(self) -> None:
+    def _set_dataset_epoch(self) -> None:
         tell = getattr(self.dataset, "set_epoch", None)
         if tell is not None:
             tell(self.sampler.epoch)
@@ -196,24 +197,25 @@ def loader(
 ) -> Loader:
     """Make a loader that divides a data set's batches among the ranks.
 
-    Each sample goes to one rank, once an epoch. Every rank must make the loader, with
+    In each epoch, each sample goes to one rank. Every rank must make the loader, with
     equal arguments, and loop over it.
 
     Args:
-        dataset: a map-style data set, with `__getitem__` and `__len__`, in the order of
-            `shuffle` and `seed` (see `nbdist.Sampler`); or a stream, which is any other
-            iterable, in its own order. Every rank reads a whole stream, and keeps the
-            items i where i % size is its rank.
-        batch_size: samples of one rank in each step. The global batch is this times the
-            current number of ranks, and stays the same when the world changes its size.
-        global_batch_size: samples of all ranks together, in place of `batch_size`. If
-            neither is given, the data set's items are batches, and each rank gets one
-            in each step.
+        dataset: a map-style data set or a stream. A map-style data set has
+            `__getitem__` and `__len__`, and its order follows from `shuffle` and
+            `seed` (see `nbdist.Sampler`). A stream is any other iterable. Every rank
+            reads the whole stream, and rank r keeps the items i with i % size == r.
+        batch_size: samples of one rank in each step. The size of the global batch is
+            `batch_size` times the current number of ranks. It stays the same when the
+            world changes its size.
+        global_batch_size: samples of all ranks together in each step, instead of
+            `batch_size`. If neither is given, each item of the data set is a batch, and
+            each rank gets one in each step.
         shuffle: use a new order in each epoch; ignored for a stream.
         seed: seed of the order; the same on all ranks.
-        num_workers: processes that fetch for this rank. "auto" takes the cores that the
-            ranks do not use, at most four, and none for a TensorDataset. A stream has
-            at most one, as each worker would read the whole stream.
+        num_workers: processes that fetch for this rank. "auto" is this rank's share of
+            the host's cores less one, at most four, and 0 for a TensorDataset. A stream
+            has at most one, because each worker would read the whole stream.
         pin_memory: fetch into pinned memory; "auto" if the device is a GPU.
         prefetch: number of batches that each worker fetches ahead, 1 or more.
         drop_last: drop the last global batch if it is not full.
@@ -221,9 +223,9 @@ def loader(
             `default_collate`.
         device: the device to which batches are copied. Default: this rank's GPU if it
             has one, else the CPU. The copy to a GPU overlaps with the previous step.
-        join: for torch's `Join`: a rank without samples in the last batch ends its
-            epoch, in place of getting an empty batch.
-        group: the ranks to divide among. Default: all ranks of the world.
+        join: for `torch.distributed.algorithms.Join`: a rank without samples in the
+            last batch ends its epoch. By default it gets an empty batch.
+        group: the ranks that share the samples. Default: all ranks of the world.
 
     Raises:
         UsageError: an argument is out of range, or two contradict each other.
@@ -232,7 +234,7 @@ def loader(
     total = _global_size(batch_size, global_batch_size, size)
     stream = is_stream(dataset)
     target = own_device() if device is None else torch.device(device)
-    how = Fetching(
+    fetching = Fetching(
         collate=collate_fn or (first_item if total is None else default_collate),
         workers=_workers(num_workers, dataset, stream, size),
         ahead=whole_number("prefetch", prefetch, 1),
@@ -250,7 +252,7 @@ def loader(
         )
     return Loader(
         dataset,
-        how,
+        fetching,
         sampler,
         total,
         partial(rank_and_size, group),
@@ -263,8 +265,9 @@ def loader(
 def _global_size(each: int | None, together: int | None, size: int) -> int | None:
     if each is not None and together is not None:
         raise UsageError(
-            f"batch_size={each} and global_batch_size={together}: give one of them; "
-            f"the first is each rank's, the second that of all {size} together"
+            f"batch_size={each} and global_batch_size={together}: pass one of them; "
+            f"batch_size counts one rank's samples, global_batch_size those of all "
+            f"{size} ranks"
         )
     if each is not None:
         return whole_number("batch_size", each, 1) * size
@@ -292,9 +295,9 @@ def _pin(wanted: bool | str, device: torch.device) -> bool:
 
 
 def _emptied(batch: Any) -> Any:
-    """The batch without its samples: tensors and arrays of no rows, and empty lists.
+    """The batch without its samples: tensors, arrays and lists of length 0.
 
-    A value without rows, such as a number, is unchanged.
+    A value without a length, such as a number, is unchanged.
     """
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch[:0] if batch.ndim else batch

@@ -1,7 +1,7 @@
 """The sampler divides samples among the ranks, each sample once an epoch.
 
-The order of an epoch depends on the seed and the epoch alone. Global batches are
-consecutive slices of that order, and each rank takes its part of each. When the world
+The order of an epoch depends only on the seed and the epoch. Global batches are
+consecutive slices of that order, and each rank gets a part of each. When the world
 changes its size, the order and the global batches stay the same, and the remaining
 global batches are divided among the new ranks.
 """
@@ -48,7 +48,7 @@ def share_of(length: int, rank: int, size: int) -> slice:
 def rank_and_size(group: Group | None) -> tuple[int, int]:
     """The current (rank, size) of this process in a group, by default in the world.
 
-    They are (0, 1) in a process that has joined no world.
+    They are (0, 1) in a process that is not a rank.
     """
     if group is None:
         try:
@@ -63,21 +63,21 @@ class Sampler(TorchSampler[list[int]]):
 
     Iterating yields this rank's indices of each global batch, from `position` to the
     end of the epoch. All ranks yield the same number of lists. The last list may be
-    empty, if fewer samples than ranks are left. Each `iter` looks the group up: after a
-    change of the world's size, the next `iter` divides the remaining global batches
+    empty, if fewer samples than ranks are left. Each `iter` reads the group's current
+    size, so after a change of the world's size it divides the remaining global batches
     among the new ranks.
 
     Iterating does not change `position`, because a loader fetches ahead of the
-    training. The code that hands a batch to the training calls `advance`.
+    training. The loader calls `advance` when it yields a batch.
 
     Args:
         data: the data set, or its length.
-        batch_size: samples of a global batch, of all ranks together.
-        shuffle: use a new order in each epoch. If False, the data set's own order.
+        batch_size: samples of all ranks together in a global batch.
+        shuffle: use a new order in each epoch. If False, use the data set's order.
         seed: seed of the order, 0 or more; the same on all ranks.
         drop_last: drop the last global batch if it is not full.
-        group: the ranks to divide among. Default: all ranks of the world; without a
-            world, this process alone.
+        group: the ranks that share the samples. Default: all ranks of the world, or
+            this process alone if it is not a rank.
 
     Raises:
         UsageError: a number is out of range.
@@ -140,14 +140,14 @@ class Sampler(TorchSampler[list[int]]):
         return min(left, self.batch_size)
 
     def advance(self) -> None:
-        """Count the next global batch as used. Every rank must call for each batch."""
+        """Count the next global batch as used. Call it once a batch on every rank."""
         self.position += self.next_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. Within that epoch, do nothing.
+        """Go to the beginning of an epoch. In the current epoch, this has no effect.
 
-        So a loop over epochs may call this in each round, also after it was resumed in
-        the middle of an epoch.
+        A loop over epochs may therefore call this in each round, also after it was
+        resumed in the middle of an epoch.
         """
         if whole_number("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position = epoch, 0
@@ -157,7 +157,7 @@ class Sampler(TorchSampler[list[int]]):
         self.set_epoch(self.epoch + 1)
 
     def state_dict(self) -> dict[str, int]:
-        """The position of the training. Equal on all ranks."""
+        """The position of the training. It is equal on all ranks."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -174,7 +174,7 @@ class Sampler(TorchSampler[list[int]]):
         if state["length"] != self.length:
             raise UsageError(
                 f"the state is that of {state['length']} samples, and the data set has "
-                f"{self.length}: load it with the data set that it was made with"
+                f"{self.length}: load the state with the data set it was saved with"
             )
         self.seed = state["seed"]
         self.epoch, self.position = state["epoch"], state["position"]

@@ -15,7 +15,7 @@ __all__ = ["StreamPosition", "from_stream", "is_stream"]
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set has no access by index."""
+    """Whether a data set can only be iterated over, not indexed."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
@@ -28,7 +28,7 @@ class StreamPosition:
     """Items of this epoch that the training has used, of all ranks together."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. Within that epoch, do nothing."""
+        """Go to the beginning of an epoch. In the current epoch, this has no effect."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -43,8 +43,8 @@ class StreamPosition:
 class Division:
     """Divides the items of a stream among ranks: item i goes to rank i % size.
 
-    A global batch is a run of consecutive items. Every rank reads the whole stream, and
-    so knows the size of each global batch, also of the last.
+    A global batch has consecutive items. Every rank reads the whole stream, so it knows
+    the size of each global batch, also of the last.
     """
 
     rank: int
@@ -56,37 +56,41 @@ class Division:
     drop_last: bool
 
 
-def from_stream(items: Iterable[Any], whose: Division, how: Fetching) -> Iterator[Part]:
+def from_stream(
+    items: Iterable[Any], division: Division, fetching: Fetching
+) -> Iterator[Part]:
     """Yield this rank's parts of the global batches that are left in a stream."""
-    stream = _Stream(items, whose, how.collate)
-    return how.batches(stream, batch_size=None, collate_fn=_as_it_is)
+    stream = _Stream(items, division, fetching.collate)
+    return fetching.batches(stream, batch_size=None, collate_fn=_identity)
 
 
 class _Stream(IterableDataset[Part]):
-    """Makes parts where the stream is read: in a worker process, or in the rank."""
+    """Makes parts in the process that reads the stream: a worker, or the rank."""
 
-    def __init__(self, items: Iterable[Any], whose: Division, collate: Collate) -> None:
-        self._items, self._whose, self._collate = items, whose, collate
+    def __init__(
+        self, items: Iterable[Any], division: Division, collate: Collate
+    ) -> None:
+        self._items, self._division, self._collate = items, division, collate
 
     def __iter__(self) -> Iterator[Part]:
-        items = itertools.islice(enumerate(self._items), self._whose.begin, None)
+        items = itertools.islice(enumerate(self._items), self._division.begin, None)
         while part := self._next(items):
             yield part
 
     def _next(self, items: Iterator[tuple[int, Any]]) -> Part | None:
-        whose = self._whose
+        division = self._division
         mine: list[Any] = []
-        form: list[Any] = []
+        example: list[Any] = []
         total = 0
-        for number, item in itertools.islice(items, whose.batch_size):
+        for number, item in itertools.islice(items, division.batch_size):
             total += 1
-            form = form or [item]
-            if number % whose.size == whose.rank:
+            example = example or [item]
+            if number % division.size == division.rank:
                 mine.append(item)
-        if total == 0 or (whose.drop_last and total < whose.batch_size):
+        if total == 0 or (division.drop_last and total < division.batch_size):
             return None
-        return Part(self._collate(mine or form), len(mine), total)
+        return Part(self._collate(mine or example), len(mine), total)
 
 
-def _as_it_is(part: Part) -> Part:
+def _identity(part: Part) -> Part:
     return part

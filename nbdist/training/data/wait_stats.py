@@ -14,8 +14,8 @@ __all__ = ["Waits"]
 class Waits:
     """Counts the steps of a loop over batches, and their time.
 
-    When a step ends, the monitor gets `data_wait_s`, the seconds that the step waited
-    for its batch, and `step_s`, the seconds that it took in total.
+    At the end of each step two metrics are logged: `data_wait_s`, the seconds that the
+    step waited for its batch, and `step_s`, the seconds of the whole step.
     """
 
     steps: int = 0
@@ -28,11 +28,11 @@ class Waits:
 
     @property
     def share(self) -> float:
-        """The share of the time that steps waited for data: 0.0 to 1.0."""
+        """The fraction of the steps' time that was spent waiting: 0.0 to 1.0."""
         return self.waited_s / self.total_s if self.total_s else 0.0
 
     def begin(self) -> None:
-        """Begin a step, whose batch is requested now. The previous step has ended."""
+        """End the previous step, and begin one whose batch is requested now."""
         now = time.perf_counter()
         if self._begun is not None:
             took = now - self._begun
@@ -48,7 +48,7 @@ class Waits:
         self._waited = time.perf_counter() - self._begun
 
     def leave(self) -> None:
-        """Note that the loop has ended; the time that follows belongs to no step."""
+        """Note that the loop has ended. The time that follows is not counted."""
         self._begun = None
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@
                    payload, to the end of the file
 
 A new file is written beside the old one, flushed to the disk and renamed. The old file
-is kept as PATH.previous. A reader refuses a file whose digest does not agree. This
+is kept as PATH.previous. A reader refuses a file whose digest is wrong. This
 module imports no torch, so that the notebook can check a file before it starts ranks.
 """
 
@@ -70,7 +70,8 @@ def write(path: Path, header: dict[str, Any], payload: memoryview | bytes) -> No
     """Replace a file of saved state, and keep the old one as the previous one.
 
     Args:
-        header: can be written as JSON.
+        path: the file.
+        header: a dict that can be written as JSON.
         payload: any bytes.
 
     Raises:
@@ -110,11 +111,11 @@ class Payload(io.RawIOBase):
 
 @contextlib.contextmanager
 def payload_of(file: BinaryIO, header: dict[str, Any]) -> Iterator[Payload]:
-    """Write a file of saved state, whose payload is written to the stream.
+    """Yield the stream to which the payload of a file of saved state is written.
 
     Args:
         file: empty and seekable. It is complete when the context ends.
-        header: can be written as JSON.
+        header: a dict that can be written as JSON.
     """
     text = json.dumps(header).encode()
     digest = _digest(text)
@@ -131,7 +132,7 @@ def _keep_previous(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         try:
             os.link(path, link)
-        except OSError:  # a file system without hard links: a copy in two steps
+        except OSError:  # a file system without hard links: copy, then rename
             os.replace(path, previous(path))
         else:
             os.replace(link, previous(path))
@@ -157,7 +158,7 @@ def read(opened: Opened) -> BinaryIO:
     """Open a file at its payload. The caller closes it.
 
     Raises:
-        OSError: the file has been removed, or is no regular file now.
+        OSError: the file has been removed, or it is no longer a regular file.
     """
     file = _open_regular(opened.path)
     file.seek(opened.payload)
@@ -180,7 +181,7 @@ def _open_regular(path: Path) -> BinaryIO:
     Opening a FIFO or a device without O_NONBLOCK may wait forever.
 
     Raises:
-        OSError: the file cannot be opened, or is no regular file.
+        OSError: the file cannot be opened, or it is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -204,14 +205,14 @@ def _verify(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     size = os.fstat(file.fileno()).st_size
     if _PREFIX.size + length > size:
         raise CheckpointError(
-            f"{path} is damaged: its header has {length} bytes, the file {size}"
+            f"{path} is damaged: its header needs {length} bytes, the file has {size}"
         )
     text = file.read(length)
     digest = _digest(text)
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)
     if digest.digest() != expected:
-        raise CheckpointError(f"{path} is damaged: its checksum does not agree")
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong")
     return _header(path, text), _PREFIX.size + length
 
 
@@ -219,14 +220,14 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     """Parse the header.
 
     Raises:
-        CheckpointError: the header is not that of a file of saved state.
+        CheckpointError: the header lacks a field, or a field has a wrong value.
     """
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a bad header: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} has a bad header: it is no JSON object")
+        raise CheckpointError(f"{path} has a bad header: it is not a JSON object")
     for name, (is_good, expected) in _FIELDS.items():
         value = header.get(name)
         if not is_good(value):

@@ -1,4 +1,4 @@
-"""A commit, and the files in which rank 0's last commit outlives all ranks.
+"""The files in which rank 0's last commit survives the death of all ranks.
 
     FOLDER/record    describes the commit, in the format of `checkpoint`. Its payload is
                      the pickle that `torch.save` writes as `data.pkl`
@@ -36,7 +36,7 @@ class Commit:
     """The values of one commit, in memory."""
 
     number: int
-    """The number of the commit, from 1; 0 where the values belong to no commit."""
+    """The number of the commit, from 1; 0 if the values are not a commit."""
     size: int
     """The size of the world that made the commit."""
     values: dict[str, Any]
@@ -111,8 +111,8 @@ def is_record(header: dict[str, Any]) -> bool:
 def write_record(folder: Path, record: Record) -> None:
     """Replace the record in a folder. A reader sees the old record or the new one.
 
-    The record is not flushed to the disk: it outlives this process, but no crash of
-    the machine.
+    The record is not flushed to the disk. It survives the end of this process, but not
+    a crash of the machine.
 
     Raises:
         OSError: the record could not be written. The old one is unchanged.
@@ -135,7 +135,9 @@ def read_record(opened: checkpoint.Opened) -> Record:
     data: Any = header.get("data")
     parts: Any = header.get("parts")
     if not _is_name(data) or not _are_parts(parts):
-        raise CheckpointError(f"{opened.path} does not say where its tensors lie")
+        raise CheckpointError(
+            f"{opened.path} has a bad header: it lacks the data file or the parts"
+        )
     with checkpoint.read(opened) as file:
         pickled = file.read()
     return Record(

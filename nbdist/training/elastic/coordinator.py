@@ -1,6 +1,6 @@
 """The coordinator decides what follows a failure in an elastic run.
 
-`nbdist.elastic.run` knows only this protocol. On a notebook's rank, the engine installs
+`nbdist.elastic.run` uses only this protocol. On a notebook's rank, the engine installs
 a coordinator that asks the notebook. Elsewhere a failure ends the training.
 """
 
@@ -27,18 +27,18 @@ class Coordinator(Protocol):
 
     @property
     def commit_folders(self) -> Sequence[Path]:
-        """The folders in which rank 0's commits outlive all ranks, best first.
+        """The folders in which rank 0's commits survive all ranks, best first.
 
-        The list is empty if nobody would read the commits. Only this user can write to
-        the folders. `commit_files` describes the files.
+        The list is empty if no notebook would read the commits. Only this user can
+        write to the folders. `commit_files` describes the files.
         """
 
     def enter(self, call: ElasticCall) -> str:
         """Report that a run begins on this rank.
 
         Returns:
-            "begin"; "join" on a rank that joins the others' run; or "skip" on a rank
-            that joins a later run.
+            "begin" to begin the run; "join" on a rank that joins this run of the other
+            ranks; "skip" on a rank that joins a later run of the same cell.
         """
 
     def leave(self) -> None:
@@ -51,12 +51,13 @@ class Coordinator(Protocol):
             reason: "failure", "resize", or "finished" if this rank has returned from
                 the function and was released from the last barrier.
             commit: the number of this rank's last commit.
-            error: the error that released this rank, if any.
+            error: the error that released this rank from a collective; None if there
+                was none.
         """
 
 
 class NoCoordinator:
-    """The coordinator under a plain `mpiexec` or `torchrun`, where ranks stay lost."""
+    """The coordinator under a plain `mpiexec` or `torchrun`: no rank is replaced."""
 
     resize_wanted = False
     resume: Resume | None = None

@@ -43,7 +43,7 @@ class Ranks(Protocol):
         """The value of the source rank."""
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
-        """Overwrite a tensor with the source rank's."""
+        """Overwrite a tensor with the source rank's tensor."""
 
 
 def ranks() -> Ranks:
@@ -57,7 +57,7 @@ def ranks() -> Ranks:
 def broadcast_tree(value: Any, source: int) -> Any:
     """Send the source rank's tree to all ranks. Every rank must call.
 
-    Tensors arrive on the same type of device. Other ranks' values are ignored.
+    A tensor arrives on a device of the same type. Other ranks' values are ignored.
     """
     world = ranks()
     is_source = world.rank == source

@@ -51,24 +51,29 @@ def run(
 
     The function's first argument is a `State`. Every rank must call the function, with
     equal arguments. It starts with rank 0's values on all ranks. When a rank dies, the
-    notebook replaces or drops it, as `--on-failure` says. Then all ranks restore the
-    last commit and call the function again. The function should therefore read its
-    progress from the state. It should also wrap modules in DDP itself, because a DDP
-    belongs to the ranks that it was made with. A change of size by `cluster.scale`
-    takes place at the next commit and loses nothing.
+    notebook replaces or drops it, as the option `--on-failure` says. Then all ranks
+    restore the last commit and call the function again. The function should therefore
+    read its progress from the state. It should also wrap modules in DDP itself, because
+    a DDP module communicates with the ranks that existed when it was made. A resize by
+    `cluster.scale` takes place at the next commit, and no step is lost.
 
-    Under a plain `mpiexec` or `torchrun`, a failure is raised, and the last commit is
-    intact.
+    Under a plain `mpiexec` or `torchrun`, a failure is raised. The state keeps its last
+    commit.
 
     Args:
-        max_restarts: number of failures after which the function is called again. A
-            change of size is not counted.
-        min_ranks: with fewer ranks, the run waits for `cluster.scale`.
-        max_ranks: limit on the world's size during the run; None for no limit.
-        timeout_s: seconds to wait for ranks.
+        max_restarts: the most failures after which the function is called again. A
+            resize is not counted.
+        min_ranks: the least number of ranks. With fewer, the run waits for
+            `cluster.scale`.
+        max_ranks: the most ranks during the run; None for no limit.
+        timeout_s: seconds to wait for `min_ranks` ranks.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: a number is out of range. The decorated function also raises it if
+            its first argument is not a `State`, or if a value of the state is wrapped
+            in DDP.
+        RestartsSpent: raised by the decorated function when the run cannot continue.
+            The state keeps its last commit.
     """
     if not timeout_s > 0:
         raise UsageError(f"timeout_s={timeout_s!r}: expected seconds above 0")
@@ -99,15 +104,15 @@ def _check(state: object, name: str) -> None:
     if not isinstance(state, State):
         raise UsageError(
             f"{name} got a {type(state).__name__}: the first argument of an elastic "
-            "function is an nbdist.elastic.State"
+            "function must be an nbdist.elastic.State"
         )
     if state._in_run:
         raise UsageError(f"{name} was called within an elastic run of the same State")
     for key, value in state._objects.items():
         if isinstance(value, DistributedDataParallel):
             raise UsageError(
-                f"{key!r} is wrapped in DDP, which belongs to the current ranks: give "
-                f"State the module, and wrap it in {name}, as in DDP(state.{key})"
+                f"{key!r} is wrapped in DDP, which works for the current ranks only: "
+                f"pass the module to State, and call DDP(state.{key}) in {name}"
             )
 
 
@@ -173,7 +178,7 @@ class _Run:
 def _kept(commit: int) -> str:
     if not commit:
         return "There was no commit yet"
-    return f"The last commit, number {commit}, is intact: state.restore() puts it back"
+    return f"The last commit, number {commit}, is intact: state.restore() restores it"
 
 
 def _release_of(error: BaseException) -> BaseException | None:

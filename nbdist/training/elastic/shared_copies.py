@@ -1,8 +1,8 @@
 """Rank 0's copies of the committed values, in files that outlive its process.
 
-When a process is killed, memory that it has mapped from a file in shared memory stays.
-So the copy that a commit makes anyway also survives the death of all ranks.
-`commit_files` describes the files.
+A commit copies the values to memory that is mapped from a file. The file stays when the
+process is killed, so the copy survives the death of all ranks. `commit_files` describes
+the files.
 
 There are two copies, each in a data file. The process writes only to the file that the
 record does not name. Whenever the process is killed, the record names a complete copy:
@@ -14,8 +14,8 @@ record does not name. Whenever the process is killed, the record names a complet
 
 A commit with other shapes gets a new layout in the spare file, or a new file.
 
-When a cluster ends because of a failure, the notebook moves the folders away. No commit
-completes from then on: the training would continue from an older one.
+When a cluster ends because of a failure, the notebook moves the folders away. From then
+on no commit completes, because the training will continue from an older one.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ __all__ = ["NotShared", "SharedCopies", "read_shared"]
 
 ALIGNMENT = 64
 GROWTH_BYTES = 16 << 20
-"""Most bytes that are allocated beyond the need, for values that grow."""
+"""The most bytes that a file has in reserve, for values that grow."""
 END_TIMEOUT_S = 30.0
-"""Time in which the notebook must end a rank whose folders are gone."""
+"""Seconds in which the notebook must end a rank whose folders were moved away."""
 PROTOCOL = 2  # torch.load(weights_only=True) reads this one
 
 _rebuild: Callable[..., Tensor] = torch._utils._rebuild_tensor_v3
@@ -66,11 +66,11 @@ class NotShared(Exception):
 
 
 class SharedCopies:
-    """Two copies of the values: the commit, and the spare copy to write to.
+    """Two copies of the values: the commit, and a spare copy for the next commit.
 
     Args:
-        folders: folders for the files, of which the first with room is used. Only this
-            user can write to them.
+        folders: folders to which only this user can write. The first with enough room
+            gets the files.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -91,7 +91,7 @@ class SharedCopies:
 
         Raises:
             NotShared: no folder has room for the file, or a value cannot be pickled.
-            ClusterError: the folders are gone, see `install`.
+            ClusterError: the folders were moved away, see `install`.
         """
         skeleton, tensors = tree.split(values)
         skeleton = tree.clone(skeleton)
@@ -123,8 +123,8 @@ class SharedCopies:
 
         Raises:
             NotShared: there was no room for the record. The previous commit stays.
-            ClusterError: the folders are gone, and the notebook, which moves them away
-                when the cluster ends, has not ended this rank within `END_TIMEOUT_S`.
+            ClusterError: the notebook has moved the folders away, because the cluster
+                ends, and has not ended this rank within `END_TIMEOUT_S`.
         """
         copy = self._spare
         assert copy.path is not None
@@ -139,13 +139,13 @@ class SharedCopies:
             self._has_new_file = False
 
     def _check_folders(self) -> None:
-        """Wait for the end of this process if all folders are gone."""
+        """Wait for the end of this process if all folders were moved away."""
         if any(folder.is_dir() for folder in self._folders):
             return
         threading.Event().wait(END_TIMEOUT_S)
         raise ClusterError(
-            f"this commit is not kept: {self._folders[0].parent} has no folder for it "
-            "any longer, because the notebook ends this cluster; start it again"
+            f"this commit is not kept: its folder in {self._folders[0].parent} is "
+            "gone, because the notebook ends this cluster: start it again"
         )
 
     def withdraw(self) -> None:
@@ -161,7 +161,7 @@ class SharedCopies:
         """
         kept = {record, self._recorded.path, self._spare.path}
         found = [path for folder in self._folders for path in _files(folder)]
-        # Records go first, so that none names a file that was removed.
+        # Remove records first, so that no record names a file that was removed.
         for path in sorted(found, key=lambda path: path.name != RECORD):
             if path not in kept:
                 path.unlink(missing_ok=True)
@@ -287,7 +287,7 @@ def _kinds(tensors: Sequence[Tensor]) -> list[object]:
 def _plan(tensors: Sequence[Tensor]) -> tuple[list[_Slot], int]:
     """Lay tensors out in a file.
 
-    Strides are those of a clone, which keeps them for a dense tensor.
+    Each tensor gets the strides that `Tensor.clone` would give it.
 
     Returns:
         The slot of each tensor, and the size of the file in bytes.
@@ -331,7 +331,7 @@ def _mapped(path: Path, size: int) -> tuple[Path, Tensor]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     try:
-        # Allocate the pages now: in a full folder, a later write would be a SIGBUS.
+        # Allocate the pages now. In a full folder, a later write would raise SIGBUS.
         os.posix_fallocate(descriptor, 0, size)
         memory = mmap.mmap(descriptor, size)
     except BaseException:
@@ -401,9 +401,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_shared(opened: checkpoint.Opened) -> dict[str, Any]:
-    """Read the values of a commit of this cluster, whose pickles are trusted.
+    """Read the values of a commit of this cluster. Its pickle is trusted.
 
-    The tensors lie in the file's memory, mapped copy-on-write.
+    The tensors are in the file's memory, mapped copy-on-write.
 
     Raises:
         CheckpointError: the commit cannot be loaded.

@@ -36,7 +36,7 @@ _NO_COMMIT = Commit(0, 0, {})
 
 
 class SizeChange(BaseException):
-    """Leaves the training function at a commit, so that the world can change its size.
+    """Ends the training function at a commit, so that the world can change its size.
 
     It derives from BaseException so that no `except Exception` of the training function
     catches it.
@@ -46,23 +46,23 @@ class SizeChange(BaseException):
 class State:
     """Values that survive the death of a rank and a change of the world's size.
 
-    `commit` keeps a copy of all values in each rank's memory. `restore` puts the last
-    copy back. Each value is an attribute: `state.epoch += 1`.
+    `commit` copies all values in each rank's memory. `restore` loads the last copy.
+    Each value is an attribute: `state.epoch += 1`.
 
-    A state keeps two copies beside the live values, so that one of them is always
-    complete. In a notebook's elastic run, rank 0's copies lie in files that outlive all
-    ranks.
+    A state keeps two copies beside the current values, so that one of them is always
+    complete. In a notebook's elastic run, rank 0's copies are in files that survive the
+    death of all ranks.
 
     Args:
-        path: a file to which rank 0 also writes commits.
+        path: a file to which rank 0 also writes commits; None for no file.
         save_every: rank 0 writes every `save_every`-th commit to `path`.
         objects: objects with `state_dict` and `load_state_dict` (modules, optimizers,
-            schedulers, samplers, gradient scalers), tensors, and plain values, which
-            are deep-copied. For a module in DDP, the wrapped module is saved and
-            restored.
+            schedulers, samplers, gradient scalers), tensors on any device, and plain
+            values, which are deep-copied. For a module in DDP, the wrapped module is
+            saved and restored.
 
     Raises:
-        UsageError: a name is taken, or a number is out of range.
+        UsageError: a name is that of an attribute of State, or `save_every` is below 1.
         CheckpointError: the cluster resumes from a file that does not fit this state.
     """
 
@@ -76,7 +76,7 @@ class State:
     _loaded: bool
     """Whether the values come from a file, and no run has synchronized them yet."""
     _folders: Sequence[Path]
-    """The folders for rank 0's copies; empty where the copies need not outlive it."""
+    """The folders for rank 0's copies; empty to keep the copies in its memory."""
     _shared: SharedCopies | None
 
     def __init__(
@@ -88,7 +88,7 @@ class State:
         for name in objects:
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(
-                    f"State has a {name!r} of its own: give the value another name"
+                    f"State has an attribute {name!r}: give the value another name"
                 )
         set_attribute = super().__setattr__
         set_attribute("_objects", dict(objects))
@@ -154,12 +154,16 @@ class State:
         return int(self._committed.number)
 
     def commit(self) -> None:
-        """Keep the values as they are now. Every rank must call, with equal values.
+        """Keep the current values. Every rank must call, with equal values.
 
-        A commit has two phases: each rank copies its values, then all ranks agree that
-        each has. So whenever a rank dies, all other ranks have the values of the same
-        commit. Within `nbdist.elastic.run`, a change of the world's size takes place
-        here.
+        A commit has two phases. First each rank copies its values. Then all ranks wait
+        until each has its copy. Whenever a rank dies, all other ranks can therefore
+        restore the same commit. Within `nbdist.elastic.run`, a change of the world's
+        size takes place here.
+
+        Raises:
+            OSError: rank 0 could not write to `path`. Only rank 0 raises it, and the
+                commit in memory is complete.
         """
         world = ranks()
         self._stage(world)
@@ -170,7 +174,7 @@ class State:
             raise SizeChange
 
     def restore(self) -> None:
-        """Put the values of the last commit back. Any rank may call, alone too.
+        """Restore the values of the last commit. Any rank may call it alone.
 
         Raises:
             UsageError: there is no commit.
@@ -181,7 +185,10 @@ class State:
             self._load_object(name, values)
 
     def sync(self, source: int = 0) -> None:
-        """Give all ranks the source's values, and commit them. Every rank must call."""
+        """Copy the source rank's values to all ranks, and commit them.
+
+        Every rank must call.
+        """
         world = ranks()
         own = self._capture() if world.rank == source else {}
         values = broadcast_tree(own, source)
@@ -195,7 +202,7 @@ class State:
         self._complete()
 
     def _stage(self, world: Ranks) -> None:
-        """Do the first phase: copy the values over the older of the two copies."""
+        """The first phase of a commit: overwrite the older copy with the values."""
         shares = world.rank == 0 and self._folders
         spare = {} if shares else self._staged.values
         self._staged = _NO_COMMIT  # the copy is incomplete until the end
@@ -219,7 +226,7 @@ class State:
             return None
 
     def _complete(self) -> None:
-        """Do the second phase: the staged copy becomes the commit."""
+        """The second phase of a commit: make the staged copy the commit."""
         with defer_interrupts():
             self._committed, self._staged = self._staged, self._committed
             self._forget_staged()
@@ -252,7 +259,7 @@ class State:
         )
 
     def _forget_staged(self) -> None:
-        """Drop the staged commit's number; its memory is used again."""
+        """Forget the staged commit. The next commit uses its memory again."""
         self._staged = replace(self._staged, number=0)
 
     def _drop_commit(self) -> None:
@@ -339,11 +346,10 @@ class State:
     # -- files ---------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the values as they are now to a file. Every rank must call.
+        """Write rank 0's current values to a file. Every rank must call.
 
-        Rank 0 writes its own values, and the other ranks wait. When this returns, any
-        rank can load the file. The previous file is kept as PATH.previous. A reader
-        never sees an incomplete file.
+        The other ranks wait. When this returns, any rank can load the file. The
+        previous file is kept as PATH.previous. A reader never sees an incomplete file.
 
         Raises:
             SaveError: rank 0 could not write. Every rank raises it, with the reason.
@@ -361,12 +367,13 @@ class State:
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
         """Load the values from a file that was written in a world of any size.
 
-        Any rank may call, alone too. If the file is damaged or incomplete, the previous
+        Any rank may call it alone. If the file is damaged or incomplete, the previous
         file is loaded, with a warning.
 
         Args:
-            trusted: also load objects other than tensors and plain values, by pickle.
-                The file can then run any code.
+            path: the file.
+            trusted: also unpickle objects that are not tensors or plain values. The
+                file can then run any code.
 
         Raises:
             CheckpointError: neither file is complete, or the file has other names than
@@ -382,7 +389,7 @@ class State:
     def _resume(self, path: Path, *, trusted: bool) -> None:
         opened = checkpoint.check(path)
         if trusted and set(opened.header["names"]) != self._objects.keys():
-            return  # a commit that the cluster itself has kept, of another state
+            return  # a commit that the cluster has kept, of another State
         self._load_file(opened, trusted=trusted)
         if ranks().rank == 0 and not trusted:
             when = time.strftime(
@@ -414,7 +421,7 @@ class State:
 
 def _unknown(name: str, objects: dict[str, Any]) -> str:
     has = ", ".join(objects) or "nothing"
-    return f"this State has no {name!r} but {has}: give it to State({name}=...)"
+    return f"this State has no {name!r}, only {has}: pass it to State({name}=...)"
 
 
 # -- the values of one object ------------------------------------------------------
@@ -432,7 +439,7 @@ def _captured(live: Any) -> Any:
 
 
 def _load_into(live: Any, values: Any) -> Any:
-    """Load values into an object. The object keeps no reference to them.
+    """Load values into an object, without keeping a reference to them.
 
     Returns:
         The object itself if it could be changed in place, else a copy of the values.
@@ -441,7 +448,7 @@ def _load_into(live: Any, values: Any) -> Any:
     if isinstance(inner, nn.Module):
         inner.load_state_dict(values)
     elif _is_stateful(inner):
-        # An optimizer keeps the very tensors that it is given.
+        # An optimizer keeps a reference to the tensors that it loads.
         inner.load_state_dict(tree.clone(values))
     elif isinstance(inner, Tensor) and _is_alike(inner, values):
         with torch.no_grad():
@@ -456,7 +463,7 @@ def _is_stateful(value: object) -> bool:
 
 
 def _is_alike(live: Tensor, values: object) -> bool:
-    """Whether values can be copied into a tensor; never into an expanded one."""
+    """Whether values can be copied into a tensor. An expanded tensor is read-only."""
     dimensions = zip(live.shape, live.stride(), strict=True)
     return (
         isinstance(values, Tensor)
@@ -487,13 +494,13 @@ class _Progress:
 
 
 def _check_agreement(every: Sequence[_Progress]) -> None:
-    """Raise UsageError unless all ranks have called the same function alike."""
+    """Raise UsageError unless all ranks have the same function and the same names."""
     first = every[0]
     for rank, other in enumerate(every):
         if (other.function, other.names) != (first.function, first.names):
             raise UsageError(
                 f"rank 0 called {first}, and rank {rank} {other}: all ranks must call "
-                "the same elastic function, with the same values"
+                "the same elastic function, with a State of the same names"
             )
 
 
@@ -526,8 +533,8 @@ def _values_in(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
         return _read_values(opened, trusted=trusted)
     if not trusted:
         raise CheckpointError(
-            f"{opened.path} is a part of a running cluster: load a file that "
-            "state.save() has written"
+            f"{opened.path} is a part of a running cluster, not a file of saved state: "
+            "load a file that state.save() has written"
         )
     return read_shared(opened)
 

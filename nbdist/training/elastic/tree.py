@@ -1,7 +1,7 @@
 """Trees: nested dicts, lists and tuples that hold tensors and other values.
 
-Trees are copied without pickling. `split` separates the tensors, so that they can be
-sent or stored without a copy.
+Trees are copied without pickling. `split` separates the tensors from a tree, so that
+they can be sent or stored without a copy.
 
 torch.utils._pytree is not used here: a copy has plain dicts in place of subclasses of
 dict, so that `torch.load(weights_only=True)` can read it, and pytree treats a subclass
@@ -45,7 +45,7 @@ def copy_into(spare: Any, value: Any) -> Any:
         spare: an earlier copy, which is overwritten. Its tensors are used again where
             shape, dtype and device agree, so that a second copy allocates nothing.
         value: dicts, lists and tuples of tensors and of values that can be deep-copied.
-            On a GPU the copy is queued on the current stream.
+            Tensors on a GPU are copied on the current stream.
 
     Returns:
         A copy that shares nothing with `value`.

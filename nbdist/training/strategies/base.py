@@ -26,7 +26,7 @@ from nbdist.training.data.loader import Loader
 from nbdist.training.strategies.replica_sampler import ReplicaSampler
 from nbdist.training.validation import whole_number
 
-__all__ = ["Strategy", "begin_alike"]
+__all__ = ["Strategy", "broadcast_model"]
 
 Result = TypeVar("Result")
 REDUCTIONS = ("sum", "mean", "min", "max")
@@ -43,7 +43,7 @@ class Strategy(ABC):
 
     @property
     def replica(self) -> int | None:
-        """The number of this rank among the replicas; None if it is no replica."""
+        """The number of this rank among the replicas; None if it is not a replica."""
         return default_group().rank
 
     @property
@@ -77,9 +77,9 @@ class Strategy(ABC):
     ) -> Loader:
         """Return a loader of this replica's part of each global batch.
 
-        Every sample is in the part of one replica. The last batch may be smaller. A
-        replica whose part is empty gets a batch of no samples, so that all replicas
-        take the same number of steps.
+        Each sample of a global batch goes to exactly one replica. The last batch may be
+        smaller. A replica whose part is empty gets a batch without samples, so that all
+        replicas take the same number of steps.
 
         Args:
             dataset: map-style, the same on all ranks.
@@ -87,7 +87,7 @@ class Strategy(ABC):
             shuffle: use a new order in each epoch, the same on all ranks.
             seed: seed of the order.
             drop_last: drop the last batch if it is not full.
-            collate_fn, num_workers: as for DataLoader.
+            collate_fn, num_workers: as for `torch.utils.data.DataLoader`.
         """
         order = ReplicaSampler(
             dataset,
@@ -136,10 +136,11 @@ class Strategy(ABC):
                 or dict of these.
 
         Returns:
-            The same value on all replicas, with floats for numbers and new tensors.
+            The reduced value, equal on all replicas: a float for each number, and a new
+            tensor for each tensor.
 
         Raises:
-            UsageError: the op or a value's type is not one of these.
+            UsageError: `op` is not one of these, or a value has another type.
         """
         if op not in REDUCTIONS:
             raise UsageError(f"reduce({op!r}, ...): expected one of {REDUCTIONS}")
@@ -151,7 +152,8 @@ class Strategy(ABC):
         if isinstance(leaf, (int, float)):
             return self._combine(op, torch.tensor(leaf, dtype=torch.float64)).item()
         raise UsageError(
-            f"reduce() got a {type(leaf).__name__}: expected numbers and tensors"
+            f"reduce() got a {type(leaf).__name__}: expected a number, a tensor, or a "
+            "list, tuple or dict of these"
         )
 
     def _combine(self, op: str, tensor: Tensor) -> Tensor:
@@ -168,45 +170,48 @@ class Strategy(ABC):
     ) -> Tensor:
         """Return a loss whose mean over the replicas is the mean over the global batch.
 
-        Averaged over the replicas, its gradients are those of the global mean. A plain
-        mean over each replica's part would give samples in a smaller part more weight.
-        This loss is exact for parts of any size, also for empty ones.
+        The average of its gradients over the replicas is the gradient of the mean loss
+        over the global batch. It is exact for parts of any size, also for empty ones. A
+        plain mean over each replica's part would give samples in a smaller part more
+        weight.
 
         Args:
             per_example_loss: the loss of each of this replica's samples, shape
-                (samples, ...), as of `cross_entropy(..., reduction="none")`.
-            global_batch_size: samples of all replicas together. Default: those of the
-                last batch from `distribute`'s loader.
+                (samples, ...), as `cross_entropy(..., reduction="none")` returns.
+            global_batch_size: samples of all replicas together. Default: the size of
+                the last global batch of `distribute`'s loader.
 
         Returns:
             A scalar: the mean loss of each sample, summed over this replica's samples,
             times the number of replicas, divided by the global batch size.
 
         Raises:
-            UsageError: no size is given, and no loader has handed out a batch.
+            UsageError: the size is below 1, or it is not given and no loader of
+                `distribute` has yielded a batch.
         """
         if global_batch_size is None:
             global_batch_size = self._batches.in_hand if self._batches else 0
         if global_batch_size < 1:
             raise UsageError(
-                "average_loss: expected a global batch size of 1 or more: give it, or "
-                "take the batches from this strategy's distribute()"
+                f"average_loss: global_batch_size is {global_batch_size}: pass 1 or "
+                "more, or take the batches from this strategy's distribute()"
             )
         values_per_sample = math.prod(per_example_loss.shape[1:])
         share = self.num_replicas / (global_batch_size * values_per_sample)
         return per_example_loss.sum() * share
 
 
-def begin_alike(model: nn.Module) -> None:
+def broadcast_model(model: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks. Every rank must call.
 
     Raises:
-        UsageError: the model is in DDP, which would average gradients a second time.
+        UsageError: the model is wrapped in DDP, which would average gradients a second
+            time.
     """
     if isinstance(model, DistributedDataParallel):
         raise UsageError(
-            "the model is in DistributedDataParallel, which averages gradients over "
-            "all ranks itself: give setup the module, model.module, and its optimizer"
+            "the model is wrapped in DistributedDataParallel, which averages gradients "
+            "over all ranks itself: pass model.module and its optimizer to setup()"
         )
     root = default_group().ranks[0]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""CentralStorage: the parameters and the optimizer's state live once, on one rank."""
+"""CentralStorage: one rank holds the parameters and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from nbdist.collectives import broadcast, default_group, reduce
 from nbdist.errors import UsageError
-from nbdist.training.strategies.base import Strategy, begin_alike
+from nbdist.training.strategies.base import Strategy, broadcast_model
 from nbdist.training.strategies.flat_buffers import FlatBuffers
 from nbdist.training.strategies.wrapped_optimizer import (
     WrappedOptimizer,
@@ -44,12 +44,12 @@ class CentralStorage(Strategy):
         Every rank must call. The optimizer's `state_dict()` has state on the root only.
 
         Raises:
-            UsageError: there is no such rank.
+            UsageError: `root` is not a rank of the world.
         """
         ranks = default_group().ranks
         if self.root not in ranks:
             raise UsageError(f"root={self.root}: expected one of {list(ranks)}")
-        begin_alike(model)
+        broadcast_model(model)
         return model, _CentralOptimizer(optimizer, self.root)
 
 
@@ -60,7 +60,7 @@ class _CentralOptimizer(WrappedOptimizer):
         super().__init__(inner)
         self._replica = trained_parameters(inner)
         self._root = root
-        # A scheduler changes these options; the root copies them before its step.
+        # A scheduler changes these options. The root copies them before its step.
         self._groups = [dict(group) for group in inner.param_groups]
         self._kept = self._replica
         if self._is_root:
@@ -72,11 +72,11 @@ class _CentralOptimizer(WrappedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The replica's parameters, and the options that the root steps with."""
+        """The replica's parameters, with the options that the root's step uses."""
         return self._groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state and options on the root, and the options alone elsewhere."""
+        """Load state and options on the root, and only the options elsewhere."""
         self.inner.load_state_dict(state_dict)
         for mine, kept in zip(self._groups, self.inner.param_groups, strict=True):
             mine.update(_options(kept))
@@ -114,7 +114,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _move_to_host(optimizer: Optimizer, parameters: list[Tensor]) -> list[Tensor]:
-    """Let an optimizer work on copies of the parameters in host memory.
+    """Make an optimizer update copies of the parameters in host memory.
 
     Returns:
         The copies; the parameters themselves if they are in host memory already.

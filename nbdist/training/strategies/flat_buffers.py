@@ -44,9 +44,9 @@ class _Part:
 class FlatBuffers:
     """One-dimensional buffers for a list of tensors, one for each dtype and device.
 
-    A buffer ends with one flag for each of its tensors: 1 where `fill` was given a
-    tensor, 0 where it was given None. So a sum or a mean of buffers also tells which
-    tensors were None on all ranks.
+    A buffer ends with one flag for each of its tensors: 1 if `fill` was given a tensor,
+    0 if it was given None. In a sum or a mean of buffers, the flag is 0 exactly for the
+    tensors that were None on all ranks.
 
     Args:
         like: tensors with the shapes, dtypes and devices of those to hold.
@@ -80,7 +80,7 @@ class FlatBuffers:
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copy tensors into the buffers; zeros where there is None."""
+        """Copy tensors into the buffers. None is copied as zeros."""
         for part in self._parts:
             part.buffer.zero_()
             views, given = [], []
@@ -96,12 +96,12 @@ class FlatBuffers:
                 torch._foreach_copy_(views, given)
 
     def add(self, other: FlatBuffers) -> None:
-        """Add other buffers, flags included, to these."""
+        """Add other buffers to these, flags included."""
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine.add_(theirs)
 
     def scale(self, factor: float) -> None:
-        """Multiply all elements by a positive number; set flags stay above 0."""
+        """Multiply all elements by a positive number. Flags above 0 stay above 0."""
         for buffer in self.buffers:
             buffer.mul_(factor)
 

@@ -1,4 +1,4 @@
-"""LocalSGD: every rank trains by itself, and the models are averaged at intervals."""
+"""LocalSGD: every rank trains by itself, and parameters are averaged at intervals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from nbdist.collectives import all_reduce
 from nbdist.errors import UsageError
-from nbdist.training.strategies.base import Strategy, begin_alike
+from nbdist.training.strategies.base import Strategy, broadcast_model
 from nbdist.training.strategies.flat_buffers import FlatBuffers
 from nbdist.training.strategies.wrapped_optimizer import (
     WrappedOptimizer,
@@ -33,11 +33,11 @@ class LocalSGD(Strategy):
     Floating-point buffers, such as BatchNorm's running statistics, are averaged too.
 
     Args:
-        every: steps between two averages; None to average in `average` only.
+        every: steps between two averages; None to average only in `average`.
         optimizer_state: also average the optimizer's state, such as momenta, after Yu,
             Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient
             Momentum SGD for Distributed Non-Convex Optimization", ICML 2019,
-            arXiv:1905.03817. If False, each rank keeps its own.
+            arXiv:1905.03817. If False, each rank keeps its own state.
 
     Raises:
         UsageError: `every` is not a positive int or None.
@@ -60,7 +60,7 @@ class LocalSGD(Strategy):
         All ranks must take the same number of steps, as they do with a loader from
         `distribute`.
         """
-        begin_alike(model)
+        broadcast_model(model)
         self._model, self._optimizer = model, optimizer
         return model, _AveragingOptimizer(optimizer, self)
 

@@ -34,7 +34,7 @@ class Mirrored(Strategy):
             `find_unused_parameters=True`.
 
     Raises:
-        UsageError: there is no such algorithm.
+        UsageError: `algorithm` has another value.
     """
 
     def __init__(self, algorithm: Algorithm = "auto", **options: Any) -> None:

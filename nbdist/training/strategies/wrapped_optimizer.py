@@ -17,7 +17,7 @@ __all__ = ["WrappedOptimizer", "trained_parameters"]
 
 
 class WrappedOptimizer(Optimizer):
-    """Wraps an optimizer: same parameters, options and state, another step.
+    """Wraps an optimizer and replaces its step. Everything else is the inner one's.
 
     A wrapped optimizer is an `Optimizer`, so learning rate schedulers and gradient
     scalers accept it. Derived classes implement `exchange`.
@@ -35,7 +35,7 @@ class WrappedOptimizer(Optimizer):
         if isinstance(inner, LBFGS):
             raise UsageError(
                 "LBFGS evaluates the loss several times in a step, and a strategy "
-                "exchanges gradients once: take SGD, Adam or another first-order one"
+                "exchanges gradients once: use SGD, Adam or another first-order one"
             )
         # Optimizer.__init__ would make groups and state, which are those of `inner`
         # here. __setstate__ makes the hooks of an optimizer.
@@ -67,11 +67,11 @@ class WrappedOptimizer(Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load on this rank what `state_dict` has returned."""
+        """Load the result of `state_dict` on this rank."""
         self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UsageError: the strategy has laid out its parameters already."""
+        """Raise UsageError, because the strategy has distributed its parameters."""
         raise UsageError("add parameter groups before strategy.setup, not after")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,7 +92,7 @@ class WrappedOptimizer(Optimizer):
 
     @abstractmethod
     def exchange(self) -> None:
-        """Take the step, once the gradients are computed."""
+        """Take the step. It is called when the gradients are computed."""
 
 
 def trained_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -44,8 +44,8 @@ class Kind(IntEnum):
     REDUCE = 3
     """Numbers to reduce over the workers follow. The answer is the result."""
     DONE = 4
-    """The worker has finished, and its result follows. The server answers once no
-    worker is left."""
+    """The worker has finished, and its result follows. The server answers when all
+    workers have finished, failed or died."""
     LEFT = 5
     """The worker has failed. There is no answer."""
     BYE = 6
@@ -58,9 +58,10 @@ class Head:
 
     kind: Kind
     version: int = 0
-    """Version of the parameters that a gradient was computed with, or that follow."""
+    """In a request, the version of the parameters that the gradient was computed with.
+    In an answer, the version of the parameters that follow."""
     size: int = 0
-    """Bytes or elements of a body whose length the receiver does not know."""
+    """Bytes or elements of the body whose length the receiver does not know."""
     detail: int = 0
     """Index of the reduction."""
 
@@ -78,30 +79,30 @@ class Head:
 
 
 def send(
-    post: TolerantMessages, to: int, head: Head, bodies: Sequence[Tensor]
+    messages: TolerantMessages, to: int, head: Head, bodies: Sequence[Tensor]
 ) -> list[Message]:
     """Start to send a head and the bodies that it announces, and wake the receiver."""
-    started = [post.send(head.to_tensor(), to, _HEAD)]
-    started += [post.send(body, to, _BODY) for body in bodies if len(body)]
-    post.ring(to)
+    started = [messages.send(head.to_tensor(), to, _HEAD)]
+    started += [messages.send(body, to, _BODY) for body in bodies if len(body)]
+    messages.ring(to)
     return started
 
 
 class Receiver:
     """Receives messages from one rank: a head, then the bodies that it announces."""
 
-    def __init__(self, post: TolerantMessages, source: int) -> None:
-        self._post, self._source = post, source
-        self.ask_for_head()
+    def __init__(self, messages: TolerantMessages, source: int) -> None:
+        self._messages, self._source = messages, source
+        self.receive_head()
 
     @property
     def arrived(self) -> bool:
-        """Whether the awaited parts have arrived, or have failed (see `error`)."""
+        """Whether each awaited part has arrived or failed. `error` has the failure."""
         return all([message.is_completed() for message in self._waiting])  # noqa: C419
 
     @property
     def error(self) -> NbdistError | None:
-        """Why an awaited part will not arrive; None if none has failed."""
+        """The error of an awaited part that has failed; None if none has."""
         return next((each.error for each in self._waiting if each.error), None)
 
     @property
@@ -109,18 +110,18 @@ class Receiver:
         """The last head that has arrived."""
         return Head.of(self._head)
 
-    def ask_for(self, bodies: Sequence[Tensor]) -> None:
+    def receive(self, bodies: Sequence[Tensor]) -> None:
         """Start to receive the bodies of a message into these tensors."""
         self._waiting = [
-            self._post.receive(body, self._source, _BODY)
+            self._messages.receive(body, self._source, _BODY)
             for body in bodies
             if len(body)
         ]
 
-    def ask_for_head(self) -> None:
+    def receive_head(self) -> None:
         """Start to receive the head of the next message."""
         self._head = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
-        self._waiting = [self._post.receive(self._head, self._source, _HEAD)]
+        self._waiting = [self._messages.receive(self._head, self._source, _HEAD)]
 
 
 def packed(value: Any) -> Tensor:
@@ -134,5 +135,5 @@ def unpacked(data: Tensor) -> Any:
 
 
 def host_buffers(parameters: Sequence[Tensor]) -> FlatBuffers:
-    """Flat buffers for a shard in host memory, where messages are sent from."""
+    """Flat buffers for a shard in host memory, from which messages are sent."""
     return FlatBuffers([torch.empty_like(each, device="cpu") for each in parameters])

@@ -1,4 +1,4 @@
-"""The server: it applies gradients, and answers with parameters."""
+"""The server applies gradients, and answers with parameters."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ REDUCTIONS = ("sum", "mean", "min", "max")
 class _Channel:
     """A server's messages from and to one worker."""
 
-    def __init__(self, post: TolerantMessages, worker: int, store: ShardStore) -> None:
+    def __init__(
+        self, messages: TolerantMessages, worker: int, store: ShardStore
+    ) -> None:
         self.worker = worker
-        self.receiving = Receiver(post, worker)
+        self.receiving = Receiver(messages, worker)
         self.head: Head | None = None
-        """The head whose bodies are awaited; None while a head is awaited."""
+        """The head of the message whose bodies are awaited; None while a head is
+        awaited."""
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.numbers = torch.empty(0, dtype=torch.float64, device="cpu")
         self.gradients = host_buffers(store.values())
@@ -48,7 +51,7 @@ class _Channel:
         """Whether the worker may send more."""
 
     def tensors_for(self, head: Head) -> Sequence[Tensor]:
-        """The tensors that receive the bodies which a head announces."""
+        """The tensors to receive the bodies into that a head announces."""
         if head.kind is Kind.PUSH:
             return self.gradients.buffers
         if head.kind is Kind.REDUCE:
@@ -62,26 +65,28 @@ class Server:
     """Applies the workers' gradients as the update policy says.
 
     Args:
-        post: messages to the workers.
+        messages: messages to the workers.
         workers: ranks of the workers.
         store: the shard that this server holds.
         policy: decides what to do with each gradient.
-        snapshot_every: updates between two snapshots, which a worker keeps; None for
-            no snapshots.
+        snapshot_every: updates between two snapshots; None for no snapshots. A worker
+            keeps the snapshot.
     """
 
     def __init__(
         self,
-        post: TolerantMessages,
+        messages: TolerantMessages,
         workers: Sequence[int],
         store: ShardStore,
         policy: UpdatePolicy,
         snapshot_every: int | None,
     ) -> None:
-        self._post, self._store, self._policy = post, store, policy
+        self._messages, self._store, self._policy = messages, store, policy
         self._snapshot_every = snapshot_every
         self._snapshot_at = policy.version + 1
-        self._channels = {worker: _Channel(post, worker, store) for worker in workers}
+        self._channels = {
+            worker: _Channel(messages, worker, store) for worker in workers
+        }
         self._done: dict[int, Tensor] = {}
         self._numbers: dict[int, Tensor] = {}
         self._reduction = 0
@@ -97,49 +102,49 @@ class Server:
         Raises:
             CollectiveAborted: no worker has finished.
         """
-        self._post.wait(
-            self._look,
+        self._messages.wait(
+            self._handle_all,
             what="parameter server",
             awaited=lambda: self._policy.active,
             moving=lambda: any(channel.head for channel in self._channels.values()),
         )
         if not self._done:
             raise CollectiveAborted(f"no worker has finished: {self._why}")
-        self._say_goodbye()
+        self._confirm_end()
         return unpacked(self._done[min(self._done)])
 
-    def _look(self) -> bool:
-        """Handle all that has arrived; return whether no worker is left."""
+    def _handle_all(self) -> bool:
+        """Handle all messages that have arrived; return whether no worker is left."""
         channels = [channel for channel in self._channels.values() if channel.is_open]
-        while any([self._attend(channel) for channel in channels if channel.is_open]):  # noqa: C419
+        while any([self._handle_next(each) for each in channels if each.is_open]):  # noqa: C419
             pass
         return not self._policy.active
 
-    def _attend(self, channel: _Channel) -> bool:
-        """Handle what has arrived from a worker; return whether there was anything."""
-        if channel.worker in self._post.lost:
-            self._lose(channel, self._post.lost[channel.worker])
+    def _handle_next(self, channel: _Channel) -> bool:
+        """Handle a worker's next message or its death; return whether there was one."""
+        if channel.worker in self._messages.lost:
+            self._remove(channel, self._messages.lost[channel.worker])
             return True
         if not channel.receiving.arrived:
             return False
         if channel.receiving.error is not None:
-            self._lose(channel, str(channel.receiving.error))
+            self._remove(channel, str(channel.receiving.error))
             return True
         if channel.head is None:
             channel.head = channel.receiving.head
-            channel.receiving.ask_for(channel.tensors_for(channel.head))
+            channel.receiving.receive(channel.tensors_for(channel.head))
             return True
         head, channel.head = channel.head, None
         self._handle(channel, head)
         if channel.is_open:
-            channel.receiving.ask_for_head()
+            channel.receiving.receive_head()
         return True
 
     def _handle(self, channel: _Channel, head: Head) -> None:
         worker = channel.worker
         if head.kind is Kind.PUSH:
             internal_metrics.record(staleness=self._policy.version - head.version)
-            with defer_interrupts():  # an update is complete and counted, or neither
+            with defer_interrupts():  # an interrupt must not divide an update
                 self._carry_out(self._policy.push(worker, head.version))
         elif head.kind is Kind.OPTIONS:
             self._store.set_options(unpacked(channel.bytes))
@@ -151,14 +156,14 @@ class Server:
             self._done[worker] = channel.bytes
             self._end(channel)
         else:
-            self._lose(channel, f"rank {worker} has failed")
+            self._remove(channel, f"rank {worker} has failed")
 
-    def _lose(self, channel: _Channel, why: str) -> None:
+    def _remove(self, channel: _Channel, why: str) -> None:
         self._why = why
         self._end(channel)
 
     def _end(self, channel: _Channel) -> None:
-        """Close the channel: the other workers continue without this one."""
+        """Close the channel. The other workers continue without this worker."""
         channel.is_open, channel.head = False, None
         with defer_interrupts():
             self._carry_out(self._policy.leave(channel.worker))
@@ -178,7 +183,7 @@ class Server:
         channel = self._channels[worker]
         channel.values.fill(self._store.values())
         head = Head(kind, self._policy.version, size=len(extra))
-        send(self._post, worker, head, [*channel.values.buffers, extra])
+        send(self._messages, worker, head, [*channel.values.buffers, extra])
 
     def _snapshot_if_due(self) -> Tensor:
         """A snapshot for a worker to keep; empty if none is due."""
@@ -189,7 +194,7 @@ class Server:
         return torch.frombuffer(bytearray(self._store.snapshot()), dtype=torch.uint8)
 
     def _reduce_if_due(self) -> None:
-        """Answer a reduction, once every active worker has sent its numbers."""
+        """Answer a reduction if every active worker has sent its numbers."""
         if not self._numbers or self._policy.active - self._numbers.keys():
             return
         given, self._numbers = self._numbers, {}
@@ -197,25 +202,27 @@ class Server:
         result = combine(REDUCTIONS[self._reduction], numbers)
         for worker in given:
             if self._channels[worker].is_open:
-                send(self._post, worker, Head(Kind.REDUCE), [result])
+                send(self._messages, worker, Head(Kind.REDUCE), [result])
 
-    def _say_goodbye(self) -> None:
-        """Answer the workers that have finished, and wait for their confirmation."""
+    def _confirm_end(self) -> None:
+        """Answer the workers that have finished, and wait for their confirmations."""
         report = packed(self._policy.report)
         leaving = [self._channels[worker] for worker in self._done]
         for channel in leaving:
             self._answer(channel.worker, Kind.DONE, report)
-            channel.receiving.ask_for_head()
+            channel.receiving.receive_head()
 
         def waiting() -> list[int]:
             return [
                 channel.worker
                 for channel in leaving
-                if channel.worker not in self._post.lost
+                if channel.worker not in self._messages.lost
                 and not channel.receiving.arrived
             ]
 
-        self._post.wait(lambda: not waiting(), what="parameter server", awaited=waiting)
+        self._messages.wait(
+            lambda: not waiting(), what="parameter server", awaited=waiting
+        )
 
 
 def combine(op: str, tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The exchange between servers when a training has ended."""
+"""Exchanges the shards between the servers when a training has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["exchange_shards"]
 
 
 def exchange_shards(
-    post: TolerantMessages,
+    messages: TolerantMessages,
     servers: Sequence[int],
     shards: Sequence[Sequence[Tensor]],
     report: Report,
@@ -32,7 +32,7 @@ def exchange_shards(
     """Give every server every shard, in place. Every server must call.
 
     Args:
-        post: messages to the other servers.
+        messages: messages to the other servers.
         servers: ranks of the servers, in the order of the shards.
         shards: the parameters of each shard, on this rank. This server's own shard is
             current; the others are overwritten.
@@ -44,20 +44,20 @@ def exchange_shards(
     Raises:
         CollectiveAborted: another server has died.
     """
-    own = servers.index(post.rank)
+    own = servers.index(messages.rank)
     data = packed(report)
     mine = host_buffers(shards[own])
     mine.fill(shards[own])
     reports = {own: report}
     peers = [number for number in range(len(servers)) if number != own]
-    receiving = {number: Receiver(post, servers[number]) for number in peers}
+    receiving = {number: Receiver(messages, servers[number]) for number in peers}
     buffers_of = {number: host_buffers(shards[number]) for number in peers}
     extras: dict[int, Tensor] = {}
     sent = [
         message
         for number in peers
         for message in send(
-            post,
+            messages,
             servers[number],
             Head(Kind.DONE, size=len(data)),
             [*mine.buffers, data],
@@ -68,21 +68,21 @@ def exchange_shards(
         for number, each in list(receiving.items()):
             # Read once in each call: a later arrival is handled in the next call.
             arrived = each.arrived
-            why = post.lost.get(servers[number]) or (arrived and each.error)
+            why = messages.lost.get(servers[number]) or (arrived and each.error)
             if why:
                 raise CollectiveAborted(f"parameter server {servers[number]}: {why}")
             if arrived and number not in extras:
                 extras[number] = torch.empty(
                     each.head.size, dtype=torch.uint8, device="cpu"
                 )
-                each.ask_for([*buffers_of[number].buffers, extras[number]])
+                each.receive([*buffers_of[number].buffers, extras[number]])
             elif arrived:
                 buffers_of[number].copy_to(shards[number])
                 reports[number] = unpacked(extras[number])
                 del receiving[number]
         return not receiving and all(message.is_completed() for message in sent)
 
-    post.wait(
+    messages.wait(
         look,
         what="parameter server",
         awaited=lambda: [servers[number] for number in receiving],

@@ -1,4 +1,4 @@
-"""Which rank serves which parameters, and what this rank has of each shard."""
+"""The roles of the ranks, and this rank's copy of each shard."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Roles:
     def __post_init__(self) -> None:
         if not 1 <= self.n_ps < self.size:
             raise UsageError(
-                f"n_ps={self.n_ps} of {self.size} ranks: expected 1 server or more, "
-                "and a worker at least; %dist_scale adds ranks"
+                f"n_ps={self.n_ps} of {self.size} ranks: expected at least 1 server "
+                "and 1 worker; %dist_scale adds ranks"
             )
 
     @property
@@ -57,8 +57,8 @@ class Roles:
 def shards_by_bytes(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Distribute tensors over shards of about the same number of bytes.
 
-    Tensors are placed in order of decreasing size, each into the shard that is the
-    smallest so far. No shard is larger than 4/3 of the best possible (Graham, "Bounds
+    Each tensor, in order of decreasing size, goes to the shard that is the smallest so
+    far. The largest shard has at most 4/3 of the least possible size (Graham, "Bounds
     on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics, 1969).
 
     Args:
@@ -73,8 +73,8 @@ def shards_by_bytes(sizes: Sequence[int], count: int) -> list[list[int]]:
     """
     if count > len(sizes):
         raise UsageError(
-            f"n_ps={count}: the optimizer has {len(sizes)} parameters, and a server "
-            "holds whole ones: take fewer servers"
+            f"n_ps={count}: the optimizer has {len(sizes)} parameters, and each server "
+            f"holds at least one whole parameter: pass n_ps={len(sizes)} or less"
         )
     shards: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
@@ -88,8 +88,8 @@ def shards_by_bytes(sizes: Sequence[int], count: int) -> list[list[int]]:
 class ShardStore:
     """A server's shard: the parameters that it holds, and the optimizer over them.
 
-    The user's optimizer has the parameters of all shards. It skips parameters without a
-    gradient, and so makes state for this shard only.
+    The user's optimizer has the parameters of all shards. An optimizer skips parameters
+    without a gradient, so it makes state for this shard only.
 
     Args:
         parameters: the parameters of the shard, on this rank.
@@ -106,9 +106,9 @@ class ShardStore:
 
     @torch.no_grad()
     def apply(self, gradients: Sequence[FlatBuffers]) -> None:
-        """Take a step with the mean of gradients, which are added in their order.
+        """Take a step with the mean of the given gradients.
 
-        The first buffers are overwritten.
+        The gradients are added in their order, into the first buffers.
         """
         mean = gradients[0]
         for others in gradients[1:]:
@@ -119,7 +119,7 @@ class ShardStore:
         self._optimizer.step()
 
     def values(self) -> list[Tensor]:
-        """The parameters, not copies."""
+        """The parameters themselves."""
         return self._parameters
 
     def set_options(self, options: Sequence[dict[str, Any]]) -> None:
@@ -144,12 +144,13 @@ class ShardStore:
         ):
             parameter.copy_(value)
             self._optimizer.state[parameter] = {
-                name: _near(parameter, name, entry) for name, entry in state.items()
+                name: _to_device_of(parameter, name, entry)
+                for name, entry in state.items()
             }
 
 
 class Shards:
-    """All shards, as this rank has them.
+    """This rank's copy of each shard.
 
     Args:
         tensors: the parameters of each shard, on this rank.
@@ -161,7 +162,7 @@ class Shards:
     ) -> None:
         self.tensors = tensors
         self.versions = [0] * len(tensors)
-        """The version of this rank's parameters, by shard."""
+        """The version of this rank's copy of each shard."""
         self.store: ShardStore | None = None
         """The shard that this rank serves; None on a worker."""
         self.report = Report()
@@ -170,14 +171,14 @@ class Shards:
         self._optimizer = optimizer
 
     def keep(self, shard: int, version: int, snapshot: bytes) -> None:
-        """Keep a snapshot of a shard, in place of an older one."""
+        """Keep a snapshot of a shard. It replaces an older one."""
         self._kept[shard] = version, snapshot
 
     def assign(self, roles: Roles) -> None:
         """Give each shard to its server, and its parameters to all ranks.
 
-        Every rank must call. A shard comes from the server that has it, else from its
-        newest snapshot, else from a worker.
+        Every rank must call. The source of a shard is the server that holds it. If that
+        server has died, it is the newest snapshot, and without a snapshot a worker.
         """
         rank = default_group().rank
         every = all_gather_object(self._holds(rank - roles.servers.start))
@@ -191,7 +192,7 @@ class Shards:
         """The kind and version of this rank's copy of each shard.
 
         Args:
-            own: the shard that this rank serves, if it is a server.
+            own: index of the shard that this rank serves; negative on a worker.
         """
         held = []
         for shard, version in enumerate(self.versions):
@@ -206,10 +207,10 @@ class Shards:
     def _assign_shard(
         self, shard: int, server: int, held: Sequence[tuple[int, int]]
     ) -> None:
-        """Take a shard from the rank that has the best of it, to its server and to all.
+        """Copy a shard from the rank with the best copy to its server and to all ranks.
 
         Args:
-            held: how each rank has the shard, and in which version, in rank order.
+            held: the kind and version of each rank's copy, in rank order.
         """
         best = max(held)
         source = held.index(best)
@@ -219,8 +220,9 @@ class Shards:
             data = broadcast_object(self._kept.get(shard, (0, b""))[1], source)
         elif how == REPLICA and version:
             warnings.warn(
-                f"the server of shard {shard} is gone and has left no snapshot: its "
-                "optimizer state starts empty, its parameters are a worker's",
+                f"the server of shard {shard} has died and no snapshot of the shard "
+                "exists: its parameters are copied from a worker, and its optimizer "
+                "state starts empty. A lower snapshot_every loses fewer updates",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -236,11 +238,11 @@ class Shards:
         self.versions[shard] = version
 
     def __getstate__(self) -> dict[str, Any]:
-        # A rank that joins gets a copy of this object, and serves nothing yet.
+        # A rank that joins gets a copy of this object. It serves no shard yet.
         return {**self.__dict__, "store": None, "report": Report()}
 
 
-def _near(parameter: Tensor, name: str, entry: Any) -> Any:
+def _to_device_of(parameter: Tensor, name: str, entry: Any) -> Any:
     """Move optimizer state to its parameter's device; step counts stay on the CPU."""
     if isinstance(entry, Tensor) and name != "step":
         return entry.to(parameter.device)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from nbdist.collectives import TolerantMessages, all_gather_object, default_group
 from nbdist.errors import UsageError
-from nbdist.training.strategies.base import Strategy, begin_alike
+from nbdist.training.strategies.base import Strategy, broadcast_model
 from nbdist.training.strategies.parameter_server.server import (
     REDUCTIONS,
     Server,
@@ -43,7 +43,10 @@ Mode = Literal["sync", "async"]
 
 
 class ParameterServer(Strategy):
-    """The last ranks hold the parameters; the other ranks push gradients and pull.
+    """The last ranks hold the parameters; the other ranks compute gradients.
+
+    A rank that holds parameters is a *server*. A *worker* computes gradients, pushes
+    them to the servers, and pulls the new parameters.
 
     After Li et al., "Scaling Distributed Machine Learning with the Parameter Server",
     OSDI 2014. The training runs within `run`, which all ranks call. On a worker, `run`
@@ -61,10 +64,10 @@ class ParameterServer(Strategy):
             about the same number of bytes.
         mode: "sync" averages the workers' gradients for each update; "async" applies
             each gradient when it arrives.
-        max_staleness: for "async", how many steps a worker may be ahead of the slowest
-            worker. Default: no bound.
-        replicas: for "sync", how many gradients make an update. Later gradients are
-            dropped. Default: the number of workers.
+        max_staleness: for "async", the most steps that a worker may be ahead of the
+            slowest worker. Default: no bound.
+        replicas: for "sync", the number of gradients that are averaged for an update.
+            Later gradients are dropped. Default: the number of workers.
         snapshot_every: updates between two snapshots of a shard; None for no snapshots.
 
     Raises:
@@ -85,11 +88,13 @@ class ParameterServer(Strategy):
             raise UsageError(f"mode={mode!r}: expected 'sync' or 'async'")
         if max_staleness is not None and (mode == "sync" or max_staleness < 0):
             raise UsageError(
-                f"max_staleness={max_staleness}: expected 0 or more, with mode='async'"
+                f"max_staleness={max_staleness}, mode={mode!r}: expected max_staleness "
+                "of 0 or more, and only with mode='async'"
             )
         if replicas is not None and (mode == "async" or replicas < 1):
             raise UsageError(
-                f"replicas={replicas}: expected 1 or more, with mode='sync'"
+                f"replicas={replicas}, mode={mode!r}: expected replicas of 1 or more, "
+                "and only with mode='sync'"
             )
         if snapshot_every is not None and snapshot_every < 1:
             raise UsageError(f"snapshot_every={snapshot_every}: expected 1 or more")
@@ -97,9 +102,9 @@ class ParameterServer(Strategy):
         self.max_staleness, self.replicas = max_staleness, replicas
         self.snapshot_every = snapshot_every
         self.reports: list[Report] = []
-        """The counts of each server, over all runs, as of the end of the last `run`."""
+        """The counts of each server over all runs, at the end of the last `run`."""
         self._shards: Shards | None = None
-        self._post: TolerantMessages | None = None
+        self._messages: TolerantMessages | None = None
         self._worker: Worker | None = None
 
     # -- roles ---------------------------------------------------------------------
@@ -122,7 +127,7 @@ class ParameterServer(Strategy):
 
     @property
     def staleness(self) -> Counter[int]:
-        """The number of gradients on all servers, by staleness; see `Report`."""
+        """The number of gradients on all servers, by staleness (see `Report`)."""
         return sum((report.staleness for report in self.reports), Counter())
 
     # -- the protocol --------------------------------------------------------------
@@ -132,11 +137,11 @@ class ParameterServer(Strategy):
     ) -> tuple[nn.Module, Optimizer]:
         """Return the model, and an optimizer whose `step` pushes and pulls.
 
-        Every rank must call. The servers run `optimizer`. Workers send its options to
-        them, such as learning rates that a worker's scheduler sets.
+        Every rank must call. The servers run `optimizer`. Workers send them its
+        options, such as a learning rate that a scheduler has set.
 
         Raises:
-            UsageError: there are not enough ranks, workers or parameters.
+            UsageError: there are too few ranks, workers or parameters.
         """
         workers = len(self.roles.workers)
         if self.replicas is not None and self.replicas > workers:
@@ -144,7 +149,7 @@ class ParameterServer(Strategy):
         parameters = trained_parameters(optimizer)
         sizes = [each.numel() * each.element_size() for each in parameters]
         shards = shards_by_bytes(sizes, self.n_ps)
-        begin_alike(model)
+        broadcast_model(model)
         self._shards = Shards(
             [[parameters[place] for place in shard] for shard in shards], optimizer
         )
@@ -158,11 +163,13 @@ class ParameterServer(Strategy):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Result:
-        """Call a function on every worker, and serve it. Every rank must call.
+        """Call a function on every worker while the servers serve.
+
+        Every rank must call.
 
         Args:
-            fn: preferably a whole training, as all workers wait for each other at the
-                end of `run`.
+            fn: preferably a whole training, because all workers wait for each other at
+                the end of `run`.
             args, kwargs: arguments of `fn`.
 
         Returns:
@@ -175,13 +182,13 @@ class ParameterServer(Strategy):
         """
         if self._shards is None:
             raise UsageError("run(): call setup(model, optimizer) first")
-        if self._post is None or self._post.broken:
+        if self._messages is None or self._messages.broken:
             self._connect()
-        assert self._post is not None
+        assert self._messages is not None
         if self.replica is None:
-            result: Result = self._serve(self._post, self._shards)
+            result: Result = self._serve(self._messages, self._shards)
             return result
-        return self._work(self._post, self._shards, fn, args, kwargs or {})
+        return self._work(self._messages, self._shards, fn, args, kwargs or {})
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The results of the replicas in this process, of which a server has none."""
@@ -202,14 +209,14 @@ class ParameterServer(Strategy):
 
     def _work(
         self,
-        post: TolerantMessages,
+        messages: TolerantMessages,
         shards: Shards,
         fn: Callable[..., Result],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Result:
         worker = self._worker = Worker(
-            post, self.roles.servers, shards.tensors, shards.versions, shards.keep
+            messages, self.roles.servers, shards.tensors, shards.versions, shards.keep
         )
         try:
             result = fn(*args, **kwargs)
@@ -230,17 +237,19 @@ class ParameterServer(Strategy):
             )
         self._worker.push(options)
 
-    def _serve(self, post: TolerantMessages, shards: Shards) -> Any:
+    def _serve(self, messages: TolerantMessages, shards: Shards) -> Any:
         assert shards.store is not None
         servers, policy = self.roles.servers, self._policy(shards.report)
         server = Server(
-            post, self.roles.workers, shards.store, policy, self.snapshot_every
+            messages, self.roles.workers, shards.store, policy, self.snapshot_every
         )
         try:
             result = server.serve()
-            self.reports = exchange_shards(post, servers, shards.tensors, shards.report)
+            self.reports = exchange_shards(
+                messages, servers, shards.tensors, shards.report
+            )
         except BaseException as error:
-            post.abort(error)
+            messages.abort(error)
             raise
         return result
 
@@ -255,20 +264,21 @@ class ParameterServer(Strategy):
         Every rank must call.
         """
         assert self._shards is not None
-        self._post = TolerantMessages(default_group())
+        self._messages = TolerantMessages(default_group())
         self._shards.assign(self.roles)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A rank that joins gets a copy of this object, and connects by itself.
-        return {**self.__dict__, "_post": None, "_worker": None}
+        # A rank that joins gets a copy of this object, and makes its own connections.
+        return {**self.__dict__, "_messages": None, "_worker": None}
 
 
 class PushOptimizer(WrappedOptimizer):
-    """Pushes gradients and pulls parameters, in place of computing a step.
+    """Pushes gradients and pulls parameters instead of computing a step.
 
     Args:
         inner: the optimizer that the servers run. On a worker it only holds options.
-        push: pushes and pulls. It is called with each parameter group's options.
+        push: called with the options of each parameter group; pushes the gradients and
+            pulls the parameters.
     """
 
     def __init__(

@@ -21,13 +21,13 @@ class Report:
     updates: int = 0
     """Number of updates of the parameters."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """Number of gradients by staleness: by how many updates the parameters had changed
-    between their pull and the gradient's arrival."""
+    """Number of gradients by staleness. The staleness of a gradient is the number of
+    updates between the pull of its parameters and its arrival."""
     dropped: int = 0
     """Number of gradients that arrived too late to be used."""
     lead: int = 0
-    """The most steps that a worker was ahead of the slowest worker when it was given
-    parameters."""
+    """The most steps that a worker was ahead of the slowest worker when the server sent
+    it parameters."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Decision:
     """The next actions of the server."""
 
     apply: tuple[int, ...] = ()
-    """Workers whose gradients to average and apply, in this order; empty for no
-    update."""
+    """Workers whose gradients the server averages and applies, in this order; empty for
+    no update."""
     answer: tuple[int, ...] = ()
-    """Workers to send the parameters to, after the update."""
+    """Workers to which the server sends the parameters after the update."""
 
 
 class UpdatePolicy(ABC):
@@ -63,11 +63,12 @@ class UpdatePolicy(ABC):
         self.active = set(workers)
 
     def push(self, worker: int, computed_with: int) -> Decision:
-        """Decide about a gradient.
+        """Decide what to do with a gradient.
 
         Args:
-            worker: the worker that has sent it.
-            computed_with: version of the parameters that it was computed with.
+            worker: the worker that sent the gradient.
+            computed_with: version of the parameters that the gradient was computed
+                with.
         """
         self.report.staleness[self.version - computed_with] += 1
         return self._push(worker, computed_with)
@@ -77,7 +78,7 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def leave(self, worker: int) -> Decision:
-        """Decide what follows when a worker has finished, failed or died.
+        """Decide what to do when a worker has finished, failed or died.
 
         Gradients that the worker has pushed before still count.
         """
@@ -91,7 +92,8 @@ class SyncUpdates(UpdatePolicy):
     Synchronous SGD", 2016, arXiv:1604.00981).
 
     Args:
-        replicas: R. With fewer than R workers left, all of them are waited for.
+        replicas: R. If fewer than R workers are left, the gradients of all of them are
+            averaged.
     """
 
     def __init__(self, report: Report, replicas: int) -> None:
@@ -159,7 +161,7 @@ class AsyncUpdates(UpdatePolicy):
         return Decision(answer=self._release())
 
     def _release(self) -> tuple[int, ...]:
-        """Release and return the held workers that are within the bound."""
+        """Release the held workers that are within the bound, and return them."""
         slowest = min((self._clocks[worker] for worker in self.active), default=0)
         ahead = {worker: self._clocks[worker] - slowest for worker in self._held}
         bound = self._bound

@@ -1,4 +1,4 @@
-"""The worker: it pushes gradients to the servers, and pulls parameters."""
+"""The worker pushes gradients to the servers, and pulls parameters."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ class Worker:
     """A worker's messages to and from all servers.
 
     Args:
-        post: messages to the servers.
+        messages: messages to the servers.
         servers: ranks of the servers.
-        shards: this replica's parameters, by the server that holds them.
-        versions: versions of these parameters, by server.
-        keep: called with each snapshot that a server sends: server, version, bytes.
+        shards: for each server, this worker's parameters that the server holds.
+        versions: for each server, the version of these parameters.
+        keep: called as `keep(server, version, snapshot)` with each snapshot that a
+            server sends.
     """
 
     def __init__(
         self,
-        post: TolerantMessages,
+        messages: TolerantMessages,
         servers: Sequence[int],
         shards: Sequence[Sequence[Tensor]],
         versions: Sequence[int],
         keep: Callable[[int, int, bytes], None],
     ) -> None:
-        self._post = post
+        self._messages = messages
         self._servers = servers
         self._shards = shards
         self._gradients = [host_buffers(shard) for shard in shards]
@@ -53,10 +54,11 @@ class Worker:
         self._options: Any = None
 
     def push(self, options: Sequence[dict[str, Any]]) -> None:
-        """Send the replica's gradients, and replace its parameters by the answers.
+        """Send this worker's gradients, and replace its parameters by the answers.
 
         Args:
-            options: the options of each parameter group, which are sent if changed.
+            options: the options of each parameter group. They are sent if they have
+                changed.
         """
         if options != self._options:
             self._options = [dict(each) for each in options]
@@ -68,7 +70,7 @@ class Worker:
             gradients = self._gradients[number]
             gradients.fill([parameter.grad for parameter in shard])
             head = Head(Kind.PUSH, self.versions[number])
-            send(self._post, server, head, gradients.buffers)
+            send(self._messages, server, head, gradients.buffers)
         for number, (head, extra) in self._answers(range(len(self._servers))).items():
             self._take_parameters(number, head)
             if len(extra):
@@ -81,7 +83,7 @@ class Worker:
             op: index in the server's `REDUCTIONS`.
         """
         head = Head(Kind.REDUCE, size=len(numbers), detail=op)
-        send(self._post, self._servers[0], head, [numbers])
+        send(self._messages, self._servers[0], head, [numbers])
         result = torch.empty_like(numbers)
         self._answers([0], lambda _number, _head: [result])
         return result
@@ -90,7 +92,8 @@ class Worker:
         """Report that this worker has finished, and wait for the other workers.
 
         Args:
-            result: a picklable value, which the servers return too.
+            result: the worker's result, which must be picklable. The servers return the
+                result of the lowest worker.
 
         Returns:
             The report of each server.
@@ -105,13 +108,13 @@ class Worker:
 
     def leave(self) -> None:
         """Report that this worker has failed."""
-        if not self._post.broken:
+        if not self._messages.broken:
             self._send_all(Head(Kind.LEFT), [])
 
     def _send_all(self, head: Head, bodies: Sequence[Tensor]) -> None:
         for server in self._servers:
-            if server not in self._post.lost:
-                send(self._post, server, head, bodies)
+            if server not in self._messages.lost:
+                send(self._messages, server, head, bodies)
 
     def _take_parameters(self, number: int, head: Head) -> None:
         self._values[number].copy_to(self._shards[number])
@@ -133,7 +136,8 @@ class Worker:
             The head and the extra bytes of each answer, by server.
         """
         open_ = {
-            number: Receiver(self._post, self._servers[number]) for number in numbers
+            number: Receiver(self._messages, self._servers[number])
+            for number in numbers
         }
         answers: dict[int, tuple[Head, Tensor]] = {}
 
@@ -152,12 +156,12 @@ class Worker:
                 if arrived and number in answers:
                     del open_[number]
                 elif arrived:
-                    receiving.ask_for(tensors_of(number, receiving.head))
+                    receiving.receive(tensors_of(number, receiving.head))
                 elif number in answers:  # a long message moves while both ends poll
-                    self._post.ring(self._servers[number])
+                    self._messages.ring(self._servers[number])
             return not open_
 
-        self._post.wait(
+        self._messages.wait(
             look,
             what="parameter server",
             awaited=lambda: [self._servers[number] for number in open_],
@@ -165,7 +169,7 @@ class Worker:
         return answers
 
     def _check(self, server: int, receiving: Receiver) -> None:
-        why = self._post.lost.get(server)
+        why = self._messages.lost.get(server)
         if why is None and receiving.arrived and receiving.error is not None:
             why = str(receiving.error)
         if why is not None:
