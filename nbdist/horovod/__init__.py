@@ -1,8 +1,9 @@
 """Horovod's names for PyTorch: `import nbdist.horovod as hvd`.
 
-A script written for Horovod runs with this import in place of `import horovod.torch`,
-in a cell, by `mpiexec -n 4 python train.py` and by `torchrun`. Names load on first use:
-in the notebook only `hvd.run` does anything, and it needs neither torch nor MPI there.
+A script written for Horovod runs with this import in place of `import horovod.torch`:
+in a cell, under `mpiexec -n 4 python train.py` and under `torchrun`. Each name is
+loaded at its first use. In the notebook's process only `hvd.run` works. It needs
+neither torch nor MPI there.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def combine_pair(first: Tensor, second: Tensor) -> Tensor:
     """Adasum of two gradients (the paper's equation for two nodes).
 
     Args:
-        first, second: Equal shape, floating dtype; kept.
+        first, second: Equal shape, floating dtype; not changed.
     """
     return _weighted(first, second, _products(first, second))
 
@@ -32,9 +32,10 @@ def adasum(tensors: Sequence[Tensor], group: Group) -> None:
     Ranks are combined in pairs, then pairs of pairs: (0, 1), (2, 3), then (0-1, 2-3). A
     rank without a partner takes part in the next round. All ranks get the same bits.
 
-    Each rank combines its own N-th of the elements of all ranks. So the ranks send as
-    many elements as in an all-reduce, and three numbers for each tensor and each pair
-    of ranks. Call this within a call of the group, as transports are called.
+    Each of N ranks combines one N-th of the elements of all ranks. The ranks therefore
+    send as many elements as in an all-reduce, and three numbers for each tensor and
+    each pair of ranks. Call this in the body of a call of the group, as the methods of
+    a transport are called.
 
     Args:
         tensors: One-dimensional, contiguous, of floating dtype; the same lengths and
@@ -90,7 +91,7 @@ def _tree(rows: list[Tensor], cuts: list[tuple[int, int]], group: Group) -> Tens
     """The ranks' rows, combined pair by pair."""
     while len(rows) > 1:
         pairs = list(zip(rows[::2], rows[1::2], strict=False))
-        # Each rank has a part of each product; their sum over the ranks is the product.
+        # Each rank has a part of each product. The sum over the ranks is the product.
         products = torch.stack(
             [
                 _products(a[low:high], b[low:high])

@@ -50,8 +50,8 @@ def init(
     Every rank must call. A repeated call does nothing unless the ranks have changed.
 
     Args:
-        comm: The ranks to use, or an mpi4py communicator over them; default all.
-        process_sets: Process sets to add, or "dynamic", which has no effect.
+        comm: The world ranks to use, or an mpi4py communicator over them. Default: all.
+        process_sets: Process sets to add. "dynamic" has no effect.
 
     Raises:
         WrongProcess: No launcher or cluster has started this process as a rank.
@@ -74,12 +74,12 @@ def _ranks_of(comm: Any) -> list[int]:
 
 
 def shutdown() -> None:
-    """Leave the world. Calls under way end. Safe to call twice."""
+    """Leave the world. Calls under way end with an error. Safe to call twice."""
     sets.end()
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and the ranks have not changed since."""
+    """Whether `init` was called and the ranks have not changed since then."""
     try:
         default_group()
     except WrongProcess:
@@ -163,7 +163,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether other code may use MPI from any thread at the same time."""
+    """Whether any thread may call MPI at any time (MPI_THREAD_MULTIPLE)."""
     from mpi4py import MPI
 
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE

@@ -20,12 +20,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor to send, and a context for `decompress`."""
+        """Return the tensor to send, and a context for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The reduced tensor in the form that it had before `compress`."""
+        """Return the reduced tensor with the dtype that it had before `compress`."""
         return tensor
 
 
@@ -59,8 +59,8 @@ def compressed(
     """Compress tensors, reduce them, and decompress the results.
 
     Args:
-        compression: Applied to each tensor by itself.
-        tensors: Kept.
+        compression: Compresses each tensor.
+        tensors: The tensors, which are not changed.
         reduce: Takes the compressed tensors as its arguments, and returns a result for
             each of them.
     """

@@ -1,11 +1,13 @@
 """Matches the ranks' calls by name.
 
-Calls go to the collectives in the order in which this rank makes them. While all ranks
-make them in one order, as almost every program does, nothing else is sent: the barrier
-of each collective compares the names. When the barrier finds that the ranks' calls
-differ, which touches no data, the ranks exchange lists of their calls and make those
-that all of them have, in one order. `join` works in the same way: a rank without data
-says so, and takes part in the others' reductions with neutral elements from then on.
+A coordinator makes collective calls in the order in which its rank submits them. The
+barrier of each collective compares the calls' names. If all ranks submit calls in the
+same order, as in almost every program, this is the only comparison. If the calls
+differ, the barrier raises before any data has changed. The ranks then exchange lists of
+their calls, and make the calls that all of them have submitted, in one order.
+
+`join` uses the same exchange. A joined rank takes part in the other ranks' reductions
+with elements that do not change the result.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Coordinator:
     """The calls of this rank on one group, and their order."""
 
     def __init__(self, group: Group) -> None:
-        """Take a group, on which no other code may make calls."""
+        """Make a coordinator for a group. No other code may make calls on the group."""
         self.group = group
         self._pending: dict[str, Request] = {}
         self._changed = threading.Condition()
@@ -44,12 +46,12 @@ class Coordinator:
         """Held by the thread that makes calls."""
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """True for each submitted call; False ends the thread."""
+        """True for each call submitted; False ends the thread."""
         self._unnamed: Counter[str] = Counter()
         self.optimizers = itertools.count()
-        """Numbers of the optimizers whose gradients are reduced here."""
+        """Numbers the optimizers whose gradients this coordinator reduces."""
         self._waiting = 0
-        self._stirred = False
+        self._offers_changed = False
         """Whether this rank's offers may have changed."""
         self._joined: frozenset[int] = frozenset()
         self._last_joined = -1
@@ -58,7 +60,10 @@ class Coordinator:
     # -- calls ---------------------------------------------------------------------
 
     def name(self, operation: str, given: str | None) -> str:
-        """The name of a call on all ranks: the user's, or the number of the call."""
+        """The name of a call: the given name, or one with the number of the call.
+
+        All ranks number their calls in the order in which they make them.
+        """
         if given is not None:
             return f"{operation}.{given}"
         self._unnamed[operation] += 1
@@ -116,7 +121,7 @@ class Coordinator:
     def poll(self, request: Request) -> bool:
         """Whether a call has ended. Does not wait."""
         if not request.handle.is_completed():
-            self._stir()
+            self._note_change()
         return request.handle.is_completed()
 
     def join(self) -> int:
@@ -132,12 +137,12 @@ class Coordinator:
     def abort(self, error: BaseException) -> None:
         """Release this process's waits for other ranks. Any thread may call."""
         self.group.abort(error)
-        self._stir()
+        self._note_change()
 
     def close(self) -> None:
         """End all calls and the thread. Safe to call twice."""
         self.group.close()
-        self._stir()
+        self._note_change()
         self._work.put(False)
 
     def _add(self, request: Request) -> None:
@@ -149,24 +154,24 @@ class Coordinator:
                     "way; synchronize() it first, or give another name"
                 )
             self._pending[request.name] = request
-            if not self._stirred:
-                self._stirred = True
+            if not self._offers_changed:
+                self._offers_changed = True
                 self._changed.notify_all()
 
     def _refresh(self) -> None:
-        """Fail the calls that were made before the group was renewed."""
+        """Fail the calls that were submitted before the group was renewed."""
         if self._generation != self.group.generation:
             self._generation, self._joined = self.group.generation, frozenset()
             self._fail_all(CollectiveAborted("the group of ranks was renewed"))
 
-    def _stir(self) -> None:
+    def _note_change(self) -> None:
         with self._changed:
-            self._stirred = True
+            self._offers_changed = True
             self._changed.notify_all()
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
-        """Mark this thread as waiting for a call: it makes no other call meanwhile."""
+        """Mark this thread as waiting for a call. It makes no other call meanwhile."""
         with self._changed:
             self._waiting += 1
             if self._waiting == 1:
@@ -200,7 +205,7 @@ class Coordinator:
             self._negotiate(mismatch)
 
     def _make(self, request: Request) -> None:
-        """Make one call on all ranks, to its end or its error.
+        """Make one call on all ranks, and complete its handle.
 
         Raises:
             CollectiveMismatch: The ranks' calls differ. The call is still pending.
@@ -235,7 +240,8 @@ class Coordinator:
     def _negotiate(self, mismatch: CollectiveMismatch | None) -> None:
         """Make the calls that all ranks have in common, as soon as there are some.
 
-        Every rank of the group runs this, and decides with the same table of offers.
+        Every rank of the group runs this. All ranks have the same table of offers, so
+        they make the same decision.
         """
         while self._pending and self._generation == self.group.generation:
             try:
@@ -247,24 +253,24 @@ class Coordinator:
             except BaseException as failure:  # noqa: BLE001 - the waiter raises it
                 self._fail_all(failure)
                 return
-            if self._settle(table, mismatch):
+            if self._act_on(table, mismatch):
                 return
-            self._await_news()
+            self._await_change()
 
     def _offers(self) -> Offers:
         with self._changed:
-            self._stirred = False
+            self._offers_changed = False
             calls = {name: request.offer for name, request in self._pending.items()}
             return Offers(calls, self._waiting > 0, self._unnamed)
 
-    def _settle(self, table: list[Offers], mismatch: CollectiveMismatch | None) -> bool:
+    def _act_on(self, table: list[Offers], mismatch: CollectiveMismatch | None) -> bool:
         """Act on the ranks' offers. Returns whether the negotiation has ended."""
         joined = frozenset(rank for rank, each in enumerate(table) if each.joined)
         newly = joined - self._joined or joined
         self._joined = joined
         active = [each for rank, each in enumerate(table) if rank not in joined]
         if not active:
-            for each in table:  # a joined rank has not counted the others' calls
+            for each in table:  # a joined rank has not counted the other ranks' calls
                 self._unnamed |= each.unnamed
             self._end_join(max(newly))
             return True
@@ -290,7 +296,7 @@ class Coordinator:
             self._finish(request, error)
 
     def _stand_in(self, name: str, offer: Offer) -> Request:
-        """This rank's part in a reduction of the others, after it has joined."""
+        """The request with which a joined rank takes part in the others' reduction."""
         assert offer.stand_in is not None
         body = offer.stand_in.body(self.group.transport(offer.stand_in.device))
         return Request(
@@ -306,9 +312,9 @@ class Coordinator:
         for request in list(self._pending.values()):
             self._finish(request, error)
 
-    def _await_news(self) -> None:
-        """Wait until this rank has made another call or waits for one."""
+    def _await_change(self) -> None:
+        """Wait until this rank has submitted another call, or waits for one."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._stirred or self._waiting or self.group.broken
+                lambda: self._offers_changed or self._waiting or self.group.broken
             )

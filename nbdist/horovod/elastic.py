@@ -39,18 +39,18 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_bucket_order(state: State) -> None:
-    """Have the ranks agree again, as a new rank knows no order of buckets."""
+    """Make the ranks agree on the order of buckets again. A new rank has no order."""
     for value in state._objects.values():
         reducer = getattr(value, "_reducer", None)
         if isinstance(reducer, GradientReducer):
-            reducer.forget()
+            reducer.forget_buckets()
 
 
 class TorchState(State):
-    """The state that survives: a model, an optimizer, samplers and plain values.
+    """A `nbdist.elastic.State` with Horovod's constructor.
 
     Args:
-        model, optimizer: Committed and restored by their state.
+        model, optimizer: A commit copies their `state_dict()`.
         kwargs: Further values, such as `epoch=0`. Each is an attribute.
     """
 
@@ -65,13 +65,16 @@ class TorchState(State):
         super().__init__(None, 1, **known, **kwargs)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Register functions to call on every rank after the ranks have changed."""
+        """Register functions without arguments, called after the ranks have changed.
+
+        Every rank calls them.
+        """
         for callback in callbacks:
             self.on_reset(functools.partial(_without_sizes, callback))
 
 
 def _without_sizes(callback: Callable[[], Any], _old: int, _new: int) -> None:
-    init()  # the callback may ask for the new ranks
+    init()  # the callback may call hvd.rank() and hvd.size()
     callback()
 
 
@@ -79,14 +82,15 @@ class ElasticSampler(Sampler[int]):
     """Divides an epoch's samples among the ranks, and the rest after a change of ranks.
 
     Put it into the `TorchState`, call `record_batch` after each batch, and `set_epoch`
-    at the end of each epoch. Every rank gets the same number of samples, of which the
-    last few may be repeated, as in `DistributedSampler`. `nbdist.elastic.Sampler`
-    repeats none.
+    at the end of each epoch. Every rank gets the same number of samples. Some samples
+    may therefore be repeated at the end, as in torch's `DistributedSampler`.
+    `nbdist.elastic.Sampler` repeats no sample.
 
     Args:
-        dataset: Its length must not change.
-        shuffle: Whether the order depends on seed and epoch.
-        seed: Equal on all ranks.
+        dataset: A data set whose length does not change.
+        shuffle: Use a new order in each epoch, which depends on `seed`. If False, use
+            the data set's order.
+        seed: The seed of the order, equal on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -95,7 +99,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch, with no samples processed."""
+        """Begin an epoch, in which no sample is processed yet."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
@@ -114,7 +118,7 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the number of its samples that are processed."""
+        """The epoch, and the number of its samples that were processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:

@@ -35,10 +35,11 @@ def broadcast_parameters(
     """Overwrite parameters with rank `root_rank`'s. Every rank of the set must call.
 
     Args:
-        params: Such as `model.state_dict()`, `model.named_parameters()` or
-            `model.parameters()`. Values that are no tensors are skipped.
+        params: `model.state_dict()`, `model.named_parameters()`, or tensors on the CPU
+            or on this rank's GPU, with equal shapes and dtypes on all ranks. Other
+            values are skipped.
         root_rank: A world rank.
-        process_set: The ranks.
+        process_set: The ranks that take part. Default: all ranks.
     """
     if isinstance(params, Mapping):
         pairs: list[Any] = sorted(params.items())
@@ -64,16 +65,16 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give all ranks a copy of rank `root_rank`'s optimizer state. All must call.
+    """Copy rank `root_rank`'s optimizer state to all ranks. Every rank must call.
 
-    No rank takes a step. If the root's optimizer has no state, the others' have none
-    afterwards. `load_state_dict` chooses the device of each tensor.
+    If the root's optimizer has no state, the other optimizers have none afterwards.
+    Each tensor goes to the device that `load_state_dict` chooses.
 
     Args:
-        optimizer: Any of torch's, over the same parameters on all ranks.
+        optimizer: A `torch.optim.Optimizer`, over the same parameters on all ranks.
         root_rank: A world rank.
         model: Part of Horovod's signature; not used.
-        process_set: The ranks.
+        process_set: The ranks that take part. Default: all ranks.
     """
     is_root = rank() == root_rank
     state: Any = optimizer.state_dict() if is_root else None
@@ -120,7 +121,7 @@ def broadcast_object(
         obj: An object that cloudpickle can pickle, on the root; ignored elsewhere.
         root_rank: A world rank.
         name: As for `broadcast`.
-        process_set: The ranks.
+        process_set: The ranks that take part. Default: all ranks.
 
     Returns:
         `obj` itself on the root, a copy elsewhere.
@@ -140,7 +141,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """`broadcast_object` with every argument but the object given."""
+    """Return a function that calls `broadcast_object` with these arguments."""
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -154,7 +155,7 @@ def allgather_object(
     Args:
         obj: An object that cloudpickle can pickle.
         name: As for `allgather`.
-        process_set: The ranks.
+        process_set: The ranks that take part. Default: all ranks.
     """
     data = _packed(obj)
     lengths = allgather(

@@ -1,4 +1,4 @@
-"""Reducing gradients over the ranks while the backward pass is still running.
+"""Reduces gradients over the ranks while the backward pass runs.
 
 Gradients are collected in buckets. A bucket is reduced as one tensor as soon as its
 last gradient is ready (Li et al., "PyTorch Distributed: Experiences on Accelerating
@@ -58,7 +58,7 @@ def plan_buckets(
         items: all gradients.
         order: indices of the gradients to distribute, in the order in which they are
             expected to be ready.
-        limit: bytes after which a bucket is closed; 0 gives each gradient its own.
+        limit: bytes after which a bucket is full; 0 for one bucket a gradient.
         groups: indices of gradients that share a bucket, whatever their size.
 
     Returns:
@@ -96,8 +96,8 @@ class NamedReduction:
 
     Args:
         op, predivide: As for `DistributedOptimizer`.
-        compression: Compresses whole buckets.
-        process_set: The ranks.
+        compression: Compresses each bucket.
+        process_set: The ranks that take part.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class NamedReduction:
 
     @property
     def size(self) -> int:
-        """The number of ranks. A single rank reduces nothing."""
+        """The number of ranks. With one rank, nothing is reduced."""
         return self._set.size()
 
     def agree(self, numbers: Tensor) -> None:
-        """Sum small integers over the ranks, in place.
+        """Sum a table of small integers over the ranks, in place.
 
-        In the first row, only the first rank's numbers are used.
+        The first row of the result is the first rank's.
         """
         leads = self._set.rank() == 0
         if not leads:
@@ -144,7 +144,11 @@ class NamedReduction:
         allreduce_(numbers, name=name, op=Sum, process_set=self._set)
 
     def begin(self, index: int, bucket: Tensor) -> Callable[[], object]:
-        """Begin to reduce a flat bucket in place; return a function that waits."""
+        """Begin to reduce a flat bucket in place.
+
+        Returns:
+            A function that waits for the reduction.
+        """
         coordinator = coordinator_of(self._set)
         packed, context = self._compression.compress(bucket)
         request = reduction(
@@ -163,7 +167,7 @@ class NamedReduction:
         """Return the reduction of a sparse gradient."""
         own = gradient.coalesce()
         name = f"{self._name}.sparse.{index}"
-        # allgather joins along the first dimension; indices have one column for each.
+        # allgather joins rows. A sparse tensor has one column of indices for a value.
         indices = allgather(own.indices().T.contiguous(), f"{name}.indices", self._set)
         values = allgather(own.values(), f"{name}.values", self._set)
         if self._op is Average:
@@ -187,7 +191,7 @@ class _Bucket:
         self.wait: Callable[[], object] | None = None
 
     def fill(self, parameters: Sequence[Tensor]) -> None:
-        """Copy the gradients into the buffer; zeros where a parameter has none."""
+        """Copy the gradients into the buffer. A parameter without one gives zeros."""
         views, gradients = [], []
         for index, view in zip(self.members, self.views, strict=True):
             gradient = parameters[index].grad
@@ -199,7 +203,7 @@ class _Bucket:
         if views:
             torch._foreach_copy_(views, gradients)
 
-    def hand_out(self, parameters: Sequence[Tensor]) -> None:
+    def set_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Make the parameters' gradients views of the buffer, without a copy."""
         for index, view in zip(self.members, self.views, strict=True):
             if parameters[index].grad is not view:
@@ -215,14 +219,14 @@ class GradientReducer:
     """Reduces the gradients of some parameters, in buckets, during backward.
 
     After `synchronize`, `parameter.grad` is a view of a bucket, which the next step
-    overwrites: clone a gradient to keep it.
+    overwrites. Clone a gradient to keep it.
 
     Args:
-        parameters: in the order of the model. Parameters that require no gradient now
-            are ignored.
+        parameters: in the order of the model. Parameters that do not require a gradient
+            now are ignored.
         reduction: reduces the buckets.
-        bucket_bytes: the `limit` of `plan_buckets`.
-        passes: backward passes to accumulate on each rank before reducing.
+        bucket_bytes: bytes after which a bucket is full.
+        passes: backward passes whose gradients are accumulated before they are reduced.
         groups: indices of parameters whose gradients share a bucket.
         sparse_as_dense: whether sparse gradients are reduced as dense ones.
     """
@@ -251,7 +255,7 @@ class GradientReducer:
         self._sparse: list[int] = []
         self.set_passes(passes)
         for index in self._used:
-            _take(self._parameters[index], partial(self._on_gradient, index))
+            _install_hook(self._parameters[index], partial(self._on_gradient, index))
 
     def set_passes(self, passes: int) -> None:
         """Accumulate over this many backward passes from now on."""
@@ -263,7 +267,7 @@ class GradientReducer:
         """Whether gradients were computed since the last `synchronize`."""
         return self._dirty
 
-    def forget(self) -> None:
+    def forget_buckets(self) -> None:
         """Make the ranks agree on the buckets again in the next step."""
         self._buckets = None
         self._bucket_of.clear()
@@ -277,11 +281,11 @@ class GradientReducer:
         if self._reduction.size > 1:
             if self._buckets is None:
                 self._agree()
-            self._begin_full(even_if_not=True)
+            self._begin_full(also_incomplete=True)
             for bucket in self._buckets or ():
                 assert bucket.wait is not None
                 bucket.wait()
-                bucket.hand_out(self._parameters)
+                bucket.set_gradients(self._parameters)
             for index in self._sparse:
                 self._reduce_sparse(index)
         self._reset()
@@ -297,15 +301,15 @@ class GradientReducer:
             bucket.missing, bucket.wait = len(bucket.members), None
 
     def _on_gradient(self, index: int, _parameter: Tensor) -> None:
-        """Count a gradient. Autograd calls this, for one parameter at a time."""
+        """Count a gradient. Autograd calls this for one parameter at a time."""
         left = self._left[index] = self._left[index] - 1
         self._dirty = True
         if left > 0:
             return
         if left < 0:
             raise UsageError(
-                "gradients were computed more often than once for each of the "
-                f"{self._passes} backward passes before step(): call step() or "
+                f"a gradient was computed {self._passes + 1} times before step(), and "
+                f"backward_passes_per_step is {self._passes}: call step() or "
                 "synchronize() in between, or increase backward_passes_per_step"
             )
         if self._buckets is None:
@@ -317,18 +321,18 @@ class GradientReducer:
             if bucket.missing == 0:
                 self._begin_full()
 
-    def _begin_full(self, even_if_not: bool = False) -> None:
+    def _begin_full(self, also_incomplete: bool = False) -> None:
         """Begin to reduce the buckets that have all their gradients, in their order.
 
         Args:
-            even_if_not: begin with incomplete buckets too.
+            also_incomplete: also begin with buckets that lack gradients.
         """
         buckets = self._buckets or []
         if self._reduction.size == 1:
             return
         while self._next < len(buckets):
             bucket = buckets[self._next]
-            if bucket.missing and not even_if_not:
+            if bucket.missing and not also_incomplete:
                 return
             bucket.fill(self._parameters)
             bucket.wait = self._reduction.begin(self._next, bucket.flat)
@@ -367,7 +371,8 @@ class GradientReducer:
         self._make_buckets(arrivals, sparse)
 
     def _make_buckets(self, arrivals: list[int], sparse: list[int]) -> None:
-        # Backward computes the last layers first. Unseen gradients follow that order.
+        # Backward computes the last layers' gradients first, so gradients that have not
+        # arrived yet are expected in that order.
         dense = [index for index in reversed(self._used) if not sparse[index]]
         order = sorted(dense, key=lambda index: arrivals[index] or len(arrivals) + 1)
         items = [Item((p.dtype, p.device), p.nbytes) for p in self._parameters]
@@ -378,8 +383,8 @@ class GradientReducer:
         }
 
 
-def _take(parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Install a hook, and remove the hook of a former reducer."""
+def _install_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Install a hook. It replaces the hook of an earlier reducer."""
     former: RemovableHandle | None = _owners.get(parameter)
     if former is not None:
         former.remove()

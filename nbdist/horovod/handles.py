@@ -54,13 +54,16 @@ def synchronize(handle: int) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once. Does not wait.
+    """Whether `synchronize(handle)` would return without a wait.
 
     Raises:
-        UsageError: There is no such handle, or it was synchronized before.
+        UsageError: The handle does not exist, or it was synchronized before.
     """
     found = _open.get(handle)
     if found is None:
-        raise UsageError(f"handle {handle!r} was not made, or was synchronized before")
+        raise UsageError(
+            f"handle {handle!r} does not exist, or was synchronized before: pass the "
+            "result of an asynchronous call such as hvd.allreduce_async()"
+        )
     coordinator, request, _ = found
     return coordinator.poll(request)

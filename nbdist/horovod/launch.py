@@ -23,17 +23,16 @@ def run(
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` on every rank, from the notebook or a script.
 
-    The call uses the notebook's running cluster. Where there is none, it starts one and
-    stops it at the end. The ranks' output is printed, with the rank's number before
-    each line.
+    The call uses the notebook's running cluster. If no cluster runs, it starts one and
+    stops it at the end. Each line of a rank's output is printed with the rank's number.
 
     Args:
-        func: Pickled by value where the ranks cannot import it.
-        args, kwargs: Copied to each rank.
-        np: The number of ranks. The default is that of the running cluster, or of
-            `hosts`, or what `%dist_start` chooses.
-        hosts: Such as "localhost:4", as `%dist_start -H` takes it.
-        start_timeout: Seconds until every rank must be up.
+        func: The function. It is pickled by value if the ranks cannot import it.
+        args, kwargs: Arguments of the function, which are copied to each rank.
+        np: The number of ranks. Default: that of the running cluster or of `hosts`,
+            else the number that `%dist_start` chooses.
+        hosts: Hosts and ranks, such as "localhost:4", as for `%dist_start -H`.
+        start_timeout: Seconds until every rank must have started.
 
     Returns:
         Each rank's return value, in rank order.
@@ -46,13 +45,16 @@ def run(
     """
     world = sys.modules.get("nbdist.engine.world")
     if world is not None and world.is_joined():
-        raise WrongProcess("hvd.run() starts ranks, and this is one: call the function")
+        raise WrongProcess(
+            "hvd.run() runs in the notebook or a script, and this process is a rank: "
+            "call the function itself"
+        )
     cluster = running_cluster()
     if cluster is not None:
         if np not in (None, cluster.size) or hosts is not None:
             raise UsageError(
                 f"hvd.run(np={np}, hosts={hosts!r}), but the notebook's cluster has "
-                f"{cluster.size} ranks: leave both out, or %dist_stop it first"
+                f"{cluster.size} ranks: leave out np and hosts, or run %dist_stop first"
             )
         return _call(cluster, func, args, kwargs or {})
     from nbdist.cluster.cluster import Cluster  # imports ipyparallel

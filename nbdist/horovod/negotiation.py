@@ -47,12 +47,12 @@ class StandIn:
 
     @classmethod
     def of(cls, op: str, tensors: Sequence[Tensor]) -> StandIn:
-        """For a reduction of these flat tensors."""
+        """The stand-in for a reduction of these flat tensors."""
         parts = tuple((each.dtype, each.numel()) for each in tensors)
         return cls(op, parts, tensors[0].device.type)
 
     def body(self, transport: Transport) -> Callable[[], None]:
-        """A function that reduces elements which change no result."""
+        """A function that reduces elements that do not change the result."""
         device = torch.device(self.device)
         tensors = [
             torch.full(
@@ -69,17 +69,17 @@ class StandIn:
 
 
 class Request:
-    """A collective call of this rank, from its submission until its end.
+    """A collective call of this rank, from its submission until it has completed.
 
     Args:
-        name: Identifies the call on all ranks.
-        kind: What must agree between the ranks.
+        name: The name that identifies the call on all ranks.
+        kind: The signature, which must agree between the ranks.
         body: Moves the data. It changes nothing before all ranks have passed the
             barrier, so that it can be started again.
         on_leave: As for `Handle`.
         has_barrier: As for `Group.run`.
-        reduces: Op and flat tensors of a reduction that can go on without the ranks
-            that have joined; None for any other call.
+        reduces: The op and the flat tensors of a reduction that can continue after a
+            rank has joined; None for any other call.
     """
 
     __slots__ = (
@@ -111,13 +111,13 @@ class Request:
 
     @property
     def offer(self) -> Offer:
-        """The call as the other ranks see it."""
+        """The description of the call that is sent to the other ranks."""
         stand_in = None if self.reduces is None else StandIn.of(*self.reduces)
         return Offer(self.kind, self.has_barrier, stand_in)
 
 
 def _nothing() -> None:
-    """Check nothing: the wait for a device ends when NCCL's group is aborted."""
+    """Check nothing. NCCL's group ends a wait for the device when it is aborted."""
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def named(
     like: Tensor,
     shape: tuple[int, ...],
 ) -> Signature:
-    """The signature of a call, of which a name given by the user is a part."""
+    """The signature of a call. It includes the name if the user has given one."""
     label = operation if name is None else f"{operation}[{name}]"
     return signature(label, op, root, like.dtype, shape, like.device.type)
 
@@ -149,7 +149,7 @@ def named(
 
 @dataclass(frozen=True)
 class Offer:
-    """A call that a rank has made and that has not ended."""
+    """Describes a call that a rank has submitted and that has not completed."""
 
     kind: Signature
     has_barrier: bool
@@ -158,12 +158,12 @@ class Offer:
 
 @dataclass(frozen=True)
 class Offers:
-    """The calls of one rank, as it describes them to the others."""
+    """The calls of one rank, as described to the other ranks."""
 
     calls: dict[str, Offer]
-    """By name, in the order in which they were made."""
+    """The calls by name, in the order in which they were submitted."""
     waits: bool
-    """Whether the rank makes no further call before one of these has ended."""
+    """Whether the rank submits no further call before one of these has completed."""
     unnamed: Counter[str]
     """The number of calls without a name that the rank has made, by operation."""
 
@@ -185,8 +185,8 @@ def in_common(table: Sequence[Offers]) -> dict[str, Offer]:
 def needs_all(kind: Signature) -> UnsupportedCollective:
     """The error of a call in which a rank that has joined cannot take part."""
     return UnsupportedCollective(
-        f"{kind.operation}: a rank has joined, and only Sum, Average, Min, Max and "
-        "Product can go on without it; make this call before any rank joins"
+        f"{kind.operation}: a rank has joined, and only reductions with Sum, Average, "
+        "Min, Max and Product can continue: make this call before any rank joins"
     )
 
 
@@ -198,8 +198,8 @@ def nothing_in_common(
     """The error of all calls when every rank waits and no call is common to all.
 
     Args:
-        table: Every rank's offers.
-        ranks: Their numbers in the world.
+        table: The offers of every rank.
+        ranks: The world ranks, in the order of the table.
         mismatch: The barrier's error, if it has found that the calls differ.
     """
     lines = ["every rank waits, and no call was made by all of them:"]

@@ -41,21 +41,23 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Make an optimizer that steps with all ranks' gradients. Every rank must call.
 
-    Gradients are reduced in buckets while backward runs; `step()` waits for them. The
-    class of the result is a subclass of the given optimizer's. It has the same
-    parameters, options and state, and replaces the given optimizer.
+    Gradients are reduced in buckets while backward runs, and `step()` waits for them.
+    The class of the result is a subclass of the given optimizer's class. The result has
+    the same parameters, options and state, and replaces the given optimizer.
 
-    Further methods: `synchronize()` waits for the gradients, which may then be clipped;
-    `with optimizer.skip_synchronize(): optimizer.step()` does not wait again.
-    `zero_grad()` between backward and step raises.
+    The result has two more methods. `synchronize()` waits for the gradients, which can
+    then be clipped. `with optimizer.skip_synchronize(): optimizer.step()` then steps
+    without another wait. `zero_grad()` between backward and step raises
+    ReductionPending.
 
     A parameter without a gradient on this rank gets the reduction of the other ranks'
-    gradients, or zeros if no rank has one. Parameters that require no gradient when
-    this is called are ignored.
+    gradients, or zeros if no rank has one. Parameters that do not require a gradient
+    when this is called are ignored.
 
     Args:
-        optimizer: A `torch.optim.Optimizer`. A wrapped one is wrapped again.
-        named_parameters: All of the optimizer's parameters, by different names, such
+        optimizer: A `torch.optim.Optimizer`. A result of this function is unwrapped
+            first.
+        named_parameters: All of the optimizer's parameters, with different names, such
             as `model.named_parameters()`.
         compression: Compresses a bucket of gradients before it is sent.
         backward_passes_per_step: Backward passes whose gradients are summed on each
@@ -64,22 +66,26 @@ def DistributedOptimizer(
             steps are combined.
         gradient_predivide_factor: For Average: gradients are divided by this factor
             before the sum, and the sum is multiplied by factor/size.
-        num_groups, groups: The number of groups of parameters, or the groups, that are
-            reduced as one bucket each. By default buckets are filled by size.
-        sparse_as_dense: Whether sparse gradients are made dense. If not, the indices
+        num_groups: The number of groups into which the parameters are divided. Each
+            group is one bucket. 0 fills buckets by size.
+        groups: The groups themselves, or their number.
+        sparse_as_dense: Whether sparse gradients are made dense. If False, the indices
             and values of all ranks are gathered.
-        process_set: The ranks.
-        fusion_threshold: Bytes of a bucket; default $HOROVOD_FUSION_THRESHOLD, or
-            25 MiB.
+        process_set: The ranks that take part. Default: all ranks.
+        fusion_threshold: Bytes after which a bucket is full. Default:
+            $HOROVOD_FUSION_THRESHOLD, or 25 MiB.
 
     Raises:
         UsageError: A parameter has no name, two parameters have the same name, the op
-            is not one of the above, or a number is out of range.
+            is another one, or a number is out of range.
     """
     if op not in (Average, Sum, Adasum):
         raise UsageError(f"op={op}: expected hvd.Average, hvd.Sum or hvd.Adasum")
     if gradient_predivide_factor != 1.0 and op is not Average:
-        raise UsageError("gradient_predivide_factor is only for op=hvd.Average")
+        raise UsageError(
+            f"gradient_predivide_factor={gradient_predivide_factor} with op={op}: it "
+            "applies only to op=hvd.Average"
+        )
     _check_names(optimizer, named_parameters)
     if op is Adasum:
         adasum = _of_subclass(optimizer, _Adasum)
@@ -122,7 +128,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A block in which `step` does not wait. Call `synchronize` before."""
+        """A block in which `step` does not wait. Call `synchronize` before it."""
         self._should_synchronize = False
         try:
             yield
@@ -157,7 +163,7 @@ class _Distributed:
         return loss
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drop the gradients. Call it before backward, or after step.
+        """Reset the gradients. Call it before backward, or after step.
 
         Raises:
             ReductionPending: Backward has run, and neither step nor synchronize has.
@@ -175,8 +181,8 @@ class _Distributed:
         self._reducer.set_passes(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. Every rank must call: the next step agrees on new buckets."""
-        self._reducer.forget()
+        """Load a state. Every rank must call: the next step makes new buckets."""
+        self._reducer.forget_buckets()
         self._synchronized = False
         base: Any = super()
         base.load_state_dict(state_dict)
@@ -185,8 +191,8 @@ class _Distributed:
 class _Adasum:
     """The methods of a DistributedOptimizer with Adasum.
 
-    Each rank's own step is reduced in place of its gradient, as in section 4 of the
-    paper, so that the step includes momentum and Adam's scaling.
+    Each rank's step is reduced, not its gradient, as in section 4 of the paper. The
+    result therefore includes momentum and Adam's scaling.
     """
 
     _compression: type[Compressor]
@@ -202,12 +208,12 @@ class _Adasum:
         passes: int,
         process_set: ProcessSet,
     ) -> None:
-        """Set the attributes that an instance has beyond its base class."""
+        """Set the attributes that an instance has in addition to its base class's."""
         vars(optimizer).update(_compression=compression, _process_set=process_set)
         optimizer.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Part of Horovod's interface: gradients add up until `step` is called."""
+        """Part of Horovod's interface. Gradients add up until `step` in any case."""
         if passes < 1:
             raise UsageError(f"backward_passes_per_step {passes}: expected 1 or more")
         self._passes = passes
@@ -217,7 +223,7 @@ class _Adasum:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise: with Adasum each rank keeps its own gradients.
+        """Not available: with Adasum each rank keeps its own gradients.
 
         Raises:
             UsageError: Always.
@@ -294,8 +300,8 @@ def _check_names(optimizer: torch.optim.Optimizer, named: Named | None) -> None:
     ]
     if unnamed:
         raise UsageError(
-            f"named_parameters: {len(unnamed)} of the optimizer's parameters are not "
-            f"there, of the shapes {unnamed[:5]}: name all, or leave it out"
+            f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of "
+            f"the shapes {unnamed[:5]}: name all, or leave named_parameters out"
         )
 
 

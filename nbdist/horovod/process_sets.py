@@ -1,4 +1,4 @@
-"""Process sets: all ranks, or some of them, with collectives of their own."""
+"""Process sets: sets of ranks that have their own collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ __all__ = [
 
 
 class ProcessSet:
-    """A set of ranks.
+    """A set of ranks that have their own collectives.
+
+    `add_process_set` makes it usable.
 
     Args:
         ranks_or_comm: World ranks, or an mpi4py communicator over them.
@@ -119,8 +121,9 @@ _now: _Running | None = None
 def begin(parent: Group, ranks: Sequence[int] | None) -> None:
     """Start with these ranks of a group, or with all.
 
-    If `ranks` are given, every rank of the group must call. The first collective makes
-    the group, because a rank that joins a running world calls `init` alone.
+    If `ranks` are given, every rank of the group must call. The first collective
+    creates the group of Horovod's calls, because a rank that joins a running world
+    calls `init` alone.
 
     Raises:
         UsageError: This rank is not among `ranks`.
@@ -130,8 +133,8 @@ def begin(parent: Group, ranks: Sequence[int] | None) -> None:
     members = parent if ranks is None else parent.new(list(chosen))
     if members is None:
         raise UsageError(
-            f"init(comm={list(chosen)}) leaves out rank {parent.rank}: name it, or let "
-            "that rank not call"
+            f"init(comm={list(chosen)}) leaves out rank {parent.rank}: add the rank, "
+            "or call init only on these ranks"
         )
     _now = _Running(parent, members)
     _now.add(global_process_set, None)
@@ -146,15 +149,15 @@ def end() -> None:
 
 
 def is_begun() -> bool:
-    """Whether `begin` was called, and the ranks have not changed since."""
+    """Whether `begin` was called and the ranks have not changed since then."""
     return _now is not None and _now.parent is default_group()
 
 
 def _running() -> _Running:
     if _now is None:
-        raise UsageError("Horovod has not been initialized; use hvd.init().")
+        raise UsageError("Horovod has not been initialized: use hvd.init()")
     if _now.parent is not default_group():
-        raise UsageError("the ranks have changed since hvd.init(): call it again")
+        raise UsageError("the ranks have changed since hvd.init(): call hvd.init()")
     return _now
 
 
@@ -167,7 +170,10 @@ def coordinator_of(process_set: ProcessSet) -> Coordinator:
     now, number = _running(), process_set.process_set_id
     known = None if number is None else now.sets.get(number)
     if known is None:
-        raise UsageError("this process set is not known: add_process_set() it first")
+        raise UsageError(
+            f"{process_set} is not known: call hvd.add_process_set() on every rank "
+            "first"
+        )
     added, coordinator = known
     if coordinator is not None:
         return coordinator
@@ -190,7 +196,7 @@ def _begin_world(now: _Running) -> Coordinator:
 
 
 def members() -> Group:
-    """The group of the ranks at `init`. No calls may be made on it."""
+    """The group of the ranks at `init`. Do not make calls on it."""
     return _running().members
 
 
@@ -201,7 +207,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set: The set, or its ranks.
 
     Raises:
-        UsageError: The set is empty, has unknown ranks or the ranks of another set.
+        UsageError: The set is empty or was added before, a rank does not exist, or
+            another set has the same ranks.
     """
     added = (
         process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -223,7 +230,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. Every rank must call, in the same order.
 
     Returns:
-        Whether the set was removed. The set of all ranks cannot be.
+        Whether the set was removed. The set of all ranks is never removed.
     """
     number = process_set.process_set_id
     if number is None or process_set is global_process_set:
@@ -241,9 +248,9 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def _with_gpus(group: Group) -> Group:
-    """Connect the transport for GPUs now, if all members have a GPU.
+    """Connect the transport for GPUs, if all members have a GPU.
 
-    Every member must call for that, which is not possible in the middle of a call.
+    Every member must take part in this, which is not possible during a call.
     """
     if all(all_gather_object(torch.cuda.is_available(), group=group)):
         group.transport("cuda")

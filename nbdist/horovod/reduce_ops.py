@@ -1,4 +1,4 @@
-"""Horovod's reduce-ops, and how each is carried out by the collectives."""
+"""Horovod's reduce-ops, in terms of those of nbdist.collectives."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 
 
 def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """The op of a call, which may give Horovod's older argument `average` instead.
+    """The op of a call that may have Horovod's older argument `average`.
 
     Raises:
-        UsageError: Both are given, or `op` is not one of Horovod's.
+        UsageError: Both arguments are given, or `op` is not one of Horovod's.
     """
     if average is not None:
         if op is not None:
-            raise UsageError(f"op={op} and average={average}: give op alone")
+            raise UsageError(f"op={op} and average={average}: pass only op")
         return Average if average else Sum
     if op is None:
         return Average
@@ -59,13 +59,13 @@ def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A reduce-op, and the factors that tensors are multiplied with."""
+    """A reduce-op, and factors before and after it."""
 
     op: ReduceOp
     before: float = 1.0
-    """Multiplies each rank's tensor."""
+    """The factor of each rank's tensor."""
     after: float = 1.0
-    """Multiplies the result."""
+    """The factor of the result."""
 
     def transport_op(self, dtype: torch.dtype) -> str:
         """The transport's op. An average of integers is a sum, divided by `finish`."""
@@ -74,7 +74,7 @@ class Scaling:
         return self.op.value
 
     def finish(self, total: Tensor, size: int) -> None:
-        """Turn what the transport left into the result of `size` ranks, in place."""
+        """Turn the transport's result for `size` ranks into the op's, in place."""
         if self.transport_op(total.dtype) != self.op.value:
             total.copy_(total.div(size, rounding_mode="trunc"))
         if self.after != 1.0:
@@ -82,7 +82,7 @@ class Scaling:
 
 
 def scale(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply in place; integers in double precision, as Horovod does."""
+    """Multiply in place. Integers are multiplied in float64, as in Horovod."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

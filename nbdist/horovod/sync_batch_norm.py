@@ -21,10 +21,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     the running statistics, which are equal on all ranks.
 
     Args:
-        num_features: Channels C of the input, which is floating and of shape (N, C) or
-            (N, C, ...).
+        num_features: The number of channels C. The input has shape (N, C) or
+            (N, C, ...) and a floating dtype.
         eps, momentum, affine, track_running_stats: As for `torch.nn.BatchNorm1d`.
-        process_set: The ranks.
+        process_set: The ranks that take part. Default: all ranks.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     def _statistics(self, input: Tensor) -> tuple[Tensor, Tensor, float]:
         """Mean, variance and number of values of a channel, over all ranks.
 
-        Two passes: the difference of mean square and squared mean would lose all digits
-        where the mean is large. Gradients flow through the sums.
+        The variance is computed in a second pass, from the differences to the mean. The
+        difference of mean square and squared mean would lose all digits if the mean is
+        large. Gradients flow through the sums.
         """
         wide = input.float() if input.dtype.itemsize < 4 else input
         rows = wide.transpose(0, 1).reshape(self.num_features, -1)

@@ -1,8 +1,9 @@
 """Keras 3 on all ranks, with the interface of horovod.keras.
 
 Use `import nbdist.keras as hvd`. Keras must use its torch backend. Each name is loaded
-on its first use. Names of this package also load Keras, which the extra `nbdist[keras]`
-installs. Horovod's names, such as `init` and `rank`, are those of `nbdist.horovod`.
+at its first use. The names that this package defines need Keras, which the extra
+`nbdist[keras]` installs. The other names, such as `init` and `rank`, are those of
+`nbdist.horovod`.
 """
 
 from __future__ import annotations

@@ -27,11 +27,12 @@ Logs = dict[str, Any] | None
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Copies one rank's weights and optimizer state to all ranks when training starts.
 
-    Existing weights are sent before the first batch. All variables are sent after the
-    first batch, because layers and optimizers may create variables in it.
+    The existing variables are sent before the first batch. All variables are sent again
+    after the first batch, because layers and optimizers may create variables in it.
+    Every rank must use it.
 
     Args:
-        root_rank: The rank whose variables are sent.
+        root_rank: The world rank whose variables are sent.
     """
 
     def __init__(self, root_rank: int) -> None:
@@ -53,7 +54,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces an epoch's metrics by their averages over the ranks.
 
-    Put it before the callbacks that use metrics, such as `ReduceLROnPlateau`.
+    Every rank must use it. Put it before callbacks that use metrics, such as
+    `ReduceLROnPlateau`.
     """
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -67,14 +69,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Multiplies the initial learning rate by a factor that depends on the epoch.
 
     Args:
-        initial_lr: The learning rate that is multiplied.
-        multiplier: The factor, or a function of the epoch.
-        start_epoch, end_epoch: The first epoch, and the epoch after the last.
-        staircase: Whether the rate changes only at the start of an epoch. Otherwise it
-            changes with each batch, and `multiplier` gets a fractional epoch.
-        momentum_correction: Whether the momentum is scaled with the rate for the batch
-            that follows a change (Goyal et al., 2017).
-        steps_per_epoch: Batches of an epoch; by default the number that `fit` uses.
+        initial_lr: The initial learning rate.
+        multiplier: The factor, or a function that returns it for an epoch.
+        start_epoch: The first epoch whose rate is set.
+        end_epoch: The epoch after the last whose rate is set; None for no end.
+        staircase: Whether the rate changes only at the start of an epoch. If False, it
+            changes at each batch, and `multiplier` gets a fractional epoch.
+        momentum_correction: Whether the momentum is scaled with the rate for one batch
+            after a change (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
+        steps_per_epoch: The number of batches of an epoch. Default: that of `fit`.
     """
 
     def __init__(
@@ -129,8 +132,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps = self.steps_per_epoch or self.params.get("steps")
         if not steps:
             raise UsageError(
-                "the number of batches of an epoch is not known: give the callback "
-                "steps_per_epoch="
+                "the number of batches of an epoch is not known: pass steps_per_epoch= "
+                "to the callback"
             )
         return int(steps)
 
@@ -148,8 +151,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr / size()` to `initial_lr`, by batches.
 
-    A rate that is scaled with the number of ranks is too large for the first epochs:
-    Goyal et al., "Accurate, Large Minibatch SGD" (2017).
+    A rate that is scaled with the number of ranks is too large for the first epochs
+    (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
 
     Args:
         initial_lr: The scaled rate, such as `0.01 * hvd.size()`.

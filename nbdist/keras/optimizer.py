@@ -30,20 +30,20 @@ def DistributedOptimizer(
 
     Every rank must train, with the same number of steps.
 
-    The class of the result is a subclass of the given optimizer's. It has the same
-    options and state. The gradients of a step are reduced together, as one tensor for
-    each dtype, before clipping, weight decay and accumulation. The gradient of a
-    variable without one counts as zero. A model saved with this optimizer can be loaded
+    The class of the result is a subclass of the given optimizer's class. The result has
+    the same options and state. The gradients of a step are reduced together, as one
+    tensor for each dtype, before clipping, weight decay and accumulation. A variable
+    without a gradient counts as zero. A model saved with this optimizer can be loaded
     with the given optimizer's class.
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`.
         compression: Compresses the gradients before they are sent.
         op: Average or Sum.
-        process_set: The ranks.
+        process_set: The ranks that take part. Default: all ranks.
 
     Raises:
-        UsageError: Keras does not use its torch backend, or the op is another.
+        UsageError: Keras does not use its torch backend, or `op` is another one.
     """
     check_backend()
     if op not in (Average, Sum):

@@ -589,10 +589,10 @@ def mismatches_are_told() -> None:
 
 
 @case
-def bad_arguments_are_told() -> None:
+def bad_arguments_are_refused() -> None:
     size = hvd.size()
     for wrong, text in (
-        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "give op"),
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "pass only op"),
         (lambda: hvd.allreduce(torch.ones(1), op="sum"), "expected hvd.Average"),
         (lambda: hvd.allreduce([1.0]), "expected a tensor"),
         (lambda: hvd.allreduce(torch.ones(1, dtype=int), op=hvd.Adasum), "floating"),
@@ -634,7 +634,7 @@ def join_stands_in_with_zeros() -> None:
 
 
 @case
-def what_cannot_go_on_without_a_joined_rank() -> None:
+def calls_that_cannot_continue_without_a_joined_rank() -> None:
     if hvd.size() == 1:
         return
     if hvd.rank():

@@ -557,7 +557,7 @@ def bad_options() -> None:
     named = list(net.named_parameters())
     for options, text in (
         ({"op": hvd.Max}, "expected hvd.Average"),
-        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "only for op=hvd.Average"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "only to op=hvd.Average"),
         ({"named_parameters": named[:-1]}, "1 of the optimizer's parameters"),
         ({"named_parameters": named + named[:1]}, "more than one is named 0.weight"),
         ({"named_parameters": net.parameters()}, "expected pairs"),

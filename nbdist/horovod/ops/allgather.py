@@ -33,14 +33,15 @@ def allgather(
     """Join all ranks' tensors along the first dimension. Every rank must call.
 
     Gradients flow through: the result's gradients are averaged over the ranks, and each
-    rank takes its own rows, as in Horovod since 0.22.
+    rank gets the rows of its own tensor, as in Horovod since 0.22.
 
     Args:
-        tensor: At least one dimension, all but the first equal on all ranks; kept.
+        tensor: On the CPU or this rank's GPU, with at least one dimension; not changed.
+            The dtype and all dimensions but the first are equal on all ranks.
         name, process_set: As for `allreduce`.
 
     Returns:
-        A tensor of the same dtype and device, in rank order.
+        The joined tensors, in rank order, with the same dtype and device.
     """
     gathered: Tensor = _Allgather.apply(False, name, process_set, tensor)[0]
     return gathered
@@ -63,7 +64,10 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allgather` of each of several tensors, as one call."""
+    """`allgather` of each of several tensors, as one call.
+
+    Every rank of the set must call.
+    """
     return list(_Allgather.apply(True, name, process_set, *tensors))
 
 
@@ -113,13 +117,19 @@ def _start(
     process_set: ProcessSet,
     pick: Callable[[list[Tensor], list[list[int]]], Any],
 ) -> Any:
-    """Gather by `begin` or `complete`; `pick` takes results and row counts."""
+    """Gather tensors.
+
+    Args:
+        how: `begin`, or `complete` to wait for the result.
+        grouped: Whether the user has called the grouped operation.
+        pick: Makes the call's result of the gathered tensors and the row counts.
+    """
     coordinator = coordinator_of(process_set)
     group = coordinator.group
     for tensor in tensors:
         _check(tensor, group)
     if not tensors:
-        raise UsageError("grouped_allgather of no tensors: give at least one")
+        raise UsageError("grouped_allgather of no tensors: pass at least one")
     operation = "grouped_allgather" if grouped else "allgather"
     first = tensors[0]
     kind = named(operation, name, None, None, first, _widths(tensors, grouped))
@@ -144,7 +154,7 @@ def _start(
 def _check(tensor: Tensor, group: Group) -> None:
     resolve(tensor, group)
     if tensor.dim() == 0:
-        raise UsageError("allgather of a 0-d tensor: give it a dimension, t.view(1)")
+        raise UsageError("allgather of a 0-d tensor: pass tensor.view(1)")
 
 
 def _widths(tensors: Sequence[Tensor], grouped: bool) -> tuple[int, ...]:

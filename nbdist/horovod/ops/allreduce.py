@@ -52,24 +52,27 @@ def allreduce(
     Gradients flow through: the gradient of the result is reduced in the same way.
 
     Args:
-        tensor: Any shape, equal shape and dtype on all ranks; kept.
+        tensor: On the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; not changed.
         average: Horovod's older argument: True is op=Average, False is op=Sum.
-        name: Identifies the call on all ranks; default the number of the call.
+        name: The name that identifies the call on all ranks. Default: the number of the
+            call.
         compression: Compresses the tensor before it is sent.
         op: Average (default), Sum, Min, Max, Product or Adasum. An average of integers
             is rounded towards zero.
-        prescale_factor, postscale_factor: Multiply each tensor before the reduction,
-            and the result after it.
-        process_set: The ranks.
+        prescale_factor: The factor of each tensor before the reduction.
+        postscale_factor: The factor of the result.
+        process_set: The ranks that take part. Default: all ranks.
 
     Returns:
         A tensor of the same shape and dtype, on the same device.
 
     Raises:
-        UsageError: A call of this name is under way, the op is unknown, or `init` was
+        UsageError: A call with this name is under way, the op is unknown, or `init` was
             not called.
         UnsupportedCollective: The op is not defined for the dtype.
-        CollectiveMismatch: The ranks' tensors or ops differ under this name.
+        CollectiveMismatch: The ranks' calls with this name have different tensors or
+            ops.
     """
     scaling = Scaling(chosen_op(op, average), prescale_factor, postscale_factor)
     packed, context = compression.compress(tensor)
@@ -116,7 +119,10 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an `allreduce_`; returns a handle. Leave the tensor alone until its end."""
+    """Start an `allreduce_`; returns a handle.
+
+    Do not use the tensor before `synchronize(handle)` has returned.
+    """
     scaling = Scaling(chosen_op(op, average), prescale_factor, postscale_factor)
     handle: int = _start(begin, [tensor], False, scaling, name, process_set)
     return handle
@@ -135,7 +141,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors as one call. Every rank of the set must call."""
+    """`allreduce` of each of several tensors, as one call.
+
+    Every rank of the set must call, with the same number of tensors.
+    """
     scaling = Scaling(chosen_op(op, average), prescale_factor, postscale_factor)
     reduce = partial(_GroupedAllreduce.apply, scaling, name, process_set)
     return compressed(compression, tensors, reduce)
@@ -243,9 +252,14 @@ def _start(
     name: str | None,
     process_set: ProcessSet,
 ) -> Any:
-    """Reduce tensors in place, by `begin` or `complete`."""
+    """Reduce tensors in place.
+
+    Args:
+        how: `begin`, or `complete` to wait for the result.
+        grouped: Whether the user has called the grouped operation.
+    """
     if not tensors:
-        raise UsageError("grouped_allreduce of no tensors: give at least one")
+        raise UsageError("grouped_allreduce of no tensors: pass at least one")
     coordinator = coordinator_of(process_set)
     operation = "grouped_allreduce" if grouped else "allreduce"
     request = reduction(coordinator, tensors, scaling, operation, name)
@@ -262,10 +276,11 @@ def reduction(
     """The request to reduce tensors in place.
 
     Args:
-        coordinator: Of the ranks that reduce.
-        tensors: At least one; the same number, shapes and dtypes on all ranks.
+        coordinator: The coordinator of the process set.
+        tensors: At least one tensor. Number, shapes and dtypes are equal on all ranks.
         scaling: The op, and the factors before and after it.
-        operation, name: Identify the call on all ranks.
+        operation, name: The operation and the name, which identify the call on all
+            ranks.
     """
     group, on_leave = coordinator.group, coordinator.abort
     for tensor in tensors:
@@ -317,7 +332,7 @@ class _Fused(NamedTuple):
 
 
 def _fused(tensors: Sequence[Tensor], scaling: Scaling) -> list[_Fused]:
-    """Tensors joined by dtype. A single tensor is not copied."""
+    """Flat tensors, one for each dtype. A dtype's only tensor is not copied."""
     if len(tensors) == 1:
         op = scaling.transport_op(tensors[0].dtype)
         return [_Fused(Flat(tensors[0]), op, [])]

@@ -26,13 +26,14 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send rows to each rank and join the received ones. Every rank must call.
+    """Send rows to each rank and join the received rows. Every rank must call.
 
-    Gradients flow through, back to the ranks that sent the rows.
+    Gradients flow back to the ranks that sent the rows.
 
     Args:
-        tensor: At least one dimension, all but the first equal on all ranks; kept.
-        splits: The number of rows for each rank, in rank order; default equal numbers.
+        tensor: On the CPU or this rank's GPU, with at least one dimension; not changed.
+            The dtype and all dimensions but the first are equal on all ranks.
+        splits: The number of rows for each rank, in rank order. Default: equal numbers.
         name, process_set: As for `allreduce`.
 
     Returns:
@@ -116,12 +117,12 @@ def _start(
 def _checked(tensor: Tensor, splits: Splits, group: Group) -> list[int]:
     """The number of rows for each rank."""
     if tensor.dim() == 0:
-        raise UsageError("alltoall of a 0-d tensor: give it a dimension, t.view(1)")
+        raise UsageError("alltoall of a 0-d tensor: pass tensor.view(1)")
     if splits is None:
         if len(tensor) % group.size:
             raise UsageError(
                 f"alltoall: {len(tensor)} rows cannot be split evenly among "
-                f"{group.size} ranks: give splits="
+                f"{group.size} ranks: pass the rows of each rank as splits="
             )
         return [len(tensor) // group.size] * group.size
     counts = [int(count) for count in splits]

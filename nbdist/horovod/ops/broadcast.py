@@ -28,11 +28,12 @@ def broadcast(
 ) -> Tensor:
     """Return a copy of rank `root_rank`'s tensor. Every rank of the set must call.
 
-    Gradients flow through: the root gets the average of the ranks' gradients and the
-    others get zero, as in Horovod since 0.22.
+    Gradients flow through: the root gets the average of the ranks' gradients, and the
+    other ranks get zeros, as in Horovod since 0.22.
 
     Args:
-        tensor: Any shape, equal shape and dtype on all ranks; kept.
+        tensor: On the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; not changed.
         root_rank: A world rank in the set.
         name, process_set: As for `allreduce`.
     """
@@ -68,7 +69,10 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `broadcast_`; returns a handle. Leave the tensor alone until its end."""
+    """Start a `broadcast_`; returns a handle.
+
+    Do not use the tensor before `synchronize(handle)` has returned.
+    """
     handle: int = _start(begin, tensor, root_rank, name, process_set)
     return handle
 
@@ -103,7 +107,7 @@ def _start(
     name: str | None,
     process_set: ProcessSet,
 ) -> Any:
-    """Broadcast in place, by `begin` or `complete`."""
+    """Broadcast in place. `how` is `begin`, or `complete` to wait for the result."""
     coordinator = coordinator_of(process_set)
     resolve(tensor, coordinator.group)
     if root_rank not in process_set.ranks:

@@ -47,18 +47,19 @@ def reducescatter(
 ) -> Tensor:
     """Return this rank's rows of the reduction. Every rank of the set must call.
 
-    Where the rows cannot be divided evenly, the first ranks get one more. Gradients
-    flow through as in Horovod: they are gathered from all ranks, and multiplied by the
-    number of ranks for Sum.
+    If the rows cannot be divided evenly, the first ranks get one more. Gradients flow
+    through as in Horovod: they are gathered from all ranks, and for Sum multiplied by
+    the number of ranks.
 
     Args:
-        tensor: At least one dimension, equal shape and dtype on all ranks; kept.
+        tensor: On the CPU or this rank's GPU, with at least one dimension, and equal
+            shape and dtype on all ranks; not changed.
         name, compression, process_set: As for `allreduce`.
         op: Average, Sum, Min, Max or Product.
         prescale_factor, postscale_factor: As for `allreduce`.
 
     Returns:
-        A tensor with the same number of dimensions, on the same device.
+        This rank's rows, with the same dtype, on the same device.
     """
     return grouped_reducescatter(
         [tensor],
@@ -96,7 +97,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of each of several tensors, as one call."""
+    """`reducescatter` of each of several tensors, as one call.
+
+    Every rank of the set must call.
+    """
     scaling = Scaling(chosen_op(op, None), prescale_factor, postscale_factor)
     reduce = partial(_Reducescatter.apply, scaling, name, process_set)
     return compressed(compression, tensors, reduce)
@@ -153,7 +157,7 @@ def _start(
     coordinator = coordinator_of(process_set)
     group = coordinator.group
     if not tensors:
-        raise UsageError("grouped_reducescatter of no tensors: give at least one")
+        raise UsageError("grouped_reducescatter of no tensors: pass at least one")
     for tensor in tensors:
         _check(tensor, scaling, group)
     first = tensors[0]
@@ -173,7 +177,7 @@ def _start(
 
 def _reduce_rows(rows: Tensor, scaling: Scaling, group: Group) -> Tensor:
     bounds = chunk_bounds(len(rows), group.size)
-    most = bounds[0][1]  # no rank has more than the first one
+    most = bounds[0][1]  # no rank has more rows than the first
     pieces = [_padded(rows[begin:end], most) for begin, end in bounds]
     output = rows.new_empty((most, *rows.shape[1:]))
     group.transport(rows.device.type).reduce_scatter(
@@ -186,7 +190,7 @@ def _reduce_rows(rows: Tensor, scaling: Scaling, group: Group) -> Tensor:
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """The rows, flat, followed by zeros for `length` rows in all."""
+    """The rows as a flat tensor, with zeros added up to `length` rows."""
     if len(rows) == length:
         return rows.reshape(-1)
     padded = rows.new_zeros((length, *rows.shape[1:]))
@@ -197,7 +201,7 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 def _check(tensor: Tensor, scaling: Scaling, group: Group) -> None:
     resolve(tensor, group)
     if tensor.dim() == 0:
-        raise UsageError("reducescatter of a 0-d tensor: give it a dimension")
+        raise UsageError("reducescatter of a 0-d tensor: pass tensor.view(1)")
     if scaling.op is Adasum:
-        raise UsageError("reducescatter: Adasum is not defined for it; use allreduce")
+        raise UsageError("reducescatter is not defined for Adasum: use allreduce")
     parse_op(scaling.transport_op(tensor.dtype), tensor.dtype)
