@@ -1,12 +1,12 @@
-"""Collectives among the ranks of a group, on the best transport there is.
+"""Collectives among the ranks of a group, on the fastest transport that they have.
 
-`Group` stands for the ranks; the operations are functions of tensors, with the argument
+A `Group` is a set of ranks. The operations are functions of tensors, with the argument
 order and the in-place conventions of torch.distributed.
 """
 
 from __future__ import annotations
 
-# First, for it decides whether an import of mpi4py starts MPI.
+# First, because it decides whether the import of mpi4py starts MPI.
 from nbdist.collectives import before_mpi  # noqa: F401
 from nbdist.collectives.call_site import set_cell_resolver
 from nbdist.collectives.group import Group

@@ -1,6 +1,7 @@
-"""When MPI is initialised: by the import of mpi4py, but not under torchrun.
+"""Decides when MPI is initialised.
 
-A process of torchrun's becomes a rank of MPI's in `nbdist.init()`.
+The import of mpi4py initialises it, except under torchrun. There `nbdist.init()` makes
+a process a rank of MPI.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _TRANSPORTS = "OMPI_MCA_btl"
 def _initialize_alone() -> None:
     """Initialise MPI in a process that no launcher has started.
 
-    There, Open MPI leaves the 16 MB that it would share with other ranks in /dev/shm
-    when the process ends. Without its shared-memory transport it makes none.
+    In such a process, Open MPI makes a file of 16 MB in /dev/shm for other ranks, and
+    leaves it there at the end. Without its shared-memory transport it makes no file.
     """
     if "mpi4py.MPI" in sys.modules or _TRANSPORTS in os.environ:
         return

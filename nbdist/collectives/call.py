@@ -38,7 +38,7 @@ class Call:
 
     @property
     def label(self) -> str:
-        """Such as "all_reduce #12"."""
+        """The call's name in errors, such as "all_reduce #12"."""
         return f"{self.kind.operation} #{self.sequence}"
 
     def record(self, rank: int) -> CollectiveCall:
@@ -103,13 +103,13 @@ def describe_timeout(
     missing: Sequence[int],
     notes: Mapping[int, str],
 ) -> str:
-    """The text of a time-out: the ranks that had arrived, and where the others were.
+    """The text of a time-out: which ranks had arrived, and where the others were.
 
     Args:
-        call: this rank's.
+        call: this rank's call.
         ranks: the members' world ranks.
         missing: the members that had not arrived.
-        notes: by rank, the call that the rank waits in; "" if it waits in none.
+        notes: for each rank, the call in which it waits; "" if it waits in no call.
     """
     arrived = [rank for rank in ranks if rank not in missing]
     lines = [

@@ -38,9 +38,9 @@ def set_cell_resolver(resolver: CellResolver) -> None:
 
 
 def find_call_site(frame: FrameType | None) -> CallSite:
-    """The first frame outside nbdist and torch, from `frame` outwards.
+    """The call site of the first frame outside nbdist and torch, from `frame` outwards.
 
-    Cell and line are None where there is no such frame, as in an autograd thread.
+    Cell and line are None if there is no such frame, as in an autograd thread.
     """
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

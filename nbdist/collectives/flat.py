@@ -1,4 +1,4 @@
-"""Tensors of any layout as the flat tensors that transports work on."""
+"""Converts tensors of any layout to the flat tensors that transports use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Flat", "check_memory", "is_plain", "unwrapped"]
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The plain tensor that holds the memory of a tensor or of a subclass.
+    """The plain tensor with the memory of a tensor, which may be of a subclass.
 
     Raises:
         UnsupportedCollective: A subclass such as DTensor has no memory of its own.
@@ -26,8 +26,8 @@ def unwrapped(tensor: Tensor) -> Tensor:
         return unwrapped(arrived)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise UnsupportedCollective(
-            f"a {kind.__name__}: expected a tensor with memory of its own; send what "
-            "it stands for, as tensor.to_local() or tensor.full_tensor() of a DTensor"
+            f"a {kind.__name__} has no memory of its own: pass an ordinary tensor, "
+            "such as tensor.to_local() or tensor.full_tensor() of a DTensor"
         )
     return tensor.as_subclass(Tensor)
 
@@ -41,20 +41,20 @@ def check_memory(tensor: Tensor) -> None:
     """Raise UsageError for a strided tensor whose storage is not allocated."""
     if not tensor.data_ptr() and tensor.numel():
         raise UsageError(
-            f"a tensor of {tensor.numel()} elements on {tensor.device} without memory: "
-            "expected one whose storage is allocated"
+            f"a tensor of {tensor.numel()} elements on {tensor.device} has no memory: "
+            "pass a tensor whose storage is allocated"
         )
 
 
 class Flat:
-    """A tensor as a contiguous, one-dimensional one."""
+    """A tensor as a contiguous, one-dimensional tensor."""
 
     __slots__ = ("_original", "tensor")
 
     def __init__(
         self, tensor: Tensor, *, on_host: bool = False, filled: bool = True
     ) -> None:
-        """Alias the tensor where its layout allows it, else copy it.
+        """Make a view of the tensor if its layout allows it, else a copy.
 
         Args:
             tensor: strided, of any shape.
@@ -80,7 +80,7 @@ class Flat:
 
     @property
     def is_copy(self) -> bool:
-        """Whether `write_back` copies."""
+        """Whether `flat` is a copy, so that `write_back` copies it back."""
         return self._original is not None
 
     def write_back(self) -> None:

@@ -68,9 +68,9 @@ class Group:
     """The ranks of one MPI communicator, for collectives among them.
 
     All its ranks must make the group, and make the same calls on it in the same order.
-    A group is broken once an abort, a time-out or an interrupt has ended a call
-    halfway, because the ranks may then disagree on which messages were sent. Every call
-    on a broken group raises, until `renew`.
+    An abort, a time-out or an interrupt during a call breaks the group, because the
+    ranks may then disagree on which messages were sent. Every call on a broken group
+    raises, until `renew`.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Group:
         """Connect to the other ranks. Every rank of `comm` must call.
 
         Args:
-            comm: an intracommunicator. It is duplicated, and stays the caller's.
-            generation: the number of changes of membership so far.
-            config: default `CollectiveConfig.from_environment()`.
-            ranks: the members' world ranks; default 0 to size-1.
+            comm: an intracommunicator. The group uses a duplicate.
+            generation: the number of changes of the world's members so far.
+            config: the configuration. Default: `CollectiveConfig.from_environment()`.
+            ranks: the members' world ranks. Default: 0 to size-1.
         """
         self.comm = comm
         self.rank: int = comm.rank
@@ -104,18 +104,21 @@ class Group:
         self._turn = threading.Lock()
         self._worker = Worker(f"nbdist collectives of {self.ranks}")
         self.number = next(_numbers)
-        """The groups of a process are numbered in the order in which they were made."""
+        """The number of this group. The groups of a process are numbered in the order
+        in which they were made."""
         self._connect()
         self.identity = self.ranks, self._connection.largest(self.number)
         """Equal on all members, and different for every open group."""
         live.add(self)
 
     def _connect(self) -> None:
-        self._hooks = Hooks(self._pass_barrier, self._differ, self._check, leave_notes)
+        self._hooks = Hooks(
+            self._pass_barrier, self._raise_mismatch, self._check, leave_notes
+        )
         self._connection: Connection = connect(self.comm, self.config, self._hooks)
         reductions = self._connection.reductions
         self.quick = None if reductions is None else reductions.quick
-        """Makes all-reduces without this class; None where nothing is compiled."""
+        """Makes all-reduces in C; None without the compiled module."""
         mail_hooks = MailHooks(self.raise_if_aborted, self._wait_for, self.abort)
         self.mailbox = Mailbox(self._connection.mail, mail_hooks)
         """Point-to-point messages among the members."""
@@ -127,10 +130,11 @@ class Group:
     ) -> Transport:
         """The transport for tensors on a device, or on a kind of device.
 
-        Every member must make the first call for a GPU. That GPU stays this rank's.
+        Every member must make the first call for a GPU. Later calls of this rank must
+        use the same GPU.
 
         Raises:
-            UsageError: There is no such algorithm for this device.
+            UsageError: The algorithm is not available for this device.
         """
         kind = device if isinstance(device, str) else device.type
         if kind not in self._connection.transports:
@@ -152,9 +156,10 @@ class Group:
         Args:
             operation: The operation's name.
             tensor: A tensor that `resolve` has accepted.
-            op: The reduce-op that all ranks must give; None where there is none.
-            root: The world rank that sends or receives for all; None where there is
-                none.
+            op: The reduce-op, which must agree on all ranks; None for an operation
+                without one.
+            root: The world rank that sends to all or receives from all; None for an
+                operation without one.
             algorithm: As for `transport`.
 
         Raises:
@@ -179,11 +184,11 @@ class Group:
         )
 
     def keep_quick(self, tensor: Tensor, op: ReduceOp, kind: Signature) -> None:
-        """Have `quick` make the all-reduces that are like this one, where it can.
+        """Let `quick` make all-reduces of this dtype, shape and op from now on.
 
         Args:
-            tensor: What the call reduces.
-            op: As the caller gave it.
+            tensor: The tensor that the call reduces.
+            op: The reduce-op as the user gave it.
             kind: The call's signature.
         """
         reductions, name = self._connection.reductions, kind.reduce_op
@@ -199,7 +204,7 @@ class Group:
     def finish_quick(
         self, kind: Signature, timeout: float | timedelta | None = None
     ) -> None:
-        """Wait for the end of a call of `quick` for which a rank is late.
+        """Wait for the end of a call of `quick` in which a rank is late.
 
         Args:
             kind, timeout: As for `run`.
@@ -209,7 +214,7 @@ class Group:
         """
         call = Call(kind, timeout)
         call.sequence = self.sequence
-        self._conduct(call, self._await_quick)
+        self._run_body(call, self._await_quick)
 
     def _await_quick(self) -> None:
         quick, barrier = self.quick, self._connection.barrier
@@ -217,21 +222,21 @@ class Group:
         assert isinstance(barrier, SharedBarrier)
         try:
             if not barrier.wait(self._check, quick.resume):
-                self._differ()
+                self._raise_mismatch()
         finally:
             quick.release()
 
-    def leave_quick(self, error: BaseException) -> None:
-        """Break the group where `error` has ended a call of `quick` halfway."""
+    def break_quick(self, error: BaseException) -> None:
+        """Break the group if `error` has interrupted a call of `quick`."""
         if self.quick is not None and self.quick.waiting is not None:
-            self._leave(Call(_ALL_REDUCE), error)
+            self._break(Call(_ALL_REDUCE), error)
 
     def _check_gpu(self, device: torch.device) -> None:
         gpu = self._connection.gpu
         if gpu is not None and device.index not in (None, gpu.index):
             raise UsageError(
-                f"a tensor on {device}: expected one on {gpu}, where this rank's "
-                "others of this group were"
+                f"a tensor on {device}: expected one on {gpu}, which this rank's "
+                "earlier calls on this group used"
             )
 
     def _add_gpu(self, device: torch.device) -> None:
@@ -251,21 +256,21 @@ class Group:
         timeout: float | timedelta | None = None,
         call_site: CallSite | None = None,
     ) -> Handle | None:
-        """Make one collective call. Every rank must, with an equal `kind`.
+        """Make one collective call. Every rank must call, with an equal `kind`.
 
         Args:
-            kind: what must agree between the ranks.
+            kind: the signature, which must agree between the ranks.
             body: moves the data by a transport of this group.
             has_barrier: whether `body` passes the barrier (`Transport.has_barrier`).
             async_op: return a handle at once.
-            timeout: seconds; None takes the configured time-out.
-            call_site: the user's line, if the user called from another thread.
+            timeout: seconds to wait for the other ranks. Default: `config.timeout_s`.
+            call_site: the line of the user's call, if it was made in another thread.
 
         Raises:
-            CollectiveMismatch: The ranks made different calls. No data was touched,
+            CollectiveMismatch: The ranks made different calls. No data has changed,
                 and the group is not broken.
             CollectiveTimeout: A rank did not make the call in time.
-            CollectiveAborted: The call was released.
+            CollectiveAborted: The call was released, for instance because a rank died.
         """
         call = Call(kind, timeout, call_site)
         if async_op or self._worker.last is not None:
@@ -311,7 +316,7 @@ class Group:
                     self.raise_if_aborted()
                 self._sequence += 1
                 call.sequence = self.sequence
-                self._conduct(call, body, has_barrier)
+                self._run_body(call, body, has_barrier)
             finally:
                 if quick is not None:
                     quick.release()
@@ -320,10 +325,10 @@ class Group:
         if not quick.hold():  # another thread is in a quick call
             wait_until(quick.hold, self.raise_if_aborted)
 
-    def _conduct(
+    def _run_body(
         self, call: Call, body: Callable[[], object], has_barrier: bool = True
     ) -> None:
-        """Run `body` as this rank's present call, which other threads can see."""
+        """Run `body` as this rank's current call, which other threads can see."""
         timeout = self.config.timeout_s if call.timeout is None else call.timeout
         if timeout is not None:
             self._deadline = time.monotonic() + seconds(timeout)
@@ -335,8 +340,8 @@ class Group:
             body()
         except CollectiveMismatch:
             raise
-        except BaseException as error:  # noqa: BLE001 - the other ranks are told
-            raise self._leave(call, error) from error.__cause__
+        except BaseException as error:  # noqa: BLE001 - the other ranks must get it
+            raise self._break(call, error) from error.__cause__
         finally:
             self._call = None
             self._deadline = math.inf
@@ -344,8 +349,8 @@ class Group:
                 self._noted = False
                 self._connection.barrier.leave_note("")
 
-    def _leave(self, call: Call, error: BaseException) -> BaseException:
-        """Break the group for a call that ended halfway. Returns the error to raise."""
+    def _break(self, call: Call, error: BaseException) -> BaseException:
+        """Break the group after an error in a call. Returns the error to raise."""
         if isinstance(error, _OutOfTime):
             error = CollectiveTimeout(self._explain_timeout(call))
         elif isinstance(error, MPI.Exception):
@@ -362,9 +367,9 @@ class Group:
     def _pass_barrier(self) -> None:
         """Wait for all ranks. Raise on all of them if their calls differ."""
         if not self._connection.barrier.arrive(self._hooks.fingerprint, self._check):
-            self._differ()
+            self._raise_mismatch()
 
-    def _differ(self) -> NoReturn:
+    def _raise_mismatch(self) -> NoReturn:
         call = self._call
         assert call is not None
         record = pickle.dumps(call.record(self.ranks[self.rank]))
@@ -386,7 +391,7 @@ class Group:
         return describe_timeout(record, self.ranks, missing, notes)
 
     def leave_note(self, note: str) -> None:
-        """Set this rank's note for the errors of members that wait for it."""
+        """Set this rank's note, which the errors of waiting members show."""
         self._noted = True
         self._connection.barrier.leave_note(note)
 
@@ -395,8 +400,8 @@ class Group:
     def abort(self, error: BaseException) -> None:
         """Release this rank from the call of this group that it is blocked in.
 
-        Any thread may call. The blocked call raises `error`, and so does every later
-        one. Other ranks are not told.
+        Any thread may call. The blocked call and every later call raise `error`. The
+        other ranks are not released.
         """
         if self._error is None:
             self._error = error
@@ -404,13 +409,13 @@ class Group:
 
     @property
     def broken(self) -> bool:
-        """Whether a call was left halfway. Later calls raise until `renew`."""
+        """Whether the group is broken: every call raises until `renew`."""
         return self._error is not None
 
     def renew(self, generation: int) -> None:
-        """Make a broken group usable again. Every member must call, in no other call.
+        """Make a broken group usable again. Every member must call.
 
-        Calls and messages under way are ended on all members.
+        Calls and messages under way end with an error on all members.
         """
         self.abort(CollectiveAborted("this group of ranks was renewed"))
         self._worker.drain()
@@ -440,7 +445,7 @@ class Group:
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(self.size)):
             raise UsageError(
-                f"ranks {chosen}: expected different ranks from 0 to {self.size - 1}"
+                f"ranks {chosen}: expected ranks from 0 to {self.size - 1}, each once"
             )
         self.run(signature("new_group", None, None, None, chosen, "none"), _nothing)
         if self.rank not in chosen:
@@ -450,7 +455,7 @@ class Group:
     def among(self, positions: Sequence[int], tag: int = 0) -> Group:
         """Make a group of some members. Only they call, after a rendezvous.
 
-        MPI makes the communicator in one blocking call that nothing can release.
+        MPI makes the communicator in a blocking call that cannot be released.
         """
         members = self.comm.group.Incl(positions)
         comm = self.comm.Create_group(members, tag=tag)
@@ -469,7 +474,7 @@ class Group:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The number of each member's host. Numbers are given in the members' order."""
+        """For each member, the number of its host. Hosts are numbered from 0."""
         return self._connection.hosts
 
     def describe(self) -> str:
@@ -492,7 +497,7 @@ class Group:
             self._connection.finish(check)
 
     def close(self) -> None:
-        """Free what the group holds. Calls after it raise. Safe to call twice."""
+        """Free the group's resources. Later calls raise. Safe to call twice."""
         self.finish()
         self.abort(CollectiveAborted("this group of ranks was closed"))
         self._worker.stop()
@@ -500,7 +505,7 @@ class Group:
         live.discard(self)
 
     def give_up(self, error: BaseException) -> None:
-        """Close the group without its other members. Calls after it raise `error`."""
+        """Close the group without its other members. Later calls raise `error`."""
         self.finish()
         self._error = error
         self._connection.discard()  # freeing a communicator takes all members
@@ -509,15 +514,15 @@ class Group:
     def disown(self) -> None:
         """Make every call raise: this process is a forked child of a member."""
         self._error = WrongProcess(
-            f"this process is a forked child of rank {self.ranks[self.rank]} and is "
-            "no rank: call collectives in the cell, or in the main process"
+            f"this process is a forked child of rank {self.ranks[self.rank]}, not a "
+            "rank: call collectives in the cell, or in the main process"
         )
         self._worker = Worker("none")  # threads stay with the parent
         self.quick = None
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The call of this group that this process is in. Any thread may ask."""
+        """This process's current call on this group, if any. Any thread may read it."""
         own = self.ranks[self.rank]
         call, awaited = self._call, self._awaited
         if call is not None:

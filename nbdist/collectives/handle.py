@@ -14,7 +14,7 @@ __all__ = ["Handle"]
 
 
 class Handle(dist.Work):
-    """A collective under way: a `dist.Work` whose wait Python signals can interrupt.
+    """An asynchronous collective: a `dist.Work` whose `wait` a signal can interrupt.
 
     Callbacks run in the thread that completes the call.
     """
@@ -26,7 +26,8 @@ class Handle(dist.Work):
 
         Args:
             label: the call's name in errors.
-            on_leave: called with an interrupt that ends a wait during the call.
+            on_leave: called with the error, such as KeyboardInterrupt, that ends a wait
+                before the call has ended.
         """
         super().__init__()
         self._label = label
@@ -40,15 +41,15 @@ class Handle(dist.Work):
         """Wait until the result is in place.
 
         Args:
-            timeout: seconds or a timedelta; None or zero waits until the call ends. A
-                time-out leaves the call under way.
+            timeout: seconds or a timedelta; None or zero waits until the call ends.
+                After a time-out the call continues, and `wait` can be called again.
 
         Returns:
             True.
 
         Raises:
             CollectiveTimeout: `timeout` has passed.
-            BaseException: The call has failed with it.
+            BaseException: The error with which the call has failed.
         """
         if isinstance(timeout, timedelta):
             timeout = timeout.total_seconds()
@@ -87,7 +88,7 @@ class Handle(dist.Work):
         callback(self)
 
     def complete(self, error: BaseException | None = None) -> None:
-        """End the call. Later calls change nothing."""
+        """End the call. A second call has no effect."""
         with self._lock:
             if self._done.is_set():
                 return

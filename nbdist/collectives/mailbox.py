@@ -1,4 +1,4 @@
-"""Point-to-point messages, on a communicator of their own."""
+"""Point-to-point messages. They have their own communicator."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _under_way: list[Message] = []
 
 @dataclass(frozen=True)
 class MailHooks:
-    """Functions of the group that messages belong to."""
+    """Functions of the group to which a mailbox belongs."""
 
     check: Check
     """Raises when the wait must end."""
     on_wait: Callable[[Message | None], None]
-    """Called with the message that this thread waits for, and with None at the end."""
+    """Called with the message for which this thread waits, and with None at the end."""
     on_leave: Callable[[BaseException], None]
-    """Called with the error that ended a wait during the message."""
+    """Called with the error that ended a wait before the message was complete."""
 
 
 class Message(dist.Work):
-    """A message under way: a `dist.Work`. It moves while a thread waits for it."""
+    """A message: a `dist.Work`. It makes progress while a thread waits for it."""
 
     def __init__(
         self,
@@ -57,28 +57,28 @@ class Message(dist.Work):
         label: str,
         size: int | None,
         hooks: MailHooks,
-        look: Check,
+        check_arrived: Check,
         kind: Signature,
         flat: Flat,
     ) -> None:
         super().__init__()
         self.kind = kind
-        """Operation, dtype and shape. The root is the other rank, None for any."""
+        """The message's signature. Its root is the other rank, or None for any rank."""
         self._request = request
         self._label = label
         self._size = size
         self._hooks = hooks
-        self._look = look
-        self._flat = flat  # MPI has its address
+        self._check_arrived = check_arrived
+        self._flat = flat  # keeps the memory whose address MPI has
         self._status = MPI.Status()
         self._arrived = False
         self.error: NbdistError | None = None
-        """The error of the message, such as another size or a dead rank."""
+        """The error of the message, such as a wrong size or a dead rank."""
         self.source: int | None = None
-        """The sender's rank in the group, once a message was received."""
+        """The sender's rank in the group, after the message has arrived."""
 
     def is_completed(self) -> bool:
-        """Whether the message has left, has arrived, or has failed (see `error`)."""
+        """Whether the message was sent or received, or has failed (see `error`)."""
         if not self._arrived and self._test():
             self._arrived = True
         return self._arrived
@@ -86,7 +86,7 @@ class Message(dist.Work):
     def _test(self) -> bool:
         try:
             done = self._request.Test(self._status)
-        except MPI.Exception as cause:  # the other rank has died, or a revocation
+        except MPI.Exception as cause:  # the other rank has died, or comm is revoked
             self.error = CollectiveAborted(f"{self._label} failed in MPI: {cause}")
             self.error.__cause__ = cause
             return True
@@ -103,6 +103,7 @@ class Message(dist.Work):
         Raises:
             CollectiveTimeout: `timeout` has passed. The message is still under way.
             CollectiveMismatch: The other rank's message has another size or dtype.
+            CollectiveAborted: The message was released, or the other rank has died.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         end = time.monotonic() + seconds if seconds else math.inf
@@ -116,7 +117,7 @@ class Message(dist.Work):
                 raise CollectiveTimeout(f"{self._label} is not done after {seconds} s")
             if now > next_look:
                 next_look = now + _LOOK_EVERY_S
-                self._look()
+                self._check_arrived()
 
         self._hooks.on_wait(self)
         try:
@@ -132,7 +133,7 @@ class Message(dist.Work):
 
     @property
     def is_over(self) -> bool:
-        """Whether MPI is done with the tensor, after success or an error."""
+        """Whether MPI no longer uses the tensor, after success or an error."""
         try:
             return self.is_completed()
         except MPI.Exception:  # revoked, or the other rank died
@@ -155,10 +156,10 @@ class Message(dist.Work):
 
 
 class Mailbox:
-    """Sends and receives tensors on a communicator of its own.
+    """Sends and receives tensors on its own communicator.
 
-    Dtype and number of elements are part of the tag. A message that does not fit is
-    never received, and the waiting receiver finds it and raises.
+    Dtype and number of elements are part of MPI's tag. A message with another dtype or
+    number of elements is never received. The waiting receiver sees it and raises.
     """
 
     def __init__(self, comm: MPI.Comm, hooks: MailHooks) -> None:
@@ -185,27 +186,29 @@ class Mailbox:
         request = self._comm.Irecv(moved(flat.tensor), peer, full)
         size = tensor.numel() * tensor.element_size()
         label = f"recv from rank {'any' if source is None else source}, tag {tag}"
-        look = self._look_for_foreign(peer, full, label, tensor)
+        check_arrived = self._mismatch_check(peer, full, label, tensor)
         kind = _kind("recv", source, tensor)
-        return _kept(Message(request, label, size, self._hooks, look, kind, flat))
+        return _kept(
+            Message(request, label, size, self._hooks, check_arrived, kind, flat)
+        )
 
     def _flat(self, tensor: Tensor, filled: bool) -> Flat:
-        """The memory for MPI, ready to be read or written."""
+        """The memory of a tensor that MPI may read and write at once."""
         if not tensor.is_cuda:
             return Flat(tensor, filled=filled)
         with torch.cuda.device(tensor.device):
-            settle(self._hooks.check)  # MPI does not know streams
+            settle(self._hooks.check)  # MPI ignores streams
             flat = Flat(tensor, on_host=not takes_device_memory(), filled=filled)
             if flat.is_copy:
                 settle(self._hooks.check)
         return flat
 
-    def _look_for_foreign(
+    def _mismatch_check(
         self, peer: int, full_tag: int, label: str, tensor: Tensor
     ) -> Callable[[], None]:
         expected = f"{tensor.numel()} elements of {tensor.dtype}"
 
-        def look() -> None:
+        def check_arrived() -> None:
             status = MPI.Status()
             if not self._comm.Iprobe(peer, MPI.ANY_TAG, status):
                 return
@@ -217,11 +220,11 @@ class Mailbox:
                     f"{status.Get_source()} with another shape or dtype"
                 )
 
-        return look
+        return check_arrived
 
 
 def _kept(message: Message) -> Message:
-    """Keep a message and its tensor until MPI is done with them."""
+    """Keep a message and its tensor alive until MPI no longer uses them."""
     _under_way[:] = [each for each in _under_way if not each.is_over]
     _under_way.append(message)
     return message

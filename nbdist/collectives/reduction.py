@@ -1,4 +1,4 @@
-"""Reduce-ops: what carries each out, for which dtypes, and the reduction of rows."""
+"""Reduce-ops: their implementations, their dtypes, and the reduction of tensors."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ __all__ = [
 ]
 
 ReduceOp = str | dist.ReduceOp
-"""A name ("sum", "mean", "product", "min", "max", "band", "bor", "bxor") or c10d's."""
+"""A name: "sum", "mean", "product", "min", "max", "band", "bor" or "bxor"; or c10d's
+ReduceOp."""
 
 
 class Definition(NamedTuple):
     """The implementations of a reduce-op in each library."""
 
     combine: Callable[..., Tensor]
-    """torch's function of two operands. A mean is a sum that `finish` divides."""
+    """torch's function of two operands. A mean is a sum, which `finish` divides."""
     mpi: MPI.Op
     nccl: Any = None
-    """c10d's op for NCCL; None where NCCL has none."""
+    """c10d's op for NCCL; None if NCCL does not have the op."""
 
 
 REDUCE_OPS: dict[str, Definition] = {
@@ -75,13 +76,13 @@ _accepted: set[tuple[str, torch.dtype]] = set()
 
 
 def parse_op(op: ReduceOp, dtype: torch.dtype) -> str:
-    """The name of a reduce-op, after a check that it is defined for `dtype`.
+    """Check that a reduce-op is defined for `dtype`, and return its name.
 
     A sum of bools is "or" and a product "and", as in torch. c10d's AVG, "avg" here, is
     also defined for integers and rounds towards zero, as in NCCL.
 
     Raises:
-        UsageError: There is no such op.
+        UsageError: `op` is not one of the reduce-ops.
         UnsupportedCollective: The op is not defined for this dtype.
     """
     if (op, dtype) in _accepted:
@@ -97,7 +98,7 @@ def parse_op(op: ReduceOp, dtype: torch.dtype) -> str:
 
 
 def c10d_name(op: dist.ReduceOp) -> str | None:
-    """The name of one of c10d's ops; None where there is none."""
+    """The name of one of c10d's ops; None for an op that nbdist does not have."""
     return _FROM_C10D.get(getattr(op, "op", op))  # the enum, or an object around it
 
 
@@ -108,7 +109,7 @@ def _check_defined(name: str, dtype: torch.dtype) -> None:
     if (name == "mean" and not inexact) or (name == "avg" and dtype is torch.bool):
         expected = "a floating or complex dtype; use sum, or convert the tensor first"
     elif name in ("min", "max") and dtype.is_complex:
-        expected = "a real dtype, for complex numbers have no order"
+        expected = "a real dtype, because complex numbers have no order"
     elif name in _BITWISE and inexact:
         expected = "an integer or bool dtype"
     else:
@@ -117,7 +118,7 @@ def _check_defined(name: str, dtype: torch.dtype) -> None:
 
 
 def neutral_element(op: str, dtype: torch.dtype) -> float | int:
-    """The operand that changes no result of `op`."""
+    """The operand that does not change a result of `op`."""
     if op == "product":
         return 1
     if op not in ("min", "max"):
@@ -131,19 +132,19 @@ def neutral_element(op: str, dtype: torch.dtype) -> float | int:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for the half types, whose sums would lose digits; `dtype` for others."""
+    """float32 for float16 and bfloat16, whose sums would lose digits; else `dtype`."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def combine(op: str, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
-    """`out = first (op) second`, elementwise; `out` may be either operand."""
+    """`out = first (op) second`, elementwise. `out` may be one of the operands."""
     return REDUCE_OPS[op].combine(first, second, out=out)
 
 
 def finish(op: str, total: Tensor, size: int) -> None:
     """Turn the combined operands of `size` ranks into the result, in place.
 
-    Only a mean changes: it is divided.
+    A mean is divided by `size`. Other reduce-ops have their result already.
     """
     if op == "mean":
         total.div_(size)
@@ -154,13 +155,13 @@ def finish(op: str, total: Tensor, size: int) -> None:
 def reduce_rows(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
     """Reduce tensors in the given order into `out`.
 
-    The same rows give the same bits on every rank. Half types are accumulated in
-    float32 and rounded once.
+    The same rows give the same bits on every rank. float16 and bfloat16 are accumulated
+    in float32 and rounded once.
 
     Args:
         op: A name that `parse_op` has returned.
-        rows: Two tensors or more of one shape, dtype and device.
-        out: Receives the result. It may be the first or second of `rows`.
+        rows: Two or more tensors of one shape, dtype and device.
+        out: The tensor for the result. It may be the first or second of `rows`.
     """
     if out.dtype in _HALF:
         out.copy_(_reduce_wide(op, rows))

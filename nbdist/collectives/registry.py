@@ -1,4 +1,4 @@
-"""The groups of this process: its present call, their release, renewal and end."""
+"""The groups of this process. Finds, releases, renews and closes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Waiter(Protocol):
-    """A wait for other ranks outside a group's own calls, which can be released."""
+    """A wait for other ranks that is not a call on a group. It can be released."""
 
     @property
     def call(self) -> CollectiveCall | None:
@@ -39,22 +39,22 @@ class Waiter(Protocol):
 
     @property
     def broken(self) -> bool:
-        """Whether a wait was left halfway."""
+        """Whether an error has ended a wait. The ranks must then connect again."""
 
     def abort(self, error: BaseException) -> None:
-        """End the wait with an error, and every later one. Any thread may call."""
+        """End the wait and every later wait with an error. Any thread may call."""
 
     def lose(self, ranks: Collection[int], reason: str) -> None:
         """End the waits for these world ranks. Any thread may call."""
 
     def close(self) -> None:
-        """End every wait: the groups are renewed or closed."""
+        """End every wait, because the groups are renewed or closed."""
 
 
 class _Waiters:
-    """The waiters that something else refers to.
+    """Weak references to waiters.
 
-    A thread may add one while another thread iterates.
+    A thread may add a waiter while another thread iterates.
     """
 
     def __init__(self) -> None:
@@ -76,15 +76,16 @@ class _Waiters:
 waiters = _Waiters()
 """The waiters of this process."""
 live: set[Group] = set()
-"""Every open group. All members must renew the same ones, so groups are kept here."""
+"""Every open group. These references keep a group that its user has dropped, because
+all members must renew the same groups."""
 default: Group | None = None
 """The group that collectives use by default."""
 
 
 def leave_notes() -> None:
-    """Leave a note about the present call with every group of this process.
+    """Set a note with the current call in every group of this process.
 
-    A rank whose call times out shows the notes of the ranks that are missing.
+    The error of a call that times out has the notes of the missing ranks.
     """
     call = current_call()
     for group in list(live):
@@ -97,21 +98,21 @@ def _waited_in() -> list[Group | Waiter]:
 
 
 def current_call() -> CollectiveCall | None:
-    """The collective that this process is in, on any group; None while in none."""
+    """This process's current collective, on any group; None if there is none."""
     return next((call for each in _waited_in() if (call := each.call)), None)
 
 
 def calls_made() -> int:
-    """The number of collectives and messages begun on all groups of this process."""
+    """The number of collectives and messages started on all groups of this process."""
     return sum(group.sequence + group.mailbox.sequence for group in list(live))
 
 
 def renew_groups(generation: int) -> None:
     """Renew every group of this process. All ranks of the world must call.
 
-    All members make their common groups in the same order, so groups are renewed in
-    that order. A group that a member has closed, in a cell that others did not finish,
-    is closed on all members.
+    All members have made their common groups in the same order, so groups are renewed
+    in that order. If a member has closed a group, in a cell that other members did not
+    finish, the group is closed on all members.
     """
     for waiter in list(waiters):
         waiter.close()
@@ -120,15 +121,15 @@ def renew_groups(generation: int) -> None:
     for group in groups:
         gone = [rank for rank in group.ranks if group.identity not in held[rank]]
         if gone:
-            reason = f"rank {format_ranks(gone)} has ended this group of ranks"
-            error = CollectiveAborted(f"{reason}: make a new one on all its ranks")
+            reason = f"rank {format_ranks(gone)} has closed this group of ranks"
+            error = CollectiveAborted(f"{reason}: make a new group on all its ranks")
             group.give_up(error)
         else:
             group.renew(generation)
 
 
 def close_groups() -> None:
-    """Close every group of this process, before new ones take their place."""
+    """Close every group of this process, before new groups replace them."""
     for waiter in list(waiters):
         waiter.close()
     for group in list(live):
@@ -142,7 +143,7 @@ def any_broken() -> bool:
 
 
 def release_calls(error: BaseException) -> None:
-    """Abort every group that this process is in a call of. Any thread may call."""
+    """Abort every group on which this process has a call. Any thread may call."""
     for each in _waited_in():
         if each.call is not None:
             each.abort(error)
@@ -153,7 +154,7 @@ def release_calls_with(ranks: Iterable[int], reason: str) -> None:
 
     Args:
         ranks: World ranks that make no further calls.
-        reason: Why, for the error.
+        reason: The reason, for the error.
     """
     gone = set(ranks)
     for waiter in list(waiters):
@@ -175,11 +176,11 @@ def default_group() -> Group:
     """The group that collectives use by default.
 
     Raises:
-        WrongProcess: There is none, as in the notebook's kernel.
+        WrongProcess: This process is not a rank, as the notebook's kernel.
     """
     if default is None:
         raise WrongProcess(
-            "there are no ranks here: call this on a rank, in a %%distributed cell"
+            "this process is not a rank: call this on a rank, in a %%distributed cell"
         )
     return default
 

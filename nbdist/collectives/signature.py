@@ -1,4 +1,4 @@
-"""Signatures: what must agree between ranks before a collective touches data."""
+"""Signatures: the properties of a call that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _cache: dict[tuple[object, ...], Signature] = {}
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """The properties of a call that must be equal on all ranks. Cached."""
+    """The properties of a call that must be equal on all ranks.
+
+    `signature` caches these objects.
+    """
 
     operation: str
     reduce_op: str | None
@@ -35,7 +38,7 @@ def signature(
     shape: tuple[int, ...],
     device: str,
 ) -> Signature:
-    """The signature of a call; `device` is a device kind such as "cpu"."""
+    """The signature of a call. `device` is the type of a device, such as "cpu"."""
     key = (operation, reduce_op, root, dtype, shape, device)
     found = _cache.get(key)
     if found is None:

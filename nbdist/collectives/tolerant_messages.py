@@ -59,7 +59,10 @@ class Doorbell:
         return self._base + rank * semaphore.SEMAPHORE_BYTES
 
     def ring(self, rank: int) -> None:
-        """Wake a rank, by its position in the group. A later wait returns at once."""
+        """Wake the rank at a position in the group.
+
+        If the rank does not wait, its next `wait` returns at once.
+        """
         if self._segment is not None:
             semaphore.post(self._address(rank))
 
@@ -76,7 +79,7 @@ class Doorbell:
         if not semaphore.wait(own, seconds):
             return False
         while semaphore.try_wait(own) == 0:
-            pass  # one wait takes all rings so far
+            pass  # one wait uses up all rings before it
         return True
 
 
@@ -90,10 +93,10 @@ _NAP_S = 0.05
 class TolerantMessages:
     """Point-to-point messages that continue when a rank dies.
 
-    When a member of a `Group` dies, the group breaks for all members. These messages
-    use MPI's fault tolerance instead: only messages from and to the dead rank fail
-    (Bland et al., "Post-failure recovery of MPI communication capability", IJHPCA
-    2013). `lost` has the dead ranks.
+    When a member of a `Group` dies, the group is broken for all members. These messages
+    use MPI's fault tolerance (Bland et al., "Post-failure recovery of MPI communication
+    capability", IJHPCA 2013), so only messages from and to the dead rank fail. `lost`
+    has the dead ranks.
 
     A waiting rank sleeps until a sender wakes it. All ranks are world ranks.
     """
@@ -109,8 +112,8 @@ class TolerantMessages:
         self._awaited: tuple[Call, tuple[int, ...]] | None = None
         self._comm, request = group.comm.Idup()
         complete([request], group.raise_if_aborted, self._comm)
-        # A message that reaches a rank before the rank has the new communicator can be
-        # lost. The doorbells' constructor ends with a barrier.
+        # A message that reaches a rank before it has the new communicator can be lost.
+        # The constructor of Doorbell ends with a barrier.
         self._bell = Doorbell(group)
         hooks = MailHooks(self._check, lambda _message: None, self.abort)
         self._mailbox = Mailbox(self._comm, hooks)
@@ -142,14 +145,13 @@ class TolerantMessages:
         """Sleep until `ready()`, which is called after each ring and at intervals.
 
         Args:
-            ready: tests messages. Only then do they make progress.
-            what: the name of the wait in errors and in the status of this rank.
-            awaited: the ranks that can end the wait.
-            moving: whether messages are under way. They are then tested more often.
+            ready: tests messages. They make progress only in this test.
+            what: the name of the wait, for errors and for the status of this rank.
+            awaited: the ranks whose messages can end the wait.
+            moving: whether messages are under way. `ready` is then called more often.
 
         Raises:
-            BaseException: The error that the wait was aborted with. Every later wait
-                raises it, too.
+            BaseException: The error of `abort`. Every later wait raises it too.
         """
         for _ in range(_SPINS):
             if ready():
@@ -186,11 +188,11 @@ class TolerantMessages:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait was aborted. The ranks must then connect again."""
+        """Whether `abort` was called. The ranks must then connect again."""
         return self._error is not None
 
     def abort(self, error: BaseException) -> None:
-        """Release this rank's wait. Any thread may call. Other ranks are not told."""
+        """Release this rank's wait, not those of other ranks. Any thread may call."""
         if self._error is None:
             self._error = error
         self._bell.ring(self._position[self.rank])

@@ -14,7 +14,7 @@ Job = tuple[Callable[[], None], Handle]
 
 
 class Worker:
-    """One daemon thread, started with the first job."""
+    """Runs jobs in one daemon thread, which starts with the first job."""
 
     def __init__(self, name: str) -> None:
         self._name = name

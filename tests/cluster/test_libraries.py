@@ -138,7 +138,7 @@ def test_a_group_that_one_rank_has_ended_ends_on_all(cluster: Cluster):
             assert x.item() == 2
         """,
     )
-    with pytest.raises(CellError, match="rank 0 has ended this group of ranks: make"):
+    with pytest.raises(CellError, match="rank 0 has closed this group of ranks: make"):
         run(cluster, "dist.all_reduce(x, group=pair)", ranks=[1])
     run(cluster, "dist.destroy_process_group()")
     assert_whole(cluster)

@@ -40,10 +40,10 @@ class Told(PutOff):
 
 
 def doubling(tensor: Tensor, size: int, log: list[str] | None = None) -> list[Piece]:
-    def move(takes: list[Tensor], gives: list[Tensor]) -> None:
+    def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
         if log is not None:
             log.append("move")
-        takes[0].mul_(2)
+        to_host[0].mul_(2)
 
     return [Piece([each], [each], move, True) for each in tensor.split(size)]
 
@@ -83,7 +83,7 @@ def test_nothing_is_written_when_the_first_move_fails() -> None:
     pipeline = Pipeline(copier, 40)
     tensor = torch.arange(30.0)
 
-    def refuse(takes: list[Tensor], gives: list[Tensor]) -> None:
+    def refuse(to_host: list[Tensor], from_host: list[Tensor]) -> None:
         raise ValueError("another call")
 
     pieces = [Piece([each], [each], refuse, True) for each in tensor.split(10)]
@@ -100,17 +100,17 @@ def test_nothing_is_written_when_the_first_move_fails() -> None:
     piece=st.integers(1, 70),
     dtype=st.sampled_from([torch.int8, torch.float64, torch.complex128]),
 )
-def test_takes_and_gives_of_any_length(
+def test_tensors_of_any_length_go_to_and_from_the_host(
     length: int, piece: int, dtype: torch.dtype
 ) -> None:
     sources = [torch.arange(length).to(dtype), torch.arange(length // 2).to(dtype)]
     targets = [torch.full((length,), 9).to(dtype) for _ in range(2)]
 
-    def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-        assert [each.dtype for each in (*takes, *gives)] == [dtype] * 4
-        gives[0].copy_(takes[0] + 1)
-        gives[1].zero_()
-        gives[1][: len(takes[1])] = takes[1]
+    def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+        assert [each.dtype for each in (*to_host, *from_host)] == [dtype] * 4
+        from_host[0].copy_(to_host[0] + 1)
+        from_host[1].zero_()
+        from_host[1][: len(to_host[1])] = to_host[1]
 
     bounds = range(0, max(length, 1), piece)
     pieces = [

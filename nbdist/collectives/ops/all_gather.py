@@ -33,9 +33,10 @@ def all_gather(
     """Copy rank r's tensor into `tensor_list[r]` on all ranks. Every rank must call.
 
     Args:
-        tensor_list: one tensor per rank, each with tensor's dtype and number of
-            elements; overwritten.
-        tensor: any shape, equal shape and dtype on all ranks; kept.
+        tensor_list: one tensor per rank, each with the dtype, the kind of device and
+            the number of elements of `tensor`; overwritten.
+        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; not changed.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(tensor, group)
@@ -60,15 +61,19 @@ def all_gather_into_tensor(
     async_op: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Handle | None:
-    """`all_gather` into a tensor that takes all parts one after the other.
+    """`all_gather` into one tensor, in rank order. Every rank must call.
 
     Args:
-        output: world-size times input's elements, same dtype, contiguous; overwritten.
-        input: any shape, equal shape and dtype on all ranks; kept.
+        output: a contiguous tensor of world-size times the elements of `input`, with
+            its dtype; overwritten.
+        input: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; not changed.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(output, group)
     if not output.is_contiguous():
-        raise UsageError("output: expected a contiguous tensor")
+        raise UsageError(
+            f"output has strides {output.stride()}: expected a contiguous tensor"
+        )
     parts = split_evenly("output", output, input, group)
     return all_gather(parts, input, group=group, async_op=async_op, timeout=timeout)

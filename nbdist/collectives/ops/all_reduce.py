@@ -28,21 +28,31 @@ def all_reduce(
 ) -> Handle | None:
     """Reduce a tensor over all ranks, in place. Every rank of the group must call.
 
-    All ranks get the same bits. A sum lies within (N-1) eps sum|x_i| of the exact one,
-    eps being the dtype's; half types are accumulated in float32.
+    All ranks get the same bits. The error of a sum is at most (N-1) eps sum|x_i|, where
+    eps is the dtype's. float16 and bfloat16 are accumulated in float32.
 
     Args:
-        tensor: any shape, strided, equal shape and dtype on all ranks; overwritten.
-        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or c10d's.
-        algorithm: "auto", "ring", "mpi", "shared" or "nccl", if the tensor's device has
-            it.
-        group: default all ranks.
-        async_op: return a handle at once. Leave the tensor alone until its end.
-        timeout: seconds to wait for the other ranks; None takes the configured time.
+        tensor: on the CPU or this rank's GPU, of any shape and strides, with equal
+            shape and dtype on all ranks; overwritten.
+        op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or a
+            `torch.distributed.ReduceOp`.
+        algorithm: "auto" for the fastest, or "ring", "mpi", "shared" or "nccl" if it
+            is available for the tensor's device.
+        group: the ranks that take part. Default: all ranks.
+        async_op: return a handle at once. Do not use the tensor before its `wait` has
+            returned.
+        timeout: seconds, or a timedelta, to wait for the other ranks. Default:
+            $NBDIST_COLLECTIVE_TIMEOUT, without which there is no limit.
+
+    Returns:
+        The handle with `async_op`, else None.
 
     Raises:
+        UsageError: the tensor, the algorithm or the device cannot be used.
         UnsupportedCollective: `op` is not defined for the dtype. Nothing was sent.
-        CollectiveMismatch, CollectiveTimeout, CollectiveAborted: see `Group.run`.
+        CollectiveMismatch: the ranks made different calls. No data has changed.
+        CollectiveTimeout: a rank did not make the call in time.
+        CollectiveAborted: the call was released, for instance because a rank died.
     """
     group = group or registry.default or registry.default_group()
     if group.quick is not None and algorithm == "auto" and not async_op:
@@ -56,7 +66,7 @@ def all_reduce(
                 group.finish_quick(kind, timeout)
                 return None
         except BaseException as error:
-            group.leave_quick(error)
+            group.break_quick(error)
             raise
     resolve(tensor, group)
     tensor = unwrapped(tensor)

@@ -31,17 +31,20 @@ def all_to_all(
     async_op: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Handle | None:
-    """Copy `input_tensor_list[r]` into rank r's output for this rank. All must call.
+    """Copy `input_tensor_list[r]` to rank r. Every rank must call.
+
+    Rank r receives it in the entry of its `output_tensor_list` for this rank.
 
     Args:
-        output_tensor_list: one tensor per rank, overwritten; `[r]` has as many elements
-            as rank r sends to this one.
-        input_tensor_list: one tensor per rank, kept; one dtype on all ranks.
+        output_tensor_list: one tensor per rank; overwritten. Entry r has as many
+            elements as rank r sends to this rank.
+        input_tensor_list: one tensor per rank, on the CPU or this rank's GPU; not
+            changed. All tensors of all ranks have one dtype.
         group, async_op, timeout: as for `all_reduce`.
 
     Raises:
-        CollectiveMismatch: also where the two lengths of a pair differ. No data was
-            touched.
+        CollectiveMismatch: also if a rank sends another number of elements than the
+            other rank expects. No data has changed.
     """
     like = next(iter(input_tensor_list), None)
     group = resolve(like, group)
@@ -64,19 +67,23 @@ def all_to_all_single(
     async_op: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Handle | None:
-    """`all_to_all` of runs of rows of one tensor. Every rank must call.
+    """`all_to_all` of consecutive rows of one tensor. Every rank must call.
 
     Args:
-        output: overwritten; contiguous.
-        input: kept; same dtype and row shape.
-        output_split_sizes: rows of output for each rank; None or empty cuts evenly.
-        input_split_sizes: rows of input for each rank; None or empty cuts evenly.
+        output: a contiguous tensor; overwritten.
+        input: a tensor with the same dtype and row shape; not changed.
+        output_split_sizes: the rows of `output` from each rank. None or an empty list
+            means equal numbers.
+        input_split_sizes: the rows of `input` for each rank. None or an empty list
+            means equal numbers.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(input, group)
     check_kind("output", [output], input)
     if not output.is_contiguous():
-        raise UsageError("output: expected a contiguous tensor")
+        raise UsageError(
+            f"output has strides {output.stride()}: expected a contiguous tensor"
+        )
     outputs = _runs("output", output, output_split_sizes, group)
     inputs = _runs("input", input.contiguous(), input_split_sizes, group)
     return _exchange(group, flatten(outputs), flatten(inputs), async_op, timeout)
@@ -122,7 +129,11 @@ def _exchange(
 def _agree_on_lengths(
     group: Group, outputs: Sequence[Flat], inputs: Sequence[Flat]
 ) -> int:
-    """The greatest length of any pair. All ranks see all lengths, and decide alike."""
+    """The largest number of elements of any pair. All ranks compare all numbers.
+
+    Raises:
+        CollectiveMismatch: A rank sends another number than the other rank expects.
+    """
     rows = [[len(each.tensor) for each in row] for row in (inputs, outputs)]
     mine = torch.tensor(rows, device="cpu")
     table = mine.new_empty(group.size, 2, group.size)
@@ -133,6 +144,6 @@ def _agree_on_lengths(
         raise CollectiveMismatch(
             f"all_to_all: rank {group.ranks[source]} sends "
             f"{int(sent[source, target])} elements to rank {group.ranks[target]}, "
-            f"which expects {int(expected[source, target])}; no data was touched"
+            f"which expects {int(expected[source, target])}; no data has changed"
         )
     return int(sent.max())

@@ -18,7 +18,7 @@ def barrier(
     async_op: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Handle | None:
-    """Wait until every rank of the group has called.
+    """Wait until every rank of the group has called `barrier`.
 
     Args:
         group, async_op, timeout: as for `all_reduce`.

@@ -24,9 +24,9 @@ def broadcast(
     """Overwrite the tensor on all ranks with rank `src`'s. Every rank must call.
 
     Args:
-        tensor: any shape, equal shape and dtype on all ranks; overwritten except on
-            `src`.
-        src: a world rank.
+        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; overwritten, except on `src`.
+        src: the world rank that sends.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(tensor, group)

@@ -31,9 +31,11 @@ def gather(
     """Copy rank r's tensor into rank `dst`'s `gather_list[r]`. Every rank must call.
 
     Args:
-        tensor: any shape, equal shape and dtype on all ranks; kept.
-        gather_list: on `dst`, one tensor per rank, overwritten; None elsewhere.
-        dst: a world rank.
+        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; not changed.
+        gather_list: on `dst`, one tensor per rank, each with the dtype and number of
+            elements of `tensor`; overwritten. None on other ranks.
+        dst: the world rank that receives.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(tensor, group)

@@ -27,12 +27,12 @@ def broadcast_object(
     """Send rank `src`'s object to all ranks. Every rank must call.
 
     Args:
-        obj: picklable on `src`; ignored elsewhere.
-        src: a world rank.
+        obj: on `src`, a picklable object; ignored on other ranks.
+        src: the world rank that sends.
         group, timeout: as for `all_reduce`.
 
     Returns:
-        `obj` itself on `src`, a copy elsewhere.
+        `obj` itself on `src`, a copy on other ranks.
     """
     group = group if group is not None else default_group()
     root = root_position(group, src)
@@ -61,7 +61,7 @@ def all_gather_object(
     """Gather every rank's object on all ranks, in rank order. Every rank must call.
 
     Args:
-        obj: picklable.
+        obj: a picklable object.
         group, timeout: as for `all_reduce`.
     """
     group = group if group is not None else default_group()

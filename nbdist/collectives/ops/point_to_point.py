@@ -19,13 +19,14 @@ def isend(
     """Start to send a tensor to rank `dst`, which must receive it.
 
     Args:
-        tensor: any shape; must not change until the message is waited for.
-        dst: a world rank.
-        group: default: all ranks.
-        tag: 0 to 1048575; messages of one tag between two ranks keep their order.
+        tensor: on the CPU or this rank's GPU, of any shape. It must not change before
+            the message's `wait` has returned.
+        dst: the world rank that receives.
+        group: the group of both ranks. Default: all ranks.
+        tag: 0 to 1048575. Messages with one tag between two ranks keep their order.
 
     Returns:
-        The message, a `dist.Work`. It moves while a thread waits for it.
+        The message, a `dist.Work`. It makes progress while a thread waits for it.
     """
     group = resolve(tensor, group)
     return group.mailbox.send(tensor, root_position(group, dst), tag)
@@ -41,10 +42,11 @@ def irecv(
     """Start to receive a tensor from rank `src`.
 
     Args:
-        tensor: any shape; overwritten. The sender's has its dtype and as many elements.
-        src: a world rank; None receives from any.
-        group: default: all ranks.
-        tag: the sender's.
+        tensor: on the CPU or this rank's GPU, of any shape, with the dtype and number
+            of elements of the sender's tensor; overwritten.
+        src: the world rank that sends; None receives from any rank.
+        group: the group of both ranks. Default: all ranks.
+        tag: the tag that the sender uses.
 
     Returns:
         The message, a `dist.Work`. After `wait`, its `source` is the sender.
@@ -62,7 +64,16 @@ def send(
     tag: int = 0,
     timeout: float | timedelta | None = None,
 ) -> None:
-    """Send a tensor to rank `dst`. See `isend`; `timeout` is in seconds."""
+    """Send a tensor to rank `dst`, and wait until the tensor may change.
+
+    Args:
+        tensor, dst, group, tag: as for `isend`.
+        timeout: seconds or a timedelta; None sets no limit.
+
+    Raises:
+        CollectiveTimeout: `timeout` has passed.
+        CollectiveAborted: the message was released, or rank `dst` has died.
+    """
     isend(tensor, dst, group=group, tag=tag).wait(timeout)
 
 
@@ -74,12 +85,21 @@ def recv(
     tag: int = 0,
     timeout: float | timedelta | None = None,
 ) -> int:
-    """Receive a tensor from rank `src`. See `irecv`; `timeout` is in seconds.
+    """Receive a tensor from rank `src`.
+
+    Args:
+        tensor, src, group, tag: as for `irecv`.
+        timeout: seconds or a timedelta; None sets no limit.
 
     Returns:
         The sender's world rank.
+
+    Raises:
+        CollectiveTimeout: `timeout` has passed.
+        CollectiveMismatch: the sender's tensor has another dtype or number of elements.
+        CollectiveAborted: the message was released, or rank `src` has died.
     """
     message = irecv(tensor, src, group=group, tag=tag)
     message.wait(timeout)
-    assert message.source is not None  # for it was received
+    assert message.source is not None  # the message was received
     return resolve(tensor, group).ranks[message.source]

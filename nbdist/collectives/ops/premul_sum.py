@@ -1,4 +1,4 @@
-"""Sums of tensors that each rank multiplies by a factor first: c10d's PREMUL_SUM."""
+"""Sums of tensors, each multiplied by its rank's factor: c10d's PREMUL_SUM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 _OP = "premul_sum"
 Factor = float | Tensor
-"""A number, or a tensor that holds one; each rank may have another."""
+"""A number, or a tensor of one element. Ranks may have different factors."""
 
 
 def premul_sum_all_reduce(
@@ -45,7 +45,7 @@ def premul_sum_all_reduce(
 
     Args:
         tensor: as for `all_reduce`, of a floating or complex dtype; overwritten.
-        factor: of this rank.
+        factor: this rank's factor.
         group, async_op, timeout: as for `all_reduce`.
     """
     group, factor = resolve(tensor, group), _checked(factor, tensor)
@@ -128,7 +128,7 @@ def premul_sum_reduce_scatter_tensor(
 
 
 def _checked(factor: Factor, tensor: Tensor) -> Factor:
-    """The factor in a form that keeps the tensor's dtype in a product."""
+    """The factor as a value whose product with the tensor has the tensor's dtype."""
     parse_op("sum", tensor.dtype)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise UnsupportedCollective(
@@ -137,5 +137,7 @@ def _checked(factor: Factor, tensor: Tensor) -> Factor:
     if not isinstance(factor, Tensor):
         return factor
     if factor.numel() != 1:
-        raise UsageError(f"PREMUL_SUM: expected one factor, got {factor.numel()}")
+        raise UsageError(
+            f"PREMUL_SUM: a factor of {factor.numel()} elements: expected one element"
+        )
     return factor.detach().reshape(()).to(tensor.device, tensor.dtype)

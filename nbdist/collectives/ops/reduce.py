@@ -23,11 +23,12 @@ def reduce(
     async_op: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Handle | None:
-    """Reduce into rank `dst`'s tensor, in place there. Every rank must call.
+    """Reduce the ranks' tensors into rank `dst`'s. Every rank must call.
 
     Args:
-        tensor: any shape, equal shape and dtype on all ranks; kept except on `dst`.
-        dst: a world rank.
+        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; overwritten on `dst`, not changed on other ranks.
+        dst: the world rank that gets the result.
         op: as for `all_reduce`.
         group, async_op, timeout: as for `all_reduce`.
     """

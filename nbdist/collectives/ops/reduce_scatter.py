@@ -34,9 +34,10 @@ def reduce_scatter(
     """Reduce `input_list[r]` of all ranks into rank r's output. Every rank must call.
 
     Args:
-        output: any shape, equal on all ranks; overwritten.
-        input_list: one tensor per rank, each with output's dtype and number of
-            elements; kept.
+        output: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; overwritten.
+        input_list: one tensor per rank, each with the dtype and number of elements of
+            `output`; not changed.
         op: as for `all_reduce`.
         group, async_op, timeout: as for `all_reduce`.
     """
@@ -64,11 +65,14 @@ def reduce_scatter_tensor(
     async_op: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Handle | None:
-    """`reduce_scatter` of a tensor that holds all ranks' parts one after the other.
+    """`reduce_scatter` of one tensor with all ranks' parts, in rank order.
+
+    Every rank must call.
 
     Args:
-        output: any shape, equal on all ranks; overwritten.
-        input: world-size times as many elements, same dtype; kept.
+        output: as for `reduce_scatter`.
+        input: a tensor of world-size times the elements of `output`, with its dtype;
+            not changed.
         op, group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(output, group)

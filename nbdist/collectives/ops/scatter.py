@@ -1,4 +1,4 @@
-"""scatter: sends one rank's list of tensors to the ranks."""
+"""scatter: sends each rank one tensor of a list."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def scatter(
     """Copy rank `src`'s `scatter_list[r]` into rank r's tensor. Every rank must call.
 
     Args:
-        tensor: any shape, equal shape and dtype on all ranks; overwritten.
-        scatter_list: on `src`, one tensor per rank, kept; None elsewhere.
-        src: a world rank.
+        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
+            on all ranks; overwritten.
+        scatter_list: on `src`, one tensor per rank, each with the dtype and number of
+            elements of `tensor`; not changed. None on other ranks.
+        src: the world rank that sends.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(tensor, group)

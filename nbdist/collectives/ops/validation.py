@@ -1,4 +1,4 @@
-"""Checks and conversions that every operation makes before anything is sent."""
+"""Checks and conversions of arguments, before an operation sends anything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def flatten(tensors: Sequence[Tensor]) -> list[Flat]:
-    """`Flat` for each."""
+    """A `Flat` of each tensor."""
     return [Flat(tensor) for tensor in tensors]
 
 
@@ -40,14 +40,14 @@ def flat_on_root(
     """The root's list of one tensor for each member, checked and flat.
 
     Args:
-        name: The argument's name, for messages.
+        name: The argument's name, for errors.
         tensors: The argument. It is ignored on all ranks but the root.
-        like: A tensor of the dtype, device and length that all must have.
-        group: The ranks.
+        like: A tensor with the dtype, device and length that all must have.
+        group: The group of the call.
         root: The position of the root in the group.
 
     Returns:
-        None on all ranks but the root.
+        The flat tensors on the root; None on other ranks.
     """
     if group.rank != root:
         return None
@@ -57,12 +57,13 @@ def flat_on_root(
 
 
 def resolve(tensor: object, group: Group | None) -> Group:
-    """The group of a call on `tensor`, after a check that the tensor can be sent.
+    """Check that a tensor can be sent, and return the group of the call.
 
     Raises:
-        UsageError: It is no tensor, or on neither the CPU nor a CUDA device.
+        UsageError: `tensor` is not a tensor, or is neither on the CPU nor on a CUDA
+            device.
         UnsupportedCollective: It is sparse or quantized, or has no memory.
-        WrongProcess: This process has no group.
+        WrongProcess: This process is not a rank.
     """
     if not isinstance(tensor, Tensor):
         raise UsageError(f"expected a tensor, got {type(tensor).__name__}")
@@ -70,7 +71,7 @@ def resolve(tensor: object, group: Group | None) -> Group:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnsupportedCollective(
             f"a {tensor.layout} {tensor.dtype} tensor: expected a dense one; "
-            "send its parts, or to_dense()"
+            "pass tensor.to_dense(), or the tensors of which it consists"
         )
     if not (tensor.is_cpu or tensor.is_cuda):
         raise UsageError(f"a tensor on {tensor.device}: expected one on cpu or cuda")
@@ -93,7 +94,7 @@ def check_list(name: str, tensors: Sequence[Tensor] | None, group: Group) -> Non
 
 
 def check_kind(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-    """Check that all have the dtype and kind of device of `like`."""
+    """Check that the tensors have the dtype and kind of device of `like`."""
     for tensor in tensors:
         if tensor.dtype != like.dtype or tensor.device.type != like.device.type:
             raise UsageError(
@@ -103,7 +104,7 @@ def check_kind(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
 
 
 def check_same(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-    """Check dtype, kind of device and number of elements."""
+    """Check that the tensors have the dtype, device and length of `like`."""
     check_kind(name, tensors, like)
     for tensor in tensors:
         if tensor.numel() != like.numel():
@@ -116,7 +117,7 @@ def check_same(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
 def split_evenly(
     name: str, tensor: Tensor, part: Tensor, group: Group
 ) -> Sequence[Tensor]:
-    """`tensor`, flat, in one part for each member. Each is as long as `part`."""
+    """Divide `tensor`, flat, into one part per member, each as long as `part`."""
     if tensor.numel() != part.numel() * group.size:
         raise UsageError(
             f"{name}: expected {group.size} x {part.numel()} elements, "

@@ -1,1 +1,1 @@
-"""Waits for other ranks: barriers, semaphores, shared segments, CUDA events."""
+"""How ranks wait for each other: barriers, semaphores, shared memory, CUDA events."""

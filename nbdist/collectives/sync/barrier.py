@@ -18,7 +18,7 @@ _RECORD_TAG = 2
 
 
 class Barrier(ABC):
-    """Each rank arrives with a fingerprint, and passes once all have arrived."""
+    """Each rank arrives with a fingerprint, and passes when all ranks have arrived."""
 
     @abstractmethod
     def arrive(self, fingerprint: int, check: Check) -> bool:
@@ -29,32 +29,32 @@ class Barrier(ABC):
             check: called while waiting; ends the wait by raising.
 
         Returns:
-            Whether all fingerprints are equal. All ranks return the same.
+            Whether all fingerprints are equal. The result is the same on all ranks.
         """
 
     @abstractmethod
     def exchange(self, record: bytes, check: Check) -> list[bytes]:
-        """Every rank's record, in rank order. Every rank must call."""
+        """Return every rank's record, in rank order. Every rank must call."""
 
     @abstractmethod
     def missing(self) -> list[int]:
         """The ranks that have not arrived in the last `arrive`."""
 
     def has_met(self) -> bool:
-        """Whether this rank is about to pass, because all ranks have arrived.
+        """Whether all ranks have arrived, so that this rank is about to pass.
 
-        Any thread may ask. False where that is not known.
+        Any thread may call. The result is False if the barrier does not know.
         """
         return False
 
     def leave(self, reason: str) -> None:  # noqa: B027 - optional
-        """Tell the waiting ranks that this rank will not arrive."""
+        """Release the waiting ranks, because this rank will not arrive."""
 
     def leave_note(self, note: str) -> None:  # noqa: B027 - optional
-        """Set this rank's note, for `notes` on the other ranks; "" removes it."""
+        """Set this rank's note, which other ranks' `notes` returns; "" removes it."""
 
     def notes(self) -> list[str]:
-        """Each rank's note, in rank order. Empty where notes are not supported."""
+        """Each rank's note, in rank order; [] if notes are not supported."""
         return []
 
     def wake(self) -> None:  # noqa: B027 - some waits check often
@@ -66,7 +66,7 @@ class Barrier(ABC):
 
 
 class MessageBarrier(Barrier):
-    """A barrier of MPI messages from each rank to each other, over any network."""
+    """A barrier of MPI messages from each rank to each other rank."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm

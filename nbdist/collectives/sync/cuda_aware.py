@@ -1,6 +1,6 @@
 """Whether MPI accepts addresses in device memory.
 
-The MPI library is asked, because a trial with a library that does not would crash.
+The MPI library reports it. A trial would crash with a library that does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARY = re.compile(r"/\S*/lib(?:mpi|mpich|pmpi)[^/\s]*\.(?:so|dylib)[^/\s]*$"
 _CUDA = 0
 """MPIX_GPU_SUPPORT_CUDA."""
 _MVAPICH_SWITCHES = ("MV2_USE_CUDA", "MVP_USE_CUDA")
-"""MVAPICH reports what it was built with. One of these variables enables it."""
+"""MVAPICH reports whether it was built with CUDA. One of these variables enables it."""
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def ask(library: Any) -> bool:
     if query is not None:
         supported = ctypes.c_int(0)
         return query(_CUDA, ctypes.byref(supported)) == 0 and bool(supported.value)
-    # Open MPI reports what it has found at run time.
+    # Open MPI reports whether it has found CUDA at run time.
     query = getattr(library, "MPIX_Query_cuda_support", None)
     return query is not None and bool(query())
 
@@ -56,7 +56,7 @@ def ask(library: Any) -> bool:
 def _loaded_libraries() -> Iterator[ctypes.CDLL]:
     """The loaded MPI libraries, found in the process's memory map.
 
-    mpi4py may load MPI with local symbols, which other lookups do not find.
+    mpi4py may load MPI with local symbols, which `ctypes.CDLL(None)` does not find.
     """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []

@@ -1,8 +1,8 @@
-"""Orders the work of the ranks' devices.
+"""Orders the work of the ranks' GPUs.
 
-A kernel must not read memory before another rank's device has written it. A device
-never waits for another process, because a killed rank may never record its event, and a
-stream that waits for the event cannot be released. The host waits instead.
+A kernel must not read memory before another rank's GPU has written it. No stream waits
+for another process's event: a rank that is killed may never record it, and a waiting
+stream cannot be released. The host waits instead.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = [
 ]
 
 _LONGEST_PAUSE_S = 50e-6
-"""Longest pause between two queries of a device. A step takes about 100 us."""
+"""Longest pause between two queries of an event. A step takes about 100 us."""
 
 
 class Order(ABC):
-    """Orders the devices at each barrier of a group."""
+    """Orders the GPUs' work at each barrier of a group."""
 
     @abstractmethod
     def before(self) -> None:
-        """Announce the work that this rank has queued. Called before each barrier."""
+        """Mark the work that this rank has queued. Called before each barrier."""
 
     @abstractmethod
     def after(self) -> None:
-        """Wait for the announced work of all ranks. Called after each barrier."""
+        """Wait for the marked work of all ranks. Called after each barrier."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Free the events. Safe to call twice."""
@@ -53,13 +53,13 @@ class _DeviceOrder(Order):
     def before(self) -> None:
         current = torch.cuda.current_stream()
         if self._stream is not None and self._stream != current:
-            current.wait_stream(self._stream)  # its reads come first
+            current.wait_stream(self._stream)  # the last step's reads come first
         self._stream = current
 
     def close(self) -> None:
         if self._stream is not None:
-            # Queued work may still read the memory that is freed after this.
-            with contextlib.suppress(RuntimeError):  # the device itself has failed
+            # The caller frees memory that queued work may still read.
+            with contextlib.suppress(RuntimeError):  # the GPU has failed
                 self._stream.synchronize()
             self._stream = None
 
@@ -67,9 +67,9 @@ class _DeviceOrder(Order):
 class EventOrder(_DeviceOrder):
     """Each rank records an interprocess event, and queries the events of all ranks.
 
-    Even and odd steps have different events. A rank can be one step ahead of another,
-    and then records the other event. It cannot be two steps ahead, because the barrier
-    lets no rank pass before all have queried the first event.
+    Even and odd steps have different events, because a rank can be one step ahead of
+    another. It cannot be two steps ahead: the barrier of the next step lets no rank
+    pass before all ranks have queried the events of this step.
     """
 
     def __init__(self, mine: Events, theirs: Sequence[Events], check: Check) -> None:
@@ -85,8 +85,8 @@ class EventOrder(_DeviceOrder):
 
     def after(self) -> None:
         assert self._mine is not None
-        # The host also waits for this rank's own event: the next call may use a stream
-        # that is not ordered after the reads of this call.
+        # This includes this rank's own event: the next call may use another stream,
+        # which is not ordered after the reads of this call.
         for events in (self._mine, *self._theirs):
             await_device(events[self._step & 1].query, self._check)
         self._step += 1
@@ -99,7 +99,7 @@ class EventOrder(_DeviceOrder):
 
 
 class HostOrder(_DeviceOrder):
-    """Each host waits for its device before the barrier. It needs no shared events."""
+    """Each rank's host waits for its GPU before the barrier. No events are shared."""
 
     def before(self) -> None:
         super().before()
@@ -121,21 +121,24 @@ def settle(check: Check) -> None:
 
 
 def await_device(done: Callable[[], bool], check: Check) -> None:
-    """Wait until `done`, which queries a device. `check` ends the wait by raising."""
+    """Wait until `done()`, which queries a GPU. `check` ends the wait by raising."""
     wait_until(done, check, longest_pause_s=_LONGEST_PAUSE_S)
 
 
 def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], None]:
-    """Wrap `body` for another thread, on a side stream, as c10d does.
+    """Wrap `body` so that another thread can run it on a side stream.
 
-    The work of `body` is ordered after the work queued on the caller's current stream.
-    The returned function ends when that work is done on the device. So the tensors,
-    which belong to the caller's stream, are not freed too soon, and any stream can use
-    the result.
+    The work of `body` runs after the work queued on the caller's current stream. The
+    returned function returns when that work is done on the GPU. Its tensors, which
+    belong to the caller's stream, are therefore not freed too soon, and any stream can
+    use the result.
 
     Args:
         body: queues work on the current stream.
         check: called while waiting; ends the wait by raising.
+
+    Returns:
+        A function that calls `body` and waits for its work.
     """
     caller = torch.cuda.current_stream()
     side = torch.cuda.Stream(caller.device)
@@ -148,8 +151,8 @@ def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], Non
                 body()
                 settle(check)
             except BaseException:
-                # The tensors may be freed now. Work of the caller's stream on the same
-                # memory must come after the work of the side stream.
+                # The tensors may be freed now. The caller's stream must not use their
+                # memory before the work of the side stream is done.
                 caller.wait_stream(side)
                 raise
 

@@ -1,7 +1,7 @@
 """GPU memory and events that the ranks of one host share by CUDA IPC.
 
-A process can read the memory of a GPU that CUDA_VISIBLE_DEVICES hides from it: the
-driver maps that memory for the current device.
+A process can also read the memory of a GPU that CUDA_VISIBLE_DEVICES hides from it,
+because the driver maps that memory for the current device.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MemoryHandle = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 _PROBED_BYTES = 64 * 1024
 _spare: dict[int, list[Events]] = {}
-"""Unused events by device. They are reused, because creating and destroying events
-has blocked in older drivers."""
+"""Unused events by device. They are used again, because older drivers have blocked when
+events were created and destroyed."""
 
 
 def identity() -> str:
-    """The current device's UUID, which is the same in every process."""
+    """The UUID of the current device. It is the same in every process."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
@@ -48,7 +48,7 @@ def can_reach(peer: str) -> bool:
         peer: the other device's `identity`.
 
     Returns:
-        True also if the driver does not tell.
+        True also if the driver does not report it.
     """
     own = identity()
     if peer == own:
@@ -88,16 +88,16 @@ def map_memories(size: int, rank: int, swap: Swap) -> list[Tensor] | None:
     Every rank must call, on its current device.
 
     Returns:
-        A uint8 tensor of each rank's memory, in rank order; None, on all ranks, if one
-        of them cannot read another's memory.
+        A uint8 tensor of each rank's memory, in rank order; None, on all ranks, if a
+        rank cannot read another rank's memory.
     """
-    torch.cuda.ipc_collect()  # memory that earlier groups have released
+    torch.cuda.ipc_collect()  # free memory that earlier groups have released
     own = _allocate(size)
     have = swap(own is not None)
     if own is None or not all(have):
         return None
     ranks = range(len(have))
-    # Each reader gets a handle of its own: torch counts one reader for each handle, and
+    # Each reader gets its own handle. torch counts one reader for each handle, and
     # keeps the memory until all readers have released it.
     handles = [swap(None if each == rank else _handle(own)) for each in ranks][rank]
     memories = [own if each == rank else _open(handles[each]) for each in ranks]
@@ -127,29 +127,29 @@ def _open(handle: MemoryHandle | None) -> Tensor | None:
     rebuild, arguments = handle
     bound = inspect.signature(rebuild).bind(*arguments)
     # The memory is mapped for this rank's device, whatever the sender's device number
-    # is. So one kernel can use both, and no context is made on the other device.
+    # is. A kernel can therefore use it, and no context is made on the other device.
     bound.arguments["storage_device"] = torch.cuda.current_device()
-    bound.arguments["event_sync_required"] = False  # the ranks pass a barrier
+    bound.arguments["event_sync_required"] = False  # a barrier orders the ranks
     try:
         return rebuild(*bound.args)
-    except RuntimeError:  # another container, or devices that do not reach each other
+    except RuntimeError:  # another container, or no peer access between the devices
         return None
 
 
 def _all_read_right(memories: Sequence[Tensor], rank: int, swap: Swap) -> bool:
-    """Whether each rank reads what the others have written.
+    """Whether each rank reads the data that the other ranks have written.
 
-    On some platforms mapping succeeds, but reads return other data.
+    On some platforms the mapping succeeds, but reads return other data.
     """
     probed = min(_PROBED_BYTES, len(memories[rank]))
     memories[rank][:probed].fill_(_mark(rank))
     torch.cuda.synchronize()
-    swap(None)  # all have written
+    swap(None)  # all ranks have written
     right = all(
         bool((memory[:probed] == _mark(peer)).all())
         for peer, memory in enumerate(memories)
     )
-    return all(swap(right))  # and all have read
+    return all(swap(right))  # all ranks have read
 
 
 def _mark(rank: int) -> int:
@@ -157,13 +157,14 @@ def _mark(rank: int) -> int:
 
 
 def open_events(rank: int, swap: Swap) -> tuple[Events, list[Events]] | None:
-    """Two interprocess events of this rank, and those of each other rank.
+    """Make two interprocess events, and open those of the other ranks.
 
     Every rank must call, on its current device. Pass this rank's events to
-    `keep_events` at the end: an event must outlive the ranks that may query it.
+    `keep_events` at the end, because an event must outlive the ranks that query it.
 
     Returns:
-        None, on all ranks, if events cannot be shared.
+        This rank's events, and those of each other rank; None, on all ranks, if events
+        cannot be shared.
     """
     device = torch.cuda.current_device()
     spare = _spare.setdefault(device, [])

@@ -29,16 +29,16 @@ _NUMBERS = {
 
 
 def moved(tensor: Tensor) -> Spec:
-    """A contiguous tensor as opaque elements, for a transfer without arithmetic."""
+    """A contiguous tensor as MPI's buffer of bytes, for a transfer."""
     return [_memory(tensor), tensor.numel(), _BY_SIZE[tensor.element_size()]]
 
 
 def reduced(tensor: Tensor) -> Spec:
-    """A contiguous tensor as numbers, for dtypes that MPI reduces as torch does."""
+    """A contiguous tensor as MPI's buffer of numbers, for a reduction."""
     return [_memory(tensor), tensor.numel(), _NUMBERS[tensor.dtype]]
 
 
 def _memory(tensor: Tensor) -> object:
-    # By address: numpy, and so the buffer protocol, has no bfloat16 and no CUDA.
+    # By address, because the buffer protocol has neither bfloat16 nor CUDA memory.
     size = tensor.numel() * tensor.element_size()
     return MPI.buffer.fromaddress(tensor.data_ptr(), size)

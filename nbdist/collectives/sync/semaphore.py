@@ -1,8 +1,7 @@
 """POSIX semaphores in memory that processes share.
 
-A post releases and a wait acquires, on every processor: memory written before the post
-is seen after the wait. `_multiprocessing` has only named semaphores, which outlive a
-killed process.
+Memory written before a post is visible after the wait for it, on every processor.
+Python's `_multiprocessing` has only named semaphores, which outlive a killed process.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = [
 AVAILABLE = sys.platform == "linux"
 """macOS has no unnamed semaphores."""
 SEMAPHORE_BYTES = 64
-"""A cache line each. A sem_t has 16 or 32 bytes in glibc and musl."""
+"""Bytes of a semaphore: a cache line. A sem_t has 16 or 32 bytes in glibc and musl."""
 _BETWEEN_PROCESSES = 1
 
 
@@ -42,12 +41,13 @@ def _bind(
 
 
 if AVAILABLE:
-    # PyDLL keeps the GIL, which suits calls that never block; CDLL releases it.
+    # PyDLL keeps the GIL, for calls that never block. CDLL releases it.
     _quick, _slow = ctypes.PyDLL(None), ctypes.CDLL(None)
     post = _bind(_quick, "sem_post", ctypes.c_void_p)
     """post(address): let one wait return."""
     try_wait = _bind(_quick, "sem_trywait", ctypes.c_void_p)
-    """try_wait(address): 0 if the semaphore was taken, else -1."""
+    """try_wait(address): take the semaphore without a wait; 0 if it was taken, else
+    -1."""
     _init = _bind(_quick, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
     _get_value = _bind(_quick, "sem_getvalue", ctypes.c_void_p, ctypes.c_void_p)
     _timed_wait = _bind(_slow, "sem_timedwait", ctypes.c_void_p, ctypes.c_void_p)
@@ -65,7 +65,7 @@ def initialise(address: int) -> None:
 
 
 def is_posted(address: int) -> bool:
-    """Whether a wait would return at once. The semaphore is not taken."""
+    """Whether a wait would return at once. This does not take the semaphore."""
     value = ctypes.c_int()
     _get_value(address, ctypes.addressof(value))
     return value.value > 0
@@ -78,7 +78,7 @@ def wait(address: int, seconds: float) -> bool:
         Whether it was taken.
     """
     if _clock_wait is None:
-        when = _timespec(time.time() + seconds)  # the wall clock, which may be set back
+        when = _timespec(time.time() + seconds)  # the wall clock may be set back
         return bool(_timed_wait(address, ctypes.addressof(when)) == 0)
     when = _timespec(time.monotonic() + seconds)
     ended = _clock_wait(address, time.CLOCK_MONOTONIC, ctypes.addressof(when))

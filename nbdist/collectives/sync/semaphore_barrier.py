@@ -1,6 +1,6 @@
 """A semaphore barrier: a rank posts to each other rank, and waits for each of them.
 
-There is a compiled one, and the same in Python for machines without a compiler. Both
+There are two implementations, in C and in Python for machines without a compiler. Both
 use the same memory in the same way.
 """
 
@@ -23,16 +23,19 @@ __all__ = [
 ]
 
 YIELDS = 100
-"""Some 50 microseconds: waking a sleeper takes as long as that."""
+"""Yields before a rank sleeps. They take about 50 us, as long as waking a rank does."""
 NAP_S = 0.05
-"""Longest sleep between two checks of a wait. `wake` ends it sooner."""
+"""Longest sleep between two checks of a wait, in seconds. `wake` ends it sooner."""
 
 
 def closing_word(rank: int, size: int, passed: int) -> int:
-    """The value that a leaving rank stores for the others. 0 means that none has left.
+    """The value that a leaving rank stores for the other ranks.
+
+    The value is 0 while no rank has left.
 
     Args:
-        rank, size: The leaving rank, and the number of ranks.
+        rank: The leaving rank.
+        size: The number of ranks.
         passed: The number of times that the rank has passed the barrier.
     """
     return 1 + rank + size * passed
@@ -41,7 +44,7 @@ def closing_word(rank: int, size: int, passed: int) -> int:
 def lacks_a_rank(word: int, size: int, step: int) -> bool:
     """Whether the rank that wrote `word` has left without passing `step`.
 
-    A rank that has passed this step left a later one: all have arrived at this one.
+    If it has passed `step`, all ranks have arrived at `step`, and none needs it.
     """
     return word != 0 and (word - 1) // size <= step
 
@@ -57,15 +60,15 @@ class SemaphoreBarrier(Protocol):
     """True makes this wait and every later one return None."""
 
     def cross(self, fingerprint: int) -> bool | None:
-        """Arrive with a fingerprint, and wait a while for the others.
+        """Arrive with a fingerprint, and wait a short time for the other ranks.
 
         Returns:
-            Whether all fingerprints are equal. None when a rank is late or has left, or
-            this barrier was stopped: find out which, and `resume`.
+            Whether all fingerprints are equal; None if a rank is late or has left, or
+            if this barrier was stopped. The caller finds out which, and calls `resume`.
         """
 
     def resume(self) -> bool | None:
-        """Wait a while longer."""
+        """Continue to wait. Returns the same as `cross`."""
 
 
 class PythonSemaphoreBarrier:
@@ -114,7 +117,7 @@ class PythonSemaphoreBarrier:
             if try_wait(address) == 0:
                 return True
         for _ in range(YIELDS):
-            os.sched_yield()  # to the awaited rank, if ranks share cores
+            os.sched_yield()  # lets the awaited rank run, if ranks share cores
             if try_wait(address) == 0:
                 return True
         return semaphore.wait(address, NAP_S)

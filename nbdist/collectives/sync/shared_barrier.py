@@ -25,8 +25,8 @@ class SharedBarrier(Barrier):
     """The barrier of ranks on one host. It takes a microsecond or two.
 
     Each rank posts to each other rank and waits for each of them. No rank can be two
-    steps ahead of another, so two sets of fingerprints and of slots are enough. The set
-    of step s is free after step s+1.
+    steps ahead of another, so two sets of fingerprints and slots are enough. The set of
+    step s can be used again after step s+1.
     """
 
     @staticmethod
@@ -50,8 +50,8 @@ class SharedBarrier(Barrier):
             memory: at least `bytes_needed(size)` bytes, shared.
             rank: this process's rank.
             size: number of ranks.
-            spins: checks before the core is yielded; 0 if ranks share cores.
-            on_late: called once in each wait that is longer than a nap.
+            spins: checks before this rank yields its core; 0 if ranks share cores.
+            on_late: called once in each wait that is longer than `NAP_S`.
             compiled: the compiled barrier over the same memory, if there is one.
         """
         self.rank = rank
@@ -84,7 +84,7 @@ class SharedBarrier(Barrier):
             start,
             spins,
         )
-        """The barrier itself. `step` tells which of two sets is in use."""
+        """The semaphore barrier. The parity of its `step` is the set in use."""
         self._closed = memory[:_LINE].cast("q")
         records = fingerprints_end + size * size * pitch
         self._records = [
@@ -92,7 +92,7 @@ class SharedBarrier(Barrier):
         ]
 
     def prepare(self) -> None:
-        """Initialise this rank's semaphores. All ranks must, before any arrives."""
+        """Initialise this rank's semaphores. Call it on all ranks before `arrive`."""
         for address in self._inbound:
             semaphore.initialise(address)
 
@@ -111,7 +111,7 @@ class SharedBarrier(Barrier):
 
         Args:
             check: ends the wait by raising.
-            resume: waits a while longer; returns None while a rank is late.
+            resume: continues the wait; returns None while a rank is late.
         """
         self._waiting = True
         self._explain(check)
@@ -122,7 +122,7 @@ class SharedBarrier(Barrier):
         return agreed
 
     def _explain(self, check: Check) -> None:
-        """Raise if this rank was aborted, or another rank has left in this step."""
+        """Raise if this rank was aborted, or if another rank has left in this step."""
         check()
         word = self._closed[0]
         if lacks_a_rank(word, self.size, self.semaphores.step):
@@ -141,7 +141,7 @@ class SharedBarrier(Barrier):
         if not self._waiting:
             return []
         posted = [semaphore.is_posted(address) for address in self._inbound]
-        first = self.semaphores.waiting_for  # last: another thread may take more
+        first = self.semaphores.waiting_for  # read last: another thread may advance it
         late = zip(self._peers[first:], posted[first:], strict=True)
         return [peer for peer, has_arrived in late if not has_arrived]
 
@@ -155,7 +155,7 @@ class SharedBarrier(Barrier):
 
     def leave(self, reason: str) -> None:
         if self._closed[0]:
-            return  # the first rank to leave is the reason
+            return  # the other ranks show the reason of the first rank that leaves
         text = reason.encode()[:RECORD_BYTES]
         self._records[self.rank][:] = text.ljust(RECORD_BYTES, b"\0")
         self._closed[0] = closing_word(self.rank, self.size, self.semaphores.step)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share. It has no name, and ends with the ranks."""
+"""Memory that the ranks of one host share. It has no name and ends with its ranks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DIRECTORY = "/dev/shm"
 class Segment:
     """Zeroed shared memory without a name.
 
-    The creator makes a file without a directory entry. The others open it through /proc
-    while the creator holds it open. The kernel frees the memory when the last process
-    that maps it ends.
+    The creator makes a file without a directory entry. The other ranks open it through
+    /proc while the creator has it open. The kernel frees the memory when the last
+    process that maps it ends.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor: int | None = descriptor
         self.memory = mmap.mmap(descriptor, size)
-        """The mapping. It lasts as long as something refers to it."""
+        """The mapping. It is unmapped with the last reference to it."""
 
     @classmethod
     def create(cls, size: int) -> Segment:
@@ -43,7 +43,7 @@ class Segment:
             os.ftruncate(descriptor, size)
         else:
             descriptor = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-            # /dev/shm is often small. Writing to a page without room kills the process.
+            # /dev/shm is often small. A write to a page without room is a SIGBUS.
             os.posix_fallocate(descriptor, 0, size)
         return cls(descriptor, size)
 
@@ -55,7 +55,7 @@ class Segment:
 
     @property
     def address(self) -> str:
-        """The path at which processes of this user can open it, until `close_file`."""
+        """The path at which this user's processes can open it, until `close_file`."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @classmethod
@@ -70,22 +70,24 @@ class Segment:
             found = os.fstat(descriptor)
             # The creator may have ended, and another user's process may have its id.
             if found.st_uid != os.geteuid() or found.st_size != size:
-                raise PermissionError(f"{address} is not the memory that was shared")
+                raise PermissionError(f"{address} is not shared memory of this user")
             return cls(descriptor, size)
         except BaseException:
             os.close(descriptor)
             raise
 
     def close_file(self) -> None:
-        """Close the file, so that no process can open it. Mappings stay. Safe to call
-        twice."""
+        """Close the file, so that no process can open it.
+
+        Mappings stay. Safe to call twice.
+        """
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def host_identity() -> str:
-    """Name this process's host and PID namespace. Equal ones can share a segment."""
+    """This process's host and PID namespace. Processes can share a segment if equal."""
     namespace = Path("/proc/self/ns/pid")
     processes = namespace.stat().st_ino if namespace.exists() else 0
     return f"{MPI.Get_processor_name()}/{processes}"
@@ -94,16 +96,16 @@ def host_identity() -> str:
 def share(size: int, rank: int, hosts: Iterable[object], swap: Swap) -> Segment | None:
     """Map a segment of `size` bytes on all ranks. Every rank must call.
 
-    The segment's file is open afterwards: call `close_file`.
+    The caller must call `close_file` on the segment.
 
     Args:
-        size: Bytes.
+        size: Bytes of the segment.
         rank: This process's rank.
-        hosts: Each rank's host: its `host_identity`, or a number for it.
-        swap: Gives every rank's item.
+        hosts: For each rank, its `host_identity` or the number of its host.
+        swap: Returns every rank's item.
 
     Returns:
-        None, on all ranks, if one of them cannot map it.
+        The segment; None, on all ranks, if one of them cannot map it.
     """
     if len(set(hosts)) > 1 or not semaphore.AVAILABLE:
         return None

@@ -39,8 +39,8 @@ def wait_until(
 ) -> None:
     """Call `done` until it returns true, with pauses that grow to `longest_pause_s`.
 
-    Between two calls Python runs signal handlers, so that KeyboardInterrupt is raised,
-    and `check` may raise. A long wait takes little CPU.
+    Between two calls, KeyboardInterrupt and the errors of `check` end the wait. A long
+    wait uses little CPU.
     """
     for _ in range(_SPINS):
         if done():
@@ -58,12 +58,12 @@ def wait_until(
 
 
 def complete(requests: Sequence[MPI.Request], check: Check, *buffers: object) -> None:
-    """Wait for all requests. The buffers are kept if `check` ends the wait.
+    """Wait for all requests. If an error ends the wait, the buffers are kept alive.
 
     Args:
         requests: point-to-point, collective or persistent requests.
         check: as for `wait_until`.
-        buffers: memory that MPI uses until the requests are done.
+        buffers: objects whose memory MPI uses until the requests are done.
     """
     waiting = list(requests)
     try:
@@ -74,9 +74,9 @@ def complete(requests: Sequence[MPI.Request], check: Check, *buffers: object) ->
 
 
 def abandon(requests: Sequence[MPI.Request], *buffers: object) -> None:
-    """Keep the buffers of unfinished requests alive until MPI is done with them.
+    """Keep the buffers of unfinished requests alive until MPI no longer uses them.
 
-    Otherwise a late message would overwrite memory that Python has reused.
+    Otherwise a late message could overwrite memory that Python uses again.
     """
     _abandoned[:] = [entry for entry in _abandoned if not _over(entry[0])]
     _abandoned.append((list(requests), buffers))
@@ -85,7 +85,7 @@ def abandon(requests: Sequence[MPI.Request], *buffers: object) -> None:
 def _over(requests: list[MPI.Request]) -> bool:
     try:
         return MPI.Request.Testall(requests)
-    except MPI.Exception:  # revoked, or the peer has died: MPI is done
+    except MPI.Exception:  # revoked, or the peer has died: MPI has finished
         return True
 
 
@@ -98,15 +98,15 @@ def seconds(duration: float | timedelta) -> float:
 
 @dataclass
 class Hooks:
-    """Functions of a group for its transports, and the running call's fingerprint."""
+    """A group's functions for its transports, and the current call's fingerprint."""
 
     pass_barrier: Callable[[], None]
-    """Passes the barrier with the running call's fingerprint."""
+    """Passes the barrier with the current call's fingerprint."""
     differ: Callable[[], NoReturn]
     """Raises CollectiveMismatch. Called when the ranks' fingerprints differ."""
     check: Check
-    """Raises when the running call must end."""
+    """Raises when the current call must end."""
     on_late: Callable[[], None]
     """Called once in each long wait."""
     fingerprint: int = 0
-    """The running call's fingerprint; 0 if calls are not compared."""
+    """The current call's fingerprint; 0 if calls are not compared."""

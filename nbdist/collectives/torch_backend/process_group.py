@@ -1,7 +1,7 @@
 """The backend "nbdist" of torch.distributed, built on `nbdist.collectives`.
 
-After `register()`, `dist.init_process_group("nbdist")` works on every rank that has
-joined a world. With "cpu:nbdist,cuda:nccl", tensors on GPUs go to NCCL instead.
+After `register()`, `dist.init_process_group("nbdist")` works on every rank of a world.
+With "cpu:nbdist,cuda:nccl", NCCL does the operations on GPU tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def register() -> None:
 
 
 def _create(options: Any, _: object) -> ProcessGroup:
-    """Make a member's part of a new process group. torch.distributed calls this."""
+    """Make a process group on this rank. torch.distributed calls this."""
     ranks = options.global_ranks_in_group
     members = members_of(ranks, options.group_rank, options.group_size)
     owned = members if ranks else None
@@ -124,11 +124,11 @@ class ProcessGroup(dist.ProcessGroup):
 
         Args:
             store: used by NCCL's ranks for their rendezvous.
-            members: the ranks.
+            members: the group of the ranks.
             timeout: the default time-out of an operation.
-            owned: a group to close in `shutdown`.
+            owned: the group that `shutdown` closes, if it belongs to this object.
         """
-        # The one constructor that a Python subclass can use; torch's stubs lack it.
+        # The only constructor that a Python subclass can use. torch's stubs lack it.
         super().__init__(members.rank, members.size)  # type: ignore[call-arg]
         self.members = members
         self._store = store
@@ -189,7 +189,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
-        """Copy one rank's tensor into all others, in place."""
+        """Copy one rank's tensor into the other ranks' tensors."""
         tensor, root = _one(tensors), self._root(opts)
         return self._run(functools.partial(broadcast, tensor, root), opts, [tensor])
 
@@ -261,14 +261,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """Gather into a list on one rank. `outputs` is empty on the others."""
+        """Gather into a list on one rank. `outputs` is empty on the other ranks."""
         parts, tensor = _only_list(outputs) if outputs else None, _one(inputs)
         call = functools.partial(gather, tensor, parts, self._root(opts))
         return self._run(call, opts, parts or [])
 
     @_by_device
     def gather_into_tensor(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
-        """Gather into one tensor on one rank. `output` is ignored on the others."""
+        """Gather into one tensor on one rank. Other ranks' `output` is ignored."""
         root, parts = self._root(opts), None
         if self.members.ranks[self.members.rank] == root:
             parts = list(split_evenly("output", output, input, self.members))
@@ -279,7 +279,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """Scatter one rank's tensors. `inputs` is empty on the others."""
+        """Scatter one rank's tensors. `inputs` is empty on the other ranks."""
         tensor, parts = _one(outputs), _only_list(inputs) if inputs else None
         call = functools.partial(scatter, tensor, parts, self._root(opts))
         return self._run(call, opts, [tensor])
@@ -349,7 +349,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self.members.ranks[root]
 
     def _native(self, tensors: Any) -> dist.ProcessGroup | None:
-        """NCCL's group for CUDA tensors; None where this group serves them."""
+        """NCCL's group for CUDA tensors; None if this group handles them."""
         while not isinstance(tensors, Tensor):
             if not tensors:
                 return None
@@ -405,7 +405,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self.members.sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: all members count their calls from the first one."""
+        """Do nothing, because all members count their calls from the first one."""
 
     def _wait_for_pending_works(self) -> None:
         self.members.drain()
@@ -456,7 +456,7 @@ class ProcessGroup(dist.ProcessGroup):
         return NAME
 
     def setGroupName(self, name: str) -> None:
-        """Take the name under which torch.distributed registers the group."""
+        """Set the name under which torch.distributed registers the group."""
         self._name = name
 
     def getGroupName(self) -> str:
@@ -464,7 +464,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
-        """Take the user's description."""
+        """Set the user's description."""
         self._description = description
 
     def getGroupDesc(self) -> str:
@@ -500,8 +500,8 @@ def _contiguous(tensors: Any) -> Tensor:
     tensor = _one(tensors)
     if not tensor.is_contiguous():
         raise UsageError(
-            f"a tensor of strides {tensor.stride()}: expected a contiguous tensor; use "
-            "tensor.contiguous()"
+            f"a tensor with strides {tensor.stride()}: expected a contiguous tensor; "
+            "pass tensor.contiguous()"
         )
     return tensor
 
@@ -512,7 +512,7 @@ def _reduction(
     """Bind the arguments and the reduce-op to one of two functions.
 
     Args:
-        opts: has the reduce-op; None means a sum, as in c10d.
+        opts: c10d's options, which have the reduce-op; None means a sum, as in c10d.
         plain: for all reduce-ops but PREMUL_SUM.
         premultiplied: for PREMUL_SUM. Its last argument is the factor.
         arguments: the first arguments of either function.
@@ -535,9 +535,9 @@ if TYPE_CHECKING:
 def coalesce_batches() -> None:
     """Make `dist.batch_isend_irecv` coalesce the messages of our process groups.
 
-    torch coalesces only for its own class of group, and starts the messages of other
-    groups one after the other. With NCCL, each would wait for its peer, and two ranks
-    that send before they receive would deadlock. Safe to call twice.
+    torch coalesces only for its own class of group. For other classes it starts the
+    messages one after the other. With NCCL, each message would wait for its peer, and
+    two ranks that both send first would deadlock. Safe to call twice.
     """
     if distributed_c10d.batch_isend_irecv is not _batch_isend_irecv:
         distributed_c10d.batch_isend_irecv = _batch_isend_irecv
@@ -554,7 +554,7 @@ def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     ours = isinstance(first, dist.P2POp) and isinstance(group, ProcessGroup)
     works: list[dist.Work]
     if not ours or group._native(first.tensor) is None:
-        works = _one_by_one(p2p_op_list)  # our own messages do not wait
+        works = _one_by_one(p2p_op_list)  # nbdist's messages do not wait at their start
         return works
     distributed_c10d._check_p2p_op_list(p2p_op_list)
     device = first.tensor.device

@@ -25,23 +25,22 @@ _TAGS = 32768  # the least that MPI promises
 
 
 def rendezvous(world: Group, ranks: Sequence[int]) -> None:
-    """Wait until each of these ranks has called. Each of them must.
+    """Wait until each of these ranks has called. Each of them must call.
 
-    Several groups of the same ranks must be made in the same order on all of them.
+    If the same ranks make several groups, all must make them in the same order.
 
     Args:
         world: the world's group.
         ranks: world ranks, this rank among them.
 
     Raises:
-        CollectiveAborted: One of the ranks makes no further calls. The world's group is
-            broken.
+        CollectiveAborted: One of the ranks has died. The world's group is broken.
     """
     _Rendezvous(world, ranks).wait()
 
 
 class _Rendezvous:
-    """A `Waiter`, so that the notebook sees the wait and can release it."""
+    """A wait that the notebook can see and release: a `Waiter`."""
 
     def __init__(self, world: Group, ranks: Sequence[int]) -> None:
         self._world = world
@@ -51,9 +50,9 @@ class _Rendezvous:
         self._call.call_site = find_call_site(sys._getframe())
 
     def wait(self) -> None:
-        # torch's name of the group cannot be the key: each rank numbers its groups, and
-        # the numbers differ once a cell has made a group on some ranks only. Messages
-        # of a rendezvous that failed have the tag of an older generation.
+        # torch's name of the group cannot be the tag. Each rank numbers its groups, and
+        # the numbers differ if a cell has made a group on some ranks only. Messages of
+        # a failed rendezvous have the tag of an older generation.
         key = repr((self._world.generation, self._ranks)).encode()
         comm, nothing, tag = self._world.comm, bytearray(), zlib.crc32(key) % _TAGS
         peers = [rank for rank in self._ranks if rank != self._world.rank]
@@ -64,7 +63,7 @@ class _Rendezvous:
             complete(requests, self._check, nothing)
         except BaseException:
             self._world.abort(
-                CollectiveAborted("the rendezvous of a new group was left halfway")
+                CollectiveAborted("the rendezvous of a new group was interrupted")
             )
             raise
         finally:
@@ -82,7 +81,7 @@ class _Rendezvous:
 
     @property
     def broken(self) -> bool:
-        """False: a rendezvous left halfway breaks the world's group instead."""
+        """False. A rendezvous that fails breaks the world's group instead."""
         return False
 
     def abort(self, error: BaseException) -> None:
@@ -100,7 +99,7 @@ class _Rendezvous:
 
 
 def members_of(ranks: Sequence[int], rank: int, size: int) -> Group:
-    """The world's group, or a new group of some of its ranks. All of them must call.
+    """The world's group, or a new group of some of its ranks. These ranks must call.
 
     Args:
         ranks: world ranks in the order of the new group; empty for the world's group.
@@ -109,14 +108,14 @@ def members_of(ranks: Sequence[int], rank: int, size: int) -> Group:
 
     Raises:
         UsageError: torch.distributed and nbdist number the ranks differently.
-        WrongProcess: This process has joined no world.
+        WrongProcess: This process is not a rank.
     """
     world = default_group()
     chosen = tuple(ranks) or tuple(range(world.size))
     if len(chosen) != size or chosen[rank : rank + 1] != (world.rank,):
         raise UsageError(
-            f"rank {rank} of {size}: expected rank {world.rank} of {world.size}, which "
-            "MPI made this process; leave rank and world_size to the environment"
+            f"rank {rank} of {size}: expected rank {world.rank} of {world.size}, as in "
+            "MPI; leave rank and world_size to the environment"
         )
     return _subgroup(world, chosen) if ranks else world
 

@@ -29,10 +29,10 @@ _last_error: BaseException | None = None
 
 
 def original_error(error: BaseException) -> BaseException:
-    """The Python error behind an error that came through C++; else `error` itself.
+    """The original of an error that C++ has raised again; else `error` itself.
 
     C++ code that waits for a future, such as DDP's backward, raises the future's error
-    as a RuntimeError with the original's text.
+    as a RuntimeError with the same text.
     """
     last = _last_error
     if last is not None and type(error) is RuntimeError and str(last) in str(error):
@@ -43,14 +43,14 @@ def original_error(error: BaseException) -> BaseException:
 def in_callback() -> bool:
     """Whether this thread runs the callbacks of a future that a call has completed.
 
-    A collective that starts in a callback must run in it. So it comes between the same
-    two calls on all ranks, whatever each rank has queued.
+    A collective that starts in a callback must also run in it. Only then is it between
+    the same two calls on all ranks, because ranks may have queued different calls.
     """
     return getattr(_completing, "now", False)
 
 
 class CollectiveWork(dist.Work):
-    """A collective that runs or has ended. `wait` can raise KeyboardInterrupt.
+    """The work of one collective. `wait` can raise KeyboardInterrupt.
 
     C++ code, such as DDP's reducer, waits for the future of `get_future`. The future
     completes when the call ends, also when another thread aborts the group.
@@ -89,7 +89,7 @@ class CollectiveWork(dist.Work):
         return self._handle is None or self._handle.is_success()
 
     def exception(self) -> BaseException | None:
-        """The error of a call that failed; None if it runs or has succeeded."""
+        """The error of the call; None while it runs and after success."""
         return None if self._handle is None else self._handle.exception()
 
     def result(self) -> list[Tensor]:
@@ -99,8 +99,8 @@ class CollectiveWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """A future of `result()`. It fails with the text of the call's error."""
         if self._future is None:
-            # Callbacks may queue work on streams of these devices. A waiter of the
-            # future is ordered after that work.
+            # Callbacks may queue work on streams of these devices. Code that waits for
+            # the future is ordered after that work.
             ended: Future[None] = Future(devices=_devices(self._tensors))
             # C++ does not see an error set by Future.set_exception. It sees one that a
             # callback raises.
@@ -133,7 +133,7 @@ def _complete(ended: Future[None]) -> None:
 
 
 class MessageWork(dist.Work):
-    """A point-to-point message. It makes progress while a thread waits for it."""
+    """The work of one point-to-point message. It moves while a thread waits for it."""
 
     def __init__(self, message: Message, timeout: timedelta) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class MessageWork(dist.Work):
         return self._message.is_completed()
 
     def is_success(self) -> bool:
-        """The same as `is_completed`: a message that fails raises."""
+        """The same as `is_completed`, because `wait` raises if the message fails."""
         return self.is_completed()
 
     def _source_rank(self) -> int:
@@ -174,7 +174,7 @@ class WorkList(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for each in turn, up to `timeout` each."""
+        """Wait for each work in turn, each at most `timeout`."""
         for work in self._works:
             work.wait(timeout or timedelta(0))
         return True
@@ -188,11 +188,11 @@ class WorkList(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """Whether all works have ended."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all have succeeded."""
+        """Whether all works have succeeded."""
         return all(work.is_success() for work in self._works)
 
     def result(self) -> list[Tensor]:

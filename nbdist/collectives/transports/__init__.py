@@ -1,1 +1,1 @@
-"""Ways to move tensors between ranks, behind one interface."""
+"""Transports: ways to move tensors between ranks. All have the same interface."""

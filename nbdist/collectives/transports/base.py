@@ -19,8 +19,8 @@ class Transport(ABC):
 
     Every tensor is contiguous and one-dimensional, on a device that the transport
     serves, and of equal length and dtype on all ranks. Lengths may differ in
-    `all_to_all`, and `all_reduce` takes any strided tensor. Every rank must call the
-    same method; the operation has checked the arguments. A list has one tensor for each
+    `all_to_all`, and `all_reduce` accepts any strided tensor. Every rank must call the
+    same method. The operation has checked the arguments. A list has one tensor for each
     rank, in rank order, and is None on ranks that do not use it.
     """
 
@@ -45,11 +45,11 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
-        """Reduce `inputs[r]` of all ranks into rank r's output. Inputs are kept."""
+        """Reduce `inputs[r]` of all ranks into rank r's output, not in the inputs."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Copy the root's tensor into all others."""
+        """Copy the root's tensor into the other ranks' tensors."""
 
     @abstractmethod
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -77,7 +77,7 @@ class Transport(ABC):
         """
 
     def finish(self, check: Check) -> None:  # noqa: B027 - most queue nothing
-        """Wait for the work queued on devices, so that `close` does not interrupt it.
+        """Wait for the work queued on GPUs, so that `close` does not interrupt it.
 
         Args:
             check: called while waiting; ends the wait by raising.

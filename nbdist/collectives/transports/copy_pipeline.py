@@ -1,7 +1,7 @@
-"""Moves a long device tensor through host memory in pieces.
+"""Moves a long GPU tensor through host memory in pieces.
 
-While one piece is moved between the ranks, the next one is copied from the device and
-the previous one is copied to the device.
+While one piece is moved between the ranks, the next piece is copied from the GPU and
+the previous piece is copied to the GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _BUFFERS = 3
-"""One for each of the three pieces: being fetched, being moved, being stored."""
+"""Pieces in host memory at a time: one is fetched, one is moved, one is stored."""
 Move = Callable[[list[Tensor], list[Tensor]], None]
 
 
@@ -32,14 +32,15 @@ Move = Callable[[list[Tensor], list[Tensor]], None]
 class Piece:
     """The work of one call of the host transport."""
 
-    takes: Sequence[Tensor]
-    """Device tensors that are copied to the host."""
-    gives: Sequence[Tensor]
-    """Device tensors that are copied from the host."""
+    to_host: Sequence[Tensor]
+    """GPU tensors that are copied to the host."""
+    from_host: Sequence[Tensor]
+    """GPU tensors that are copied from the host."""
     move: Move
-    """Called with the host copies of `takes` and those of `gives`."""
+    """Called with the host memory of `to_host` and that of `from_host`."""
     in_place: bool = False
-    """Whether `move` changes `takes` in place. Its two arguments are then the same."""
+    """Whether `move` changes the memory of `to_host` in place. Its two arguments are
+    then the same tensors."""
 
 
 class Pipeline:
@@ -49,9 +50,9 @@ class Pipeline:
         """Make a pipeline.
 
         Args:
-            copier: copies between device and host.
-            size: bytes of host memory for a piece's `takes`, and again for its `gives`.
-                The memory grows for a larger piece.
+            copier: copies between GPU and host.
+            size: bytes of host memory for a piece's `to_host`, and as many for its
+                `from_host`. The memory grows for a larger piece.
         """
         self._copier = copier
         self._size = size
@@ -60,7 +61,7 @@ class Pipeline:
     def run(self, pieces: Sequence[Piece]) -> None:
         """Move the pieces in order, until the end or an error of `move`.
 
-        The device's tensors do not change before the first `move` has returned.
+        The GPU tensors do not change before the first `move` has returned.
         """
         self._copier.begin(overlap=len(pieces) > 1)
         try:
@@ -88,35 +89,42 @@ class _Buffers:
 
     def __init__(self, copier: Copier, size: int) -> None:
         self._copier = copier
-        self._taken, self._given = _HostMemory(copier, size), _HostMemory(copier, size)
+        self._to_host_memory = _HostMemory(copier, size)
+        self._from_host_memory = _HostMemory(copier, size)
         self._piece: Piece | None = None
-        self._takes: list[Tensor] = []
-        self._gives: list[Tensor] = []
+        self._to_host: list[Tensor] = []
+        self._from_host: list[Tensor] = []
         self._fetching: list[WaitForCopy] = []
         self._storing: list[WaitForCopy] = []
 
     def fetch(self, piece: Piece) -> None:
         for stored in self._storing:
-            stored()  # the memory must not change while it is read
+            stored()  # the copy to the GPU must not read the next piece
         self._piece = piece
-        self._takes = self._taken.views(piece.takes)
-        self._gives = self._takes if piece.in_place else self._given.views(piece.gives)
+        self._to_host = self._to_host_memory.views(piece.to_host)
+        self._from_host = (
+            self._to_host
+            if piece.in_place
+            else self._from_host_memory.views(piece.from_host)
+        )
         self._fetching = [
             self._copier.fetch(source, target)
-            for source, target in zip(piece.takes, self._takes, strict=True)
+            for source, target in zip(piece.to_host, self._to_host, strict=True)
             if len(source)
         ]
 
     def fetched(self) -> tuple[list[Tensor], list[Tensor]]:
         for done in self._fetching:
             done()
-        return self._takes, self._gives
+        return self._to_host, self._from_host
 
     def store(self) -> None:
         assert self._piece is not None  # it was fetched
         self._storing = [
             self._copier.store(source, target)
-            for source, target in zip(self._gives, self._piece.gives, strict=False)
+            for source, target in zip(
+                self._from_host, self._piece.from_host, strict=False
+            )
             if len(source)
         ]
 
@@ -147,19 +155,19 @@ class _HostMemory:
 
 
 WaitForCopy = Callable[[], None]
-"""Returns when its copy is done."""
+"""Waits for a copy: returns when the copy is done."""
 
 
 class Copier:
-    """Copies between a device and pinned host memory, with a stream for each direction.
+    """Copies between a GPU and pinned host memory, with a stream for each direction.
 
-    The copies of one direction run in order. `fetch` runs after the work queued before
-    `begin`, and work queued after `end` runs after each `store`. A single piece is
-    copied on the current stream, so that no other stream must be ordered.
+    The copies of one direction run in order. Each `fetch` runs after the work queued
+    before `begin`, and work queued after `end` runs after each `store`. A single piece
+    is copied on the current stream, which needs no ordering of streams.
     """
 
     def __init__(self, check: Check) -> None:
-        """Make a copier. `begin` selects the current device and stream.
+        """Make a copier. `begin` chooses the current device and stream.
 
         Args:
             check: called while waiting for a copy; ends the wait by raising.
@@ -185,17 +193,17 @@ class Copier:
                 side.wait_stream(current)
 
     def fetch(self, source: Tensor, target: Tensor) -> WaitForCopy:
-        """Start a copy from the device to the host."""
+        """Start a copy from the GPU to the host."""
         return self._copy(self._down, source, target)
 
     def store(self, source: Tensor, target: Tensor) -> WaitForCopy:
-        """Start a copy from the host. `source` must not change before it is done."""
+        """Start a copy to the GPU. `source` must not change before the copy is done."""
         return self._copy(self._up, source, target)
 
     def end(self) -> None:
         """End the collective, after success or an error."""
-        # The current stream also waits for copies that only read: the tensors belong to
-        # it, and the allocator may reuse their memory.
+        # The current stream also waits for copies that only read. The tensors belong to
+        # this stream, and the allocator may reuse their memory on it.
         for side in (self._down, self._up):
             if self._current is not None and side is not None and side != self._current:
                 self._current.wait_stream(side)

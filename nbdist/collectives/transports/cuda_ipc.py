@@ -1,11 +1,11 @@
 """Collectives by CUDA IPC, for ranks on one host whose GPUs can read each other.
 
 NCCL refuses two ranks on one GPU, and some builds of torch have no NCCL. In this
-transport each rank has slots in the memory of its own GPU. The other ranks read their
-share of each slot and reduce it, and then read the shares of the result. Each element
-crosses between two GPUs as often as in a ring, but in two steps instead of 2(N-1). No
-data passes through the host. The group's barrier orders the hosts of the ranks, and an
-`Order` orders their devices.
+transport each rank has slots in the memory of its own GPU. Each rank reads its share of
+all slots and reduces it. Then each rank reads the other shares of the result. Each
+element is sent between GPUs as often as in a ring, but in two steps instead of 2(N-1).
+No data passes through the host. The group's barrier orders the ranks' processes, and an
+`Order` orders their GPUs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["DeviceTransport"]
 
 
 class DeviceTransport(SharedTransport):
-    """A `SharedTransport` with slots in device memory and ordered devices.
+    """A `SharedTransport` with slots in the memory of GPUs.
 
-    A slot of step s is overwritten in step s+2, after the barrier of step s+1, which
-    waits for the reads of step s.
+    A slot of step s is overwritten in step s+2. All ranks have then read it, because
+    the barrier of step s+1 waits for the reads of step s.
     """
 
     description: ClassVar[str] = "CUDA IPC"
@@ -53,10 +53,10 @@ class DeviceTransport(SharedTransport):
             barrier: the group's barrier.
             hooks: the group's hooks.
             slot: bytes of a slot.
-            swap: gives every rank's item.
+            swap: returns every rank's item.
 
         Returns:
-            None, on all ranks, if CUDA IPC does not work.
+            The transport; None, on all ranks, if CUDA IPC does not work.
         """
         reached = all(map(can_reach, swap(identity())))
         if not all(swap(reached)):
@@ -87,7 +87,7 @@ class DeviceTransport(SharedTransport):
 
     @property
     def _parity(self) -> int:
-        # Calls on CPU tensors pass the same barrier, so its step cannot be used here.
+        # The barrier's step cannot be used, because calls on CPU tensors pass it too.
         return self._steps & 1
 
     def _copy_out(self, results: Sequence[Tensor], block: Tensor) -> None:

@@ -38,7 +38,7 @@ class RingTransport(Transport):
     """Ring algorithms over MPI's point-to-point messages.
 
     In an all-reduce of n elements each rank sends 2(N-1) messages of at most ceil(n/N)
-    elements. Half types are sent as float32 until they are summed.
+    elements. float16 and bfloat16 are sent as float32 until they are summed.
     """
 
     description: ClassVar[str] = "MPI messages in a ring"
@@ -81,7 +81,7 @@ class RingTransport(Transport):
         self._gather_around([*outputs[-1:], *outputs[:-1]])
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Pass the tensor down the chain of ranks in N pieces."""
+        """Pass the tensor from rank to rank in N pieces."""
         position = (self._comm.rank - root) % self._comm.size
         right = (self._comm.rank + 1) % self._comm.size
         left = (self._comm.rank - 1) % self._comm.size
@@ -168,7 +168,7 @@ class RingTransport(Transport):
 
 
 class MpiTransport(RingTransport):
-    """MPI's collectives where they compute torch's results; otherwise the ring."""
+    """MPI's collectives if they compute the same result as torch, else the ring."""
 
     description: ClassVar[str] = "MPI"
 
@@ -188,7 +188,7 @@ class MpiTransport(RingTransport):
 
 
 def _is_native(op: str, dtype: torch.dtype) -> bool:
-    """Whether MPI's reduction computes torch's result."""
+    """Whether MPI's reduction computes the same result as torch's."""
     if dtype.is_floating_point or dtype.is_complex:
         return op in _NATIVE_FLOATS
     return dtype in _NATIVE_INTEGERS
@@ -198,7 +198,7 @@ class DirectTransport(RingTransport):
     """The ring over a CUDA-aware MPI, for CUDA tensors. The GPU computes the reduction.
 
     Only point-to-point messages are used, because Open MPI's non-blocking reductions
-    take no device memory.
+    do not accept device memory.
     """
 
     description: ClassVar[str] = "CUDA-aware MPI"

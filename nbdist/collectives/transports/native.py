@@ -57,12 +57,12 @@ class CompiledReduction(Protocol):
 
 
 class QuickCalls(Protocol):
-    """All-reduces on tensors of known kinds, without a wait for a late rank."""
+    """All-reduces in C, on tensors of the dtypes and shapes that `keep` was given."""
 
     count: int
     """The number of calls started."""
     waiting: object | None
-    """The reduction of the call under way; None where there is none."""
+    """The reduction of the current call; None if there is no call."""
 
     def keep(
         self,
@@ -81,20 +81,20 @@ class QuickCalls(Protocol):
         """
 
     def all_reduce(self, tensor: object, op: object) -> bool | None:
-        """Reduce a tensor in place, if that is possible without a wait.
+        """Reduce a tensor in place, if no rank is late.
 
         Returns:
             True if the call is done. False if no call was started, because the tensor
-            is not dense or not of a known kind, or because calls are held. None if the
-            call was started and a rank is late: call `resume` until it has ended, and
-            then `release`.
+            is not dense, its dtype and shape were not given to `keep`, or `hold` was
+            called. None if the call was started and a rank is late. The caller then
+            calls `resume` until the call has ended, and `release`.
         """
 
     def resume(self) -> bool | None:
         """Continue the call that has returned None. See `CompiledReduction`."""
 
     def hold(self) -> bool:
-        """Keep `all_reduce` from starting calls until `release`.
+        """Prevent new calls of `all_reduce` until `release`.
 
         Returns:
             False if a call is under way; `hold` then has no effect.
@@ -125,7 +125,8 @@ class CompiledReductions:
         }
         self.quick: QuickCalls = native.QuickCalls(barrier)
         self.plans: dict[object, CompiledReduction | None] = {}
-        """By operation, reduce-op, dtype, length and root. None: there is no kernel."""
+        """The reductions by operation, reduce-op, dtype, length and root; None if there
+        is no kernel."""
 
     def plan(
         self, operation: str, op: str, dtype: torch.dtype, length: int, root: int = 0

@@ -51,23 +51,24 @@ class NcclTransport(Transport):
     def connect(
         cls, rank: int, size: int, swap: Swap, fallback: Transport
     ) -> NcclTransport | None:
-        """Connect the ranks. Every rank must call, with a GPU of its own as current.
+        """Connect the ranks. Every rank must call, on its own GPU as current device.
 
-        On one host the ranks' rendezvous is a file, so that no port is opened. Between
-        hosts they use the store of torch.distributed's default group.
+        On one host the ranks find each other through a file, so that no port is opened.
+        Between hosts they use the store of torch.distributed's default group.
 
         Args:
             rank: this process's rank in the group.
             size: number of ranks in the group.
-            swap: gives every rank's item.
-            fallback: does the reductions that NCCL lacks.
+            swap: returns every rank's item.
+            fallback: the transport for reductions that NCCL lacks.
 
         Returns:
-            None, on all ranks, if torch has no NCCL or the ranks have no store.
+            The transport; None, on all ranks, if torch has no NCCL or the ranks have no
+            store.
         """
         if not all(swap(dist.is_nccl_available())):
             return None
-        # The run folder of a cluster is removed however its ranks end.
+        # A cluster's run folder is removed in every case, however its ranks end.
         parent = environment("RUN_DIR", "") or None
         made = tempfile.mkdtemp(prefix="nbdist-nccl-", dir=parent) if rank == 0 else ""
         folder = Path(swap(made)[0])
@@ -93,15 +94,15 @@ class NcclTransport(Transport):
         """Make a transport. The first operation makes the communicator.
 
         Args:
-            store: shared by all ranks, and used for nothing else.
+            store: a store that all ranks share, and that has no other use.
             rank: this process's rank in the group.
             size: number of ranks in the group.
-            fallback: does the reductions that NCCL lacks.
-            folder: `close` removes it.
+            fallback: the transport for reductions that NCCL lacks.
+            folder: a folder that `close` removes.
         """
         c10d: Any = dist  # only CUDA builds of torch have ProcessGroupNCCL
         options = c10d.ProcessGroupNCCL.Options()
-        # `abort` releases a collective. torch's watchdog would end the process instead.
+        # `abort` releases a collective. torch's watchdog would end the process.
         options._timeout = _NO_TIMEOUT
         self._group: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
         self._fallback = fallback
@@ -186,7 +187,7 @@ class NcclTransport(Transport):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _queue(self, work: Any) -> None:
-        """Make the current stream wait for NCCL's. The host does not wait."""
+        """Make the current stream wait for NCCL's stream. The host does not wait."""
         work.wait()
         self._last = work
 
@@ -194,7 +195,7 @@ class NcclTransport(Transport):
     def _keeping_nan(
         self, numbers: Tensor, op: str, outputs: Sequence[Tensor]
     ) -> Iterator[None]:
-        """Restore NaN, which NCCL's min and max of floats drop."""
+        """Restore NaNs, which NCCL's min and max of floats lose."""
         if op not in _LOSE_NAN or not numbers.is_floating_point():
             yield
             return
@@ -208,7 +209,7 @@ class NcclTransport(Transport):
 
 
 def _as_nccl(tensor: Tensor, op: str) -> Tensor | None:
-    """A view of the tensor in a dtype of NCCL's; None if NCCL cannot reduce it."""
+    """A view of the tensor in a dtype that NCCL reduces; None if there is none."""
     if REDUCE_OPS[op].nccl is None or tensor.dtype not in _DTYPES:
         return None
     if not tensor.is_complex():

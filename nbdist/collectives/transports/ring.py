@@ -1,7 +1,7 @@
-"""The ring schedule as data: who sends which chunk to whom, step by step.
+"""The schedule of a ring all-reduce: which rank sends which chunk in each step.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", J. Parallel Distrib. Comput. 69 (2009). This module only computes.
+workstations", J. Parallel Distrib. Comput. 69 (2009). This module sends nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ class RingStep:
     """The sends and receives of one rank in one step of a ring all-reduce."""
 
     step: int
-    """0 to 2(N-1)-1."""
+    """The number of the step, 0 to 2(N-1)-1."""
     rank: int
     phase: str
-    """"reduce-scatter" (received chunks are added) or "all-gather" (they replace)."""
+    """"reduce-scatter": a received chunk is added to the rank's. "all-gather": it
+    replaces the rank's."""
     send_to: int
     send_chunk: int
     receive_from: int
@@ -28,15 +29,15 @@ class RingStep:
 
 
 def chunk_bounds(length: int, chunks: int) -> list[tuple[int, int]]:
-    """Divide `length` elements into `chunks` runs whose lengths differ by at most one.
+    """Divide `length` elements into chunks whose lengths differ by at most one.
 
     Args:
-        length: number of elements; may be smaller than `chunks`, or 0.
-        chunks: number of runs, at least 1.
+        length: number of elements, 0 or more; may be smaller than `chunks`.
+        chunks: number of chunks, at least 1.
 
     Returns:
-        One half-open `(start, stop)` per chunk, in order, without gaps. The first
-        `length % chunks` runs hold the extra element.
+        The half-open range `(start, stop)` of each chunk, in order, without gaps. The
+        first `length % chunks` chunks have one element more.
     """
     size, extra = divmod(length, chunks)
     starts = [i * size + min(i, extra) for i in range(chunks + 1)]
@@ -44,18 +45,19 @@ def chunk_bounds(length: int, chunks: int) -> list[tuple[int, int]]:
 
 
 def ring_steps(world_size: int, rank: int | None = None) -> list[RingStep]:
-    """The chunk schedule of a ring all-reduce.
+    """The schedule of a ring all-reduce (Patarasuk and Yuan, 2009).
 
-    In step s of the first N-1, rank r sends chunk (r - s) mod N to its right neighbour
-    and adds the chunk (r - s - 1) mod N that comes from its left. Then rank r holds the
-    whole sum of chunk (r + 1) mod N, and N-1 more steps pass the sums around.
+    In each step s of the first N-1, rank r sends chunk (r - s) mod N to rank r + 1. It
+    receives chunk (r - s - 1) mod N from rank r - 1 and adds it. Rank r then has the
+    sum of chunk (r + 1) mod N. In N-1 more steps the sums are passed around the ring.
+    The function communicates with no rank and needs none.
 
     Args:
         world_size: number of ranks N, at least 1.
-        rank: only this rank's steps; None gives every rank's, ordered by step.
+        rank: the rank whose steps are returned; None for all ranks, ordered by step.
 
     Returns:
-        2(N-1) steps per rank; none for a world of one.
+        2(N-1) steps per rank; [] for one rank.
     """
     ranks = range(world_size) if rank is None else [rank]
     return [
@@ -67,7 +69,7 @@ def ring_steps(world_size: int, rank: int | None = None) -> list[RingStep]:
 
 def _step(step: int, rank: int, size: int) -> RingStep:
     gathering = step >= size - 1
-    # The all-gather starts from the chunk this rank completed: (rank + 1) mod N.
+    # The all-gather starts from the chunk that this rank has summed: (rank + 1) mod N.
     first = rank + 1 - (step - size + 1) if gathering else rank - step
     return RingStep(
         step=step,

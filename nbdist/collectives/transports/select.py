@@ -48,10 +48,10 @@ __all__ = [
 ]
 
 _Item = TypeVar("_Item")
-_CARD_BYTES = 4096
+_ITEM_BYTES = 4096
 _SPINS = 300
 _SPINS_IN_C = 20
-"""Checks of the compiled barrier in the time of one check in Python."""
+"""Number of checks that the compiled barrier makes in the time of one in Python."""
 _MESSAGES = frozenset({"mpi", "ring"})
 """Transports that send messages and share no memory."""
 _TRANSPORTS = frozenset({"auto", "shared", "nccl", "ipc", "staged"}) | _MESSAGES
@@ -69,19 +69,19 @@ class Connection:
     mail: MPI.Comm
     """For the user's point-to-point messages."""
     transports: dict[str, dict[str, Transport]]
-    """By type of device and name of algorithm. "auto" is the fastest one."""
+    """The transports by type of device and name of algorithm. "auto" is the fastest."""
     hosts: tuple[int, ...]
     """The number of each rank's host. Hosts are numbered from 0, in rank order."""
     reductions: CompiledReductions | None = None
     """The compiled reductions, for tensors in host memory."""
     gpu: torch.device | None = None
-    """The device of this rank's CUDA tensors, set by the first one."""
+    """The device of this rank's first CUDA tensor; later ones must be on it too."""
 
     def transport(self, device: str, algorithm: str) -> Transport:
         """The transport for a type of device and an algorithm's name.
 
         Raises:
-            UsageError: There is no such algorithm for the device.
+            UsageError: The algorithm is not available for the device.
         """
         of_device = self.transports[device]
         if algorithm not in of_device:
@@ -90,13 +90,10 @@ class Connection:
         return of_device[algorithm]
 
     def add_gpu(self) -> None:
-        """Connect the transports for CUDA tensors. Every rank must call.
-
-        They serve the current device.
-        """
+        """Connect the transports for the current GPU. Every rank must call."""
 
         def swap(item: _Item) -> list[_Item]:
-            return _swap_cards(self.inner, item, self.hooks.check)
+            return _swap_items(self.inner, item, self.hooks.check)
 
         self.transports["cuda"] = gpu_transports(
             self.transports["cpu"],
@@ -109,8 +106,8 @@ class Connection:
         self.gpu = torch.device("cuda", torch.cuda.current_device())
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers. Every rank must call."""
-        return max(_swap_cards(self.inner, number, self.hooks.check))
+        """The largest number that any rank has passed. Every rank must call."""
+        return max(_swap_items(self.inner, number, self.hooks.check))
 
     def describe(self) -> str:
         """The transports in words."""
@@ -130,7 +127,7 @@ class Connection:
             transport.finish(check)
 
     def abort(self) -> None:
-        """Release the thread of this process that waits. Any thread may call."""
+        """Release this process's waiting thread. Any thread may call."""
         self.barrier.wake()
         for transport in self._all_transports():
             transport.abort()
@@ -145,8 +142,8 @@ class Connection:
     def discard(self) -> None:
         """Close a broken group without its other members.
 
-        Communicators are revoked where MPI supports it, which ends their pending
-        messages. They are not freed, because that would wait for the peers.
+        Communicators are revoked if MPI supports it, which ends their pending messages.
+        They are not freed, because that would wait for the other ranks.
         """
         self._close_parts()
         for comm in (self.inner, self.mail):
@@ -177,17 +174,17 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     inner, mail = _duplicate(comm, hooks.check), _duplicate(comm, hooks.check)
 
     def swap(item: _Item) -> list[_Item]:
-        return _swap_cards(inner, item, hooks.check)
+        return _swap_items(inner, item, hooks.check)
 
-    cards = swap(_own_card(config, comm.size))
-    names = [card.host for card in cards]
+    ranks = swap(_own_capabilities(config, comm.size))
+    names = [rank.host for rank in ranks]
     hosts = tuple(map(list(dict.fromkeys(names)).index, names))
     ring = RingTransport(inner, hooks.check)
     mpi = MpiTransport(inner, hooks.check)
     cpu: dict[str, Transport] = {"ring": ring, "mpi": mpi, "auto": mpi}
     reductions = shared = None
     if config.transport not in _MESSAGES:
-        shared = _share_memory(inner, config, hooks, cards, swap)
+        shared = _share_memory(inner, config, hooks, ranks, swap)
     if comm.size == 1:
         cpu["auto"] = LocalTransport()
     elif shared is not None:
@@ -215,46 +212,47 @@ def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
 
 
 @dataclass(frozen=True)
-class _Card:
-    """A rank's description of itself for the other ranks."""
+class _Capabilities:
+    """The properties of a rank that decide which transports can be used."""
 
     host: str
     """The rank's `host_identity`."""
     cores: frozenset[int]
     """The cores that the rank may run on."""
     compiled: bool
-    """Whether the rank has the compiled module, and it serves this many ranks."""
+    """Whether the rank has the compiled module, which also supports so many ranks."""
 
 
-def _own_card(config: CollectiveConfig, size: int) -> _Card:
+def _own_capabilities(config: CollectiveConfig, size: int) -> _Capabilities:
     native = find_compiled() if config.compiled else None
     compiled = native is not None and size <= native.MOST_RANKS
-    return _Card(host_identity(), _cores(), compiled)
+    return _Capabilities(host_identity(), _cores(), compiled)
 
 
 def _share_memory(
     comm: MPI.Comm,
     config: CollectiveConfig,
     hooks: Hooks,
-    cards: Sequence[_Card],
+    ranks: Sequence[_Capabilities],
     swap: Swap,
 ) -> tuple[SharedBarrier, Tensor] | None:
     """Make a barrier and slots in memory that all ranks of `comm` map.
 
     Returns:
-        None, on all ranks, if they cannot share memory.
+        The barrier and the memory of the slots; None, on all ranks, if they cannot
+        share memory.
     """
     pages = -(-SharedBarrier.bytes_needed(comm.size) // mmap.PAGESIZE)
     head = pages * mmap.PAGESIZE
     size = head + slots_bytes(comm.size, config.slot_bytes)
-    segment = share(size, comm.rank, [card.host for card in cards], swap)
+    segment = share(size, comm.rank, [rank.host for rank in ranks], swap)
     if segment is None:
         return None
-    cores = {core for card in cards for core in card.cores}
+    cores = {core for rank in ranks for core in rank.cores}
     spins = _SPINS if len(cores) >= comm.size else 0
     native = find_compiled()
-    compiled = None  # all ranks reduce with the same code, to the same bits
-    if native is not None and all(card.compiled for card in cards):
+    compiled = None  # unless all ranks have it: the same code gives the same bits
+    if native is not None and all(rank.compiled for rank in ranks):
         compiled = native.Barrier(
             segment.descriptor,
             comm.rank,
@@ -271,21 +269,22 @@ def _share_memory(
         view[:head], comm.rank, comm.size, spins, hooks.on_late, compiled
     )
     barrier.prepare()
-    swap(None)  # all have prepared
+    swap(None)  # all ranks have called `prepare`
     return barrier, torch.frombuffer(view[head:], dtype=torch.uint8)
 
 
-def _swap_cards(comm: MPI.Comm, card: _Item, check: Check) -> list[_Item]:
+def _swap_items(comm: MPI.Comm, item: _Item, check: Check) -> list[_Item]:
     """Every rank's item, in rank order. Every rank must call.
 
     Args:
-        card: Its pickle has at most `_CARD_BYTES` bytes.
+        comm: The communicator.
+        item: This rank's item. Its pickle has at most `_ITEM_BYTES` bytes.
         check: called while waiting; ends the wait by raising.
     """
-    mine = np.frombuffer(pickle.dumps(card).ljust(_CARD_BYTES, b"\0"), np.uint8)
-    cards = np.zeros((comm.size, _CARD_BYTES), np.uint8)
-    complete([comm.Iallgather(mine, cards)], check, mine, cards)
-    return [pickle.loads(each.tobytes()) for each in cards]
+    mine = np.frombuffer(pickle.dumps(item).ljust(_ITEM_BYTES, b"\0"), np.uint8)
+    items = np.zeros((comm.size, _ITEM_BYTES), np.uint8)
+    complete([comm.Iallgather(mine, items)], check, mine, items)
+    return [pickle.loads(each.tobytes()) for each in items]
 
 
 def _cores() -> frozenset[int]:
@@ -304,7 +303,7 @@ def gpu_transports(
 ) -> dict[str, Transport]:
     """The transports for CUDA tensors, by algorithm. "auto" is the fastest one.
 
-    It is NCCL if each rank has a GPU of its own. It is CUDA IPC if ranks of one host
+    "auto" is NCCL if each rank has its own GPU. It is CUDA IPC if ranks of one host
     share GPUs, or if torch has no NCCL. Between hosts it is a CUDA-aware MPI. Otherwise
     tensors go through pinned host memory. Every rank must call, on its current device.
 
@@ -314,7 +313,7 @@ def gpu_transports(
         config: the group's configuration.
         hooks: the group's hooks.
         comm: a communicator over the group's ranks.
-        swap: gives every rank's item.
+        swap: returns every rank's item.
 
     Raises:
         UsageError: The configured transport cannot be used here.
@@ -334,12 +333,12 @@ def gpu_transports(
     if direct:
         own = DirectTransport(comm, hooks.check, partial(settle, hooks.check))
         found["mpi"] = found["ring"] = own
-    cards, wanted = swap(identity()), config.transport
-    if wanted in ("auto", "nccl") and len(set(cards)) == size:
+    gpus, wanted = swap(identity()), config.transport
+    if wanted in ("auto", "nccl") and len(set(gpus)) == size:
         nccl = NcclTransport.connect(rank, size, swap, found["staged"])
         if nccl is not None:
             found["nccl"] = nccl
-    # The slots take device memory, and NCCL needs none of it.
+    # CUDA IPC's slots use device memory, which NCCL does not need.
     needs_ipc = wanted == "ipc" or (wanted == "auto" and "nccl" not in found)
     if needs_ipc and isinstance(barrier, SharedBarrier):
         ipc = DeviceTransport.connect(barrier, hooks, config.gpu_slot_bytes, swap)

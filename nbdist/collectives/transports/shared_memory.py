@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks of one host share.
 
 A tensor is moved in blocks that fit into the cores' caches, so that each element is
-read from main memory and written to it about once. All ranks pass the barrier between
-two steps. Even and odd steps use two different sets of slots.
+read from main memory once and written to it once. All ranks pass the barrier between
+two steps. Even and odd steps use different sets of slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 
 class SharedTransport(Transport):
-    """Each rank writes to its own slot, and reads the slots of the others."""
+    """Each rank writes to its own slot, and reads the slots of the other ranks."""
 
     description: ClassVar[str] = "shared memory"
     has_barrier: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class SharedTransport(Transport):
             barrier: the group's barrier.
             slots: the group's slots.
             hooks: the group's hooks.
-            compiled: the compiled reductions; None on all ranks if one has none.
+            compiled: the compiled reductions; None, on all ranks, if a rank lacks them.
         """
         self._barrier, self._hooks = barrier, hooks
         self._rank, self._size = barrier.rank, barrier.size
@@ -205,8 +205,8 @@ class SharedTransport(Transport):
 
         Args:
             tensor: this rank's tensor, written if this rank is a source.
-            sources: the ranks that write.
-            outputs: for each rank that this one reads, where its tensor goes.
+            sources: the ranks that write their tensor.
+            outputs: for each rank whose tensor this rank reads, the tensor to copy to.
         """
         blocks = self._cut(tensor)
         wanted = [(source, self._cut(output)) for source, output in outputs.items()]
@@ -231,10 +231,10 @@ class SharedTransport(Transport):
         """Copy one tensor from each rank to each other rank. Lengths may differ.
 
         Args:
-            inputs: for each rank, the tensor that it reads; empty if none does.
-            outputs: for each rank that this one reads, where its tensor goes.
+            inputs: for each rank, the tensor that it reads; empty if no rank reads.
+            outputs: for each rank whose tensor this rank reads, the tensor to copy to.
             longest: elements of the longest tensor of all ranks.
-            dtype: of all tensors.
+            dtype: dtype of all tensors.
         """
         offered = self._others([self._cut_pieces(each) for each in inputs])
         wanted = {source: self._cut_pieces(each) for source, each in outputs.items()}
@@ -273,7 +273,7 @@ class SharedTransport(Transport):
         write: Callable[[int, View], None],
         read: Callable[[int, View], None],
     ) -> None:
-        """In each step write, pass the barrier, read. Without steps, pass it once."""
+        """In each step write, pass the barrier and read; without steps pass it once."""
         if not lengths:
             self._pass(first=True)
         for step, length in enumerate(lengths):

@@ -1,6 +1,6 @@
-"""Slots: the memory in which each rank shows a block of its tensor to the others.
+"""Slots: memory in which each rank writes a block of its tensor for the other ranks.
 
-Even and odd steps use two different sets of slots.
+Even and odd steps use different sets of slots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SlotViews(NamedTuple):
     """Views of one step's slots as tensors of one dtype and length."""
 
     slots: list[Tensor]
-    """Each rank's slot, which that rank alone writes."""
+    """Each rank's slot. Only that rank writes to it."""
     results: list[Tensor]
     """The parts of the result, in order. Each rank writes its own share."""
     shares: list[Tensor]
@@ -80,7 +80,7 @@ class Slots:
         return self._slot // dtype.itemsize
 
     def piece_capacity(self, dtype: torch.dtype) -> int:
-        """Elements of a piece, of which a slot has one for each rank."""
+        """Elements that fit into a piece. A slot has one piece for each rank."""
         return self._slot // self._size // dtype.itemsize
 
     def views(self, dtype: torch.dtype, length: int) -> tuple[SlotViews, SlotViews]:
@@ -123,14 +123,14 @@ def _keep(
     key: _Kind,
     make: Callable[[int, torch.dtype, int], _View],
 ) -> tuple[_View, _View]:
-    if len(cache) >= _CACHED_VIEWS:  # lengths that never repeat
+    if len(cache) >= _CACHED_VIEWS:  # lengths may never repeat
         cache.clear()
     made = cache[key] = (make(0, *key), make(1, *key))
     return made
 
 
 def peer_bytes(size: int, slot: int) -> int:
-    """Bytes of one of `size` ranks: two sets of a slot and a share of the result."""
+    """Bytes of each of `size` ranks: two sets of a slot and a share of the result."""
     return slots_bytes(size, slot) // size
 
 
@@ -138,7 +138,7 @@ class PeerSlots(Slots):
     """Slots in each rank's own memory, which all ranks may read.
 
     Each rank writes only to its own memory, so that a failing rank cannot change the
-    memory of others. Where each rank has a GPU, reads are spread over all GPUs.
+    memory of other ranks. If each rank has a GPU, the reads are spread over all GPUs.
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int) -> None:

@@ -30,7 +30,8 @@ class StagedTransport(Transport):
 
         Args:
             host: the transport for CPU tensors.
-            pipeline: runs one transfer at a time; transports may share it.
+            pipeline: the pipeline, which runs one transfer at a time. Transports may
+                share it.
             piece: bytes of each rank's data in one call of `host`.
             rank: this process's rank in the group.
             size: number of ranks in the group.
@@ -41,29 +42,29 @@ class StagedTransport(Transport):
         self.has_barrier = host.has_barrier  # type: ignore[misc]
 
     def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
-        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-            self._host.all_reduce(takes[0], op)
+        def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+            self._host.all_reduce(to_host[0], op)
 
         cut = self._cut(tensor)
         self._pipeline.run([Piece([each], [each], move, True) for each in cut])
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
-        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-            self._host.reduce(takes[0], op, root)
+        def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+            self._host.reduce(to_host[0], op, root)
 
         wanted = slice(self._rank == root)  # only the root's tensor changes
         cut = [[each] for each in self._cut(tensor)]
         self._pipeline.run([Piece(each, each[wanted], move, True) for each in cut])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str) -> None:
-        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-            self._host.reduce_scatter(gives[0], takes, op)
+        def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+            self._host.reduce_scatter(from_host[0], to_host, op)
 
         self._run(move, self._cut_all(inputs), self._cut_all([output]))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-            self._host.broadcast((takes or gives)[0], root)
+        def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+            self._host.broadcast((to_host or from_host)[0], root)
 
         cut = [[each] for each in self._cut(tensor)]
         none: list[list[Tensor]] = [[] for _ in cut]
@@ -71,28 +72,28 @@ class StagedTransport(Transport):
         self._run(move, *pair)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-            self._host.all_gather(gives, takes[0])
+        def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+            self._host.all_gather(from_host, to_host[0])
 
         self._run(move, self._cut_all([tensor]), self._cut_all(outputs))
 
     def gather(
         self, outputs: Sequence[Tensor] | None, tensor: Tensor, root: int
     ) -> None:
-        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-            self._host.gather(gives or None, takes[0], root)
+        def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+            self._host.gather(from_host or None, to_host[0], root)
 
-        takes = self._cut_all([tensor])
-        self._run(move, takes, self._cut_all(outputs or (), len(takes)))
+        to_host = self._cut_all([tensor])
+        self._run(move, to_host, self._cut_all(outputs or (), len(to_host)))
 
     def scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int
     ) -> None:
-        def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-            self._host.scatter(gives[0], takes or None, root)
+        def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+            self._host.scatter(from_host[0], to_host or None, root)
 
-        gives = self._cut_all([tensor])
-        self._run(move, self._cut_all(inputs or (), len(gives)), gives)
+        from_host = self._cut_all([tensor])
+        self._run(move, self._cut_all(inputs or (), len(from_host)), from_host)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], longest: int
@@ -101,13 +102,13 @@ class StagedTransport(Transport):
         lengths = [min(room, longest - at) for at in range(0, longest, room)] or [0]
 
         def moving(longest_here: int) -> Piece:
-            def move(takes: list[Tensor], gives: list[Tensor]) -> None:
-                self._host.all_to_all(gives, takes, longest_here)
+            def move(to_host: list[Tensor], from_host: list[Tensor]) -> None:
+                self._host.all_to_all(from_host, to_host, longest_here)
 
-            return Piece(next(takes), next(gives), move)
+            return Piece(next(to_host), next(from_host), move)
 
-        takes = iter(self._cut_all(inputs, len(lengths)))
-        gives = iter(self._cut_all(outputs, len(lengths)))
+        to_host = iter(self._cut_all(inputs, len(lengths)))
+        from_host = iter(self._cut_all(outputs, len(lengths)))
         self._pipeline.run([moving(length) for length in lengths])
 
     def close(self) -> None:
@@ -116,10 +117,10 @@ class StagedTransport(Transport):
     def _run(
         self,
         move: Move,
-        takes: Sequence[Sequence[Tensor]],
-        gives: Sequence[Sequence[Tensor]],
+        to_host: Sequence[Sequence[Tensor]],
+        from_host: Sequence[Sequence[Tensor]],
     ) -> None:
-        pairs = zip(takes, gives, strict=True)
+        pairs = zip(to_host, from_host, strict=True)
         self._pipeline.run([Piece(*pair, move) for pair in pairs])
 
     def _room(self, dtype: torch.dtype, parts: int) -> int:
