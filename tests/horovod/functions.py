@@ -592,7 +592,7 @@ def mismatches_are_told() -> None:
 def bad_arguments_are_refused() -> None:
     size = hvd.size()
     for wrong, text in (
-        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "pass only op"),
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "only op"),
         (lambda: hvd.allreduce(torch.ones(1), op="sum"), "expected hvd.Average"),
         (lambda: hvd.allreduce([1.0]), "expected a tensor"),
         (lambda: hvd.allreduce(torch.ones(1, dtype=int), op=hvd.Adasum), "floating"),

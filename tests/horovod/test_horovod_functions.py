@@ -20,8 +20,8 @@ CASES = [
     "alltoall_gradients", "reducescatter_gradients", "names_match_in_any_order",
     "names_match_across_operations", "one_rank_comes_late_with_a_name",
     "poll_does_not_wait", "a_name_can_be_used_once_at_a_time", "mismatches_are_told",
-    "bad_arguments_are_told", "join_stands_in_with_zeros",
-    "what_cannot_go_on_without_a_joined_rank", "process_sets", "objects",
+    "bad_arguments_are_refused", "join_stands_in_with_zeros",
+    "calls_that_cannot_continue_without_a_joined_rank", "process_sets", "objects",
     "parameters_are_broadcast", "optimizer_state_is_broadcast_by_value",
 ]  # fmt: skip
 
