@@ -11,6 +11,7 @@ the server's key in that folder can then neither send nor receive.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -28,6 +29,7 @@ from tornado.ioloop import PeriodicCallback
 from traitlets import default
 from traitlets.config import Config
 
+from nbdist.ipc.atomic_files import write_atomically
 from nbdist.ipc.signed_messages import Gate, SignedSession, refusals
 from nbdist.wire import REFUSED
 
@@ -54,6 +56,15 @@ class Controller(IPController):  # type: ignore[misc]
     @default("session")
     def _signed_session(self) -> Session:
         return SignedSession(parent=self)
+
+    def save_connection_dict(self, fname: str, cdict: dict[str, Any]) -> None:
+        """Write a connection file. It appears complete: ranks may wait for it."""
+        write_atomically(
+            Path(self.profile_dir.security_dir) / fname,
+            lambda file: file.write(json.dumps(cdict, indent=2).encode()),
+            mode=0o600,
+            durable=False,
+        )
 
     # -- addresses -----------------------------------------------------------------
 

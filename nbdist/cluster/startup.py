@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import fork_server_client
@@ -152,7 +150,7 @@ class _Start:
         )
 
         connection = self._run_dir / "security" / "ipcontroller-client.json"
-        self._wait(lambda: _is_written(connection), timeout_s)
+        self._wait(connection.exists, timeout_s)
         client = IppClient(connection, on_telemetry)
         try:
             changed = threading.Event()
@@ -267,12 +265,3 @@ class _Start:
             f"{timeout_s:g} s: give --timeout more seconds, or see where they are:\n"
             + "\n".join(late)
         )
-
-
-def _is_written(path: Path) -> bool:
-    """Whether a JSON file exists and is complete: the controller writes it in place."""
-    try:
-        json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return False
-    return True

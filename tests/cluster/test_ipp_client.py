@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nbdist.cluster.ipcontroller import Controller
 from nbdist.cluster.ipp_client import IppClient
-from nbdist.cluster.startup import _is_written
 from nbdist.ipc import endpoints
 from tests.processes import wait_until
 
@@ -25,7 +27,7 @@ def started(run_dir: Path) -> subprocess.Popen[bytes]:
     controller = subprocess.Popen(
         [sys.executable, "-m", "nbdist.cluster.ipcontroller", str(run_dir)]
     )
-    wait_until(lambda: _is_written(connection_file(run_dir)), WITHIN_S)
+    wait_until(connection_file(run_dir).exists, WITHIN_S)
     return controller
 
 
@@ -39,6 +41,19 @@ def controller(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     yield made
     made.kill()
     made.wait()
+
+
+def test_a_connection_file_appears_complete(tmp_path: Path) -> None:
+    """A rank that waits for it reads it at once."""
+    path = tmp_path / "ipcontroller-engine.json"
+    path.write_text("what another reader has open")
+    app = SimpleNamespace(profile_dir=SimpleNamespace(security_dir=str(tmp_path)))
+    with path.open() as opened:
+        Controller.save_connection_dict(app, path.name, {"key": "value"})
+        assert opened.read() == "what another reader has open", "it was replaced"
+    assert json.loads(path.read_text()) == {"key": "value"}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def events() -> int:

@@ -135,7 +135,7 @@ def test_more_ranks_than_cores_and_the_progress_of_a_start(traces: Path):
         assert seen[-1].controller
         assert [progress.ready for progress in seen] == sorted(p.ready for p in seen)
         assert seen[-1].ready == n
-        assert "loading torch" in {s for p in seen for s in p.stages.values()}
+        assert seen[-1].stages == dict.fromkeys(range(n), "registering")
         pids = [info.pid for info in cluster.ranks]
         assert len(set(pids)) == n
         assert all(psutil.pid_exists(pid) for pid in pids)
