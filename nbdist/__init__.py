@@ -118,10 +118,11 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
     from nbdist import magics
     from nbdist.cluster import fork_server_client
+    from nbdist.cluster.launchers.mpiexec import library_of_wheel
 
     lazy.refuse_rank_names()
     magics.register(shell)
-    fork_server_client.prepare(os.environ)
+    fork_server_client.prepare({**os.environ, **library_of_wheel()})
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:

@@ -42,8 +42,14 @@ class CannotFork(Exception):
 class _ForkServer:
     """A fork server, and the connection over which it is told of clusters."""
 
-    def __init__(self, environment: Mapping[str, str], preload: tuple[str, ...]):
-        self.kind = _kind(environment, preload)
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        preload: tuple[str, ...],
+        kind: tuple[object, ...],
+    ) -> None:
+        self.kind = kind
+        """What its imports depend on; see `_kind`."""
         self.is_ready = False
         self.why_not = ""
         """Why it serves no more; "" as long as it does."""
@@ -143,7 +149,7 @@ def prepare(environment: Mapping[str, str]) -> str:
     """Start the fork server in the background, unless a fitting one runs.
 
     Args:
-        environment: That of the ranks.
+        environment: That of the ranks, with what the launcher adds.
 
     Returns:
         Why there is none; "" where there is one.
@@ -158,16 +164,19 @@ def await_ready(timeout_s: float) -> bool:
         return _server is not None and _server.await_ready(timeout_s)
 
 
-def _prepare(environment: Mapping[str, str], config: ForkConfig) -> str:
+def _prepare(
+    environment: Mapping[str, str], config: ForkConfig, run_dir: Path | None = None
+) -> str:
     global _server
     if not config.enabled:
         return SWITCHED_OFF
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return f"{sys.platform} has no safe fork"
-    if _server is not None and _server.kind != _kind(environment, config.preload):
+    kind = _kind(environment, config.preload, run_dir)
+    if _server is not None and _server.kind != kind:
         _retire()
     if _server is None:
-        _server = _ForkServer(environment, config.preload)
+        _server = _ForkServer(environment, config.preload, kind)
     return _server.why_not
 
 
@@ -196,7 +205,7 @@ def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
     global _server
     config = ForkConfig.from_environment()
     with _lock, socket.socket(socket.AF_UNIX) as listener:
-        if why_not := _prepare(environment, config):
+        if why_not := _prepare(environment, config, run_dir):
             raise CannotFork(why_not)
         try:
             listener.bind(str(run_dir / SOCKET))
@@ -211,7 +220,7 @@ def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
             if _server.is_unfit:
                 break
             _retire()
-            _prepare(environment, config)
+            _prepare(environment, config, run_dir)
         (run_dir / SOCKET).unlink()
         raise CannotFork(why_not)
 
@@ -237,15 +246,28 @@ def _forget() -> None:
 
 
 def _kind(
-    environment: Mapping[str, str], preload: tuple[str, ...]
+    environment: Mapping[str, str], preload: tuple[str, ...], run_dir: Path | None
 ) -> tuple[object, ...]:
-    """What a fork server's imports depend on, beside the files."""
+    """What a fork server's imports depend on, beside the files.
+
+    Args:
+        run_dir: The cluster's folder; None before there is one. Where a variable names
+            it, what its links lead to counts, because each cluster has another folder.
+    """
+    here = "" if run_dir is None else str(run_dir)
+    links = [] if run_dir is None else sorted(map(os.path.realpath, _links(run_dir)))
     variables = {
-        name: value
+        name: value.replace(here, "") if here else value
         for name, value in environment.items()
         if name not in UNRELATED and not name.startswith(OF_A_START)
     }
-    return sys.executable, hash_seed(), preload, tuple(sorted(variables.items()))
+    named = tuple(sorted(variables.items()))
+    return sys.executable, hash_seed(), preload, named, tuple(links)
+
+
+def _links(run_dir: Path) -> list[Path]:
+    """A launcher's links to the MPI library."""
+    return [path for path in run_dir.glob("*/*") if path.is_symlink()]
 
 
 atexit.register(close)

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist import Cluster
+from nbdist import Cluster, load_ipython_extension
 from nbdist.cluster import fork_server_client
+from nbdist.cluster.launchers.mpiexec import library_of_wheel
 from nbdist.cluster.startup import Progress
 from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.errors import CellError, StartError
@@ -34,6 +36,7 @@ from tests.cluster.process_state import (
 from tests.cluster_processes import ClusterProcesses, fork_server
 from tests.processes import Footprint, Program, runs, wait_until
 
+MPICH = shutil.which("mpiexec.mpich")
 SUM = "x = torch.ones(1); nbdist.all_reduce(x); assert x == world_size"
 
 
@@ -539,6 +542,30 @@ def test_another_environment_has_another_server(
         cluster.execute(SUM)
         assert before.is_running(), "it collects the rank host's exit"
     wait_until(lambda: before.status() == psutil.STATUS_ZOMBIE, 5)
+
+
+def test_a_server_that_was_prepared_serves_outside_a_virtual_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launcher adds the path of its MPI library to the ranks' environment there."""
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+    assert "LD_LIBRARY_PATH" in library_of_wheel()
+    load_ipython_extension(InteractiveShell())
+    before = server_pid()
+    with Cluster(1, device="cpu") as cluster:
+        assert started(cluster) == [FORKED]
+        assert server_pid() == before
+
+
+@pytest.mark.skipif(MPICH is None, reason="no MPICH is installed")
+def test_clusters_with_a_mpi_of_the_system_have_one_server() -> None:
+    servers = []
+    for _ in range(2):
+        with Cluster(1, device="cpu", mpiexec=MPICH) as cluster:
+            assert started(cluster) == [FORKED]
+            assert "MPICH" in cluster.mpi
+            servers.append(server_pid())
+    assert servers[0] == servers[1]
 
 
 def test_a_server_ends_with_its_program_while_it_imports() -> None:

