@@ -99,6 +99,8 @@ def commit(state):
     if rank == 0:
         with open(folder + "/committed", "ab") as file:
             file.write(b".")
+        while state.step == last_step and not os.path.exists(folder + "/killed"):
+            time.sleep(0.01)  # the end of the training does not overtake the kill
 
 nbdist.elastic.State.commit = commit
 """
@@ -109,15 +111,17 @@ def test_the_last_commit_outlives_the_death_of_all_ranks_at_once(
     tmp_path: Path, seed: int
 ) -> None:
     print(f"seed {seed}")
-    committed = tmp_path / "committed"
+    committed, killed = tmp_path / "committed", tmp_path / "killed"
     moment = random.Random(seed).randrange(1, STEPS - 1)
     with Cluster(n=2, device="cpu", threads=1) as cluster:
         cluster.on_note = notes_of(cluster).append
-        given = f"folder = {str(tmp_path)!r}\n"
+        given = f"folder, last_step = {str(tmp_path)!r}, {STEPS - 1}\n"
         cluster.execute(given + SETUP + COUNTED, setup=True)
+        killed.touch()
         cluster.execute(TRAIN, timeout_s=60)
         reference = weights(cluster)[0]
         committed.write_bytes(b"")
+        killed.unlink()
         processes = [psutil.Process(info.pid) for info in cluster.ranks]
         told = []
 
@@ -127,6 +131,7 @@ def test_the_last_commit_outlives_the_death_of_all_ranks_at_once(
                 process.kill()
             psutil.wait_procs(processes, 10)
             told.append(committed.stat().st_size)
+            killed.touch()
 
         killer = threading.Thread(target=end_all)
         killer.start()
