@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -24,6 +24,11 @@ class Gpu:
     memory: int
     """Bytes."""
 
+    @property
+    def is_mig(self) -> bool:
+        """Whether it is a MIG device."""
+        return self.uuid.startswith("MIG-")
+
 
 @dataclass(frozen=True)
 class Host:
@@ -38,7 +43,11 @@ class Host:
 
 
 def this_host() -> Host:
-    """Describe this machine. This initialises no CUDA and reserves nothing."""
+    """Describe this machine. This initialises no CUDA and reserves nothing.
+
+    Raises:
+        UsageError: `CUDA_VISIBLE_DEVICES` does not say which GPUs are meant.
+    """
     gpus, why = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     memory = psutil.virtual_memory()
     available = memory_available(memory.total, memory.available)
@@ -46,7 +55,11 @@ def this_host() -> Host:
 
 
 def _visible_gpus(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that CUDA would see, in its order, and the reason if there are none."""
+    """The GPUs that CUDA would see, in its order, and the reason if there are none.
+
+    Raises:
+        UsageError: CUDA's order is not known, and `visible` has numbers of it.
+    """
     try:
         import pynvml
 
@@ -63,13 +76,30 @@ def _visible_gpus(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
         return tuple(present.values()), "no NVIDIA GPU was found"
     if visible.strip() in ("", "-1", "NoDevFiles"):
         return (), f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
+    entries = visible.split(",")
+    numbered = any(entry.strip().isdigit() for entry in entries)
+    if numbered and not _are_numbered_alike(present.values()):
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} numbers GPUs of different models, in an "
+            "order that only CUDA knows: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the "
+            "GPUs by UUID, as nvidia-smi -L shows them"
+        )
     chosen = []
-    for entry in visible.split(","):
+    for entry in entries:
         gpu = _match(entry.strip(), present)
         if gpu is None:
             break  # CUDA ignores an invalid entry and all that follow it
         chosen.append(gpu)
     return tuple(chosen), f"CUDA_VISIBLE_DEVICES={visible!r} matches no GPU"
+
+
+def _are_numbered_alike(gpus: Iterable[Gpu]) -> bool:
+    """Whether CUDA and NVML number the GPUs in the same order, that of the PCI bus.
+
+    By default CUDA numbers faster GPUs first.
+    """
+    by_bus = os.environ.get("CUDA_DEVICE_ORDER", "").upper() == "PCI_BUS_ID"
+    return by_bus or len({gpu.name for gpu in gpus}) <= 1
 
 
 def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
@@ -89,18 +119,32 @@ def _all_gpus() -> dict[str, Gpu]:
 
     gpus = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        except pynvml.NVMLError:
+            continue  # it has fallen off the bus, or this user may not see it
         for part in _mig_devices(handle) or [handle]:
             gpu = Gpu(
                 uuid=pynvml.nvmlDeviceGetUUID(part),
                 name=pynvml.nvmlDeviceGetName(handle),
-                memory=int(pynvml.nvmlDeviceGetMemoryInfo(part).total),
+                memory=_memory(part),
             )
             gpus[gpu.uuid] = gpu
     return gpus
 
 
+def _memory(device: object) -> int:
+    """Bytes of a GPU's memory; those of the host where the two share one memory."""
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
+    except pynvml.NVMLError_NotSupported:  # such as a GB10
+        return int(psutil.virtual_memory().total)
+
+
 def _mig_devices(handle: object) -> list[object]:
+    """The MIG devices of a GPU; none if the driver does not tell."""
     import pynvml
 
     try:
@@ -108,7 +152,7 @@ def _mig_devices(handle: object) -> list[object]:
         if current != pynvml.NVML_DEVICE_MIG_ENABLE:
             return []
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except pynvml.NVMLError_NotSupported:
+    except pynvml.NVMLError:
         return []
     parts = []
     for index in range(count):

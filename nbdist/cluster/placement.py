@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nbdist.cluster.hosts import Gpu, Host
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
@@ -16,6 +18,11 @@ RANKS_PER_CORE = 8
 RANK_BYTES = 250_000_000
 """Estimated memory of a rank without large user data. With the CPU build of torch 2.13
 the PSS of each of four ranks was 186 MB when idle, and 262 MB after a step with DDP."""
+
+CONTEXT_BYTES = 512 * 2**20
+"""Estimated memory that CUDA takes on a GPU for each process, beside torch's."""
+SMALLEST_SHARE = 0.01
+"""Smallest part of a GPU's memory that a rank gets by default."""
 
 
 def assign_devices(
@@ -63,6 +70,7 @@ def assign_devices(
                 rank=rank,
                 host=host.name,
                 gpu_uuid=gpu.uuid if gpu else None,
+                visible_gpus=_visible(gpu, host.gpus, shared=len(used) < n),
                 gpu_name=gpu.name if gpu else "CPU",
                 shares_gpu=len(used) < n,
                 memory_fraction=_fraction(config, gpu, per_gpu),
@@ -70,6 +78,20 @@ def assign_devices(
             )
         )
     return assignments
+
+
+def _visible(gpu: Gpu | None, gpus: Sequence[Gpu], *, shared: bool) -> tuple[str, ...]:
+    """UUIDs of the GPUs that a rank on a GPU sees.
+
+    A rank with a GPU of its own sees all of them, as under torchrun, so that
+    `cuda:{local_rank}` is its own. A rank that shares a GPU sees this one alone, as
+    `cuda:0`, and so does a rank on a MIG device, of which CUDA shows a process one.
+    """
+    if gpu is None:
+        return ()
+    if shared or any(each.is_mig for each in gpus):
+        return (gpu.uuid,)
+    return tuple(each.uuid for each in gpus)
 
 
 def _positive(option: str, value: int) -> int:
@@ -137,7 +159,9 @@ def _fraction(config: ClusterConfig, gpu: Gpu | None, per_gpu: int) -> float | N
         return None
     if config.gpu_memory is not None:
         return memory_fraction(config.gpu_memory, gpu.memory)
-    return 1.0 / per_gpu if per_gpu > 1 else None
+    if per_gpu == 1:
+        return None
+    return max(1.0 / per_gpu - CONTEXT_BYTES / gpu.memory, SMALLEST_SHARE)
 
 
 def _check_caps(

@@ -138,14 +138,15 @@ def _select_device(assignment: DeviceAssignment) -> torch.device:
     """Select this rank's torch device, and cap its memory where it is shared."""
     import torch
 
-    if assignment.gpu_uuid is None:
+    if assignment.gpu_index is None:
         return torch.device("cpu")
-    if torch.cuda.device_count() != 1:
+    if torch.cuda.device_count() != len(assignment.visible_gpus):
         raise RuntimeError(
-            f"torch sees {torch.cuda.device_count()} GPUs instead of the one with UUID "
-            f"{assignment.gpu_uuid}: is torch {torch.__version__} built with CUDA?"
+            f"torch sees {torch.cuda.device_count()} GPUs instead of "
+            f"{len(assignment.visible_gpus)} ({', '.join(assignment.visible_gpus)}): "
+            f"is torch {torch.__version__} built with CUDA?"
         )
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", assignment.gpu_index)
     torch.cuda.set_device(device)
     if assignment.memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(assignment.memory_fraction, device)

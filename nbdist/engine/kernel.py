@@ -107,7 +107,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         vars(sys).pop("ps1", None)
         vars(sys).pop("ps2", None)
         _keep_names(shell, self.device)
-        rpc_server.answer_on(kernel)
+        rpc_server.answer_on(kernel, self.device)
         elastic.install_coordinator()
         self.sampler = Sampler(recorder, info.device, info.device_uuid)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import zmq
 from jupyter_client.session import extract_header
 
@@ -81,19 +82,30 @@ class RankSession(SignedSession):
         return super().send(stream, msg_or_type, content, parent, *args, **options)
 
 
-def answer_on(kernel: Any) -> None:
+def answer_on(kernel: Any, device: torch.device) -> None:
     """Answer requests on both channels of an ipykernel kernel.
 
     Must be called before the kernel starts to receive. The kernel's session is a
     `RankSession`.
+
+    Args:
+        kernel: The kernel.
+        device: The rank's device, which is made current in each thread that answers.
     """
     _add_gate(kernel, kernel.shell_stream, "shell")
     _add_gate(kernel, kernel.control_stream, "control")
     threading.Thread(
-        target=_answer_inspections, name="nbdist-inspect", daemon=True
+        target=_answer_inspections, args=(device,), name="nbdist-inspect", daemon=True
     ).start()
+    kernel.control_thread.io_loop.add_callback(_select, device)
     kernel.dispatch_shell = functools.partial(_answer_main, kernel)
     kernel.process_control = functools.partial(_answer_control, kernel)
+
+
+def _select(device: torch.device) -> None:
+    """Make the rank's GPU this thread's. CUDA begins a thread with GPU 0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def refused() -> int:
@@ -184,7 +196,8 @@ def _outcome(target: str, buffers: list[Any]) -> tuple[str, list[Any]]:
         return "error", serialization.dumps(describe(error))
 
 
-def _answer_inspections() -> None:
+def _answer_inspections(device: torch.device) -> None:
+    _select(device)
     while True:
         _inspections.get()()
 

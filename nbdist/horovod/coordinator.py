@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from nbdist.collectives import Group, all_gather_object, signature
 from nbdist.errors import CollectiveAborted, CollectiveMismatch, UsageError
 from nbdist.horovod.negotiation import (
@@ -77,8 +79,9 @@ class Coordinator:
         """
         self._add(request)
         if self._thread is None:
+            gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
             self._thread = threading.Thread(
-                target=self._serve, name="nbdist horovod", daemon=True
+                target=self._serve, args=(gpu,), name="nbdist horovod", daemon=True
             )
             self._thread.start()
         self._work.put(True)
@@ -184,7 +187,9 @@ class Coordinator:
 
     # -- turns ---------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve(self, gpu: int | None) -> None:
+        if gpu is not None:  # a new thread begins with GPU 0
+            torch.cuda.set_device(gpu)
         while self._work.get():
             while self._pending:
                 with self._turn:

@@ -27,6 +27,8 @@ class DeviceAssignment:
     host: str
     gpu_uuid: str | None
     """NVML's UUID of the GPU or MIG device; None for a rank on the CPU."""
+    visible_gpus: tuple[str, ...]
+    """UUIDs of the GPUs that the rank's process sees, in CUDA's order."""
     gpu_name: str
     """"CPU" for a rank on the CPU."""
     shares_gpu: bool
@@ -35,18 +37,26 @@ class DeviceAssignment:
     threads: int
     """torch's intra-op threads."""
 
+    @property
+    def gpu_index(self) -> int | None:
+        """CUDA's number of the GPU in the rank's process; None on the CPU."""
+        if self.gpu_uuid is None:
+            return None
+        return self.visible_gpus.index(self.gpu_uuid)
+
     @classmethod
     def read(cls, run_dir: Path, rank: int) -> DeviceAssignment:
         """The assignment of a rank, as `write_assignments` has written it."""
         records = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
-        return cls(**records[rank])
+        record = records[rank]
+        return cls(**{**record, "visible_gpus": tuple(record["visible_gpus"])})
 
     def apply(self) -> None:
-        """Let CUDA see this rank's device alone, and bound the thread pools.
+        """Set the GPUs that CUDA sees, and bound the thread pools.
 
         Must be called before torch is imported.
         """
-        os.environ["CUDA_VISIBLE_DEVICES"] = self.gpu_uuid or ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.visible_gpus)
         os.environ["OMP_NUM_THREADS"] = str(self.threads)
         os.environ["MKL_NUM_THREADS"] = str(self.threads)
 

@@ -37,11 +37,21 @@ def test_with_gpus_n_is_one_per_gpu(gpus: int):
     assert gpus_of(assigned) == [f"GPU-{i}" for i in range(gpus)]
     assert not any(p.shares_gpu for p in assigned)
     assert {p.memory_fraction for p in assigned} == {None}
+    assert [p.gpu_index for p in assigned] == list(range(gpus))  # cuda:{local_rank}
+    assert {len(p.visible_gpus) for p in assigned} == {gpus}
+
+
+def test_a_rank_on_a_mig_device_sees_this_one_alone():
+    host = Host("box", 16, tuple(Gpu(f"MIG-{i}", "Card", 10 * GIB) for i in range(2)))
+    assigned = assign_devices(ClusterConfig(), host)
+    assert [p.visible_gpus for p in assigned] == [("MIG-0",), ("MIG-1",)]
+    assert [p.gpu_index for p in assigned] == [0, 0]
 
 
 def test_device_cpu_leaves_the_gpus_alone():
     assigned = assign_devices(ClusterConfig(n=2, device="cpu"), gpu_host(2))
     assert gpus_of(assigned) == []
+    assert {(p.visible_gpus, p.gpu_index) for p in assigned} == {((), None)}
 
 
 def test_ranks_that_share_a_gpu_are_neighbours_and_share_its_memory():
@@ -53,7 +63,11 @@ def test_ranks_that_share_a_gpu_are_neighbours_and_share_its_memory():
         "GPU-1",
     ]
     assert all(p.shares_gpu for p in assigned)
-    assert {p.memory_fraction for p in assigned} == {0.5}
+    assert {p.memory_fraction for p in assigned} == {0.5 - 0.5 / 80}  # and a context
+    assert {(p.visible_gpus, p.gpu_index) for p in assigned} == {
+        (("GPU-0",), 0),
+        (("GPU-1",), 0),
+    }
 
 
 def test_default_n_counts_the_ranks_per_gpu():

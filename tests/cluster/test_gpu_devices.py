@@ -1,0 +1,82 @@
+"""Ranks that each have a GPU of their own, on a machine with two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nbdist import Cluster
+from nbdist.errors import CellTimeout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2, device="cuda") as running:
+        yield running
+
+
+def test_a_script_selects_the_gpu_of_its_local_rank(cluster: Cluster) -> None:
+    cluster.execute(
+        "import os\n"
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
+        "x = torch.full((3,), rank + 1.0, device=f'cuda:{local_rank}')\n"
+        "nbdist.all_reduce(x)"
+    )
+    assert cluster["str(device)"] == ["cuda:0", "cuda:1"]
+    assert cluster["str(x.device)"] == ["cuda:0", "cuda:1"]
+    assert cluster["torch.cuda.device_count()"] == [2, 2]
+    assert [x.tolist() for x in cluster["x.cpu()"]] == [[3.0] * 3] * 2
+
+
+def test_values_that_are_pushed_lie_on_the_rank_s_own_gpu(cluster: Cluster) -> None:
+    cluster.push(pushed=torch.ones(2, device="cuda"))
+    assert cluster["pushed.get_device()"] == [0, 1]
+
+
+def test_a_rank_is_looked_at_on_its_own_gpu(cluster: Cluster) -> None:
+    cluster.execute(
+        "class Look:\n"
+        "    def __repr__(self): return str(torch.cuda.current_device())\n"
+        "look = Look()\n"
+    )
+    assert cluster.inspect("look") == {0: "0", 1: "1"}
+    found = [variable.value for (variable,) in cluster.variables("look").values()]
+    assert found == ["0", "1"]
+
+
+def test_a_joined_rank_of_horovod_takes_part_on_its_own_gpu(cluster: Cluster) -> None:
+    cluster.execute(
+        "import nbdist.horovod as hvd\n"
+        "hvd.init()\n"
+        "x = torch.ones(2, device=device)\n"
+        "handle = hvd.allreduce_async(x, op=hvd.Sum)  # on a thread of its own\n"
+        "if rank == 0:\n"
+        "    hvd.synchronize(handle)\n"
+        "    y = hvd.allreduce(x, op=hvd.Sum)\n"
+        "hvd.join()\n",
+        timeout_s=100,
+    )
+    assert cluster.pull("y.tolist()", [0]) == [[1.0, 1.0]]
+
+
+def test_nccl_that_was_not_used_is_not_made_by_a_release(cluster: Cluster) -> None:
+    """Otherwise the renewal would destroy the user's process groups."""
+    cluster.execute("import torch.distributed as dist; own = dist.new_group()")
+    with pytest.raises(CellTimeout):
+        cluster.execute(
+            "import time\n"
+            "try:\n"
+            "    time.sleep(60)\n"
+            "except KeyboardInterrupt:\n"
+            "    time.sleep(3)  # longer than an interrupt is waited for\n",
+            timeout_s=1,
+        )
+    cluster.execute("one = torch.ones(1); dist.all_reduce(one, group=own)")
+    assert [one.item() for one in cluster["one"]] == [2.0, 2.0]
