@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives import default_group
-from nbdist.collectives.torch_backend.process_group import register
+from nbdist.collectives.torch_backend.process_group import nccl_of, register
 from nbdist.engine import shared_default_group
 from nbdist.ipc.private_files import rendezvous_folder
 
@@ -21,6 +19,18 @@ __all__ = ["abort", "groups_made", "number_alike", "start", "stop"]
 
 # A waiting collective is released when a peer fails. No time-out is needed.
 NO_TIMEOUT = timedelta(days=7)
+
+DEFAULTS = {
+    # The ranks are on one host: groups that the user makes meet on the loopback device.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # An error or a time-out of NCCL is an exception of the call. By default torch's
+    # watchdog ends the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Environment variables of a rank, where the user has set none."""
 
 _at_start = 0
 
@@ -37,7 +47,8 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     """
     global _at_start
     register()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for groups of the user's
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
     group = default_group()
     folder = rendezvous_folder(run_dir)
     seconds = group.config.timeout_s
@@ -81,11 +92,10 @@ def abort() -> bool:
     aborted = False
     # torch's function that aborts all groups would also remove those of other backends.
     for group in list(distributed_c10d._world.pg_names):
-        with contextlib.suppress(RuntimeError):  # a group without CUDA
-            backend: Any = group._get_backend(torch.device("cuda"))
-            if backend.name() == "nccl":
-                backend.abort()
-                aborted = True
+        nccl = nccl_of(group)
+        if nccl is not None:
+            nccl.abort()
+            aborted = True
     return aborted
 
 

@@ -52,6 +52,7 @@ __all__ = [
     "CollectiveWork",
     "ProcessGroup",
     "coalesce_batches",
+    "nccl_of",
     "original_error",
     "register",
 ]
@@ -100,6 +101,19 @@ def _refuse(name: str, instead: str) -> Callable[..., NoReturn]:
     refuse.__name__ = name.rsplit(".", 1)[-1]
     refuse.__doc__ = f"Raise NotImplementedError: {instead}."
     return refuse
+
+
+def nccl_of(group: dist.ProcessGroup) -> Any | None:
+    """NCCL's part of a process group; None if it has none, or has not used it."""
+    # Ours is made by its first use.
+    made = vars(group).get("_nccl") if isinstance(group, ProcessGroup) else group
+    if made is None:
+        return None
+    try:
+        backend: Any = made._get_backend(_CUDA)
+    except RuntimeError:  # a group without CUDA
+        return None
+    return backend if backend.name() == "nccl" else None
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -444,6 +458,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Close the group. The world's group stays open."""
+        nccl = nccl_of(self)
+        if nccl is not None:
+            nccl.shutdown()
         if self._owned is not None:
             self._owned.close()
 
