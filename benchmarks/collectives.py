@@ -12,7 +12,6 @@ Leaves collectives.json, .png and .md in the output folder.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import platform
@@ -104,14 +103,19 @@ def ways(comm: Any, folder: Path, tensor: Any) -> dict[str, Callable[[], object]
         found["mpi"] = lambda: comm.Allreduce(MPI.IN_PLACE, tensor.numpy())
         return found
     found["staged"] = lambda: nc.all_reduce(tensor, algorithm="staged")
-    if ipc := ipc_group(comm):
+    if not _rivals:
+        _rivals.update(ipc=ipc_group(comm), nccl=nccl_group(comm))
+    if ipc := _rivals["ipc"]:
         found["ipc"] = lambda: nc.all_reduce(tensor, group=ipc)
-    if nccl := nccl_group(comm):
+    if nccl := _rivals["nccl"]:
         found["nccl"] = lambda: dist.all_reduce(tensor, group=nccl)
     return found
 
 
-@functools.cache
+_rivals: dict[str, Any] = {}
+"""Groups of all ranks for CUDA tensors, made once; None where there can be none."""
+
+
 def ipc_group(comm: Any) -> Any:
     """Over CUDA IPC, where nbdist would take something else; None where it cannot."""
     from dataclasses import replace
@@ -130,7 +134,6 @@ def ipc_group(comm: Any) -> Any:
     return group
 
 
-@functools.cache
 def nccl_group(comm: Any) -> Any:
     """Torch's own, where each rank has a GPU for itself; else None, on all ranks."""
     import torch

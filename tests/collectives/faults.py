@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 
 import nbdist.collectives as nc
+from nbdist.collectives.transports import select
 from nbdist.config import CollectiveConfig
 from nbdist.errors import (
     CollectiveAborted,
@@ -230,6 +231,34 @@ def die(device: str = "cpu") -> None:
     if RANK == SIZE - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     nc.barrier()
+
+
+def fail_on_a_gpu(transport: str, failing: int) -> None:
+    """One rank fails while the ranks connect their GPUs, which a function replaces."""
+    group = make_group(transport)
+    original = select.gpu_transports
+
+    def connect(*arguments: object) -> dict[str, object]:
+        swap = arguments[-1]
+        swap("one")
+        if failing == RANK:
+            raise RuntimeError("out of memory")
+        swap("two")
+        return {}
+
+    select.gpu_transports = connect
+    try:
+        with pytest.raises(RuntimeError, match="out of memory") as failed:
+            group.run(
+                nc.signature("first_on_gpu", None, None, None, (), "cuda"),
+                group._connection.add_gpu,
+            )
+    finally:
+        select.gpu_transports = original
+    if failing != RANK:
+        assert str(failed.value).startswith(
+            f"rank {failing} could not connect its GPU: RuntimeError"
+        )
 
 
 def count_messages() -> list[tuple[int, int, int]]:

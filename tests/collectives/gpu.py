@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 import nbdist.collectives as nc
+from nbdist.collectives.sync import cuda_peers
 from nbdist.collectives.transports.nccl import NcclTransport
 from nbdist.config import CollectiveConfig
 from nbdist.errors import CollectiveAborted, CollectiveTimeout
@@ -240,6 +241,19 @@ def groups_give_their_memory_back(group: nc.Group) -> None:
     assert torch.cuda.memory_allocated() < before + 2 * slots
 
 
+def memory_that_a_rank_cannot_open() -> None:
+    """Its owner gets it back."""
+    torch.cuda.set_device(0)
+    if RANK == SIZE - 1:
+        cuda_peers._open = lambda handle: None
+    size = 2**20
+    for _ in range(5):
+        assert cuda_peers.map_memories(size, RANK, COMM.allgather) is None
+        COMM.Barrier()
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() < 2 * size
+
+
 CASES: dict[str, Callable[[nc.Group], None]] = {
     case.__name__: case
     for case in (
@@ -277,7 +291,7 @@ def nccl_alone() -> None:
         store = FileStore(str(Path(folder) / "store"), 1)
         nccl = NcclTransport(store, 0, 1, _Unused())
         for dtype in contract.DTYPES:
-            given = contract.made((11,), dtype, 0)
+            given = contract.input_of((11,), dtype, 0)
             for op in ("sum", "product", "min", "max"):
                 if op in ("min", "max") and dtype.is_complex:
                     continue

@@ -29,6 +29,11 @@ CALLS: list[tuple[str, tuple[object, ...]]] = [
     ("tell_where", ("/tmp/cell_7.py",)),
     ("count_messages", ()),
     ("no_group_here", ()),
+    *[
+        ("fail_on_a_gpu", (how, rank))
+        for how in ("mpi", "shared")
+        for rank in (0, 2, 3)
+    ],
 ]
 
 
@@ -66,6 +71,14 @@ def test_a_rank_that_leaves_releases_the_others(
 ) -> None:
     for message in outcome("leave", transport)[1:3]:
         assert "rank 0 of the group left it: CollectiveTimeout: barrier #1" in message
+
+
+@pytest.mark.parametrize("transport", ["mpi", "shared"])
+@pytest.mark.parametrize("failing", [0, 2, SIZE - 1])
+def test_a_rank_that_cannot_connect_its_gpu_ends_the_connection_of_all(
+    outcome: Outcome, transport: str, failing: int
+) -> None:
+    outcome("fail_on_a_gpu", transport, failing)
 
 
 @pytest.mark.parametrize("transport", SHARED)

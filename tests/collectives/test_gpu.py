@@ -98,6 +98,10 @@ def test_a_killed_rank_ends_a_plain_mpiexec() -> None:
         launch(2, FAULTS, "die", "cuda")
 
 
+def test_memory_that_a_rank_cannot_open_is_given_back() -> None:
+    launch(3, CASES_FILE, "memory_that_a_rank_cannot_open")
+
+
 @pytest.mark.parametrize(
     ("transport", "words"),
     [("auto", r"CUDA IPC \(CUDA\)"), ("staged", r"staged .* \(CUDA\)")],

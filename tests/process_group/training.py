@@ -39,7 +39,8 @@ BATCH = 8
 Optimizer = torch.optim.Optimizer
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    # foreach, the default on CUDA, takes no mixture of tensors and DTensors.
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
 }
 
 

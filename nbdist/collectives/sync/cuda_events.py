@@ -122,7 +122,8 @@ def settle(check: Check) -> None:
 
 def await_device(done: Callable[[], bool], check: Check) -> None:
     """Wait until `done()`, which queries a GPU. `check` ends the wait by raising."""
-    wait_until(done, check, longest_pause_s=_LONGEST_PAUSE_S)
+    # A query holds the interpreter, which other threads need while the GPU works.
+    wait_until(done, check, longest_pause_s=_LONGEST_PAUSE_S, spins=1)
 
 
 def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], None]:

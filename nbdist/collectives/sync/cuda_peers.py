@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pynvml
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -48,7 +47,8 @@ def can_reach(peer: str) -> bool:
         peer: the other device's `identity`.
 
     Returns:
-        True also if the driver does not report it.
+        True also for a device that this process does not see. An attempt to open its
+        memory tells.
     """
     own = identity()
     if peer == own:
@@ -60,26 +60,7 @@ def can_reach(peer: str) -> bool:
     if peer in visible:
         here = torch.cuda.current_device()
         return bool(torch.cuda.can_device_access_peer(here, visible[peer]))
-    return _driver_allows(own, peer)
-
-
-def _driver_allows(own: str, peer: str) -> bool:
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return True  # an attempt to open the memory will tell
-    try:
-        cards = [
-            pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{each}") for each in (own, peer)
-        ]
-        # Newer versions of pynvml have an enum here, which ctypes refuses.
-        reading = int(pynvml.NVML_P2P_CAPS_INDEX_READ)
-        status = pynvml.nvmlDeviceGetP2PStatus(*cards, reading)
-        return int(status) == int(pynvml.NVML_P2P_STATUS_OK)
-    except pynvml.NVMLError:
-        return True  # an attempt to open the memory will tell
-    finally:
-        pynvml.nvmlShutdown()
+    return True
 
 
 def map_memories(size: int, rank: int, swap: Swap) -> list[Tensor] | None:
@@ -99,10 +80,15 @@ def map_memories(size: int, rank: int, swap: Swap) -> list[Tensor] | None:
     ranks = range(len(have))
     # Each reader gets its own handle. torch counts one reader for each handle, and
     # keeps the memory until all readers have released it.
-    handles = [swap(None if each == rank else _handle(own)) for each in ranks][rank]
+    tickets = [None if each == rank else _handle(own) for each in ranks]
+    handles = [swap(tickets[each]) for each in ranks][rank]
     memories = [own if each == rank else _open(handles[each]) for each in ranks]
     opened = [each for each in memories if each is not None]
-    if not all(swap(len(opened) == len(ranks))):
+    readers = swap([each is not None for each in memories])
+    if not all(map(all, readers)):
+        for ticket, opens in zip(tickets, readers, strict=True):
+            if ticket is not None and not opens[rank]:
+                _withdraw(ticket)
         return None
     return opened if _all_read_right(opened, rank, swap) else None
 
@@ -119,6 +105,15 @@ def _handle(memory: Tensor) -> MemoryHandle | None:
         return reduce_tensor(memory)  # type: ignore[no-any-return]
     except RuntimeError:  # CUDA IPC is not allowed here
         return None
+
+
+def _withdraw(handle: MemoryHandle) -> None:
+    """Release a handle of this rank's memory that its reader has not opened."""
+    rebuild, arguments = handle
+    given = inspect.signature(rebuild).bind(*arguments).arguments
+    torch.UntypedStorage._release_ipc_counter_cuda(
+        given["ref_counter_handle"], given["ref_counter_offset"]
+    )
 
 
 def _open(handle: MemoryHandle | None) -> Tensor | None:

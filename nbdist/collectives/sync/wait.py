@@ -35,14 +35,23 @@ _abandoned: list[tuple[list[MPI.Request], tuple[object, ...]]] = []
 
 
 def wait_until(
-    done: Callable[[], bool], check: Check, longest_pause_s: float = _LONGEST_PAUSE_S
+    done: Callable[[], bool],
+    check: Check,
+    longest_pause_s: float = _LONGEST_PAUSE_S,
+    spins: int = _SPINS,
 ) -> None:
     """Call `done` until it returns true, with pauses that grow to `longest_pause_s`.
 
     Between two calls, KeyboardInterrupt and the errors of `check` end the wait. A long
     wait uses little CPU.
+
+    Args:
+        done: what is waited for.
+        check: ends the wait by raising.
+        longest_pause_s: seconds between two calls of `done` in a long wait.
+        spins: number of calls before the first that lets other threads run.
     """
-    for _ in range(_SPINS):
+    for _ in range(spins):
         if done():
             return
     for _ in range(_YIELDS):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,6 @@ from torch.distributed import distributed_c10d
 from nbdist.collectives.reduction import REDUCE_OPS
 from nbdist.collectives.sync.wait import Check, Swap, wait_until
 from nbdist.collectives.transports.base import Transport
-from nbdist.config import environment
 
 __all__ = ["NcclTransport"]
 
@@ -49,39 +50,35 @@ class NcclTransport(Transport):
 
     @classmethod
     def connect(
-        cls, rank: int, size: int, swap: Swap, fallback: Transport
+        cls, rank: int, size: int, swap: Swap, check: Check, fallback: Transport
     ) -> NcclTransport | None:
         """Connect the ranks. Every rank must call, on its own GPU as current device.
 
-        On one host the ranks find each other through a file, so that no port is opened.
-        Between hosts they use the store of torch.distributed's default group.
+        The ranks meet in the store of torch.distributed's default group. Without one
+        they meet in a file, if they are on one host.
 
         Args:
             rank: this process's rank in the group.
             size: number of ranks in the group.
             swap: returns every rank's item.
+            check: ends a wait by raising.
             fallback: the transport for reductions that NCCL lacks.
 
         Returns:
-            The transport; None, on all ranks, if torch has no NCCL or the ranks have no
-            store.
+            The transport; None, on all ranks, if torch has no NCCL, the ranks have no
+            store, or NCCL refuses their devices. Some of its versions refuse two MIG
+            devices of one GPU.
         """
         if not all(swap(dist.is_nccl_available())):
             return None
-        # A cluster's run folder is removed in every case, however its ranks end.
-        parent = environment("RUN_DIR", "") or None
-        made = tempfile.mkdtemp(prefix="nbdist-nccl-", dir=parent) if rank == 0 else ""
-        folder = Path(swap(made)[0])
-        if all(swap(folder.is_dir())):
-            store: Store = FileStore(str(folder / "nccl"), size)
-            return cls(store, rank, size, fallback, folder if rank == 0 else None)
-        if rank == 0:
-            shutil.rmtree(folder)
-        if not all(swap(dist.is_initialized())):
+        store = _common_store(rank, size, swap)
+        if store is None:
             return None
-        common = distributed_c10d._get_default_store()
-        store = PrefixStore(folder.name, common)  # a name that only this group has
-        return cls(store, rank, size, fallback)
+        transport = cls(store, rank, size, fallback)
+        if all(swap(transport._works(check))):
+            return transport
+        transport.abort()
+        return None
 
     def __init__(
         self,
@@ -89,7 +86,6 @@ class NcclTransport(Transport):
         rank: int,
         size: int,
         fallback: Transport,
-        folder: Path | None = None,
     ) -> None:
         """Make a transport. The first operation makes the communicator.
 
@@ -98,7 +94,6 @@ class NcclTransport(Transport):
             rank: this process's rank in the group.
             size: number of ranks in the group.
             fallback: the transport for reductions that NCCL lacks.
-            folder: a folder that `close` removes.
         """
         c10d: Any = dist  # only CUDA builds of torch have ProcessGroupNCCL
         options = c10d.ProcessGroupNCCL.Options()
@@ -106,7 +101,6 @@ class NcclTransport(Transport):
         options._timeout = _NO_TIMEOUT
         self._group: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
         self._fallback = fallback
-        self._folder = folder
         self._last: Any = None
         """The work queued last."""
 
@@ -178,13 +172,21 @@ class NcclTransport(Transport):
             self._last = None
 
     def abort(self) -> None:
+        self._last = None
         self._group.abort()
 
     def close(self) -> None:
         self._last = None
         self._group.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _works(self, check: Check) -> bool:
+        """Whether NCCL connects the ranks' devices. Every rank must call."""
+        try:
+            self._queue(self._group.allreduce([torch.ones(1, device="cuda")]))
+            self.finish(check)
+        except dist.DistBackendError:
+            return False
+        return True
 
     def _queue(self, work: Any) -> None:
         """Make the current stream wait for NCCL's stream. The host does not wait."""
@@ -206,6 +208,22 @@ class NcclTransport(Transport):
         yield
         for output in outputs:
             output.masked_fill_(lost.bool(), float("nan"))
+
+
+def _common_store(rank: int, size: int, swap: Swap) -> Store | None:
+    """A store of all ranks; None, on all ranks, if they have none."""
+    (name, *_) = swap(secrets.token_hex(8) if rank == 0 else "")
+    if all(swap(dist.is_initialized())):
+        common = distributed_c10d._get_default_store()
+        return PrefixStore(f"nbdist-nccl-{name}", common)
+    made = tempfile.mkdtemp(prefix="nbdist-nccl-") if rank == 0 else ""
+    folder = Path(swap(made)[0])
+    if rank == 0:
+        # At the exit, and not earlier: threads of NCCL in other ranks poll the file.
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if all(swap(folder.is_dir())):
+        return FileStore(str(folder / "nccl"), size)
+    return None
 
 
 def _as_nccl(tensor: Tensor, op: str) -> Tensor | None:

@@ -39,7 +39,7 @@ from nbdist.collectives.transports.shared_memory import AT_ONCE_BYTES, SharedTra
 from nbdist.collectives.transports.slots import Slots, rounded_slot, slots_bytes
 from nbdist.collectives.transports.staged import StagedTransport
 from nbdist.config import CollectiveConfig
-from nbdist.errors import UsageError
+from nbdist.errors import CollectiveError, UsageError
 
 __all__ = [
     "Connection",
@@ -49,12 +49,21 @@ __all__ = [
 
 _Item = TypeVar("_Item")
 _ITEM_BYTES = 4096
+_ERROR_LETTERS = 500
+"""Longest text of an error that a rank tells the others."""
 _SPINS = 300
 _SPINS_IN_C = 20
 """Number of checks that the compiled barrier makes in the time of one in Python."""
 _MESSAGES = frozenset({"mpi", "ring"})
 """Transports that send messages and share no memory."""
 _TRANSPORTS = frozenset({"auto", "shared", "nccl", "ipc", "staged"}) | _MESSAGES
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A rank's item when it has failed."""
+
+    error: str
 
 
 @dataclass
@@ -93,16 +102,32 @@ class Connection:
         """Connect the transports for the current GPU. Every rank must call."""
 
         def swap(item: _Item) -> list[_Item]:
-            return _swap_items(self.inner, item, self.hooks.check)
+            items = _swap_items(self.inner, item, self.hooks.check)
+            for rank, each in enumerate(items):
+                if isinstance(each, _Failed):
+                    raise CollectiveError(
+                        f"rank {rank} could not connect its GPU: {each.error}"
+                    )
+            return items
 
-        self.transports["cuda"] = gpu_transports(
-            self.transports["cpu"],
-            self.barrier,
-            self.config,
-            self.hooks,
-            self.inner,
-            swap,
-        )
+        try:
+            found = gpu_transports(
+                self.transports["cpu"],
+                self.barrier,
+                self.config,
+                self.hooks,
+                self.inner,
+                swap,
+            )
+            swap(None)  # all have connected
+        except CollectiveError:
+            raise
+        except Exception as error:
+            # The others wait in their next swap.
+            failed = _Failed(f"{type(error).__name__}: {error}"[:_ERROR_LETTERS])
+            _swap_items(self.inner, failed, self.hooks.check)
+            raise
+        self.transports["cuda"] = found
         self.gpu = torch.device("cuda", torch.cuda.current_device())
 
     def largest(self, number: int) -> int:
@@ -335,7 +360,7 @@ def gpu_transports(
         found["mpi"] = found["ring"] = own
     gpus, wanted = swap(identity()), config.transport
     if wanted in ("auto", "nccl") and len(set(gpus)) == size:
-        nccl = NcclTransport.connect(rank, size, swap, found["staged"])
+        nccl = NcclTransport.connect(rank, size, swap, hooks.check, found["staged"])
         if nccl is not None:
             found["nccl"] = nccl
     # CUDA IPC's slots use device memory, which NCCL does not need.
