@@ -144,6 +144,6 @@ def _agree_on_lengths(
         raise CollectiveMismatch(
             f"all_to_all: rank {group.ranks[source]} sends "
             f"{int(sent[source, target])} elements to rank {group.ranks[target]}, "
-            f"which expects {int(expected[source, target])}; no data has changed"
+            f"which expects {int(expected[source, target])}; no data was touched"
         )
     return int(sent.max())
