@@ -33,8 +33,8 @@ class Call:
         target: The endpoint, one of `nbdist.ipc.endpoints`.
         args: The function's arguments on each rank.
         what: Names the call in the ranks' status.
-        observer: Receives each event; those of one rank in their order.
-        needs_all: Whether the call fails as a whole once a rank has died.
+        observer: Receives each event. The events of one rank arrive in their order.
+        needs_all: Whether the call fails as soon as a rank has died.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Call:
         self._target, self._args, self._what = target, args, what
         self._observer = observer
         self.restarts = 0
-        """How often the elastic run in it has continued after a failure."""
+        """The number of failures after which its elastic run has continued."""
         self.entered: ElasticCall | None = None
-        """The elastic run that a rank has entered last; None before the first."""
+        """The elastic run that a rank entered last; None before the first run."""
         self._begun = self.last_event = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
 
@@ -67,7 +67,7 @@ class Call:
         for rank_call in self._rank_calls.values():
             args = self._args[rank_call.info.rank]
             alike.setdefault(id(args), []).append(rank_call)
-        with defer_interrupts():  # what was sent is also waited for
+        with defer_interrupts():  # an interrupt must not part a request from its wait
             for rank_calls in alike.values():
                 self._send(rank_calls, self._args[rank_calls[0].info.rank])
 
@@ -83,8 +83,8 @@ class Call:
 
         def ended(reply: Future[Answer]) -> None:
             rank_call.drop_orders()
-            # The waiting thread is woken once, by the last rank; and by a failure,
-            # which may need it.
+            # Only the last rank wakes the waiting thread, and a failure, which may
+            # need an action at once.
             if self._have_all_ended() or _has_failed(reply):
                 self._queue.put((uuid, None))
 
@@ -109,7 +109,7 @@ class Call:
         """Interrupt this call on the ranks that have not answered.
 
         Args:
-            outcome: The `Event.outcome` of the ranks that this ends.
+            outcome: The `Event.outcome` of the ranks that the interrupt ends.
         """
         self._stopped = outcome
         for rank_call in self._open():
@@ -139,7 +139,7 @@ class Call:
 
     @property
     def processes(self) -> dict[int, str]:
-        """UUID of the engine that is each rank of this call now, in rank order."""
+        """The UUID of the engine that is now each rank of this call, in rank order."""
         rank_calls = self._rank_calls
         return {each.info.rank: uuid for uuid, each in rank_calls.items()}
 
@@ -160,12 +160,12 @@ class Call:
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has died that the call needs."""
+        """Whether a rank that the call needs has died."""
         return self._needs_all and bool(self.died)
 
     @property
     def broken(self) -> bool:
-        """Whether the ranks' groups are broken: a collective was left half done."""
+        """Whether an interrupted collective has broken the ranks' groups."""
         return bool(self.died) or any(answer.broken for answer in self.answers.values())
 
     def _open(self) -> list[RankCall]:
@@ -193,21 +193,21 @@ class Call:
 
     @property
     def lost_in(self) -> ElasticCall | None:
-        """The elastic run in which all ranks have died; None if some have not.
+        """The elastic run in which all ranks have died; None if a rank has not.
 
-        Ranks that were to join the run and had not reached it count only where no
-        other rank is left.
+        A rank that was to join the run, and has not entered it, counts only if no other
+        rank is left.
         """
         rank_calls = self._rank_calls.values()
         calls = {rank_call.lost_in for rank_call in rank_calls} - {None}
         calls = calls or {rank_call.joins for rank_call in rank_calls} - {None}
-        if not rank_calls:  # those that were to join died before the request was sent
+        if not rank_calls:  # newcomers died before the request was sent to them
             return self.entered
         all_dead = all(rank_call.died is not None for rank_call in rank_calls)
         return calls.pop() if all_dead and len(calls) == 1 else None
 
     def order(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
-        """Have the main thread of a paused rank call a function; a future answer."""
+        """Make a paused rank's main thread call a function; returns a future answer."""
         rank_call = self._rank_calls[info.engine_uuid]
         notice = rank_call.elastic
         token, future = rank_call.order()
@@ -284,20 +284,20 @@ class Call:
         return True
 
     def notice(self, text: str) -> None:
-        """Tell the observer that no rank makes progress; "" that one does again."""
+        """Pass the observer a text about ranks without progress; "" after progress."""
         self._observer.notice(text)
 
     def _find_quiet_ends(self) -> None:
-        """Queue the ends of ranks that have woken nobody.
+        """Queue the ends of ranks that did not wake the waiting thread.
 
-        They are also those that an interrupt dropped right after they were dequeued.
+        This includes ends that an interrupt dropped right after they were dequeued.
         """
         for rank_call in self._open():
             if rank_call.exchange is not None and rank_call.exchange.reply.done():
                 self._queue.put((rank_call.info.engine_uuid, None))
 
     def _handle(self, uuid: str, message: Message | None) -> bool:
-        """Handle one event; whether the caller must act on it."""
+        """Handle one event. Returns whether the caller must act on it."""
         rank_call = self._rank_calls.get(uuid)
         if rank_call is None:  # its rank has left
             return False
@@ -336,7 +336,7 @@ class Call:
         return time.monotonic() - self._begun
 
     def _pause(self, *ends: float | None) -> float | None:
-        """Seconds until the first of these ends, or until the observer is due."""
+        """Seconds until the first of these times, or until the observer is due."""
         now = time.monotonic()
         pauses = [max(0.0, end - now) for end in ends if end is not None]
         due = self._observer.due()
@@ -358,7 +358,7 @@ class Call:
 def _by_engine(rank_calls: Iterable[RankCall]) -> dict[str, RankCall]:
     """Rank calls by their engines' UUIDs, in rank order.
 
-    The dictionary is replaced and never changed, for two threads read it.
+    The dictionary is replaced, never changed, because two threads read it.
     """
     in_order = sorted(rank_calls, key=lambda rank_call: rank_call.info.rank)
     return {each.info.engine_uuid: each for each in in_order}
@@ -369,7 +369,7 @@ def _has_failed(reply: Future[Answer]) -> bool:
 
 
 def _is_failure(answer: Answer) -> bool:
-    """Whether an answer is an error. That of a cell is the value of its answer."""
+    """Whether an answer is an error. A cell's error is the value of its answer."""
     if not answer.ok:
         return True
     value = answer.value
@@ -381,26 +381,26 @@ _tokens = itertools.count(1)
 
 @dataclass
 class RankCall:
-    """The call on one process, whose rank may change while it runs."""
+    """The call on one process. The process's rank may change during the call."""
 
     info: RankInfo
     joins: ElasticCall | None = None
-    """The elastic run that it joins; None for a rank of the call's beginning."""
+    """The elastic run that the process joins; None if it was there at the beginning."""
     exchange: Exchange | None = None
     answer: Answer | None = None
     died: RankDied | None = None
     done: bool = False
     """Whether the process has answered or died."""
     elastic: Notice | None = None
-    """The last notice of the elastic run that it is in; None outside one."""
+    """The last notice from its elastic run; None outside an elastic run."""
     lost_in: ElasticCall | None = None
     """The elastic run in which it died."""
     _orders: dict[int, Future[Answer]] = field(default_factory=dict)
-    """Answers of the orders that it has not carried out yet, by token."""
+    """The future answers to orders, by token."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def order(self) -> tuple[int, Future[Answer]]:
-        """Register an order; the token of its answer, and the future answer."""
+        """Register an order. Returns the token of its answer, and the future answer."""
         token, future = next(_tokens), Future[Answer]()
         with self._lock:
             if self.elastic is None or self.done:
@@ -410,14 +410,14 @@ class RankCall:
         return token, future
 
     def settle(self, notice: Notice) -> None:
-        """Take the answer to an order. Called on the client's thread."""
+        """Set the answer to an order. Called on the client's thread."""
         with self._lock:
             future = self._orders.pop(notice.token, None)
         if future is not None:
             future.set_result(Answer(notice.ok, notice.value, False))
 
     def drop_orders(self) -> None:
-        """Fail all orders: the process has ended."""
+        """Fail all orders, because the process has ended."""
         with self._lock:
             lost, self._orders = self._orders, {}
         for future in lost.values():

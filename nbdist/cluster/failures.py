@@ -1,4 +1,4 @@
-"""Failures of several ranks as text: each once, causes before their effects."""
+"""Describes failures of several ranks: each failure once, causes before effects."""
 
 from __future__ import annotations
 

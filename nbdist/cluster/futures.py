@@ -18,11 +18,11 @@ class CallFuture(Future[T]):
     """The result of a call that runs in the background.
 
     It is a `concurrent.futures.Future`: `result(timeout)`, `done`, `add_done_callback`,
-    `concurrent.futures.wait` and `as_completed` work as on any other. In a coroutine,
+    `concurrent.futures.wait` and `as_completed` work with it. In a coroutine,
     `await future` waits without blocking the event loop.
 
-    `cancel` succeeds until the call has begun. A call that has begun is ended by
-    `Cluster.interrupt`.
+    `cancel` succeeds until the call has begun. After that, `Cluster.interrupt` ends the
+    call.
     """
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -32,7 +32,7 @@ class CallFuture(Future[T]):
 class BackgroundCalls:
     """Runs calls in the order in which they were made.
 
-    They run on a thread that ends when none is left.
+    The calls run on a thread, which ends when no call is left.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class BackgroundCalls:
         self._pending: dict[Future[Any], None] = {}
 
     def submit(self, fn: Callable[[], T]) -> CallFuture[T]:
-        """Run a function after those that were submitted before; its future result."""
+        """Run a function after those submitted before. Returns its future result."""
         future: CallFuture[T] = CallFuture()
         with self._lock:
             self._pending[future] = None
@@ -55,10 +55,10 @@ class BackgroundCalls:
         return future
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait until all calls that were submitted have ended, or the time is up.
+        """Wait until all submitted calls have ended, or the time is up.
 
-        On the thread of the calls, which a call may use to make another one, this does
-        nothing.
+        On the thread of the calls this does nothing, because a call may make another
+        call.
         """
         if self.busy:
             wait(self._unfinished(), timeout_s)
@@ -70,7 +70,7 @@ class BackgroundCalls:
 
     @property
     def busy(self) -> bool:
-        """Whether a call of another thread than this one has not ended."""
+        """Whether a call is unfinished and this is not the thread of the calls."""
         on_its_thread = threading.current_thread() is self._thread
         return not on_its_thread and bool(self._unfinished())
 

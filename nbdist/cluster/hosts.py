@@ -43,7 +43,7 @@ class Host:
 
 
 def this_host() -> Host:
-    """Describe this machine. This initialises no CUDA and reserves nothing.
+    """Describe this host, without initialising CUDA or reserving memory.
 
     Raises:
         UsageError: `CUDA_VISIBLE_DEVICES` does not say which GPUs are meant.
@@ -103,7 +103,7 @@ def _are_numbered_alike(gpus: Iterable[Gpu]) -> bool:
 
 
 def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
-    """An entry of CUDA_VISIBLE_DEVICES: an index, or a UUID that may be cut short."""
+    """The GPU of an entry of CUDA_VISIBLE_DEVICES: an index, or a prefix of a UUID."""
     if entry.isdigit():
         whole = [gpu for gpu in present.values() if not gpu.uuid.startswith("MIG-")]
         candidates = whole or list(present.values())
@@ -114,7 +114,7 @@ def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
 
 
 def _all_gpus() -> dict[str, Gpu]:
-    """Every GPU by UUID; a GPU that MIG splits is replaced by its MIG devices."""
+    """Every GPU by UUID. A GPU with MIG is replaced by its MIG devices."""
     import pynvml
 
     gpus = {}
@@ -172,11 +172,11 @@ class HostSlots:
 
     name: str
     slots: int
-    """Number of ranks that the host takes."""
+    """The most ranks that run on the host."""
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
-    """Hosts written as "server1:4,server2:4"; without a number, one slot.
+    """Parse hosts such as "server1:4,server2:4". A host without a number has one slot.
 
     Raises:
         UsageError: The text is malformed, or names a host twice.
@@ -199,16 +199,16 @@ def parse_hosts(text: str) -> list[HostSlots]:
 
 
 def slots_here(hosts: Sequence[HostSlots]) -> int:
-    """Number of ranks for this host, which must be the only one.
+    """The number of slots of this host, which must be the only host.
 
     Raises:
-        UsageError: Another host is named, which no launcher can reach yet.
+        UsageError: Another host is named. No launcher starts ranks there yet.
     """
     others = [host.name for host in hosts if not is_this_host(host.name)]
     if others:
         raise UsageError(
-            f"-H {', '.join(others)}: ranks on other hosts are not possible yet, for "
-            f"nothing here starts them over ssh; use -H localhost:{hosts[0].slots}, or "
-            "start a script there with mpiexec and nbdist.init()"
+            f"-H {', '.join(others)}: nbdist cannot start ranks on other hosts yet: "
+            f"use -H localhost:{hosts[0].slots}, or start a script on these hosts with "
+            "mpiexec and nbdist.init()"
         )
     return sum(host.slots for host in hosts)

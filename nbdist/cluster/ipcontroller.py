@@ -39,7 +39,7 @@ SOCKETS = "zmq"
 """The sockets in the cluster's folder are named "zmq:1", "zmq:2" and so on."""
 MOST_SOCKETS = 99
 MOST_AT_ONCE = 100
-"""Messages that a relay takes from one side before it looks at the other."""
+"""Messages that a relay receives from one side before it polls the other side."""
 MOST_BYTES = 256 * 2**20
 """The largest frame that is received; a peer that sends more is disconnected."""
 TELL_REFUSALS_MS = 500
@@ -95,8 +95,8 @@ class Controller(IPController):  # type: ignore[misc]
     def init_hub(self) -> None:
         super().init_hub()
         hub = self.hub
-        # No file of the engines: where the disk is full, writing it would end the
-        # registration of an engine halfway.
+        # Write no file of the engines. On a full disk, the write would fail in the
+        # middle of an engine's registration.
         hub.engine_state_file = ""
         # The hub receives only heartbeats. Otherwise it would store each message's id.
         hub.monitor.setsockopt(zmq.UNSUBSCRIBE, b"")
@@ -106,7 +106,7 @@ class Controller(IPController):  # type: ignore[misc]
         beats = Gate(self.session, types=BEATS)
         hub.monitor.on_recv(beats.before(hub.dispatch_monitor_traffic))
         self._tell_refusals([queries, beats])
-        # The heart is a thread: a separate process could be killed alone.
+        # The heart is a thread, because a separate process could be killed by itself.
         self.heartmonitor_process = threading.Thread(
             target=start_heartmonitor,
             kwargs={
@@ -157,7 +157,7 @@ class Controller(IPController):  # type: ignore[misc]
         self._occupy(self.client_url("broadcast"), self.engine_url("broadcast", 0))
 
     def _occupy(self, *urls: str) -> None:
-        """Bind sockets whose messages are not read."""
+        """Bind sockets from which no message is read."""
         for url in urls:
             end = self.context.socket(zmq.ROUTER)
             util.set_hwm(end, 1)
@@ -206,7 +206,7 @@ class Relay(threading.Thread):
         """Carry one message.
 
         Raises:
-            zmq.Again: None has come.
+            zmq.Again: No message has arrived.
         """
         sender, *frames = end.recv_multipart(zmq.NOBLOCK, copy=False)
         if len(frames) > 1:

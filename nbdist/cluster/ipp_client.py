@@ -1,4 +1,4 @@
-"""Requests to the ranks, by way of ipyparallel's client."""
+"""Requests to the ranks through ipyparallel's client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Answer", "Exchange", "IppClient"]
 
 CONNECT_TIMEOUT_S = 30
 MOST_AT_ONCE = 100
-"""Messages of one socket that are taken before the other sockets have their turn."""
+"""Messages that are received from one socket before the other sockets are polled."""
 
 Message = dict[str, Any]
 
@@ -39,9 +39,9 @@ class Answer(NamedTuple):
     value: Any
     """The function's result, or (class, message, traceback lines) if it raised."""
     broken: bool
-    """Whether the rank has left a collective half done."""
+    """Whether a collective of the rank was interrupted, so that its group is broken."""
     groups: int = 0
-    """Number of process groups that torch has numbered on the rank."""
+    """The number of process groups that torch has made on the rank."""
 
 
 class Exchange:
@@ -59,7 +59,7 @@ class Exchange:
         self.reply: Future[Answer] = Future()
         self._on_output = on_output
         self._answer: Answer | None = None
-        # Output has a channel of its own. If there was any, "idle" marks its end.
+        # Output arrives on another channel. If there was any, "idle" marks its end.
         self._idle = on_output is None
 
     def output(self, message: Message) -> None:
@@ -134,12 +134,15 @@ class IppClient:
         on_output: Callable[[Message], None] | None = None,
         **kwargs: object,
     ) -> Exchange:
-        """Ask one engine to call an endpoint.
+        """Request that one engine call an endpoint.
 
         Args:
-            target: One of `nbdist.ipc.endpoints`.
-            what: Names the request in the engine's status.
-            control: Ask the control thread, which answers while the engine is busy.
+            engine_uuid: The engine.
+            target: The endpoint, one of `nbdist.ipc.endpoints`.
+            args, kwargs: The endpoint's arguments.
+            what: The name of the request in the engine's status.
+            control: Send it to the control thread, which answers while the engine is
+                busy.
             on_output: Called with each message that the function prints or displays,
                 on the client's thread.
         """
@@ -156,7 +159,7 @@ class IppClient:
         control: bool = False,
         **kwargs: object,
     ) -> None:
-        """Ask the engine of each exchange to call an endpoint; arguments as for `send`.
+        """Request that the engine of each exchange call an endpoint. See `send`.
 
         The arguments are pickled once.
         """
@@ -181,7 +184,7 @@ class IppClient:
 class _Client(Client):  # type: ignore[misc]
     """ipyparallel's client, with a message type for nbdist's requests.
 
-    ipyparallel keeps all output, in quadratic time. This client hands each message on.
+    ipyparallel keeps all output, in quadratic time. This client passes each message on.
     """
 
     on_telemetry: Callable[[Any], None]
@@ -206,7 +209,8 @@ class _Client(Client):  # type: ignore[misc]
         super()._setup_streams()
         for name in self.trait_names():
             if name.endswith("_socket"):
-                # What a controller that has ended has not taken would keep it open.
+                # Messages that an ended controller has not received must not keep the
+                # socket open.
                 getattr(self, name).linger = 0
         news = {REFUSED, *self._notification_handlers}
         for stream, types, handle in (
@@ -259,7 +263,7 @@ class _Client(Client):  # type: ignore[misc]
             self._gone[engine_uuid] = error
             lost = [e for e in self._exchanges.values() if e.engine_uuid == engine_uuid]
         for exchange in lost:
-            # On the client's thread, which also takes answers, so that one comes first.
+            # On the client's thread, which also receives answers: one of them is first.
             self._io_loop.add_callback(self._fail, exchange, error)
 
     def _fail(self, exchange: Exchange, error: RankDied) -> None:
@@ -306,10 +310,10 @@ def _taking(handle: Callable[[Message], None]) -> Callable[[Opened], None]:
 def _draining(
     stream: Any, callback: Callable[[list[Any]], None]
 ) -> Callable[[list[Any]], None]:
-    """A ZMQStream's callback that also takes the messages which have arrived since.
+    """A ZMQStream's callback that also receives the messages that have arrived since.
 
-    A stream goes round the event loop for each message; the answers of several ranks
-    come together.
+    A stream runs the event loop once for each message, and the answers of several ranks
+    arrive together.
     """
 
     def on_message(frames: list[Any]) -> None:

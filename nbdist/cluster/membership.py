@@ -22,27 +22,27 @@ from nbdist.wire import Change, Join, RankInfo, format_ranks
 __all__ = ["Ask", "Membership"]
 
 Ask = Callable[..., "Future[Answer]"]
-"""Has a rank's main thread call a function: `ask(info, target, *args)`."""
+"""`ask(info, target, *args)` calls an endpoint in the main thread of a rank."""
 
 POLL_S = 0.02
 MEET_TIMEOUT_S = 30.0
-"""Seconds for what the ranks do in a change, without the start of new processes."""
+"""Seconds in which the ranks carry out a change, without the start of processes."""
 CANCEL_TIMEOUT_S = 5.0
 """Seconds within which every rank leaves a cancelled change."""
 
 
 class Membership:
-    """Leads the living ranks from one generation to the next.
+    """Changes the members of the world.
 
-    Each method takes `ask`, which reaches the main threads of the ranks. If a method
-    fails, the ranks keep all their variables but have no working world. Another change
-    can give them one.
+    The argument `ask` of each method calls an endpoint in a rank's main thread. If a
+    method fails, the ranks keep all their variables but have no working world, until
+    another change succeeds.
 
     Args:
-        registry: The ranks; updated by each change.
+        registry: The ranks. Each change updates it.
         assignments: The device assignment of each rank, by rank; changed in place.
         timeout_s: Seconds within which newcomers must have started.
-        is_interrupted: Whether a change must end with KeyboardInterrupt; asked often.
+        is_interrupted: Called often: whether a change must end with KeyboardInterrupt.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Membership:
         self._is_interrupted = is_interrupted
 
     def replace_dead(self, ask: Ask) -> list[RankInfo]:
-        """Replace each dead rank by a new process; the newcomers.
+        """Replace each dead rank by a new process. Returns the newcomers.
 
         Raises:
             ChangeFailed: Another rank has died, or a newcomer did not start.
@@ -71,7 +71,7 @@ class Membership:
         )
 
     def drop_dead(self, ask: Ask) -> None:
-        """Continue with the living ranks, renumbered in their old order.
+        """Continue with the living ranks, which keep their order and are renumbered.
 
         Raises:
             ChangeFailed: Another rank has died.
@@ -83,7 +83,7 @@ class Membership:
         )
 
     def grow(self, assignments: Sequence[DeviceAssignment], ask: Ask) -> list[RankInfo]:
-        """Add ranks with these assignments; the newcomers.
+        """Add ranks with these device assignments. Returns the newcomers.
 
         Raises:
             ChangeFailed: A rank has died, or a newcomer did not start.
@@ -113,7 +113,7 @@ class Membership:
         joins: Sequence[int],
         ask: Ask,
     ) -> list[RankInfo]:
-        """Have all living ranks carry out one change; the newcomers."""
+        """Make all living ranks carry out one change. Returns the newcomers."""
         with self._reserve.released():  # newcomers write files
             return self._carry_out(numbers, assignments, joins, ask)
 
@@ -147,7 +147,7 @@ class Membership:
 
 
 class _Attempt:
-    """One attempt at a change, from sending the plan until all have carried it out."""
+    """One attempt at a change, from its plan until all ranks have carried it out."""
 
     def __init__(
         self,
@@ -172,10 +172,13 @@ class _Attempt:
         self._replies: dict[int, Future[Answer]] = {}
 
     def carry_out(self, ask: Ask) -> tuple[list[RankInfo], list[RankInfo]]:
-        """Have all ranks carry out the plan; those who stay, and the newcomers.
+        """Make all ranks carry out the plan.
+
+        Returns:
+            The ranks that stay, and the newcomers.
 
         Raises:
-            ChangeFailed: A rank has died, could not change, or was not done in time.
+            ChangeFailed: A rank has died, has failed, or was too slow.
         """
         target = endpoints.CHANGE
         for info in self._living:
@@ -203,7 +206,7 @@ class _Attempt:
         target = endpoints.CANCEL_CHANGE
         self._registry.tell(target, self._plan.generation, reason)
         for uuid in self._arrived():
-            # It has registered, so its rank's number may belong to another engine now.
+            # Fail it by UUID, because another engine may have its rank's number now.
             self._registry.client.fail(uuid, RankDied("a rank that joined was ended"))
         wait(self._replies.values(), CANCEL_TIMEOUT_S)
         stuck = [rank for rank, reply in self._replies.items() if not reply.done()]
@@ -227,14 +230,14 @@ class _Attempt:
             if self._is_interrupted():
                 raise KeyboardInterrupt
             self._check_time()
-            time.sleep(POLL_S)  # other processes' files raise no event
+            time.sleep(POLL_S)  # files of other processes raise no event
         self._check_members()
 
     def _check_newcomers(self) -> None:
         for status in self._statuses:
             if (end := status.end()) is not None:
                 raise ChangeFailed(
-                    f"new rank {status.rank} ended with {end.how} while coming up"
+                    f"new rank {status.rank} ended with {end.how} while it started"
                     f"{end.ending}",
                     newcomer=True,
                 )
@@ -244,7 +247,7 @@ class _Attempt:
         if self._registry.lost:
             raise ChangeFailed(self._registry.lost)
         for rank in died.keys() - self._died_before:
-            raise ChangeFailed(f"{died[rank]} while the ranks were meeting")
+            raise ChangeFailed(f"{died[rank]} while the ranks formed a world")
         for reply in self._replies.values():
             if reply.done():
                 _value(reply)
@@ -262,14 +265,14 @@ class _Attempt:
         ranks = format_ranks(status.rank for status in self._statuses)
         if now > self._begun + self._timeout_s:
             raise ChangeFailed(
-                f"new rank {ranks} was not up after {self._timeout_s:g} s",
+                f"new rank {ranks} had not started after {self._timeout_s:g} s",
                 newcomer=bool(stages),
             )
         starting = [s for s in stages if s is not None and s != JOINING]
         if not starting and now > self._progress + MEET_TIMEOUT_S:
             silent = [rank for rank, reply in self._replies.items() if not reply.done()]
             raise ChangeFailed(
-                f"rank {format_ranks(silent)} did not meet the others within "
+                f"rank {format_ranks(silent)} did not join the others within "
                 f"{MEET_TIMEOUT_S:g} s"
             )
 
@@ -278,7 +281,7 @@ def _value(reply: Future[Answer]) -> Any:
     try:
         answer = reply.result()
     except RankDied as error:
-        raise ChangeFailed(f"{error} while the ranks were meeting") from error
+        raise ChangeFailed(f"{error} while the ranks formed a world") from error
     if not answer.ok:
         ename, evalue, _lines = answer.value
         raise ChangeFailed(f"a rank could not join the others: {ename}: {evalue}")
@@ -293,8 +296,8 @@ rendezvous, and Open MPI's tables."""
 class Reserve:
     """A file in the run folder that reserves disk space for newcomers.
 
-    Ranks can thus be replaced after the disk has become full. If there is no room for
-    the file itself, nothing is reserved.
+    With it, ranks can be replaced when the disk is full. If there is no room for the
+    file itself, nothing is reserved.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Events of a running call, and the protocol of what observes them."""
+"""Events of a running call, and the protocol of its observers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Event:
     """The Jupyter message, a stream, display_data, execute_result or clear_output;
     None when the rank has finished."""
     seconds: float
-    """Since the call began."""
+    """Seconds since the call began."""
     process: str = ""
     """UUID of the engine. Another engine may take its rank's number later."""
     outcome: str = "finished"
@@ -31,13 +31,14 @@ class Observer(Protocol):
     """Observes a call, in the thread that waits for it."""
 
     def take(self, event: Event) -> None:
-        """Called with each event; those of one rank in their order."""
+        """Called with each event. The events of one rank arrive in their order."""
 
     def due(self) -> float | None:
-        """Called before each wait; seconds until the next call, None for no limit."""
+        """Called before each wait. Returns the seconds until it must be called again;
+        None for no limit."""
 
     def notice(self, text: str) -> None:
-        """Called with all ranks' positions if none makes progress; "" once one does."""
+        """Called with the ranks' positions in a stall, and with "" at its end."""
 
 
 class Quiet:

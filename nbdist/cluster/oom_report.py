@@ -1,4 +1,4 @@
-"""Reports on which rank holds how much of a GPU whose memory has run out."""
+"""Reports which rank holds how much of a GPU's memory after it has run out."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def describe_card(
         lines.append(f"  rank {info.rank}: {_holding(answer, info)}")
         held += _of_process(answer)
     if used is not None and used > held:
-        lines.append(
-            f"  {_gib(used - held)}: other processes, and what CUDA itself takes"
-        )
+        lines.append(f"  {_gib(used - held)}: other processes, and CUDA itself")
     advice = "a smaller batch, fewer --ranks-per-gpu, or another --gpu-memory"
     if len(sharing) == 1:
         advice = "a smaller batch, or nbdist.memory(growth=True) against fragmentation"
@@ -81,7 +79,7 @@ def describe_card(
 def _holding(answer: Sizes | None, info: RankInfo) -> str:
     """The memory that one rank holds, as text."""
     if not answer or answer.get("reserved") is None:
-        return "does not say"
+        return "does not answer"
     parts = [f"{_gib(answer['reserved'])} held by torch"]
     if answer.get("allocated") is not None:
         parts.append(f"{_gib(answer['allocated'])} of it in tensors")

@@ -1,4 +1,4 @@
-"""Checks of what a user asks of a cluster, before anything is started."""
+"""Checks of a cluster's options, before anything is started."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _unknown_option(name: str, known: list[str]) -> str:
 
 
 def configured(n: int | None, options: Mapping[str, Any]) -> ClusterConfig:
-    """The configuration of a cluster, from the environment and from what is given.
+    """The configuration of a cluster, from the environment and from options.
 
     Args:
         n: Number of ranks; None to derive it from the host.
@@ -61,9 +61,7 @@ def configured(n: int | None, options: Mapping[str, Any]) -> ClusterConfig:
     given = {name: value for name, value in options.items() if value is not None}
     config = replace(ClusterConfig.from_environment(), n=n, **given)
     if not 0 < config.timeout_s < threading.TIMEOUT_MAX:
-        raise UsageError(
-            f"--timeout {config.timeout_s} is not a number of seconds above 0"
-        )
+        raise UsageError(f"--timeout {config.timeout_s}: expected seconds above 0")
     if config.on_failure not in ("stop", "shrink", "replace"):
         raise UsageError(
             f"--on-failure {config.on_failure!r} is not known: expected stop, shrink "
@@ -96,17 +94,17 @@ def checked_script(path: str | os.PathLike[str], n_ps: int, size: int) -> Path:
     """The absolute path of a script for `size` ranks with `n_ps` parameter servers.
 
     Raises:
-        UsageError: There is no such file, or no worker is left.
+        UsageError: The file does not exist, or no worker is left.
     """
     if isinstance(n_ps, bool) or not isinstance(n_ps, int) or not 0 <= n_ps < size:
         raise UsageError(
-            f"--n-ps {n_ps!r}: of {size} ranks, 0 to {size - 1} can be parameter "
-            "servers, for one must work"
+            f"--n-ps {n_ps!r}: expected 0 to {size - 1} parameter servers of {size} "
+            "ranks, because at least one rank must be a worker"
         )
     file = Path(path).expanduser().absolute()
     if not file.is_file():
         raise UsageError(
-            f"no script {os.fspath(path)!r}: looked for {file}; write its path from "
-            "the notebook's folder, or a whole one"
+            f"no script {os.fspath(path)!r}: {file} does not exist; pass a path "
+            "relative to the notebook's folder, or an absolute path"
         )
     return file

@@ -1,4 +1,4 @@
-"""Assigns devices to ranks, by arithmetic over a configuration and a host."""
+"""Assigns devices to ranks, from a configuration and a description of the host."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def assign_devices(
     Args:
         config: The options of the start.
         host: The host of the ranks.
-        running: The number of ranks that already run, and have their memory.
+        running: The number of ranks that already run. Their memory is in use.
 
     Raises:
-        UsageError: The host has too little of something, or an option is invalid. The
-            message says by how much, and which options would work.
+        UsageError: The host has too few GPUs or cores or too little memory, or an
+            option is invalid. The message says which options would work.
     """
     n = None if config.n is None else _positive("-n", config.n)
     if config.device not in ("auto", "cuda", "cpu"):
@@ -96,7 +96,7 @@ def _visible(gpu: Gpu | None, gpus: Sequence[Gpu], *, shared: bool) -> tuple[str
 
 def _positive(option: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{option} {value!r} is not a whole number of 1 or more")
+        raise UsageError(f"{option} {value!r}: expected a whole number, 1 or more")
     return value
 
 

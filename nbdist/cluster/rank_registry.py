@@ -1,4 +1,4 @@
-"""The ranks of a cluster: who they are, which have died, and requests to them."""
+"""The ranks of a cluster: their descriptions, their deaths, and requests to them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAST_LINES = 5
 ENDING_TIMEOUT_S = 0.5
 """Seconds to wait for an exit report."""
 HELPER_TIMEOUT_S = 0.2
-"""Seconds by which a helper process may end later than ranks that end with it."""
+"""The most seconds between the end of a rank and that of a helper that ended it."""
 POLL_S = 0.5
 OUTPUTS = (1, 2)
 """The descriptors of standard output and error."""
@@ -42,8 +42,8 @@ OUTPUTS = (1, 2)
 class RankRegistry:
     """The ranks of a running cluster, in rank order.
 
-    It notices deaths, and asks the ranks over the control channel, whose thread answers
-    also while the main thread of a rank is busy.
+    It notices deaths. It sends requests on the control channel, which a rank's control
+    thread also answers while the main thread is busy.
     """
 
     def __init__(self, started: Started) -> None:
@@ -52,11 +52,12 @@ class RankRegistry:
         self._infos = {info.rank: info for info in started.infos}
         self._died: dict[int, RankDied] = {}
         self._ended_on_request: set[str] = set()
-        """Processes that `kill` has ended, by name."""
+        """The processes that `kill` has ended."""
         self.last_locations: dict[int, tuple[str, float]] = {}
-        """By rank, the position last seen in a cell, and when (monotonic clock)."""
+        """For each rank, its last known position in a cell, and when (monotonic clock).
+        """
         self.lost = ""
-        """Why all ranks have ended at once; "" while they have not."""
+        """The reason if all ranks have ended at once, else ""."""
         self._lock = threading.Lock()
         self._exit_monitor = ExitMonitor(started.infos, self._on_death)
         self._helpers = started.process_supervisor.pids
@@ -84,7 +85,7 @@ class RankRegistry:
 
     @property
     def died(self) -> dict[int, RankDied]:
-        """The ranks whose processes have ended and the error of each, in rank order."""
+        """The ranks whose processes have ended, each with its error, in rank order."""
         with self._lock:
             return dict(sorted(self._died.items()))
 
@@ -131,13 +132,13 @@ class RankRegistry:
             living = format_ranks(info.rank for info in self.living)
             raise RankDied(
                 f"{'; '.join(died[rank].summary for rank in dead)}. "
-                + (f"-r {living} reaches the others, " if living else "")
+                + (f"-r {living} runs on the others, " if living else "")
                 + "which keep their variables; %dist_stop and %dist_start start again"
             )
         return wanted
 
     def send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
-        """Have a rank's main thread call an endpoint, once it is idle."""
+        """Call an endpoint in a rank's main thread, as soon as it is idle."""
         return self.client.send(info.engine_uuid, target, *args).reply
 
     def ask(
@@ -153,8 +154,8 @@ class RankRegistry:
             ranks: The ranks to ask; None for all.
 
         Returns:
-            The result by rank; None if a rank has died, does not answer in time, or
-            raised.
+            The result of each rank; None for a rank that has died, does not answer in
+            time, or raised.
         """
         deadline = time.monotonic() + timeout_s
         chosen = set(self._infos if ranks is None else ranks)
@@ -201,7 +202,7 @@ class RankRegistry:
     def tell(
         self, target: str, *args: object, ranks: Iterable[int] | None = None
     ) -> None:
-        """Call an endpoint on living ranks, None for all, without waiting."""
+        """Call an endpoint on living ranks without a wait. `ranks` None means all."""
         chosen = None if ranks is None else set(ranks)
         for info in self.living:
             if chosen is None or info.rank in chosen:
@@ -228,11 +229,11 @@ class RankRegistry:
     def lose(self, loss: Loss) -> None:
         """Record that all ranks end because a process that they depend on has ended.
 
-        If it has aborted, ranks that had ended before it, or whose parents had, are
-        recorded with their own exit code or signal: their end can be why.
+        If the process has aborted, a rank that ended before it, or whose parent did, is
+        recorded with its own exit code or signal, because it can be the cause.
         """
         self.lost = loss.reason
-        # Whoever sends another signal means the process itself.
+        # Another signal was sent to this process from outside.
         earlier = self._exit_order.ended_before(loss.pid) if loss.aborted else set()
         for info in self.living:
             ended_itself = not loss.is_cause and not psutil.pid_exists(info.pid)
@@ -243,7 +244,7 @@ class RankRegistry:
             self._record_death(info.rank, error)
 
     def _watch_order(self) -> None:
-        """Have the order known in which the ranks, their parents and helpers end."""
+        """Watch the order in which the ranks, their parents and helpers end."""
         ranks = [pid for info in self.infos for pid in (info.pid, info.parent_pid)]
         self._exit_order.watch([*ranks, *self._helpers])
 
@@ -253,10 +254,10 @@ class RankRegistry:
             self._record_death(rank, self._death(rank))
 
     def _ended_with_helper(self, info: RankInfo) -> bool:
-        """Whether a helper process has ended, and no exit of the rank is reported.
+        """Whether a helper process has ended and the rank has no exit report.
 
-        Then `lose` decides which was first. A helper's threads end one by one, so that
-        a child of one of them may end a moment before the whole process.
+        Then `lose` decides which ended first. A helper's threads end one by one, so a
+        child of a thread may end a moment before the helper.
         """
         deadline = time.monotonic() + HELPER_TIMEOUT_S
         while not runs(info.parent_pid):
@@ -275,7 +276,7 @@ class RankRegistry:
         self.client.fail(self._infos[rank].engine_uuid, error)
 
     def _death(self, rank: int) -> RankDied:
-        """How a rank has died, and what its standard error tells of it."""
+        """The error of a dead rank: its exit, and the end of its standard error."""
         info = self._infos[rank]
         ending = self._ending(info)
         who = f"rank {rank} (pid {info.pid} on {info.host})"
@@ -296,21 +297,21 @@ class RankRegistry:
         """The exit code or signal of a rank, from the exit report of its parent."""
         deadline = time.monotonic() + ENDING_TIMEOUT_S
         while time.monotonic() < deadline:
-            has_parent = runs(info.parent_pid)  # before the report, its last act
+            has_parent = runs(info.parent_pid)  # read first: it ends after the report
             ending = read_exit_report(self.run_dir, info.name)
             if ending is not None:
                 return ending
             if not has_parent:
                 return "an unknown exit code, because its parent process has ended too"
             time.sleep(ENDING_TIMEOUT_S / 50)
-        # MPI, and through it the other ranks, notices only the end of the parent.
+        # MPI, and so the other ranks, notice only the end of the parent.
         with contextlib.suppress(ProcessLookupError):
             os.kill(info.parent_pid, signal.SIGKILL)
         return "an unknown exit code, because its parent process does not answer"
 
 
 class ExitMonitor:
-    """Calls `on_death(rank)` on a thread of its own, once for each rank that ends."""
+    """Calls `on_death(rank)` on its own thread, once for each rank that ends."""
 
     def __init__(
         self, infos: Sequence[RankInfo], on_death: Callable[[int], None]
@@ -361,7 +362,7 @@ class ExitMonitor:
                         os.close(key.fd)
 
     def _watch_by_polling(self, infos: list[RankInfo]) -> None:
-        """Elsewhere, look at the processes twice a second."""
+        """On other systems, poll the processes twice a second."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
             living = infos
@@ -375,8 +376,8 @@ class ExitMonitor:
 class ExitOrder:
     """The order in which processes end.
 
-    Linux keeps it: an epoll instance returns process descriptors in the order in which
-    they have become readable. Elsewhere it is unknown.
+    On Linux, an epoll instance returns process descriptors in the order in which they
+    have become readable. On other systems the order is unknown.
     """
 
     def __init__(self) -> None:
@@ -388,7 +389,7 @@ class ExitOrder:
         self._lock = threading.Lock()
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Watch these processes, and no others. Those that have ended are left out."""
+        """Watch these processes and no others. Ended processes are skipped."""
         wanted = set(pids)
         with self._lock:
             if self._epoll is None:
@@ -403,7 +404,7 @@ class ExitOrder:
                     self._epoll.register(self._descriptors[pid], select.EPOLLIN)
 
     def ended_before(self, pid: int) -> set[int]:
-        """The processes that had ended when this one did; none while it runs."""
+        """The processes that ended before this one; none while it runs."""
         with self._lock:
             if self._epoll is not None:
                 self._hear(self._epoll)
@@ -418,18 +419,18 @@ class ExitOrder:
             return not set(self._ended).isdisjoint(pids)
 
     def _hear(self, epoll: select.epoll) -> None:
-        """Take in which processes have ended since the last call."""
+        """Record which processes have ended since the last call."""
         if not self._descriptors:
             return
         pids = {descriptor: pid for pid, descriptor in self._descriptors.items()}
-        # All at once: the next call would begin with others.
+        # Read all at once: the next call would begin with other descriptors.
         for descriptor, _ in epoll.poll(0, len(pids)):
             self._ended.append(pids[descriptor])
             self._forget(epoll, pids[descriptor])
 
     def _forget(self, epoll: select.epoll, pid: int) -> None:
         descriptor = self._descriptors.pop(pid)
-        epoll.unregister(descriptor)  # a forked child may have it, too
+        epoll.unregister(descriptor)  # a forked child may have it too
         os.close(descriptor)
 
     def close(self) -> None:
@@ -444,22 +445,23 @@ class ExitOrder:
 
 
 class LauncherPipes:
-    """Holds the pipes that connect the ranks' parent processes with the MPI launcher.
+    """Keeps the pipes open that connect the ranks' parents with the MPI launcher.
 
-    Open MPI's daemon (PRRTE 3) forgets a process once it has ended and its output is
-    closed. If the rank, or a child that it has forked, is still connected to the daemon
-    at that moment, the daemon stops serving all ranks. While another process holds the
-    output open, the daemon keeps the ended process, and still tells the other ranks
-    that it has ended.
+    Open MPI's daemon (PRRTE 3) forgets a process when it has ended and its output is
+    closed. If the rank, or a child that it has forked, is then still connected to the
+    daemon, the daemon stops serving all ranks. While another process has the output
+    open, the daemon remembers the ended process, and reports its end to the other
+    ranks.
 
-    Only Linux lets a process open another one's pipes. Elsewhere nothing is held.
+    Only on Linux can a process open another process's pipes. On other systems this
+    class does nothing.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, list[int]] = {}
 
     def hold(self, infos: Iterable[RankInfo]) -> None:
-        """Hold the pipes of these ranks, in addition to those held already."""
+        """Also keep the pipes of these ranks open."""
         for info in infos:
             if info.parent_pid not in self._held:
                 self._held[info.parent_pid] = list(_opened(info.parent_pid))

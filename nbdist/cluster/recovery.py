@@ -33,10 +33,10 @@ DESCRIBE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
 """Seconds within which a living rank answers."""
 NEWS_TIMEOUT_S = 1.0
-"""Seconds by which the notice of a death may follow the failure that it causes."""
+"""The most seconds between a failure and the notice of the death that caused it."""
 LOOK_S = 0.05
 MOST_TRIES = 2
-"""Attempts with newcomers that end while they start."""
+"""The most attempts in which newcomers end while they start."""
 
 
 class Recovery:
@@ -44,7 +44,7 @@ class Recovery:
 
     Args:
         registry: The ranks.
-        assignments: What each rank may use, by rank; kept up to date.
+        assignments: The device assignment of each rank, by rank; changed in place.
         config: The configuration that the cluster was started with.
         on_change: Called after each change of the ranks.
     """
@@ -69,9 +69,9 @@ class Recovery:
         self._unprepared: set[str] = set()
         """UUIDs of engines that have joined and lack the setup cells and variables."""
         self.is_broken = False
-        """Whether the ranks have no working world. All of them may live."""
+        """Whether the ranks have no working world. All ranks may be alive."""
         self.setup: list[tuple[str, int]] = []
-        """Cells that each newcomer runs first, with their In[] numbers."""
+        """The setup cells, which each newcomer runs first, with their In[] numbers."""
 
     @property
     def size(self) -> int:
@@ -90,7 +90,8 @@ class Recovery:
         during the recovery. A rank that cannot be replaced is dropped.
 
         Args:
-            ask: Reaches the main threads of the ranks, if they are paused and not idle.
+            ask: Calls a function in the main thread of a rank. Needed if ranks have
+                paused in an elastic run.
 
         Returns:
             A description of what was done.
@@ -102,7 +103,7 @@ class Recovery:
         """
         ask = ask or self._registry.send
         told: list[str] = []
-        # The caller reports these.
+        # The caller reports these deaths.
         heard = [death.summary for death in self._registry.died.values()]
         problem = ""
         failed = 0
@@ -116,7 +117,7 @@ class Recovery:
                     return "; ".join(told)
             except ChangeFailed as error:
                 failed += 1
-                if not self._goes_on(error, died, failed):
+                if not self._may_succeed(error, died, failed):
                     raise
                 if error.newcomer and failed >= MOST_TRIES:
                     problem = str(error)
@@ -132,7 +133,7 @@ class Recovery:
         ranks have left it.
 
         Args:
-            deadline: On the monotonic clock; None for none.
+            deadline: On the monotonic clock; None for no limit.
         """
 
         def interrupt() -> None:
@@ -149,7 +150,9 @@ class Recovery:
         late = self._deadline is not None and time.monotonic() >= self._deadline
         return self._interrupted or late
 
-    def _goes_on(self, error: ChangeFailed, died: Collection[int], failed: int) -> bool:
+    def _may_succeed(
+        self, error: ChangeFailed, died: Collection[int], failed: int
+    ) -> bool:
         """Whether another attempt can succeed."""
         news = self._await_news(error, died)
         if error.stuck or self._registry.lost or not self._registry.living:
@@ -157,7 +160,7 @@ class Recovery:
         return news or failed <= MOST_TRIES
 
     def _await_news(self, error: ChangeFailed, died: Collection[int]) -> bool:
-        """Whether further ranks have died; waits, as that may be noticed late."""
+        """Whether more ranks have died. Waits, because a death may be noticed late."""
         deadline = time.monotonic() + NEWS_TIMEOUT_S
         while not (news := bool(self._registry.died.keys() - set(died))):
             if error.newcomer or time.monotonic() > deadline:
@@ -183,17 +186,21 @@ class Recovery:
         silent = [r for r, where in answers.items() if where is None and r not in died]
         if silent:
             raise ChangeFailed(
-                f"rank {format_ranks(silent)} does not answer: it is stopped, or in "
-                "foreign code that holds the interpreter",
+                f"rank {format_ranks(silent)} does not answer: its process is stopped, "
+                "or runs C code that holds Python's GIL",
                 stuck=True,
             )
 
     def _meet(self, ask: Ask, problem: str, heard: list[str]) -> list[str]:
-        """Replace or drop the dead ranks; how they ended, and what was done.
+        """Replace or drop the dead ranks.
 
         Args:
+            ask: Calls a function in the main thread of a rank.
             problem: Why ranks cannot be replaced; "" to replace them, if configured.
-            heard: Deaths that are reported already. Those reported here are added.
+            heard: Deaths that were reported before. Those reported here are added.
+
+        Returns:
+            How the ranks died, and what was done.
         """
         died = self._registry.died
         if not died and not self.is_broken:
@@ -213,7 +220,7 @@ class Recovery:
             )
             if problem:
                 done = f"rank {dead} could not be replaced and was dropped ({problem})"
-            done += f": the world is {self.size} ranks now"
+            done += f": the world has {self.size} ranks now"
             if problem:
                 done += f"; %dist_scale -n {size} tries again"
         self.is_broken = False
@@ -224,7 +231,7 @@ class Recovery:
         return [*news, done]
 
     def _bring_up_to_date(self, done: list[str], ask: Ask) -> list[str]:
-        """Prepare unprepared newcomers; `done` with a description of that."""
+        """Prepare newcomers. Returns `done` with a description of it."""
         newcomers = [
             info
             for info in self._registry.living
@@ -239,7 +246,7 @@ class Recovery:
             raise CellInterrupted("; ".join([*done, str(stopped)])) from stopped
 
     def drop(self, ask: Ask | None = None) -> None:
-        """Continue with the living ranks alone.
+        """Continue with the living ranks only.
 
         Raises:
             ChangeFailed: Another rank has died.
@@ -249,10 +256,11 @@ class Recovery:
         self._on_change()
 
     def check(self, size: int, drop: bool) -> None:
-        """Check that the world can take this size.
+        """Check that the world can have this size.
 
         Args:
-            drop: Allow the loss of variables that only leaving ranks hold.
+            size: The number of ranks.
+            drop: Allow the loss of variables that only leaving ranks have.
 
         Raises:
             UsageError: The size is not possible, or variables would be lost.
@@ -263,11 +271,11 @@ class Recovery:
             self._refuse_loss(size)
 
     def scale(self, size: int, ask: Ask | None = None) -> str:
-        """Grow or shrink the world to `size` ranks; a description of what was done.
+        """Grow or shrink the world to `size` ranks. Returns a description.
 
         Raises:
-            ScaleFailed: A rank died or did not start; the ranks are a working world.
-            ChangeFailed: They are not.
+            ScaleFailed: A rank died or did not start. The living ranks form a world.
+            ChangeFailed: The living ranks form no world.
         """
         ask = ask or self._registry.send
         self.is_broken = True  # until the change is complete
@@ -286,7 +294,7 @@ class Recovery:
             raise ScaleFailed(f"{why}\n{self.recover(ask)}") from error
         self.is_broken = False
         self._on_change()
-        told = self._bring_up_to_date([f"the world is {size} ranks now"], ask)
+        told = self._bring_up_to_date([f"the world has {size} ranks now"], ask)
         return "; ".join(told)
 
     def _wider(self, size: int) -> list[DeviceAssignment]:
@@ -303,14 +311,14 @@ class Recovery:
         for rank, variables in described.items():
             if variables is None:
                 raise UsageError(
-                    f"rank {rank} does not say which variables it holds: add --yes to "
-                    f"remove ranks {size} and up anyway"
+                    f"rank {rank} does not report its variables: add --yes to remove "
+                    f"ranks {size} and up anyway"
                 )
             names = {variable.name for variable in variables}
             (kept if rank < size else lost).update(names)
         if lost - kept:
             raise UsageError(
-                f"ranks {size} and up hold variables that no other rank has "
+                f"ranks {size} and up have variables that no other rank has "
                 f"({', '.join(sorted(lost - kept))}): add --yes to remove them anyway"
             )
 
@@ -318,11 +326,11 @@ class Recovery:
 SETUP_TIMEOUT_S = 600.0
 """Seconds that one setup cell may take."""
 COPY_TIMEOUT_S = 60.0
-"""Seconds for the copy of all variables; the ranks limit each variable."""
+"""Seconds for the copy of all variables. The ranks also limit each variable."""
 GRACE_S = 5.0
 """Seconds within which an interrupted rank answers."""
 SETUP_LOOK_S = 0.5
-"""Seconds between two looks at whether a setup cell waits in a collective, and whether
+"""Seconds between two checks whether a setup cell waits in a collective, and whether
 the preparation was interrupted."""
 
 Replies = Mapping[RankInfo, "Future[Answer]"]
@@ -331,12 +339,12 @@ Replies = Mapping[RankInfo, "Future[Answer]"]
 class Newcomers:
     """Prepares ranks that have joined: setup cells, then another rank's variables.
 
-    A failure is described and raises nothing, so that the world continues.
+    A failure is described, not raised, so that the world continues.
 
     Args:
         registry: The ranks.
-        is_interrupted: Whether the preparation must end with CellInterrupted; asked
-            often.
+        is_interrupted: Called often: whether the preparation must end with
+            CellInterrupted.
     """
 
     def __init__(
@@ -354,15 +362,15 @@ class Newcomers:
         """Run the setup cells, then copy the lowest old rank's variables.
 
         Args:
-            newcomers: Ranks that have joined, and are idle.
-            setup: Cells, with their In[] numbers.
-            ask: Reaches the main threads of the other ranks.
+            newcomers: Ranks that have joined and are idle.
+            setup: The setup cells, with their In[] numbers.
+            ask: Calls a function in the main thread of another rank.
 
         Returns:
             A description of what was done.
 
         Raises:
-            CellInterrupted: The user has interrupted it; the message says where.
+            CellInterrupted: The user has interrupted it. The message says where.
         """
         failed: list[str] = []
         doing = "the setup cells were"
@@ -379,7 +387,7 @@ class Newcomers:
     def _run_setup(
         self, newcomers: Sequence[RankInfo], setup: Sequence[tuple[str, int]], ask: Ask
     ) -> list[str]:
-        """Run the setup cells; a description of each failure."""
+        """Run the setup cells. Returns a description of each failure."""
         failed = []
         broken = False
         for code, number in setup:
@@ -394,7 +402,7 @@ class Newcomers:
                     error = f"{answer.value[0].ename}: {answer.value[0].evalue}"
                 if error:
                     failed.append(f"setup cell In[{number}] failed on it: {error}")
-        if broken:  # a setup cell has left a collective half done
+        if broken:  # a collective in a setup cell was interrupted
             asked = {info: ask(info, endpoints.RENEW) for info in self._registry.living}
             answers = self._answers(asked, COPY_TIMEOUT_S)
             self._registry.update(answer.value for answer in answers if answer.ok)
@@ -409,18 +417,18 @@ class Newcomers:
         for rank, call in calls.items():
             if call is not None and len(call.members) > len(ranks):
                 reason = (
-                    f"released from {call.operation}: a setup cell runs on a rank that "
-                    "joins alone, and no other rank comes"
+                    f"released from {call.operation}: a setup cell runs only on the "
+                    "rank that joins, so it cannot call collectives"
                 )
                 self._registry.tell(endpoints.RELEASE, reason, ranks=[rank])
 
     # -- variables -----------------------------------------------------------------
 
     def _copy_variables(self, newcomers: Sequence[RankInfo], ask: Ask) -> str:
-        """Copy the variables of the lowest old rank; a description of what was done.
+        """Copy the variables of the lowest old rank. Returns a description.
 
-        Variables that a newcomer cannot unpickle are left out, and the rest is sent
-        again.
+        If a newcomer cannot unpickle a variable, the other variables are sent again
+        without it.
         """
         new = {info.rank for info in newcomers}
         others = [info for info in self._registry.living if info.rank not in new]
@@ -466,7 +474,9 @@ class Newcomers:
         """Wait for the ranks' answers, and interrupt ranks that are late.
 
         Args:
-            release: Release ranks that wait in a collective for others.
+            replies: The future answers.
+            timeout_s: Seconds until the ranks are interrupted.
+            release: Release ranks that wait in a collective for other ranks.
 
         Raises:
             KeyboardInterrupt: The ranks were interrupted; the message says where.

@@ -68,14 +68,14 @@ class CellResult(Collection[RankResult]):
         return iter(self.ranks.values())
 
     def __contains__(self, item: object) -> bool:
-        """Whether a rank, by its number, ran the cell; or whether a result is in it."""
+        """Whether a rank, given by its number, ran the cell; or a result is in this."""
         if isinstance(item, RankResult):
             return item in self.ranks.values()
         return isinstance(item, int) and item in self.ranks
 
 
 class OutputCollector:
-    """Keeps what the ranks print and display, and passes it on to an observer."""
+    """Keeps the ranks' output, and passes it on to an observer."""
 
     def __init__(self, observer: Observer) -> None:
         self._text: dict[tuple[str, str], list[str]] = {}

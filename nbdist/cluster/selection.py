@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankSelection:
-    """Some ranks of a cluster, as `Cluster.on` gives them.
+    """Some ranks of a cluster. `Cluster.on` returns it.
 
-    Each method is the cluster's method of this name, for these ranks: the same
-    arguments, results and errors. Results have the order of the ranks' numbers. The
-    ranks are checked when a call is made, because their number may change.
+    Each method calls the cluster's method of this name for these ranks, with the same
+    arguments, results and errors. Results are in rank order. The ranks are checked at
+    each call, because the size of the world may change.
     """
 
     cluster: Cluster

@@ -1,4 +1,4 @@
-"""Detecting ranks that wait for each other, as opposed to slow ranks."""
+"""Detects that no rank of a call makes progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK_S = 2.0
 
 
 class Seen(NamedTuple):
-    """The last position of a rank, and since when it has been there."""
+    """The last position of a rank, and the time since which it is there."""
 
     snapshot: ProgressSnapshot | None
     """None if the rank does not answer."""
@@ -30,8 +30,8 @@ class StallDetector:
     """Watches the ranks of one call, and describes their positions in a stall.
 
     A rank makes progress when it prints, ends, calls another collective, or is seen at
-    another instruction. The call stalls when no rank makes progress for 10 seconds. A
-    stall changes nothing about the call, which keeps waiting.
+    another instruction. The call stalls when no rank makes progress for 10 seconds. The
+    detector only reports a stall: the call continues to wait.
     """
 
     def __init__(self, registry: RankRegistry, call: Call) -> None:
@@ -41,7 +41,7 @@ class StallDetector:
         self._shown = False
 
     def look(self) -> None:
-        """Look at the ranks, at most every 2 seconds. Call it repeatedly."""
+        """Check the ranks if the last check is 2 seconds ago. Call it repeatedly."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -68,7 +68,7 @@ class StallDetector:
 
 
 def describe(seen: Mapping[int, Seen], now: float) -> str:
-    """Each rank's location and its time there, and the ranks that are waited for."""
+    """Each rank's location, its seconds there, and the ranks for which others wait."""
     lines = [
         f"rank {rank} for {now - each.since:.0f} s: {_location(each.snapshot)}"
         for rank, each in seen.items()
@@ -91,14 +91,15 @@ def _verdict(seen: Mapping[int, Seen]) -> str:
     if awaited:
         return f"the others wait for rank {format_ranks(awaited)}"
     if _have_met(seen):
-        return "all ranks have come to the same call, and wait for their GPUs"
+        return "all ranks are in the same call, and wait for their GPUs"
     return (
-        "deadlock: each rank waits for another, and none will come. Interrupt the cell"
+        "deadlock: each rank waits for another. Interrupt the cell: it does not end "
+        "otherwise"
     )
 
 
 def _have_met(seen: Mapping[int, Seen]) -> bool:
-    """Whether all ranks are in one collective of GPU tensors: none is missing."""
+    """Whether all ranks are in one collective of GPU tensors."""
     calls = [
         each.snapshot.call
         for each in seen.values()

@@ -1,4 +1,4 @@
-"""Starting a cluster: controller and ranks side by side, with one deadline."""
+"""Starts the controller and the ranks of a cluster at the same time."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class _Start:
         self._shown: Progress | None = None
 
     def begin(self, launcher: Launcher) -> None:
-        """Start the controller and the ranks side by side."""
+        """Start the controller and the ranks at the same time."""
         write_assignments(self._run_dir, self._assignments)
         controller = "nbdist.cluster.ipcontroller"
         self._process_supervisor.start(
@@ -190,7 +190,7 @@ class _Start:
             self._check_failures()
             if time.monotonic() > self._deadline:
                 raise StartError(self._late(timeout_s))
-            time.sleep(POLL_S)  # files and other processes' states raise no event
+            time.sleep(POLL_S)  # files and states of other processes raise no event
         self._show_progress()
 
     def _show_progress(self) -> None:
@@ -227,7 +227,7 @@ class _Start:
         self._check_ranks()
 
     def _await_exit_of_a_rank(self) -> None:
-        """Raise for a rank that has ended, which a rank's parent may report late."""
+        """Raise for a rank that has ended. Its parent may report that late."""
         deadline = time.monotonic() + 2 * EXIT_REPORT_TIMEOUT_S
         while time.monotonic() < deadline:
             self._check_ranks()
@@ -262,6 +262,6 @@ class _Start:
         ).splitlines()
         return (
             f"{self._ready} of {len(self._assignments)} ranks were up after "
-            f"{timeout_s:g} s: give --timeout more seconds, or see where they are:\n"
+            f"{timeout_s:g} s: raise --timeout, or see what the others wait for:\n"
             + "\n".join(late)
         )

@@ -25,13 +25,13 @@ class ProcessExit(NamedTuple):
     """The end of a process."""
 
     how: str
-    """Such as "exit code 1" or "SIGKILL"."""
+    """How it ended, such as "exit code 1" or "SIGKILL"."""
     last_lines: str
     """The end of its standard error."""
 
     @property
     def ending(self) -> str:
-        """The last lines, on lines of their own; "" if it has written none."""
+        """The last lines, with a heading; "" if the process has written no line."""
         return self.last_lines and f"\nits last lines:\n{self.last_lines}"
 
 
@@ -40,7 +40,7 @@ class StartupStatus:
 
     Args:
         run_dir: The cluster's run folder.
-        rank, generation: Which process it is; see `nbdist.ipc.process_files`.
+        rank, generation: Identify the process; see `nbdist.ipc.process_files`.
     """
 
     def __init__(self, run_dir: Path, rank: int, generation: int = 0) -> None:
@@ -106,7 +106,7 @@ def tail_of(text: str) -> str:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process exists; a stopped one does, a zombie does not."""
+    """Whether a process exists. A stopped process exists, a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -23,10 +23,10 @@ __all__ = ["Loss", "SupervisorClient"]
 
 
 class Loss(NamedTuple):
-    """The end of a process that the ranks depend on."""
+    """The end of a process on which the ranks depend."""
 
     reason: str
-    """Which process has ended, and how."""
+    """A sentence that says which process has ended, and how."""
     is_cause: bool
     """Whether it ends the ranks. False for an `mpiexec` that exits because its ranks
     have ended."""
@@ -47,7 +47,7 @@ class SupervisorClient:
         """Start the process supervisor.
 
         Args:
-            run_dir: An existing folder for its files alone; removed at the end.
+            run_dir: An existing folder with no other use; removed at the end.
             together: Whether all programs end when one does.
         """
         self.run_dir = run_dir
@@ -86,7 +86,9 @@ class SupervisorClient:
         """Start a program whose output goes to `log(name)`.
 
         Args:
-            options: `cwd`, its working folder; `memory`, the most bytes it may take.
+            name: The name of the program for the other methods.
+            argv, env: Its command line and environment.
+            options: `cwd`, its working folder; `memory`, the most bytes it may use.
 
         Raises:
             ClusterError: The process supervisor has ended.
@@ -115,7 +117,7 @@ class SupervisorClient:
         self._order({"rank_host": str(path)})
 
     def remove_at_end(self, folder: Path) -> None:
-        """Have one more folder removed at the end. Called before the folder is made."""
+        """Also remove this folder at the end. Call it before the folder is made."""
         self._folders.append(folder)
         self._order({"remove": str(folder)})
 
@@ -137,8 +139,9 @@ class SupervisorClient:
         """Wait until a condition holds, or the process supervisor has ended.
 
         Args:
-            condition: Evaluated whenever a program has started or ended. It may call
-                this client.
+            condition: Evaluated when a program has started or ended. It may call this
+                client.
+            timeout_s: The longest wait; None for no limit.
 
         Returns:
             Whether the condition holds.
@@ -206,7 +209,7 @@ class SupervisorClient:
                 f"the cluster's processes did not end within {timeout_s:.0f} s; "
                 f"process supervisor {self._process.pid} is still ending them"
             ) from error
-        remove_folders(*self._folders)  # what one that was killed has left
+        remove_folders(*self._folders)  # in case the process supervisor was killed
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -250,7 +253,7 @@ LOOK_S = 0.5
 class HelperWatch:
     """Continues helper processes that were stopped (SIGSTOP).
 
-    A thread looks at them twice a second, because nothing reports a stopped process.
+    A thread polls them twice a second, because Linux does not report a stop to it.
 
     Args:
         on_note: Called with a description of each process that was continued.
@@ -267,12 +270,12 @@ class HelperWatch:
         self._thread.start()
 
     def add(self, name: str, pid: int) -> None:
-        """Watch a process, unless it has ended already."""
+        """Watch a process, unless it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess), self._lock:
             self._helpers[name] = psutil.Process(pid)
 
     def discard(self, name: str) -> None:
-        """Watch a process no longer."""
+        """Stop watching a process."""
         with self._lock:
             self._helpers.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""Values to the ranks and back, with errors for those that cannot be pickled."""
+"""Sends values to the ranks and back, and names those that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ INSIST_S = 0.1
 
 
 class Allowance:
-    """The time that one transfer may take, here and on the ranks.
+    """The time limit of one transfer, in this process and on the ranks.
 
     Args:
-        what: Names the transfer in errors, such as "push".
+        what: The name of the transfer in errors, such as "push".
         timeout_s: Seconds from now; None sets no limit.
 
     Raises:
@@ -39,7 +39,7 @@ class Allowance:
 
     def __init__(self, what: str, timeout_s: float | None) -> None:
         if timeout_s is not None and not timeout_s > 0:
-            raise UsageError(f"--timeout {timeout_s:g} is not above 0 seconds")
+            raise UsageError(f"--timeout {timeout_s:g}: expected seconds above 0")
         self.what = what
         self._timeout_s = timeout_s
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -51,13 +51,13 @@ class Allowance:
 
     @contextmanager
     def step(self, doing: str) -> Iterator[None]:
-        """Run code of the user's in this process, such as a value's `__reduce__`.
+        """Run user code in this process, such as a value's `__reduce__`.
 
-        In the main thread the time-out interrupts it; elsewhere it is noticed at the
-        step's end.
+        In the main thread the time-out interrupts the code. In another thread it is
+        noticed at the end of the block.
 
         Args:
-            doing: Such as "pickling 'x'".
+            doing: The name of the step in errors, such as "pickling 'x'".
 
         Raises:
             CellInterrupted: The user has interrupted it.
@@ -84,7 +84,7 @@ class Allowance:
 
 
 class _Timer:
-    """Raises KeyboardInterrupt in the main thread once the time is up."""
+    """Raises KeyboardInterrupt in the main thread when the time is up."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -110,7 +110,7 @@ class _Timer:
     def _tick(self, end: float) -> None:
         pause_s = end - time.monotonic()
         while not self._over.wait(pause_s):
-            # To that thread, so that a system call it is blocked in returns too.
+            # Sent to that thread, so that a system call in which it is blocked returns.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             pause_s = INSIST_S
 
@@ -124,10 +124,10 @@ def _can_interrupt() -> bool:
 
 
 def encode(value: object, what: str, allowance: Allowance) -> list[bytes]:
-    """Pickled frames.
+    """Pickle a value into frames.
 
     Raises:
-        TransferError: It cannot be pickled.
+        TransferError: The value cannot be pickled.
         CellInterrupted, CellTimeout: As `Allowance.step` does.
     """
     with allowance.step(f"pickling {what}"), _named(f"{what} cannot be pickled"):
@@ -185,7 +185,7 @@ def _unpacked(shipment: shm_payload.Shipment) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Code of the user's may raise anything, SystemExit too.
+        # User code may raise anything, also SystemExit.
         raise TransferError(
             f"the value cannot be unpickled in this process ({text_of(error)}): fetch "
             "plain values, arrays or tensors"
@@ -193,14 +193,14 @@ def _unpacked(shipment: shm_payload.Shipment) -> Any:
 
 
 def refuse(values: Iterable[Any]) -> None:
-    """Discard the shipments among these."""
+    """Discard those of the values that are shipments."""
     for value in values:
         if isinstance(value, shm_payload.Shipment):
             shm_payload.discard(value)
 
 
 def translate(failures: Sequence[Failure]) -> TransferError | None:
-    """The TransferError of these failures; None if some failed otherwise."""
+    """The TransferError of these failures; None if one is another error."""
     if any(failure.ename != "TransferError" for failure in failures):
         return None
     alike: dict[str, list[int]] = {}
@@ -221,5 +221,5 @@ def _named(refusal: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Code of the user's may raise anything, SystemExit too.
+        # User code may raise anything, also SystemExit.
         raise TransferError(f"{refusal}: {message_of(error)}") from error

@@ -50,7 +50,7 @@ class Report:
     status: str
     """As `Worker.status`."""
     exit_code: int | None
-    """Negative for a signal; None if the worker has not ended, or was lost."""
+    """The exit code, -N for signal N; None if the worker has not ended, or was lost."""
     reason: str
     """The failure, such as "exit code 3" or "SIGKILL"; "" if there was none."""
     last_lines: tuple[str, ...]
@@ -70,15 +70,15 @@ class Worker:
         self, number: int, rank: int, role: str, process_supervisor: SupervisorClient
     ) -> None:
         self.id = number
-        """Its number among all that this notebook has launched."""
+        """Its number among all workers that this notebook has launched."""
         self.rank = rank
-        """Its number among those that were launched with it."""
+        """Its number among the workers of the same launch."""
         self.role = role
         """"worker" or "ps"."""
         self.name = f"worker{number}"
         self.process_supervisor = process_supervisor
         self.stopped = False
-        """Whether `stop_workers` was asked to end it."""
+        """Whether `stop_workers` has ended it."""
         self.told = False
         """Whether `await_workers` has reported its end."""
         self._read = 0
@@ -101,7 +101,7 @@ class Worker:
     def status(self) -> str:
         """ "starting", "running", "succeeded", "failed", "stopped" or "lost".
 
-        A worker is lost when the process supervisor was killed, which ends all workers.
+        A worker is lost if the process supervisor was killed, which ends all workers.
         """
         code = self.exit_code
         if code is None:
@@ -123,7 +123,7 @@ class Worker:
     def new_lines(self) -> list[str]:
         """The lines that it has printed since the last call.
 
-        An unfinished line is returned once it is finished, or the worker has ended.
+        An unfinished line is returned when it is finished or the worker has ended.
         """
         ended = self.ended  # first: an ended worker prints no more
         path = self.process_supervisor.log(self.name)
@@ -151,7 +151,7 @@ class Worker:
 
 
 SHOW_PERIOD_S = 0.1
-"""Seconds between two looks for new output in the workers' files."""
+"""Seconds between two reads of the workers' output."""
 
 
 @dataclass(frozen=True)
@@ -214,13 +214,15 @@ def launch_workers(
     `dist.init_process_group("gloo")` or "nccl", and `NBDIST_WORKER`, its number.
 
     Args:
-        script: a Python file, run in the notebook's folder.
+        n: number of workers.
+        script: a Python file. Its working folder is the notebook's.
         args: the script's arguments.
-        env: environment variables of each worker.
-        code: Python code to run, instead of a script.
-        cpu: cores that each may use; it sets the threads of its libraries.
-        memory: GiB that each may allocate; beyond that it gets a `MemoryError`.
-        nvidia_gpu: GPUs for each worker alone; None shows all GPUs to each.
+        env: additional environment variables of each worker.
+        code: Python code to run instead of a script.
+        cpu: number of threads that the libraries of each worker use.
+        memory: GiB that each worker may allocate. Beyond that it gets a `MemoryError`.
+        nvidia_gpu: number of GPUs that only this worker sees. Default: each worker sees
+            all GPUs.
 
     Returns:
         The workers, in the order of their ranks.
@@ -245,25 +247,28 @@ def run_cluster(
 ) -> list[Worker]:
     """Start the workers and parameter servers of one program, and return at once.
 
-    All run the same script. The environment of each says its role, in torchrun's
-    `ROLE_NAME` ("worker" or "ps"), `ROLE_RANK` and `ROLE_WORLD_SIZE`, and in
-    TensorFlow's `TF_CONFIG`, which has an address for each.
+    All processes run the same script. The environment of each has its role: in
+    torchrun's `ROLE_NAME` ("worker" or "ps"), `ROLE_RANK` and `ROLE_WORLD_SIZE`, and in
+    TensorFlow's `TF_CONFIG`, which has an address for each process.
 
     Args:
         n_workers: number of workers, which are ranks 0 to n_workers-1.
         n_ps: number of parameter servers, which are the ranks after them.
-        worker_script: a Python file that all run.
+        worker_script: a Python file that all processes run.
         args, env, code, cpu, memory, nvidia_gpu: as for `launch_workers`.
 
     Returns:
-        All processes, in the order of their ranks; `role` tells them apart.
+        All processes, in the order of their ranks. `role` is "worker" or "ps".
+
+    Raises:
+        UsageError: an argument is invalid or cannot be met; nothing was started.
     """
     n = _count("n_workers", n_workers) + _count("n_ps", n_ps, 0)
     return _launch(n, n_ps, worker_script, args, env, code, cpu, memory, nvidia_gpu)
 
 
 def list_workers() -> list[Worker]:
-    """Every worker that this notebook has launched, ended ones too."""
+    """Every worker that this notebook has launched, also those that have ended."""
     return list(_workers)
 
 
@@ -276,16 +281,21 @@ def await_workers(
 ) -> WorkersResult:
     """Wait for workers, and return the state of each.
 
-    An interrupt ends the wait; the workers keep running.
+    An interrupt ends the wait. The workers continue to run.
 
     Args:
-        workers: workers or their ids; None for all whose end was not reported yet.
-        wait_for_completion: wait until each has ended, else until each has started.
+        workers: workers or their ids. Default: all workers whose end was not reported
+            yet.
+        wait_for_completion: wait until each worker has ended. If False, wait until each
+            has started.
         timeout_seconds: the longest wait; None for no limit.
-        show: print each line that they print, after the name of its worker.
+        show: print each line of their output, after the name of its worker.
+
+    Returns:
+        The state of each worker.
 
     Raises:
-        UsageError: there is no such worker, or the time-out is negative.
+        UsageError: a worker does not exist, or the time-out is negative.
     """
     if timeout_seconds is not None and not timeout_seconds >= 0:
         raise UsageError(f"timeout_seconds={timeout_seconds!r}: expected 0 or more")
@@ -297,12 +307,14 @@ def await_workers(
 
 
 def stop_workers(*workers: Chosen) -> None:
-    """End workers and their child processes, and wait; without arguments, all workers.
+    """End workers and their child processes, and wait until they have ended.
 
-    Workers that have ended already are skipped.
+    Args:
+        workers: workers or their ids. Default: all workers. Those that have ended are
+            skipped.
 
     Raises:
-        UsageError: there is no such worker.
+        UsageError: a worker does not exist.
     """
     chosen = _find(list(workers)) if workers else _workers
     living = [worker for worker in chosen if not worker.ended]
@@ -362,7 +374,7 @@ def _command(
 ) -> list[str]:
     if (script is None) == (code is None):
         raise UsageError(
-            "give the workers one thing to run: script='worker.py', or code='...'"
+            "pass either a script or code: script='worker.py', or code='...'"
         )
     what = ["-c", code] if code is not None else []
     if script is not None:
@@ -398,7 +410,7 @@ def _bytes(memory: float | None) -> int | None:
 
 
 def _gpus(n: int, each: int | None) -> list[dict[str, str]]:
-    """For each worker, the environment variable that gives it GPUs."""
+    """For each worker, the environment variable that selects its GPUs."""
     if each is None:
         return [{}] * n
     host = this_host()
@@ -454,6 +466,9 @@ def watch(
     """Wait until every worker has ended, or started; False if time was up first.
 
     Args:
+        workers: The workers.
+        to_the_end: Wait until they have ended, not until they have started.
+        timeout_s: The longest wait; None for no limit.
         show: Print their lines as they appear.
     """
 

@@ -1,12 +1,13 @@
 """Saves a world that cannot continue, for the world that replaces it.
 
-The last commit of an elastic run lies in files that rank 0 has written
+The last commit of an elastic run is in files that rank 0 has written
 (`nbdist.training.elastic.commit_files`). They remain however the ranks have ended. If
-the survivors could not form a world again, their control threads, which answer even
-while the main thread is stuck in MPI, write their variables.
+the survivors could not form a world again, their control threads write their
+variables. A control thread answers even while the main thread is blocked in MPI.
 
-A commit and a shipment hold pickles, so they lie in the cluster's private folders only
-(`nbdist.ipc.private_files`), and are read only if nobody else can have written them.
+A commit and a shipment have pickles. They are therefore only in the cluster's private
+folders (`nbdist.ipc.private_files`), and are read only if no other user can have
+written them.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ class LastCommit:
     """A commit whose files are open, so that they outlive the cluster's folder."""
 
     def __init__(self, record: Record, data: int) -> None:
-        """Take a record, and the descriptor of its data file, which this closes."""
+        """Own a record and the descriptor of its data file. `close` closes it."""
         self._record = record
         self._data = data
         self._close = weakref.finalize(self, os.close, data)
 
     @classmethod
     def open(cls, folder: Path) -> LastCommit | None:
-        """The commit in a folder that no rank writes to; None if there is none."""
+        """The commit in a folder; None if there is none. No rank may write to it."""
         path = folder / RECORD
         try:
             check_file(path)
@@ -122,7 +123,7 @@ def _copy(source: int, path: Path) -> None:
 def last_commit(run_dir: Path) -> LastCommit | None:
     """The last commit of a cluster that is about to end; None if there is none.
 
-    The first call moves the files away from ranks that may still write.
+    The first call moves the files, because ranks may still write to the folder.
     """
     resumed = [folder.with_name(RESUME) for folder in commit_folders(run_dir)]
     for folder in [*map(_taken, commit_folders(run_dir)), *resumed]:
@@ -132,10 +133,10 @@ def last_commit(run_dir: Path) -> LastCommit | None:
 
 
 def _taken(folder: Path) -> Path:
-    """Rename a folder to a name that no rank knows; the new path.
+    """Rename a folder to a name that no rank knows. Returns the new path.
 
-    A rank that commits later finds no folder for its record, and leaves the files of
-    the last record alone.
+    A rank that commits later finds no folder for its record, so it does not change the
+    files of the last record.
     """
     taken = folder.with_name(f"{folder.name}-taken")
     with contextlib.suppress(OSError):  # it does not exist, or was taken before
@@ -174,10 +175,11 @@ class SavedWorld:
     def from_survivors(
         cls, registry: RankRegistry, call: ElasticCall | None
     ) -> SavedWorld:
-        """Save what ranks hold, whatever their main threads are stuck in.
+        """Save the variables of the ranks, also while their main threads are blocked.
 
         Args:
-            call: The elastic run that the ranks are in; None if they are in none.
+            registry: The ranks.
+            call: The elastic run of the ranks; None outside an elastic run.
         """
         living = [info.rank for info in registry.living]
         target = endpoints.ELASTIC_VARIABLES
@@ -195,7 +197,11 @@ class SavedWorld:
         return None if self.commit is None else self.commit.give(run_dir)
 
     def keep(self) -> str:
-        """Write the commit where it outlives the cluster; how to resume from it."""
+        """Write the commit to a file that outlives the cluster.
+
+        Returns:
+            A sentence that says how to resume from it.
+        """
         if self.commit is None:
             return "there was no commit yet"
         try:
@@ -216,7 +222,7 @@ def _contents(shipment: Shipment) -> bytes | None:
 
 
 def _lasting() -> Iterator[Path]:
-    """Folders whose files outlive the cluster."""
+    """The folders whose files outlive the cluster."""
     with contextlib.suppress(FileNotFoundError):  # no temporary folder is writable
         yield Path(tempfile.gettempdir())
     yield Path.cwd()

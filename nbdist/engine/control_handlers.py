@@ -90,9 +90,9 @@ def memory() -> dict[str, int | None]:
 
 
 def where() -> str:
-    """Where the main thread is: its collective, or the line of its cell.
+    """The position of the main thread: its collective, or the line of its cell.
 
-    A step, such as the pickling of a value, stands before the line.
+    The name of a step, such as the pickling of a value, comes before the position.
     """
     step = this_rank().step
     return f"{step}, {_position()}" if step else _position()
@@ -112,7 +112,7 @@ def _position() -> str:
 
 
 def waiting() -> CollectiveCall | None:
-    """The collective that this rank is in, with its members; None outside of one."""
+    """This rank's current collective, with its members; None if there is none."""
     return current_call()
 
 
@@ -120,7 +120,7 @@ def progress() -> ProgressSnapshot:
     """This rank's position. Two snapshots differ if the rank has made progress."""
     call = current_call()
     counts = calls_made(), this_rank().recorder.steps
-    # A rank that waits in a collective runs a loop: its frames say nothing.
+    # A rank that waits in a collective runs a loop, so its frames change all the time.
     frames = [] if call else [(id(f.f_code), f.f_lasti) for f in _main_frames()]
     return ProgressSnapshot(where(), call, hash((*counts, *frames)))
 
@@ -151,8 +151,8 @@ def stack(everything: bool = False) -> str:
     """The Python stack of the main thread as text, outermost call first.
 
     Args:
-        everything: Begin with the calls that lead to the user's code. Otherwise the
-            stack of a rank that runs no code of the user's is "  idle".
+        everything: Begin with the calls that lead to the user's code. If False, the
+            stack of a rank that runs no user code is "  idle".
     """
     rank = this_rank()
     frames = [
@@ -174,14 +174,14 @@ def complete(token: str, line: str, cursor: int) -> list[str]:
         cursor: The cursor's position in the line.
     """
     shell = this_rank().shell
-    # `complete` leaves out the matches of jedi. Without jedi, it inspects the objects.
+    # `complete` does not return jedi's matches. Without jedi, it inspects the objects.
     shell.Completer.use_jedi = False
     _text, matches = shell.complete(token, line, cursor)
     return [str(match) for match in matches]
 
 
 def describe(name: str, detail: int) -> dict[str, str]:
-    """The signature and the docstring of an object, by media type; {} if there is none.
+    """The signature and the docstring of an object, by media type; {} if none exists.
 
     Args:
         name: A variable, or attributes of one, such as "model.forward".
@@ -195,13 +195,13 @@ def describe(name: str, detail: int) -> dict[str, str]:
 
 
 def end() -> None:
-    """End this process. The other ranks go on."""
+    """End this process. The other ranks continue."""
     this_rank().output.close()
     os._exit(0)
 
 
 def interrupt(request: str | None = None) -> None:
-    """Raise KeyboardInterrupt in a request; None means the one that runs."""
+    """Raise KeyboardInterrupt in a request; None means the current request."""
     this_rank().interrupts.interrupt(request)
 
 

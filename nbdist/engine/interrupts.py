@@ -1,4 +1,4 @@
-"""Signals on a rank: they interrupt the user's code, and never the engine's own."""
+"""Signal handlers of a rank, which interrupt user code but not the engine's code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USERS_SIGNALS = [
     for name in ("SIGCHLD", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 ]
-"""Signals that a library or a cell may handle. To check one costs a microsecond."""
+"""Signals that a library or a cell may handle. The check of one takes a microsecond."""
 
 _PYTHONS_OWN: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
@@ -58,15 +58,15 @@ class _SuppressErrors:
 
 
 class Interrupts:
-    """Turns SIGINT into KeyboardInterrupt while user code runs; ignores it otherwise.
+    """Turns SIGINT into KeyboardInterrupt while user code runs, else ignores it.
+
+    A KeyboardInterrupt in the kernel's own code would lose a reply for which the
+    notebook waits. An interrupt belongs to one request. If it arrives before the
+    request has begun, it is delivered when the request begins. It never interrupts the
+    next request.
 
     Handlers that user code installs for other signals are called at any time, but their
     errors are raised only in user code.
-
-    A KeyboardInterrupt in the kernel's own code would lose a reply, and the notebook
-    would wait for that reply. An interrupt is for one request: if it arrives before the
-    request has begun, it is delivered when the request begins, and it never interrupts
-    the next request.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Interrupts:
         self._deadline: float | None = None
         self._ticked = False
         self.delivered = False
-        """Whether the request that runs has been interrupted."""
+        """Whether the current request has been interrupted."""
 
     def install(self) -> None:
         """Install the signal handlers. Call from the main thread."""
@@ -98,10 +98,10 @@ class Interrupts:
         )
 
     def _block_while_forking(self) -> None:
-        """Block signals in the child until it has Python's own handlers.
+        """Block signals in a forked child until it has Python's own handlers.
 
-        Otherwise the engine's handler runs in the child, and the signal is lost: a pool
-        that terminates a worker right after the fork would wait for it forever.
+        Otherwise the engine's handler would run in the child, and the signal would be
+        lost. A pool that terminates a worker right after the fork would wait forever.
         """
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PYTHONS_OWN)
 
@@ -111,7 +111,7 @@ class Interrupts:
     def _forget_in_child(self) -> None:
         """Restore Python's signal handlers in a forked child, such as a pool's worker.
 
-        The engine's handlers would print, and the wake-up descriptor belongs to the
+        The engine's handlers would print, and they use a wake-up descriptor of the
         rank's event loop. Handlers that the user has installed stay.
         """
         for signum, handler in _PYTHONS_OWN.items():
@@ -123,7 +123,7 @@ class Interrupts:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Mark the request that the main thread works on. Names are unique."""
+        """Make this the main thread's current request. Names are unique."""
         self._take()
         self.delivered = False
         with self._lock:
@@ -138,21 +138,21 @@ class Interrupts:
                 self._request = ""
 
     def _take(self) -> None:
-        """Install the handler of SIGINT, which a library may have replaced.
+        """Install the handler of SIGINT again, which a library may have replaced.
 
-        Lightning, once interrupted, ignores SIGINT until the process ends.
+        After an interrupt, Lightning ignores SIGINT until the process ends.
         """
         if signal.getsignal(signal.SIGINT) != self._on_sigint:
             signal.signal(signal.SIGINT, self._on_sigint)
 
     def interrupt(self, request: str | None) -> None:
-        """Interrupt a request. Call from another thread than the main one.
+        """Interrupt a request. Do not call this in the main thread.
 
         Args:
-            request: The request's name; None means the one that runs. A request that
+            request: The request's name; None means the current request. A request that
                 has not begun is interrupted when it begins.
         """
-        with self._lock:  # held, so that the main thread cannot begin the next request
+        with self._lock:  # the main thread must not begin the next request meanwhile
             if request is not None and request != self._request:
                 self._early.add(request)
             elif self._request:
@@ -167,7 +167,7 @@ class Interrupts:
         """Deliver SIGINT as KeyboardInterrupt within this block.
 
         Args:
-            task: The task of user code that runs as a coroutine.
+            task: The asyncio task of the user code; None if it is not a coroutine.
         """
         before = self._armed, self._waiting
         self._waiting = task
@@ -195,9 +195,9 @@ class Interrupts:
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Like `armed`, and raise Overdue in the block after `seconds`.
+        """Do the same as `armed`, and raise Overdue in the block after `seconds`.
 
-        Overdue is raised repeatedly until the block ends. Call from the main thread.
+        Overdue is raised again until the block ends. Call from the main thread.
         """
         over = threading.Event()
         clock = threading.Thread(
@@ -218,7 +218,7 @@ class Interrupts:
             self._ticked = False
 
     def _tick(self, over: threading.Event, seconds: float) -> None:
-        """Signal the main thread repeatedly, from the deadline until `over` is set."""
+        """Signal the main thread again and again, from the deadline until `over`."""
         pause_s = seconds
         while not over.wait(pause_s):
             pause_s = INSIST_S
@@ -228,11 +228,11 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defer SIGINT, and suppress errors of other signal handlers, until the end.
+        """Defer SIGINT to the end of the block, and suppress other handlers' errors.
 
-        User code that runs within, in an `armed` or `limited` block, is interrupted at
-        once, and the interrupt is raised again at the end. Outside the main thread,
-        which receives no signals, this does nothing.
+        User code in an inner `armed` or `limited` block is interrupted at once, and the
+        interrupt is raised again at the end of this block. In a thread other than the
+        main thread, which receives no signals, this does nothing.
         """
         armed, handler = self._armed, signal.getsignal(signal.SIGINT)
         in_main = threading.get_ident() == self._main_thread
@@ -255,8 +255,8 @@ class Interrupts:
     def _insist(self, request: str) -> None:
         """Repeat the signal until the handler has run.
 
-        A signal that arrives between Python's last check for signals and a system call
-        does not end that call, which may block forever.
+        A signal may arrive after Python's last check for signals and before a system
+        call. It then does not end the call, which may block forever.
         """
         pause = threading.Event()
         for _ in range(INSIST_TIMES):
@@ -268,7 +268,7 @@ class Interrupts:
 
     def _signal(self) -> None:
         if hasattr(signal, "pthread_kill"):
-            # To the main thread, so that a system call in it returns.
+            # Sent to the main thread, so that a system call in it returns.
             signal.pthread_kill(self._main_thread, signal.SIGINT)
         else:
             os.kill(os.getpid(), signal.SIGINT)
@@ -304,8 +304,8 @@ class Interrupts:
             raise KeyboardInterrupt
         loop.call_soon_threadsafe(task.cancel)
         if _in_cell(frame):
-            # The cell has made the running task. KeyboardInterrupt would end the event
-            # loop. CancelledError ends the task, and then the loop cancels the cell's.
+            # The cell has made the current task. KeyboardInterrupt would end the event
+            # loop. CancelledError ends this task, and the loop then cancels the cell's.
             raise asyncio.CancelledError
 
 

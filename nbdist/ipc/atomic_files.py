@@ -1,6 +1,6 @@
-"""Files that a reader sees whole or not at all.
+"""Writes files so that a reader sees the old file or the new one.
 
-Imports little of the standard library: the parent process of each rank needs it.
+Imports little of the standard library, because the parent of each rank needs it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ def write_atomically(
     mode: int | None = None,
     durable: bool = True,
 ) -> None:
-    """Replace a file by what `write` writes; a reader sees the old one or the new one.
+    """Replace a file. A reader sees the old file or the new one.
 
-    The content goes to a second file in the same folder, which is then renamed. Several
-    processes may do so at once; the last one stays.
+    The content is written to a second file in the same folder, which is then renamed.
+    Several processes may do so at once. The last rename counts.
 
     Args:
-        path: In a folder that exists.
-        write: Gets the open file. When it raises, the old file is left as it was.
-        mode: Permissions of the file; None for what the umask leaves of 0o666. Until
-            the file has its name, only this user can read it.
-        durable: Bring the content to the disk before the rename, so that a crash of the
-            machine leaves the old file or the new one. Costs milliseconds.
+        path: The file, in a folder that exists.
+        write: Writes the content to the open file. If it raises, the old file stays.
+        mode: Permissions of the file; None for 0o666 without the umask's bits. Before
+            the rename, only this user can read the file.
+        durable: Flush the content to the disk before the rename, so that a crash of the
+            machine leaves the old file or the new one. This takes milliseconds.
 
     Raises:
-        OSError: The file could not be written. The old file is left as it was.
+        OSError: The file could not be written. The old file stays.
     """
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
-    # A random name, with O_EXCL and O_NOFOLLOW: in a folder that others can write to,
-    # nobody can put a file or a link in its place.
+    # A random name with O_EXCL and O_NOFOLLOW. In a folder to which other users can
+    # write, they cannot put a file or a link in its place.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(beside, flags, 0o600)
     try:
@@ -59,7 +59,7 @@ def write_atomically(
 
 
 def umask() -> int:
-    """This process's umask. To ask with `os.umask` would change it for a moment."""
+    """This process's umask. A query with `os.umask` would change it for a moment."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("Umask:"):
@@ -70,7 +70,7 @@ def umask() -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a folder's new name for a file to the disk, where folders can be synced."""
+    """Flush a folder's entries to the disk, if its file system can do that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems cannot

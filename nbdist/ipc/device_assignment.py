@@ -1,7 +1,7 @@
-"""Which device and how many threads each rank gets: decided before the ranks start.
+"""Device assignments: the device, memory and threads of each rank.
 
 The notebook writes the assignments of all ranks to `assignments.json` in the cluster's
-run folder. A rank reads its own and applies it before it imports torch or MPI.
+run folder. A rank reads its assignment and applies it before it imports torch or MPI.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class DeviceAssignment:
     """"CPU" for a rank on the CPU."""
     shares_gpu: bool
     memory_fraction: float | None
-    """Cap on this rank's part of the GPU's memory; None for no cap."""
+    """The most of the GPU's memory that this rank may use, as a fraction; None for no
+    limit."""
     threads: int
     """torch's intra-op threads."""
 
@@ -46,15 +47,15 @@ class DeviceAssignment:
 
     @classmethod
     def read(cls, run_dir: Path, rank: int) -> DeviceAssignment:
-        """The assignment of a rank, as `write_assignments` has written it."""
+        """Read the assignment of a rank, which `write_assignments` has written."""
         records = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
         record = records[rank]
         return cls(**{**record, "visible_gpus": tuple(record["visible_gpus"])})
 
     def apply(self) -> None:
-        """Set the GPUs that CUDA sees, and bound the thread pools.
+        """Set the GPUs that CUDA sees, and limit the thread pools.
 
-        Must be called before torch is imported.
+        This must be called before torch is imported.
         """
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.visible_gpus)
         os.environ["OMP_NUM_THREADS"] = str(self.threads)

@@ -1,8 +1,8 @@
-"""The functions that the notebook calls on a rank, each named once.
+"""The names of the endpoints: the functions that the notebook calls on a rank.
 
-An endpoint is "module:function", with a module of `nbdist.engine`. A request carries
-it, and `engine/rpc_server.py` calls the function. The notebook imports this module and
-not the functions, whose modules import torch and MPI.
+An endpoint is "module:function", with a module of `nbdist.engine`. A request has this
+name, and `engine/rpc_server.py` calls the function. The notebook does not import the
+functions, because their modules import torch and MPI.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Work that an interrupt must not leave half done."""
+"""Defers interrupts during work that must be completed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["defer_interrupts"]
 def defer_interrupts(on_interrupt: Callable[[], None] | None = None) -> Iterator[None]:
     """Defer an interrupt (SIGINT) to the end of the `with` block.
 
-    The interrupt is also delivered if the block raises. Outside the main thread, which
-    receives no interrupt, this does nothing.
+    The interrupt is also delivered if the block raises. In a thread other than the main
+    thread, which receives no interrupt, this does nothing.
 
     Args:
-        on_interrupt: Called at each interrupt, from the signal handler, to ask a long
-            block to end soon. It must take no lock that the block may hold.
+        on_interrupt: Called by the signal handler at each interrupt, for instance to
+            make a long block end soon. It must not acquire a lock that the block may
+            hold.
     """
     handler = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()

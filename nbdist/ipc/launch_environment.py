@@ -12,7 +12,7 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_launched_by_mpi() -> bool:
-    """Whether a launcher of MPI's has started this process."""
+    """Whether an MPI launcher has started this process."""
     return any(name in os.environ for name in MPI_RANK_VARIABLES)
 
 

@@ -1,4 +1,4 @@
-"""Ports that only this host reaches: Open MPI's, and free ones."""
+"""Ports of the loopback interface: finds free ones, and moves Open MPI's there."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PIDFD_GETFD = 438
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of 127.0.0.1 on which nothing listens now."""
-    with contextlib.ExitStack() as stack:  # all at once, so that they differ
+    """Different ports of 127.0.0.1 on which no process listens now."""
+    with contextlib.ExitStack() as stack:  # open all at once, so that they differ
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
@@ -29,14 +29,14 @@ def free_ports(count: int) -> list[int]:
 def confine(pid: int) -> None:
     """Bind the listening sockets of a process to the loopback interface.
 
-    Open MPI binds its ports to every address, and has no option against it. From Linux
-    5.7 on, any user may bind an open socket to an interface. Other hosts are then
-    refused; other users of this host are not. Where the system forbids it, the ports
-    stay as they are.
+    Open MPI binds its ports to every address, and has no option to prevent this. Since
+    Linux 5.7, any user may bind an open socket to an interface. Other hosts are then
+    refused, but not other users of this host. If the system forbids it, the ports do
+    not change.
 
     Args:
-        pid: This process, or one whose descriptors the system lets this process copy:
-            for an ordinary user, one of its descendants.
+        pid: This process, or a process whose descriptors this process may copy. For an
+            ordinary user that is one of its descendants.
     """
     with contextlib.suppress(psutil.Error):
         for sock in psutil.Process(pid).net_connections("inet"):
@@ -50,7 +50,7 @@ def _confine_one(pid: int, fd: int) -> None:
     with contextlib.suppress(AttributeError, OSError), _socket_of(pid, fd) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
     if pid == os.getpid():
-        os.set_inheritable(fd, False)  # a program that a cell starts has no use for it
+        os.set_inheritable(fd, False)  # programs that a cell starts do not need it
 
 
 @contextlib.contextmanager

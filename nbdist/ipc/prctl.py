@@ -1,6 +1,6 @@
-"""What Linux keeps of a process: its end with the parent, its orphans, its name.
+"""Settings of a process in Linux: its end with its parent, its orphans, its name.
 
-No function has an effect elsewhere.
+On other systems the functions have no effect.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def name_process(name: str) -> None:
     """Show a name for this process in `ps` and `top`, instead of its command line.
 
     Args:
-        name: Its first 15 bytes are the short name; the command line shows as much as
-            the original one was long.
+        name: The first 15 bytes are the short name. The command line shows as many
+            bytes as the original command line had.
     """
     if sys.platform != "linux":
         return
@@ -40,9 +40,9 @@ def name_process(name: str) -> None:
     _prctl(PR_SET_NAME, ctypes.c_char_p(text))
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
-    if end - begin < 2:  # not known, or no command line
+    if end - begin < 2:  # unknown, or there is no command line
         return
-    # Where the last byte is not 0, Linux shows the text before the first 0.
+    # If the last byte is not 0, Linux shows the text before the first 0.
     shown = text[: end - begin - 2].ljust(end - begin - 1, b"\0") + b" "
     ctypes.memmove(begin, shown, len(shown))
 

@@ -56,7 +56,7 @@ def make_run_folder() -> Path:
     """Make a run folder in the temporary folder, or in /dev/shm if that is full.
 
     Raises:
-        OSError: Neither has enough room. The message gives the free space of each.
+        OSError: Neither folder has enough room. The message has the free space of each.
     """
     refused = []
     for find in (tempfile.gettempdir, lambda: str(MEMORY_FOLDER)):
@@ -84,8 +84,8 @@ def make_memory_folder(run_dir: Path, folder: Path) -> None:
 
     Args:
         run_dir: The cluster's run folder, which gets the link.
-        folder: A name from `new_memory_folder`, known to the process that removes the
-            folder.
+        folder: A name from `new_memory_folder`. The process that removes the folder
+            must know it.
     """
     link = run_dir / LINK
     with contextlib.suppress(OSError):  # a full disk: the run folder is used
@@ -123,7 +123,7 @@ def make_rendezvous_folder(run_dir: Path, ranks: int) -> None:
 
 
 def rendezvous_folder(run_dir: Path) -> Path:
-    """The folder of the files by which Open MPI and torch connect the ranks.
+    """The folder of the files through which Open MPI and torch connect the ranks.
 
     These files are written and mapped while ranks join, and a full disk would end the
     ranks and mpiexec with SIGBUS. Therefore the folder is in shared memory, if there
@@ -161,9 +161,9 @@ def check_folder(folder: Path) -> Path:
     """Return the folder, if only this user can write to it.
 
     Raises:
-        PermissionError: It belongs to another user, is open to others, or is a symbolic
-            link.
-        OSError: It does not exist.
+        PermissionError: The folder belongs to another user, is open to other users, or
+            is a symbolic link.
+        OSError: The folder does not exist.
     """
     _check(os.lstat(folder), stat.S_ISDIR, folder)
     return folder
@@ -180,15 +180,17 @@ def check_file(path: Path) -> None:
 
 
 def open_file(path: Path) -> int:
-    """Open a file for reading, if only this user can have written it. Returns a
-    descriptor.
+    """Open a file for reading, if only this user can have written it.
+
+    Returns:
+        A descriptor.
 
     Raises:
         PermissionError: Another user may have written the file.
         OSError: It cannot be opened.
     """
     check_folder(path.parent)
-    # Opening a FIFO would wait for a writer without O_NONBLOCK.
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         _check(os.fstat(descriptor), stat.S_ISREG, path)
@@ -228,6 +230,6 @@ def _check(found: os.stat_result, is_kind: object, path: Path) -> None:
     own = found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
     if not own or not is_kind(found.st_mode):  # type: ignore[operator]
         raise PermissionError(
-            f"{path} is not this cluster's: it has mode {stat.filemode(found.st_mode)} "
-            f"and belongs to user {found.st_uid}. It was not used"
+            f"{path} has mode {stat.filemode(found.st_mode)} and belongs to user "
+            f"{found.st_uid}, so another user may have written it: it was not used"
         )

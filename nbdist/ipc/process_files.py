@@ -1,12 +1,13 @@
-"""The files by which a rank's process reports to the notebook.
+"""The files through which a rank's process reports to the notebook.
 
-All lie in the cluster's run folder and begin with the process's name, such as `rank2`:
+They are in the cluster's run folder. Each name begins with the process's name, such as
+`rank2`:
 
-    rank2.stage            how far the start is, as JSON
+    rank2.stage            the stage of the start, as JSON
     rank2.failed           the traceback of a start that has failed
     rank2.exit             the exit code, written by the rank's parent process
-    rank2.refused          the ranks that this one was to join have given it up
-    rank2.stdout, .stderr  what goes to descriptors 1 and 2
+    rank2.refused          exists if the ranks no longer wait for this newcomer
+    rank2.stdout, .stderr  the output to descriptors 1 and 2
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ __all__ = [
 
 EXIT_REPORT_BYTES = 16
 JOINING = "joining MPI"
-"""The stage in which a process waits for the ranks that it joins."""
+"""The stage in which a newcomer waits for the ranks of the world."""
 CAPTURED = ("stdout", "stderr")
-"""Suffixes of the files that take what is written to descriptors 1 and 2."""
+"""Suffixes of the files that receive the output to descriptors 1 and 2."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a rank: where its files lie, and its number."""
+    """One process of a rank: its folder, its rank and its generation."""
 
     run_dir: Path
     rank: int
@@ -51,7 +52,7 @@ class Process:
 
     @classmethod
     def of_arguments(cls, arguments: list[str]) -> Process:
-        """From `--join RANK GENERATION`, or from the MPI launcher's environment."""
+        """The process of `--join RANK GENERATION`, or of the launcher's variables."""
         run_dir = Path(os.environ["NBDIST_RUN_DIR"])
         if arguments[:1] == ["--join"]:
             return cls(run_dir, int(arguments[1]), int(arguments[2]))
@@ -69,7 +70,7 @@ class Process:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the ranks that this one was to join have given it up."""
+        """Whether the ranks no longer wait for this newcomer."""
         return self.path("refused").exists()
 
     def path(self, suffix: str) -> Path:
@@ -77,9 +78,9 @@ class Process:
         return self.run_dir / f"{self.name}.{suffix}"
 
     def report_stage(self, stage: str) -> None:
-        """Tell the notebook how far the start is, and which processes these are.
+        """Report the stage of the start, and the pids of the process and its parent.
 
-        The first stage is told by the rank's parent process, which is then both.
+        The rank's parent reports the first stage, with its own pid for both.
         """
         pid = os.getpid()
         record = {
@@ -91,20 +92,20 @@ class Process:
         self._write("stage", json.dumps(record))
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the notebook which error has ended the start."""
+        """Report the error that has ended the start."""
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         self._write("failed", "".join(lines))
 
     def reserve_exit_report(self) -> None:
-        """Take the disk space of `report_exit`: the disk may be full by then."""
+        """Reserve disk space for `report_exit`, because the disk may be full later."""
         self._write_exit_report("")
 
     def report_exit(self, code: int) -> None:
-        """Tell the notebook the exit code, negative for a signal."""
+        """Report the exit code, which is -N for signal N."""
         self._write_exit_report(str(code))
 
     def _write(self, suffix: str, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason to end
+        with contextlib.suppress(OSError):  # a full disk must not end the process
             write_atomically(
                 self.path(suffix),
                 lambda file: file.write(text.encode("utf-8", "backslashreplace")),
@@ -116,7 +117,7 @@ class Process:
         with contextlib.suppress(OSError):  # no room, or the folder has been removed
             descriptor = os.open(self.path("exit"), os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                # In place: the blocks that are reserved suffice.
+                # In place, because the reserved blocks suffice.
                 os.pwrite(descriptor, text.ljust(EXIT_REPORT_BYTES).encode(), 0)
             finally:
                 os.close(descriptor)
@@ -128,10 +129,11 @@ def process_name(rank: int, generation: int) -> str:
 
 
 def read_exit_report(run_dir: Path, name: str) -> str | None:
-    """The end of a rank's process, in words; None if none is written.
+    """The end of a rank's process, in words; None if there is no exit report.
 
     Args:
-        name: The process's, as of `process_name`.
+        run_dir: The cluster's run folder.
+        name: The name of the process, from `process_name`.
     """
     try:
         text = (run_dir / f"{name}.exit").read_text().strip()
@@ -141,7 +143,7 @@ def read_exit_report(run_dir: Path, name: str) -> str | None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words: "exit code 1"; "SIGKILL" for -9, as subprocess has it."""
+    """An exit code of subprocess in words: "exit code 1", or "SIGKILL" for -9."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -35,13 +35,13 @@ def host_name() -> str:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a host that the user names is this one. The domain is ignored."""
+    """Whether a host's name is that of this host. The domain is ignored."""
     own = host_name().partition(".")[0].lower()
     return name in LOOPBACK or name.partition(".")[0].lower() == own
 
 
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The number of cores in the affinity mask, or fewer where a cgroup limits time."""
+    """The number of cores in the affinity mask; fewer if a cgroup limits CPU time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     count = count or os.cpu_count() or 1
     try:
@@ -58,7 +58,8 @@ def memory_limit(
 
     Args:
         total: The machine's memory in bytes.
-        limit_file: The control group's limit. A file that does not exist sets none.
+        limit_file: The file with the control group's limit. If it does not exist, there
+            is no limit.
     """
     try:
         limit = limit_file.read_text(encoding="ascii").strip()
@@ -75,8 +76,8 @@ def memory_available(
     Args:
         total: The machine's memory in bytes.
         available: The part of it that is free, as psutil reports it.
-        folder: The control group's, with its limit and the use of its processes. The
-            use includes cached files, which the kernel gives up when memory is short.
+        folder: The control group's folder, with its limit and its processes' use. The
+            use includes cached files, which the kernel frees when memory is short.
     """
     limit = memory_limit(total, folder / "memory.max")
     if limit == total:
@@ -93,11 +94,13 @@ def memory_available(
 def memory_fraction(
     cap: str | float, total: int, option: str = "--gpu-memory", what: str = "card"
 ) -> float:
-    """The part of `total` bytes that a cap such as 0.25, "8GiB" or 2**33 allows.
+    """The fraction of `total` bytes that a cap such as 0.25, "8GiB" or 2**33 allows.
 
     Args:
+        cap: The cap.
+        total: The bytes of the device or machine.
         option: The option that gave the cap, for an error's message.
-        what: What has those bytes, for an error's message.
+        what: The device or machine that has the bytes, for an error's message.
 
     Raises:
         UsageError: The cap is neither a fraction in (0, 1] nor a size, or is more than
@@ -116,6 +119,6 @@ def memory_fraction(
     if not 0 < number <= 1:
         raise UsageError(
             f"{option} {text} is not within the {what}'s {total / 2**30:.1f} GiB: "
-            "give a fraction between 0 and 1 or a smaller size"
+            "pass a fraction between 0 and 1 or a smaller size"
         )
     return number

@@ -1,4 +1,4 @@
-"""Workers and parameter servers, and the variables that tell a script its role."""
+"""The roles worker and parameter server, and a script's variables for them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def role_of(rank: int, size: int, n_ps: int) -> Role:
 
 
 def environment(rank: int, size: int, n_ps: int) -> dict[str, str]:
-    """The variables that torchrun sets beside RANK, WORLD_SIZE and the like.
+    """The variables that torchrun sets in addition to RANK, WORLD_SIZE and others.
 
-    Libraries see by them that a launcher has started all ranks, and start none.
+    A library sees in them that a launcher has started the ranks, and starts none.
     """
     role = role_of(rank, size, n_ps)
     return {

@@ -1,8 +1,7 @@
-"""Pickling values, with the data of arrays and tensors beside the pickle stream.
+"""Pickles values, with the data of arrays and tensors outside the pickle stream.
 
-No process imports torch for this module unless it receives a tensor: one that sends a
-tensor has imported torch already. cloudpickle pickles functions and classes of
-`__main__` by value.
+This module imports torch only in a process that receives a tensor. cloudpickle pickles
+functions and classes of `__main__` by value.
 """
 
 from __future__ import annotations
@@ -27,18 +26,22 @@ def _unchanged(_name: str) -> AbstractContextManager[None]:
 
 
 class _Namespace(dict[str, Any]):
-    """Stands for the globals of a rank's cells while one of their functions travels."""
+    """Replaces the globals of a rank's cells in the pickle of a cell's function."""
 
 
 def dumps(value: object, namespace: object = None) -> list[Any]:
-    """A pickle stream, followed by the raw buffers that it refers to, not copied.
+    """Pickle a value into a stream and the raw buffers to which the stream refers.
+
+    The buffers are not copied.
 
     Args:
+        value: The value.
         namespace: A dict of globals. Functions with these globals get the globals of
             the receiving rank's cells, as if they had been defined there.
 
     Raises:
-        Whatever the value's own pickling raises; usually TypeError or PicklingError.
+        BaseException: The error of the value's own pickling, usually TypeError or
+            PicklingError.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
@@ -47,7 +50,7 @@ def dumps(value: object, namespace: object = None) -> list[Any]:
 
 
 def loads(frames: list[Any]) -> Any:
-    """The value that `dumps` pickled. Its arrays are writable where the buffers are."""
+    """The value that `dumps` pickled. Its arrays are writable if the buffers are."""
     return pickle.loads(frames[0], buffers=frames[1:])
 
 
@@ -56,8 +59,8 @@ def dumps_named(
 ) -> list[Any]:
     """Pickle named values one after another, as frames for `loads_named`.
 
-    What several values refer to is pickled once, so that an optimizer still refers to
-    its model's parameters. `namespace` is as for `dumps`.
+    An object to which several values refer is pickled once, so that an optimizer still
+    refers to its model's parameters. `namespace` is as for `dumps`.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
@@ -108,14 +111,14 @@ def _cells_namespace() -> Any:
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
-    assert shell is not None  # a rank has one
+    assert shell is not None  # a rank has a shell
     return shell.user_global_ns
 
 
 def _reduce_tensor(tensor: Any, torch: Any) -> Any:
     """(rebuild, arguments) with the data as a buffer; None leaves it to torch.
 
-    Sparse, nested, quantised and meta tensors have no plain bytes to send.
+    torch pickles sparse, nested, quantised and meta tensors, which have no plain bytes.
     """
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return None

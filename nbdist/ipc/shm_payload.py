@@ -1,12 +1,12 @@
-"""Large values between processes of one host: one file in memory that all map.
+"""Sends large values between processes of one host in a file that all of them map.
 
-A shipment holds either the pickled frames or the path of a file that holds them. The
-file lies in the cluster's folder in shared memory if it has room, else in the run
-folder. Where neither has room, the frames travel in the message. Receivers map the file
-copy-on-write, so that they need no copy and do not see each other's changes. The file
-is removed as soon as all have mapped it, and at the latest with its folder.
+A shipment has either the pickled frames or the path of a file with the frames. The file
+is in the cluster's folder in shared memory if it has room, else in the run folder. If
+neither has room, the frames are part of the message. Receivers map the file
+copy-on-write, so they need no copy and do not see each other's changes. The file is
+removed when all receivers have mapped it, and at the latest with its folder.
 
-Frames are unpickled, so a file is opened only if this user alone can have written it.
+Frames are unpickled, so a file is opened only if no other user can have written it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shipment:
 
 
 def load(frames: list[Any], run_dir: Path) -> Shipment:
-    """Pack frames: small ones into the message, others into a file of the cluster."""
+    """Pack frames into a shipment: small frames directly, others into a file."""
     sizes = tuple(memoryview(frame).nbytes for frame in frames)
     if sum(sizes) >= FILE_FROM_BYTES:
         for folder in _folders(sum(map(_padded, sizes)), run_dir):
@@ -89,7 +89,7 @@ def _write(frames: list[Any], folder: Path) -> str:
     """Write frames to a new file, each at a multiple of 64 bytes; return its path."""
     descriptor, path = tempfile.mkstemp(dir=folder)
     try:
-        # By `write`: on a full disk it raises, where a mapped page would crash.
+        # `write` raises on a full disk, while a mapped page would raise SIGBUS.
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             for frame in frames:
                 octets = memoryview(frame).cast("B")
@@ -112,7 +112,7 @@ def _padded(size: int) -> int:
 
 
 def _folders(total: int, run_dir: Path) -> Iterator[Path]:
-    """The folders to try for a file of `total` bytes; memory must stay half empty."""
+    """The folders to try for a file of `total` bytes. Memory must stay half empty."""
     memory = private_files.memory_folder(run_dir)
     if memory != run_dir and shutil.disk_usage(memory).free > 2 * total:
         yield memory

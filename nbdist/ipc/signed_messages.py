@@ -28,10 +28,10 @@ SEAL = "nbdist"
 ADDRESS = "nbdist_to"
 SIGNED_FRAMES = 4
 WINDOW = 4096
-"""How far a message's number may be behind the newest one of its sender.
+"""The most by which a message's number may be behind the newest of its sender.
 
-Threads of one process number their messages and then pass them to the socket one by
-one, so that the two orders differ a little.
+Threads of one process first number their messages and then pass them to the socket, so
+the two orders differ a little.
 """
 
 
@@ -39,15 +39,15 @@ class SignedSession(Session):
     """Jupyter's session, with a signature over all frames."""
 
     def __init__(self, **settings: Any) -> None:
-        # The gates refuse repeated messages. Jupyter's own history records a message
-        # before it checks it, and forgets messages at random.
+        # Gates refuse repeated messages. Jupyter's own history of messages records a
+        # message before its check, and removes messages at random.
         super().__init__(digest_history_size=0, **settings)
         self.pack = _total(self.pack)
         self._numbers = itertools.count(1)
 
     @classmethod
     def like(cls, other: Session) -> SignedSession:
-        """A session with the key and the format of another one."""
+        """Make a session with the key and the format of another session."""
         return cls(
             key=other.key,
             signature_scheme=other.signature_scheme,
@@ -67,7 +67,7 @@ class SignedSession(Session):
         header: dict[str, Any] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Build, sign and send a message; arguments as for jupyter_client's Session."""
+        """Build, sign and send a message. Arguments as for jupyter_client's Session."""
         if isinstance(msg_or_type, str):
             message = self.msg(msg_or_type, content, parent, header, metadata)
         else:
@@ -82,7 +82,7 @@ class SignedSession(Session):
     ) -> list[bytes]:
         """Build and sign the frames of a message before its buffers.
 
-        ipykernel greets each subscriber by a message that does not go through `send`.
+        ipykernel sends each new subscriber a message without a call of `send`.
         """
         if SEAL not in msg["metadata"]:
             seal = self._seal(msg.get("buffers") or ())
@@ -106,7 +106,7 @@ class Opened(NamedTuple):
     """A message that a gate has admitted."""
 
     identities: list[bytes]
-    """The frames before the message, which say where a reply goes."""
+    """The frames before the message, which are the address of a reply."""
     message: dict[str, Any]
     """The message, as Jupyter's `Session.deserialize` returns it; dates are text."""
 
@@ -115,9 +115,10 @@ class Gate:
     """Decides which messages a receiving socket admits. One thread uses it.
 
     Args:
-        session: Holds the key.
-        address: Messages must be `addressed` to it; "" admits those without address.
-        types: The message types that it admits; None admits all.
+        session: The session with the key.
+        address: The address that messages must have, see `addressed`. "" admits only
+            messages without an address.
+        types: The message types that the gate admits; None for all.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Gate:
         return self.opened(frames) is not None
 
     def opened(self, frames: Sequence[bytes | zmq.Frame]) -> Opened | None:
-        """The message in these frames; None, and counted, if it is not admitted.
+        """The message in these frames; None if it is refused, which is counted.
 
         The frames are unpacked and their signature is checked once.
         """
@@ -150,10 +151,10 @@ class Gate:
         return opened
 
     def before(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a ZMQStream's callback: it gets what the gate admits, and never raises.
+        """Wrap a ZMQStream's callback, so that it gets only admitted messages.
 
-        An exception in such a callback would stop the stream, which asks for the next
-        event only after the callback has returned.
+        An error of the callback is logged. It would otherwise stop the stream, which
+        asks for the next event only after the callback has returned.
         """
 
         def on_message(frames: Any) -> Any:
@@ -162,7 +163,7 @@ class Gate:
         return on_message
 
     def opening(self, callback: Callable[[Opened], Any]) -> Callable[[Any], Any]:
-        """As `before`, for a callback that takes the message itself."""
+        """The same as `before`, for a callback that takes the opened message."""
 
         def on_message(frames: Any) -> Any:
             opened = self.opened(frames)
@@ -204,11 +205,11 @@ class Gate:
 
 
 def _carefully(callback: Callable[[Any], Any], argument: Any) -> Any:
-    """Call back; an error is logged and has no other effect."""
+    """Call a callback. An error is logged and has no other effect."""
     try:
         return callback(argument)
     except Exception:
-        logging.getLogger("nbdist").exception("a message was not understood")
+        logging.getLogger("nbdist").exception("a message could not be handled")
         return None
 
 
@@ -218,14 +219,14 @@ def refusals(gates: Sequence[Gate]) -> int:
 
 
 class _Numbers:
-    """Which of the last `WINDOW` numbers of one sender were taken, as bits."""
+    """The numbers of one sender's last `WINDOW` messages, as bits."""
 
     def __init__(self) -> None:
         self._newest = 0
         self._taken = 0
 
     def take(self, number: int) -> bool:
-        """Take a number; return whether it is new and not older than the window."""
+        """Record a number. Returns whether it is new and not older than the window."""
         ahead = number - self._newest
         if ahead > 0:
             self._newest = number

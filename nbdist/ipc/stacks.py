@@ -1,4 +1,4 @@
-"""Python stacks of a rank, from the user's code on."""
+"""The part of a rank's Python stack that begins with the user's code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 __all__ = ["Frame", "from_user_code"]
 
 CELL = re.compile(r"<ipython-input-(\d+)-")
-"""What IPython calls the code of a cell."""
+"""The name that IPython gives a cell's code."""
 ENTRIES = ("/nbdist/engine/run_script.py", "/nbdist/engine/calls.py")
-"""The files of the functions that call scripts and functions of the user's."""
+"""The files of the functions that call the user's scripts and functions."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Frame:
     line: int
     function: str
     source: str = ""
-    """The text of the line; "" where it is not known."""
+    """The text of the line; "" if it is not known."""
 
     @property
     def cell(self) -> int | None:
-        """The In[] number of the cell that the code belongs to, or None."""
+        """The In[] number of the code's cell; None if the code is not in a cell."""
         match = CELL.match(self.file)
         return int(match[1]) if match else None
 
@@ -44,13 +44,13 @@ class Frame:
 
 
 def from_user_code(frames: Sequence[Frame]) -> list[Frame]:
-    """The frames from the first one of a cell, script or function of the user's on.
+    """The frames from the first frame of the user's cell, script or function on.
 
     Args:
-        frames: The stack of a rank's thread, the outermost call first.
+        frames: The stack of a rank's thread, outermost call first.
 
     Returns:
-        An empty list where the thread runs no code of the user's.
+        These frames; an empty list if the thread runs no user code.
     """
     for index, frame in enumerate(frames):
         if frame.cell is not None:

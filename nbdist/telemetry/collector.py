@@ -88,9 +88,9 @@ class Collector:
         self._notify()
 
     def clear(self) -> None:
-        """Remove all samples; the ranks stay."""
+        """Remove all samples. The ranks stay."""
         with self._lock:
-            streams = self._streams  # without them, batches would count as lost
+            streams = self._streams  # kept, or the next batches would count as lost
             self._begin()
             self._streams = streams
         self._notify()
@@ -198,7 +198,10 @@ class Collector:
         if metric is None and len(self._metrics) < MAX_METRICS:
             metric = self._metrics[name] = Metric(self._capacity)
             if len(self._metrics) == MAX_METRICS:
-                logger.warning("No metrics beyond these %d are kept.", MAX_METRICS)
+                logger.warning(
+                    "nbdist.log: more than %d metrics; further ones are not kept.",
+                    MAX_METRICS,
+                )
         return metric
 
     def _notify(self) -> None:

@@ -1,4 +1,4 @@
-"""Samples of a rank's process and device, by psutil, and by NVML for GPUs.
+"""Samples of a rank's process and device, from psutil, and from NVML for GPUs.
 
 A field of a device that is unavailable is None: a MIG device has no utilisation, a
 driver may lack NVML, and a GPU may fall off the bus.
@@ -39,7 +39,7 @@ class CpuProbe:
 
         self._device = device
         self._process = psutil.Process()
-        self._process.cpu_percent()  # the first call only starts the clock
+        self._process.cpu_percent()  # starts the first interval
         self._total = memory_limit(psutil.virtual_memory().total)
 
     def sample(self, rank: int) -> DeviceSample:

@@ -79,19 +79,19 @@ class Recorder:
     def log(self, step: SupportsIndex | None = None, **scalars: object) -> None:
         """Record scalars of this rank for the notebook's monitor.
 
-        Any rank may call at any time; no rank waits for another. A CUDA scalar is
-        copied on the current stream and read later, without synchronising.
+        Any rank may call at any time. No rank waits for another. A CUDA scalar is
+        copied on the current stream and read later, without a synchronisation.
 
         Args:
-            step: The training step; by default the last step plus one.
+            step: The training step. Default: the last step plus one.
             **scalars: Numbers, numpy scalars, or tensors of one element. NaN is
                 allowed.
 
         Raises:
-            UsageError: A value is not one real number, or the step is no integer.
+            UsageError: A value is not one real number, or the step is not an integer.
         """
         if not scalars:
-            raise UsageError("log() got nothing to record: name a value, log(loss=x).")
+            raise UsageError("log() without a value: pass at least one, log(loss=x)")
         number = self._next_step if step is None else _as_step(step)
         self._draft(number, scalars)
         self._next_step = number + 1
@@ -185,7 +185,7 @@ class Recorder:
             self._failing = False
         except Exception:  # recording continues after any error of the transport
             if not self._failing:
-                logger.warning("Telemetry does not reach the notebook.", exc_info=True)
+                logger.warning("Metrics do not reach the notebook.", exc_info=True)
             self._failing = True
 
 

@@ -13,8 +13,8 @@ __all__ = ["Deferred", "capture"]
 class Deferred:
     """A scalar that is being copied from a CUDA device.
 
-    It is copied to pinned memory on the caller's stream. So later changes of the tensor
-    and work of other threads' streams do not affect the value.
+    It is copied to pinned memory on the caller's stream, so that later changes of the
+    tensor and work on other threads' streams do not affect the value.
     """
 
     __slots__ = ("_copy", "_ready")

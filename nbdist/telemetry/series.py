@@ -1,9 +1,9 @@
 """The history of one metric of all ranks, in bounded memory.
 
-A bucket holds the values of `width` consecutive steps: their mean, minimum and maximum,
+A bucket has the mean, minimum and maximum of the values of `width` consecutive steps,
 so that no spike is lost. When a rank has more buckets than the capacity, the width
-doubles and neighbouring buckets are merged. So a history always spans the whole run
-evenly. All ranks have the same width and the same boundaries of buckets.
+doubles and neighbouring buckets are merged. A history therefore always spans the whole
+run evenly. All ranks have the same width and the same boundaries of buckets.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["Metric", "Series"]
 class Series:
     """One rank's values of one metric.
 
-    If a step is smaller than the last one, the values from that step on are removed. It
-    happens after a restored checkpoint, or when a training cell runs again. Values at
-    the same step are averaged.
+    If a step is smaller than the last one, the values from that step on are removed.
+    This happens after a checkpoint was restored, or when a training cell runs again.
+    Values at the same step are averaged.
     """
 
     __slots__ = (

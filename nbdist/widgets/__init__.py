@@ -1,1 +1,1 @@
-"""SHOW: what the notebook displays. Import a module of it only to open a view."""
+"""The views that a notebook displays. A module is imported when its view is opened."""

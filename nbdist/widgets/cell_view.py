@@ -18,9 +18,9 @@ from nbdist.wire import format_ranks
 __all__ = ["CellView"]
 
 MERGE_S = 0.2
-"""The longest time that a line waits for the same line of other ranks."""
+"""The longest time, in seconds, that a line waits for other ranks' equal line."""
 FLUSH_PERIOD_S = 0.05
-"""The shortest time between two updates of the text."""
+"""The shortest time, in seconds, between two updates of the text."""
 STATUS_AFTER_S = 2.0
 STATUS_PERIOD_S = 0.25
 STATUS_LINE = 200
@@ -34,7 +34,7 @@ SIGNS = {
     "left": "○",
 }
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-"""Left out of displays: a rank's widget has no model in this kernel."""
+"""Removed from displays, because a rank's widget has no model in this kernel."""
 
 Message = dict[str, Any]
 
@@ -47,10 +47,10 @@ class Shown(NamedTuple):
 
 
 class CellView:
-    """Shows the output of some ranks as it comes; an observer of a run.
+    """Shows the output of some ranks as it arrives: an observer of a call.
 
     Each whole line is shown with the numbers of its ranks. Unfinished lines, such as
-    progress bars, are shown in a status line, which appears when a cell takes long.
+    progress bars, are shown in a status line, which appears if a cell takes long.
     """
 
     def __init__(self, ranks: Sequence[int], key: str) -> None:
@@ -59,7 +59,7 @@ class CellView:
         self._queues: dict[int, deque[Item]] = {}
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
         self._finished: dict[int, tuple[str, float]] = {}
-        """The outcome of each rank, as of its `Event`, and its seconds."""
+        """For each rank that has ended, `Event.outcome` and the seconds."""
         self._waiting_since: float | None = None
         self._flushed_at = 0.0
         self._status = live_text(f"{key}-status")
@@ -78,8 +78,8 @@ class CellView:
         self._shown[rank], self._stale[rank] = [], []
 
     def take(self, event: Any) -> None:
-        """Take one event of the run."""
-        if event.rank not in self._queues:  # it has joined meanwhile
+        """Handle one event of the call."""
+        if event.rank not in self._queues:  # the rank has joined during the call
             self._add_rank(event.rank)
         if event.output is None:
             self._finish_rank(event.rank, event.outcome, event.seconds)
@@ -92,11 +92,11 @@ class CellView:
             "clear_output": self._take_clear,
         }.get(event.output["msg_type"])
         if handler is not None:
-            self._finished.pop(event.rank, None)  # its number was free for a while
+            self._finished.pop(event.rank, None)  # a new process has this rank now
             handler(event.rank, event.output["content"])
 
     def due(self) -> float | None:
-        """Show what has waited long enough; the seconds until the next call."""
+        """Show lines that have waited long enough. Returns seconds to the next call."""
         now = time.monotonic()
         if self._waiting_since is not None and now >= self._flush_at():
             self._flush()
@@ -111,7 +111,7 @@ class CellView:
         self._status_at = 0.0
 
     def _flush_at(self) -> float:
-        """When to show what waits: soon, if no running rank could still add to it."""
+        """When to show waiting lines: at once if no running rank can print them too."""
         assert self._waiting_since is not None
         silent = [
             r for r, q in self._queues.items() if not q and r not in self._finished
@@ -121,13 +121,13 @@ class CellView:
         return max(self._waiting_since, self._flushed_at + FLUSH_PERIOD_S)
 
     def close(self) -> None:
-        """Show all that is left. Called at the end of the cell."""
+        """Show all remaining output. Called at the end of the cell."""
         for (rank, name), splitter in self._splitters.items():
             if splitter.unfinished.strip("\r"):
                 self._add(rank, Item(name, splitter.unfinished.strip("\r")))
         self._flush()
         self._status.close()
-        if self._status.is_used:  # it stands amid the text: print it at the end
+        if self._status.is_used:  # the status is above the last output: show it below
             self._write([("stdout", [f"\x1b[2m{self._final_status()}\x1b[0m\n"])])
 
     def _finish_rank(self, rank: int, outcome: str, seconds: float) -> None:
@@ -150,7 +150,7 @@ class CellView:
             return
         shown = {**content, "data": data}
         own_id = content.get("transient", {}).get("display_id")
-        # A display with a name may change later on this rank alone, so it never merges.
+        # A named display is never merged, because one rank alone may change it later.
         name = None if own_id is None else (rank, own_id)
         self._add(rank, Item("display", (name, repr(sorted(data.items()))), shown))
 
@@ -266,7 +266,7 @@ class CellView:
                 f"{sign} rank {format_ranks(ranks)} {outcome} {word} {spread} s"
             )
         if self._running:
-            parts.append(f"● rank {format_ranks(self._running)} has not come back")
+            parts.append(f"● rank {format_ranks(self._running)} did not react")
         return "   ".join(parts)
 
     def _write(self, texts: list[tuple[str, list[str]]]) -> None:
@@ -278,7 +278,7 @@ class CellView:
             stream.flush()
 
     def _make_room(self) -> None:
-        """Must be called before anything is printed or displayed."""
+        """Remove the status. Called before anything is printed or displayed."""
         if self._status.make_room():
             self._status_at = 0.0
 
@@ -297,7 +297,7 @@ class CellView:
 
 
 def _named(rank: int, own_id: str) -> str:
-    """The notebook's name for a rank's named display; later cells use it, too."""
+    """The notebook's name for a rank's named display. Later cells use it too."""
     return f"nbdist-{rank}-{own_id}"
 
 

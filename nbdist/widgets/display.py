@@ -25,7 +25,7 @@ def show(
     the picture. It is updated at the end of each cell, until the monitor is closed.
 
     Args:
-        source: Holds the data, such as a `telemetry.collector.Collector`.
+        source: The data, such as a `telemetry.collector.Collector`.
         metric: The metric to show first; "" means the first that was logged.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
@@ -38,7 +38,7 @@ def show(
 
 
 def latest_values(source: Source) -> Table:
-    """What each rank has logged last of each metric."""
+    """A table of the last value of each metric on each rank."""
     rows = [
         (delta.metric, delta.rank, f"{delta.latest[0]:g}", f"{delta.latest[2]:g}")
         for delta in source.snapshot().deltas
@@ -66,7 +66,7 @@ class _Still:
             self._handle.update(self._bundle(), raw=True)
 
     def close(self) -> None:
-        """Draw the picture a last time."""
+        """Draw the picture for the last time."""
         self.update()
         if self._events is not None:
             self._events.unregister("post_run_cell", self.update)

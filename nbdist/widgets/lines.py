@@ -1,4 +1,4 @@
-"""Merging what several ranks print into one readable text.
+"""Merges the output of several ranks into one text.
 
 The order of each rank's lines is kept. A line that several ranks print within the same
 update becomes one item with the numbers of those ranks.
@@ -19,22 +19,22 @@ class Item(NamedTuple):
     kind: str
     """"stdout", "stderr" or "display"."""
     key: Hashable
-    """Equal for items that look the same; the line itself for text."""
+    """Equal for items that look the same. For text, it is the line."""
     payload: object = None
 
 
 def merge(queues: dict[int, deque[Item]]) -> Iterator[tuple[list[int], Item]]:
-    """Empty the queues. Yield each item once, with the ranks that have it next.
+    """Empty the queues, and yield each item with the ranks that have it.
 
-    An item that a further rank has later in its queue waits for that rank, as long as
-    another item can be yielded first.
+    An item waits while another rank has an equal item later in its queue, so that both
+    can be yielded as one. If all items wait, the first one is yielded.
     """
     left_of = {rank: Counter(map(_name, queue)) for rank, queue in queues.items()}
     holders = Counter(name for names in left_of.values() for name in names)
-    """How many ranks have an item now or later in their queue."""
+    """For each item, the number of ranks that still have it in their queue."""
     left = sorted(rank for rank, queue in queues.items() if queue)
     while left := [rank for rank in left if queues[rank]]:
-        # Most lines are of one rank alone, and the first such rank is always next.
+        # A fast way for items that only the first rank has, as most items.
         first = queues[left[0]]
         while first and holders[_name(first[0])] == 1:
             yield [left[0]], first.popleft()
@@ -59,9 +59,9 @@ def _name(item: Item) -> Hashable:
 
 
 class LineSplitter:
-    """Cuts one rank's stream into whole lines, and keeps the unfinished one.
+    """Cuts one rank's stream into whole lines, and keeps the unfinished line.
 
-    What follows a carriage return replaces the line, as in a terminal.
+    Text after a carriage return replaces the line, as in a terminal.
     """
 
     def __init__(self) -> None:

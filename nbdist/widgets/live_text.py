@@ -1,4 +1,4 @@
-"""A short text that changes while a cell runs, wherever the notebook is shown."""
+"""A short text that changes while a cell runs, in a front end or a terminal."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class LiveText(Protocol):
     """Whether it has been shown."""
 
     def show(self, text: str, notice: str = "") -> None:
-        """Show a text of some lines, and a notice under it."""
+        """Show a text of one or more lines, and a notice below it."""
 
     def make_room(self) -> bool:
-        """Must be called before anything else is printed.
+        """Make room for other output. Call it before anything else is printed.
 
         Returns:
-            Whether the text is away until it is shown again.
+            Whether the text was removed, until it is shown again.
         """
 
     def close(self, last: Bundle | None = None) -> None:
-        """Remove the text, and show what takes its place, if anything does."""
+        """Remove the text, or replace it by `last`."""
 
 
 def in_notebook() -> bool:
@@ -45,10 +45,10 @@ def in_notebook() -> bool:
 
 
 def live_text(identifier: str) -> LiveText:
-    """The form that suits where this process shows its output.
+    """Make a text for this process's output: a display, or a line of a terminal.
 
     Args:
-        identifier: A name of its own.
+        identifier: A unique name.
     """
     if in_notebook():
         return DisplayText(identifier)
@@ -56,14 +56,14 @@ def live_text(identifier: str) -> LiveText:
 
 
 def print_note(text: str) -> None:
-    """Print a note, also while a line of the terminal is drawn again and again."""
+    """Print a note, also while the last line of the terminal is a `TerminalText`."""
     if TerminalText.drawn is not None:
         TerminalText.drawn.make_room()
     print(text, flush=True)
 
 
 class DisplayText:
-    """A display that is updated in its place."""
+    """A display that is updated in place."""
 
     def __init__(self, identifier: str) -> None:
         self._identifier = identifier
@@ -102,7 +102,7 @@ class TerminalText:
     """
 
     drawn: ClassVar[TerminalText | None] = None
-    """The one that was drawn last."""
+    """The text that was drawn last."""
 
     def __init__(self, *, redraws: bool) -> None:
         self._redraws = redraws

@@ -1,4 +1,4 @@
-"""The live monitor: a chart of what the ranks log, and a table of what they do."""
+"""The live monitor: a chart of the ranks' metrics, and a table of their devices."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _STATIC = files("nbdist.widgets") / "static"
 class Monitor(anywidget.AnyWidget):
     """Shows a collector's data live, also while a cell keeps the kernel busy.
 
-    A thread sends what has changed, at most ten times a second. Messages are numbered;
-    a front end that misses one asks for everything.
+    A thread sends changes at most ten times a second. Messages are numbered. A front
+    end that misses a message requests all data.
 
     Args:
-        source: Holds the data, such as a `telemetry.collector.Collector`.
-        metric: The metric to show first; the first one logged when empty.
+        source: The data, such as a `telemetry.collector.Collector`.
+        metric: The metric to show first; "" means the first that was logged.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
     """
@@ -44,7 +44,7 @@ class Monitor(anywidget.AnyWidget):
     picture = traitlets.Unicode().tag(sync=True)
     """The name of the still picture that the widget hides while it is shown."""
 
-    _ended = True  # ipywidgets closes a widget whose construction failed, too
+    _ended = True  # ipywidgets also closes a widget whose construction has failed
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Monitor(anywidget.AnyWidget):
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left, end the thread and close the views. Safe to call twice."""
+        """Send the last changes, end the thread, close views. Safe to call twice."""
         if not self._ended:
             self._ended = True
             self._unsubscribe()
@@ -99,7 +99,7 @@ class Monitor(anywidget.AnyWidget):
             self._hurry.clear()
 
     def _publish(self) -> int:
-        """Send what the front end does not have yet; return its size in bytes."""
+        """Send the changes since the last message. Returns their size in bytes."""
         everything = self._pacer.next_is_complete()
         snapshot = self._source.snapshot(None if everything else self._cursor)
         self._cursor = snapshot.cursor

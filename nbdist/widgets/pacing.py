@@ -3,8 +3,8 @@
 A front end acknowledges each message that it has drawn. A missing acknowledgement has
 two possible causes. Either no front end is open, and the server stores each message; or
 a cell keeps the kernel too busy to receive the acknowledgement. The kernel cannot tell
-them apart. Therefore the delay between messages grows with the silence, and the number
-of messages grows with the logarithm of the silence.
+distinguish them. Therefore the delay between messages grows with the silence, so that
+their number grows only with the logarithm of the silence.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SILENCE_PER_DELAY = 300
 class Pacer:
     """Decides how long to wait between messages, and which of them must be complete.
 
-    A complete message carries all data. It is sent when a front end asks for it, and
-    whenever the silence has doubled: it makes up for messages that were lost, or sent
-    before the front end had loaded, while the kernel cannot receive a request.
+    A complete message has all data. It is sent when a front end requests it, and each
+    time that the silence has doubled. It replaces messages that were lost, or that were
+    sent before the front end had loaded, while the kernel cannot receive a request.
 
     Args:
         clock: Seconds, from any origin.
@@ -60,7 +60,7 @@ class Pacer:
         self._asked = True
 
     def next_is_complete(self) -> bool:
-        """Whether the next message must be complete. Asking answers the request."""
+        """Whether the next message must be complete. A call clears the request."""
         silence = self.silence_s
         if not self._asked and silence < self._complete_after_s:
             return False

@@ -1,7 +1,7 @@
 """A still picture of a metric, as HTML that any notebook viewer shows.
 
-Viewers that do not trust a notebook remove inline SVG. So the chart is an image whose
-SVG is in a data URL, and the table is plain HTML.
+Viewers that do not trust a notebook remove inline SVG. The chart is therefore an image
+whose SVG is in a data URL, and the table is plain HTML.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def picture(
 
     Args:
         snapshot: A full snapshot.
-        metric: The metric to show; the first one where the snapshot does not have it.
+        metric: The metric to show. If the snapshot does not have it, the first metric.
         log: Whether the y axis is logarithmic. Values of 0 or less are then left out.
         name: The CSS class of the outermost element.
     """

@@ -58,7 +58,7 @@ class Snapshot:
     full: bool
     deltas: list[SeriesDelta]
     ranks: list[RankInfo]
-    """The present ranks; empty until the source has been told."""
+    """The current ranks; empty until the source knows them."""
     devices: dict[int, list[DeviceSample]]
     """The last minute's samples, oldest first, of each rank with a new sample."""
     lost: dict[int, int]

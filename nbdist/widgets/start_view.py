@@ -32,7 +32,7 @@ class StartView:
 
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
         if kind is not None:
-            text = self._timed(f"the start of {self._n} ranks did not succeed")
+            text = self._timed(f"the start of {self._n} ranks failed")
             page = f"<pre>{html.escape(text)}</pre>"
             self._text.close({"text/plain": text, "text/html": page})
 

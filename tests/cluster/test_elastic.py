@@ -101,7 +101,7 @@ if rank == 0:
     result = cluster.execute(TRAIN + "; print(sizes)", timeout_s=60)
     other.join(10)
     assert [note[:22] for note in done] == [
-        "the world is 2 ranks n", "the world is 6 ranks n",
+        "the world has 2 ranks n", "the world has 6 ranks n",
     ]  # fmt: skip
     assert cluster.size == len(result.ranks) == 6
     assert result[0].stdout == "[4, 2, 6]\n"

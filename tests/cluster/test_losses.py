@@ -183,7 +183,7 @@ def test_a_setup_cell_fails_after_all_ranks_have_died(
     for pid, end in zip(pids, ["exit code 3", "SIGKILL", "SIGKILL"], strict=True):
         assert re.search(rf"pid {pid} on \S+\) has died with {end}", message)
     assert "ranks 0-2 of 3 in In[12] line 3: ValueError: no data set" in message
-    assert message.endswith("without the variables of before, and a setup cell failed")
+    assert message.endswith("without their variables, and a setup cell failed")
     assert cluster["prepared == 7 and 'ran' not in globals()"] == [True] * 3
 
 
@@ -454,7 +454,7 @@ def test_a_newcomer_that_never_comes_up_is_given_up(
         stop.set()
         thread.join()
     assert "rank 2 could not be replaced and was dropped (new rank 2 en" in notes[0]
-    assert "the world is 2 ranks now; %dist_scale -n 3 tries again" in notes[0]
+    assert "the world has 2 ranks now; %dist_scale -n 3 tries again" in notes[0]
     cluster.execute(SUM)
     assert cluster["mine"] == [100, 101]
     cluster.scale(3)

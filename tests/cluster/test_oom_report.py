@@ -59,14 +59,17 @@ def test_every_rank_on_the_card_is_named():
         "all, at most 70.00 GiB",
         "  rank 1: 62.00 GiB held by torch, 10.00 GiB of it in tensors, at most "
         "70.00 GiB",
-        "  16.00 GiB: other processes, and what CUDA itself takes",
+        "  16.00 GiB: other processes, and CUDA itself",
         "What helps: a smaller batch, fewer --ranks-per-gpu, or another --gpu-memory",
     ]
 
 
 def test_a_rank_that_does_not_answer_is_said_so():
     text = describe_card(INFOS[2:], {2: None}, 2)
-    assert text.splitlines()[:2] == ["Memory of NVIDIA H200", "  rank 2: does not say"]
+    assert text.splitlines()[:2] == [
+        "Memory of NVIDIA H200",
+        "  rank 2: does not answer",
+    ]
     assert "growth=True" in text
 
 
@@ -77,7 +80,7 @@ def test_only_failures_for_want_of_memory_are_explained():
     told = explained([short, other], INFOS, lambda: {1: sizes(62, 10)})
     assert told[1] is other
     assert told[0].evalue.startswith("CUDA out of memory.\nMemory of NVIDIA H200")
-    assert "rank 0: does not say" in told[0].traceback[-1]
+    assert "rank 0: does not answer" in told[0].traceback[-1]
 
     def never():
         raise AssertionError("nobody is asked without need")

@@ -178,7 +178,7 @@ def test_a_time_out_names_rank_variable_and_line(
     with pytest.raises(CellTimeout, match="rank 3 at printing 'thing'"):
         cluster.inspect("thing", timeout_s=0.5)
     for timeout_s in (0, -1):
-        with pytest.raises(UsageError, match="not above 0"):
+        with pytest.raises(UsageError, match="seconds above 0"):
             cluster.push(None, timeout_s, x=1)
     the_next_cell_works(cluster)
 

@@ -199,8 +199,8 @@ def test_when_the_supervisor_is_killed_its_workers_are_lost_and_new_ones_start(c
     ("arguments", "says"),
     [
         ({"n": 0, "code": "1"}, "n=0: expected a whole number, 1 or more"),
-        ({"n": 1}, "one thing to run"),
-        ({"n": 1, "code": "1", "script": "a.py"}, "one thing to run"),
+        ({"n": 1}, "either a script or code"),
+        ({"n": 1, "code": "1", "script": "a.py"}, "either a script or code"),
         ({"n": 1, "script": "absent.py"}, "no script 'absent.py'"),
         ({"n": 1, "code": "1", "cpu": 0}, "cpu=0"),
         ({"n": 1, "code": "1", "memory": -1}, "memory=-1"),

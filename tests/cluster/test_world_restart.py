@@ -1,4 +1,4 @@
-"""A world that is lost is started again, and goes on from its last commit."""
+"""A world that is lost is started again, and continues from its last commit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_death_while_the_ranks_meet_anew(cluster: Cluster, who: str) -> None:
     (note,) = notes_of(cluster)
     lost = "1-2" if who == "survivor" else "1"
     assert f"rank {lost} was replaced" in note
-    assert note.endswith("steps goes on")
+    assert note.endswith("steps continues")
     cluster.execute("new = nbdist.elastic.State(step=0); assert new.step == 0")
 
 
@@ -139,7 +139,7 @@ def test_the_last_commit_outlives_the_death_of_all_ranks_at_once(
         killer.join(10)
         assert_trained(cluster, reference)
         note = notes_of(cluster)[-1]
-        assert note.endswith("steps goes on from its commit")
+        assert note.endswith("steps continues from its commit")
         for process in processes:
             assert re.search(rf"pid {process.pid} .* SIGKILL", note)
         # From the commit that was told last, or the one that was under way.
@@ -222,7 +222,7 @@ def test_ranks_that_die_before_the_run_is_entered_again(
         assert cluster["result"] == [STEPS] * 2
         assert [sorted(seen) for seen in cluster["state.seen"]] == [[*range(240)]] * 2
         assert {path.name for path in tmp_path.iterdir()} >= {"0", "1", "lost"}
-        assert any("goes on from its commit" in note for note in notes_of(cluster))
+        assert any("continues from its commit" in note for note in notes_of(cluster))
 
 
 def test_a_recovery_that_fails_while_only_a_newcomer_lives(
@@ -246,7 +246,7 @@ def test_a_recovery_that_fails_while_only_a_newcomer_lives(
         cluster.execute("if rank == 1: events = [(6, 'forward', die)]")
         monkeypatch.setattr(Recovery, "recover", fail)
         cluster.execute(TRAIN, timeout_s=120)
-        assert notes_of(cluster)[-1].endswith("steps goes on from its commit")
+        assert notes_of(cluster)[-1].endswith("steps continues from its commit")
         assert cluster["result"] == [STEPS] * 2
         assert [len(seen) for seen in cluster["state.seen"]] == [240] * 2
 

@@ -21,5 +21,5 @@ def test_the_wait_is_seen_and_mended(run_example: Callable[[str], str]) -> None:
     assert accuracy is not None
     assert float(accuracy[1]) > 90
     assert "'position': 640" in printed
-    assert "the world is 3 ranks now" in printed
+    assert "the world has 3 ranks now" in printed
     assert "[0-2] every sample came once" in printed

@@ -436,7 +436,7 @@ def test_after_mpiexec_was_killed_the_next_cell_starts_all_ranks_again(
     reply = own_notebook.run("%%distributed\nprint(rank)")
     assert reply.status == "ok"
     assert "mpiexec has ended with SIGKILL, and all ranks with it" in reply.text
-    assert "started again, without the variables of before" in reply.text
+    assert "started again, without their variables" in reply.text
     assert "[0] 0" in reply.text
 
 

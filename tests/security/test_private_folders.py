@@ -59,7 +59,7 @@ def test_a_commit_that_others_may_have_written_is_an_error_on_the_ranks(
     path = tmp_path / "record"
     path.write_bytes(b"whatever")
     path.chmod(0o666)
-    said = rf"begin from {path}: rank 0 refused: PermissionError: .*not this cluster's"
+    said = rf"loaded from {path}: rank 0 refused: PermissionError: .*may have written"
     with pytest.raises(ClusterError, match=said):
         cluster._begin_from(Resume(str(path), trusted=True))
     cluster.execute("state = nbdist.elastic.State(step=1)")

@@ -174,7 +174,7 @@ def test_a_failing_transport_is_said_once_and_recording_goes_on(
             made.log(loss=1)
             assert made.flush(5)
     assert [batch.sequence for batch in batches] == [2]
-    assert caplog.text.count("does not reach the notebook") == 1
+    assert caplog.text.count("do not reach the notebook") == 1
 
 
 def test_device_samples_travel_in_the_same_batches() -> None:

@@ -321,7 +321,7 @@ def test_auto_takes_the_cores_that_are_left(
     ("arguments", "says"),
     [
         ({"batch_size": 0}, "batch_size=0: expected a whole number, 1 or more"),
-        ({"batch_size": 2, "global_batch_size": 8}, "give one of them"),
+        ({"batch_size": 2, "global_batch_size": 8}, "pass one of them"),
         ({"batch_size": 2, "num_workers": "many"}, "num_workers='many'.* or \"auto\""),
         ({"batch_size": 2, "prefetch": 0}, "prefetch=0"),
         ({"batch_size": 2, "pin_memory": "yes"}, 'True, False or "auto"'),

