@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +43,50 @@ def launch(
     Returns:
         What each returned, in rank order; None for a rank that died, with `may_die`.
     """
-    with tempfile.TemporaryDirectory(prefix="nb") as place:
-        folder = Path(place)
+    with ExitStack() as stack:
+        made = tempfile.TemporaryDirectory(prefix="nb")
+        folder = Path(stack.enter_context(made))
+        # Open MPI removes the files that ranks map only if every rank ends well.
+        mapped = tempfile.TemporaryDirectory(prefix="nb", dir=_memory())
+        own = {"OMPI_MCA_btl_sm_backing_directory": stack.enter_context(mapped)}
         (folder / "call").write_bytes(pickle.dumps((file, function, arguments)))
-        output = _run(n, folder, deadline_s, environment or {})
+        output = _run(n, folder, deadline_s, {**own, **(environment or {})})
         results = [_result(folder / str(rank)) for rank in range(n)]
-    failures = [
+    failed = [
         f"rank {rank}: {error}"
         for rank, (_, error) in enumerate(results)
         if error is not None and not (may_die and error == "died")
     ]
-    if failures:
-        raise RanksFailed("\n".join([*failures, "mpiexec said:", output[-6000:]]))
+    if failed:
+        raise RanksFailed("\n".join([*failed, "mpiexec said:", output[-6000:]]))
     return [value for value, _ in results]
+
+
+def failures(outcomes: Sequence[Mapping[str, str | None]], case: str) -> str:
+    """Which ranks failed in a case, and how; "" if none has.
+
+    Args:
+        outcomes: What each rank returned: by case, its error or None.
+    """
+    found = enumerate(each[case] for each in outcomes)
+    return "\n".join(f"rank {rank}: {error}" for rank, error in found if error)
+
+
+def assert_clean(errors: Mapping[str, Sequence[str | None]], what: str) -> None:
+    """Fail if there is no case, or if a case failed on a rank.
+
+    Args:
+        errors: By case, each rank's error or None.
+        what: What the cases tested, for the message.
+    """
+    failed = [
+        f"{what}, {case}, rank {rank}:\n{error}"
+        for case, per_rank in errors.items()
+        for rank, error in enumerate(per_rank)
+        if error is not None
+    ]
+    assert errors
+    assert not failed, "\n".join(failed)
 
 
 def _run(n: int, folder: Path, deadline_s: float, extra: dict[str, str]) -> str:
@@ -77,6 +110,12 @@ def _run(n: int, folder: Path, deadline_s: float, extra: dict[str, str]) -> str:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return process.communicate()[0]
+
+
+def _memory() -> Path | None:
+    """The folder of shared memory; None, which is the temporary folder, without one."""
+    folder = Path("/dev/shm")
+    return folder if folder.is_dir() else None
 
 
 def _environment(folder: Path) -> dict[str, str]:

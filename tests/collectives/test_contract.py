@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import launch
+from ranks import assert_clean, launch
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
 TRANSPORTS = ["shared", "mpi", "ring"]
@@ -27,7 +27,7 @@ def errors(request: pytest.FixtureRequest) -> Errors:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_contract(errors: Errors, transport: str) -> None:
-    assert_clean(errors[transport])
+    assert_clean(errors[transport], transport)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -36,15 +36,4 @@ def test_contract_without_the_compiled_part(size: int) -> None:
     results: list[Errors] = launch(
         size, CONTRACT, "run_on_transports", [name], deadline_s=200
     )
-    assert_clean(results[0][name])
-
-
-def assert_clean(errors: dict[str, list[str | None]]) -> None:
-    failures = [
-        f"{case}, rank {rank}:\n{error}"
-        for case, per_rank in errors.items()
-        for rank, error in enumerate(per_rank)
-        if error is not None
-    ]
-    assert errors
-    assert not failures, "\n".join(failures)
+    assert_clean(results[0][name], name)

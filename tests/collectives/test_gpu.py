@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RanksFailed, launch
+from ranks import RanksFailed, assert_clean, failures, launch
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
 CASES_FILE = str(Path(__file__).with_name("gpu.py"))
@@ -42,15 +42,8 @@ needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
 def contract_holds(size: int, transports: list[str], own_gpus: bool = False) -> None:
     arguments = (transports, "cuda", own_gpus)
     results = launch(size, CONTRACT, "run_on_transports", *arguments, deadline_s=350)
-    failures = [
-        f"{transport}, {case}, rank {rank}:\n{error}"
-        for transport, per_case in results[0].items()
-        for case, per_rank in per_case.items()
-        for rank, error in enumerate(per_rank)
-        if error is not None
-    ]
-    assert all(results[0].values())
-    assert not failures, "\n".join(failures)
+    for transport in transports:
+        assert_clean(results[0][transport], transport)
 
 
 @cache
@@ -63,12 +56,8 @@ def outcomes(
 
 
 def case_holds(size: int, transport: str, case: str, own_gpus: bool = False) -> None:
-    errors = [
-        f"rank {rank}: {found[case]}"
-        for rank, found in enumerate(outcomes(size, transport, own_gpus))
-        if found[case] is not None
-    ]
-    assert not errors, "\n".join(errors)
+    found = failures(outcomes(size, transport, own_gpus), case)
+    assert not found, found
 
 
 # -- ranks that share a GPU ------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import launch
+from ranks import assert_clean, launch
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
 STAND_INS = ["peer", "staged", "staged-mpi", "direct"]
@@ -25,11 +25,4 @@ def errors(request: pytest.FixtureRequest) -> Errors:
 
 @pytest.mark.parametrize("stand_in", STAND_INS)
 def test_contract(errors: Errors, stand_in: str) -> None:
-    failures = [
-        f"{case}, rank {rank}:\n{error}"
-        for case, per_rank in errors[stand_in].items()
-        for rank, error in enumerate(per_rank)
-        if error is not None
-    ]
-    assert errors[stand_in]
-    assert not failures, "\n".join(failures)
+    assert_clean(errors[stand_in], stand_in)

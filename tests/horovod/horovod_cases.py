@@ -1,4 +1,4 @@
-"""Run many test cases in one launch of ranks, and collect their failures."""
+"""Run many test cases in one launch of ranks."""
 
 from __future__ import annotations
 
@@ -45,9 +45,3 @@ def _wait_for_all_ranks() -> None:
                 f"the other ranks did not arrive within {DEADLINE_S:g} s"
             )
         time.sleep(0.001)
-
-
-def failures(outcomes: list[dict[str, str | None]], case: str) -> str:
-    """Which ranks failed in a case, and how; "" when none has."""
-    found = enumerate(each[case] for each in outcomes)
-    return "\n".join(f"rank {rank}: {error}" for rank, error in found if error)

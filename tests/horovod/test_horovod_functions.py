@@ -6,8 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from horovod_cases import failures
-from ranks import launch
+from ranks import failures, launch
 
 CASES_FILE = str(Path(__file__).with_name("functions.py"))
 CASES = [

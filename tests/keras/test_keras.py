@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from horovod_cases import failures
-from ranks import launch
+from ranks import failures, launch
 
 from nbdist import Cluster
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from default_process_groups import process_group
 from ranks import launch
 
 from nbdist.engine import torch_group
@@ -21,6 +20,8 @@ def test_backends_by_device() -> None:
 
 def answers() -> None:
     """On a rank: of the default group, without NCCL and with a stand-in for it."""
+    from default_process_groups import process_group  # initialises MPI
+
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     with process_group(Path(tempfile.mkdtemp()) / "store"):
         group = dist.group.WORLD

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ranks import launch
+from ranks import failures, launch
 
 CASES_FILE = str(Path(__file__).with_name("blocked_calls.py"))
 CASES = [
@@ -35,9 +35,5 @@ def test_every_case_is_listed() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_release(case: str) -> None:
-    errors = [
-        f"rank {rank}: {found[case]}"
-        for rank, found in enumerate(outcomes())
-        if found[case] is not None
-    ]
-    assert not errors, "\n".join(errors)
+    found = failures(outcomes(), case)
+    assert not found, found

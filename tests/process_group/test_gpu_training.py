@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import launch
+from ranks import failures, launch
 
 CASES_FILE = str(Path(__file__).with_name("training.py"))
 BATCHES = str(Path(__file__).with_name("batches.py"))
@@ -34,12 +34,8 @@ def outcomes(own_gpus: bool) -> list[dict[str, str | None]]:
 
 
 def case_holds(case: str, own_gpus: bool) -> None:
-    errors = [
-        f"rank {rank}: {found[case]}"
-        for rank, found in enumerate(outcomes(own_gpus))
-        if found[case] is not None
-    ]
-    assert not errors, "\n".join(errors)
+    found = failures(outcomes(own_gpus), case)
+    assert not found, found
 
 
 @pytest.mark.parametrize("case", CASES)
