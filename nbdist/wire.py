@@ -152,11 +152,15 @@ class CollectiveCall:
             *((f"op={self.reduce_op}",) if self.reduce_op is not None else ()),
             *((f"{peer}={self.root}",) if self.root is not None else ()),
         ]
-        where = "" if self.line is None else f" at line {self.line}"
-        if self.cell is not None:
-            where = f" in In[{self.cell}] line {self.line}"
+        where = self.location and f" {'at' if self.cell is None else 'in'} "
         number = f"#{self.sequence} " if self.sequence else ""
-        return f"{number}{self.operation}({', '.join(details)}){where}"
+        return f"{number}{self.operation}({', '.join(details)}){where}{self.location}"
+
+    @property
+    def location(self) -> str:
+        """The line that made the call: "In[7] line 4", or "line 4"; "" if unknown."""
+        cell = "" if self.cell is None else f"In[{self.cell}] "
+        return "" if self.line is None else f"{cell}line {self.line}"
 
 
 @dataclass(frozen=True)

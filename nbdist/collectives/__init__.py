@@ -8,7 +8,6 @@ from __future__ import annotations
 
 # First, because it decides whether the import of mpi4py starts MPI.
 from nbdist.collectives import before_mpi  # noqa: F401
-from nbdist.collectives.call_site import set_cell_resolver
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.mailbox import Message
@@ -77,7 +76,6 @@ __all__ = [
     "ring_steps",
     "scatter",
     "send",
-    "set_cell_resolver",
     "set_default_group",
     "signature",
 ]

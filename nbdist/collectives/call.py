@@ -86,15 +86,8 @@ def _row(call: CollectiveCall) -> tuple[str, ...]:
         str(call.shape),
         call.dtype,
         call.device,
-        _where(call),
+        call.location or "unknown",
     )
-
-
-def _where(call: CollectiveCall) -> str:
-    if call.line is None:
-        return "unknown"
-    cell = "" if call.cell is None else f"In[{call.cell}] "
-    return f"{cell}line {call.line}"
 
 
 def describe_timeout(
@@ -112,8 +105,9 @@ def describe_timeout(
         notes: for each rank, the call in which it waits; "" if it waits in no call.
     """
     arrived = [rank for rank in ranks if rank not in missing]
+    where = call.location or "unknown"
     lines = [
-        f"{call.operation} #{call.sequence} ({_where(call)}) ran out of time.",
+        f"{call.operation} #{call.sequence} ({where}) ran out of time.",
         f"Arrived: {_names(arrived)}. Missing: {_names(missing)}.",
     ]
     lines += [f"{notes[rank]} (it waits there)" for rank in missing if notes.get(rank)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["CallSite", "find_call_site", "set_cell_resolver"]
+from nbdist.ipc.stacks import cell_of
 
-CellResolver = Callable[[str], int | None]
+__all__ = ["CallSite", "find_call_site"]
+
 _LIBRARIES = ("nbdist", "torch", "threading", "concurrent", "contextlib", "functools")
 
 
@@ -19,24 +19,6 @@ class CallSite(NamedTuple):
     line: int | None
 
 
-def _no_cell(filename: str) -> int | None:
-    return None
-
-
-_resolver: CellResolver = _no_cell
-
-
-def set_cell_resolver(resolver: CellResolver) -> None:
-    """Set the function that finds the notebook cell of a code object.
-
-    Args:
-        resolver: maps a code object's filename to the cell's In[] number, or to None
-            for any other file. It must not raise.
-    """
-    global _resolver
-    _resolver = resolver
-
-
 def find_call_site(frame: FrameType | None) -> CallSite:
     """The call site of the first frame outside nbdist and torch, from `frame` outwards.
 
@@ -45,6 +27,6 @@ def find_call_site(frame: FrameType | None) -> CallSite:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not isinstance(module, str) or module.partition(".")[0] not in _LIBRARIES:
-            return CallSite(_resolver(frame.f_code.co_filename), frame.f_lineno)
+            return CallSite(cell_of(frame.f_code.co_filename), frame.f_lineno)
         frame = frame.f_back
     return CallSite(None, None)

@@ -1,38 +1,30 @@
-"""Maps file names of compiled code to the notebook's cells and to scripts."""
+"""Which lines are the user's: those of cells, and of a script that runs."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
 
-__all__ = ["cell_of", "last_line", "learn_from", "line_of", "script"]
+from nbdist.ipc.stacks import cell_of, location_of
 
-_shell: Any = None
+__all__ = ["last_line", "line_of", "name_by_number", "script"]
+
 _script: str | None = None
 
 
-def learn_from(shell: Any) -> None:
-    """Set the IPython shell that compiles the cells."""
-    global _shell
-    _shell = shell
-    # ipykernel's names hold the process id, so that equal warnings of the ranks would
-    # differ. IPython's own names hold the cell's number.
+def name_by_number(shell: Any) -> None:
+    """Have a shell give the code of cells file names that hold the In[] number.
+
+    `nbdist.ipc.stacks.cell_of` reads it from these names. ipykernel's names hold the
+    process id, so that equal warnings of the ranks would differ.
+    """
     compiler = shell.compile
     compiler.get_code_name = MethodType(CachingCompiler.get_code_name, compiler)
-
-
-def cell_of(filename: str) -> int | None:
-    """The In[] number of the cell that was compiled under this name, or None."""
-    if _shell is None:
-        return None
-    number = _shell.compile._filename_map.get(filename)
-    return int(number) if number is not None else None
 
 
 @contextmanager
@@ -51,12 +43,8 @@ def line_of(filename: str, line: int) -> str:
 
     Returns "" for a line that is not the user's.
     """
-    cell = cell_of(filename)
-    if cell is not None:
-        return f"In[{cell}] line {line}"
-    if filename == _script:
-        return f"{Path(filename).name} line {line}"
-    return ""
+    is_users = cell_of(filename) is not None or filename == _script
+    return location_of(filename, line) if is_users else ""
 
 
 def last_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeGuard
 
-from nbdist.engine.cell_names import cell_of
+from nbdist.ipc.stacks import cell_of
 
 __all__ = ["Interrupts", "Overdue"]
 

@@ -14,7 +14,6 @@ from mpi4py import MPI
 from traitlets.config import Config
 
 import nbdist
-from nbdist.collectives import set_cell_resolver
 from nbdist.engine import (
     cell_names,
     cells,
@@ -84,12 +83,11 @@ class _Engine(IPEngine):  # type: ignore[misc]
         info = self.rank_info
         recorder = Recorder(info.rank, report)
         internal_metrics.set_recorder(recorder)
-        cell_names.learn_from(shell)
+        cell_names.name_by_number(shell)
         cells.arm(shell, self.interrupts)
         shell_commands.install(shell, self.interrupts)
         standard_input.install()
         text_bars.install()
-        set_cell_resolver(cell_names.cell_of)
         rank.become(
             rank.Rank(
                 info=replace(info, engine_uuid=self.ident),

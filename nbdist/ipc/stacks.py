@@ -1,18 +1,33 @@
-"""The part of a rank's Python stack that begins with the user's code."""
+"""A rank's lines in words, and the part of its stack that begins with user code."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["Frame", "from_user_code"]
+__all__ = ["Frame", "cell_of", "from_user_code", "location_of"]
 
 CELL = re.compile(r"<ipython-input-(\d+)-")
 """The name that IPython gives a cell's code."""
 ENTRIES = ("/nbdist/engine/run_script.py", "/nbdist/engine/calls.py")
 """The files of the functions that call the user's scripts and functions."""
+
+
+@lru_cache
+def cell_of(filename: str) -> int | None:
+    """The In[] number of the cell whose code has this file name; None for a file."""
+    match = CELL.match(filename)
+    return int(match[1]) if match else None
+
+
+def location_of(filename: str, line: int) -> str:
+    """A line in words: "In[7] line 4", or "train.py line 4"."""
+    cell = cell_of(filename)
+    name = Path(filename).name if cell is None else f"In[{cell}]"
+    return f"{name} line {line}"
 
 
 @dataclass(frozen=True)
@@ -28,14 +43,12 @@ class Frame:
     @property
     def cell(self) -> int | None:
         """The In[] number of the code's cell; None if the code is not in a cell."""
-        match = CELL.match(self.file)
-        return int(match[1]) if match else None
+        return cell_of(self.file)
 
     @property
     def location(self) -> str:
-        """The line in words: "In[7] line 4", or "train.py line 4"."""
-        name = Path(self.file).name if self.cell is None else f"In[{self.cell}]"
-        return f"{name} line {self.line}"
+        """The line in words, as of `location_of`."""
+        return location_of(self.file, self.line)
 
     def __str__(self) -> str:
         source = f"\n    {self.source}" if self.source else ""
