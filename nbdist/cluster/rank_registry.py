@@ -9,7 +9,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
@@ -19,7 +19,7 @@ import psutil
 from nbdist.cluster.crash_report import find_crash
 from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.startup import Started
-from nbdist.cluster.startup_status import runs
+from nbdist.cluster.startup_status import ends_within, runs
 from nbdist.cluster.supervisor_client import Loss
 from nbdist.errors import ClusterError, RankDied, UsageError
 from nbdist.ipc.process_files import read_exit_report
@@ -31,7 +31,7 @@ ANSWER_TIMEOUT_S = 2.0
 INSTRUCTION_TIMEOUT_S = 30.0
 LAST_LINES = 5
 ENDING_TIMEOUT_S = 0.5
-"""Seconds to wait for an exit report."""
+"""Seconds within which a rank's parent process ends after the rank."""
 HELPER_TIMEOUT_S = 0.2
 """The most seconds between the end of a rank and that of a helper that ended it."""
 POLL_S = 0.5
@@ -58,7 +58,7 @@ class RankRegistry:
         """
         self.lost = ""
         """The reason if all ranks have ended at once, else ""."""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified of each death
         self._exit_monitor = ExitMonitor(started.infos, self._on_death)
         self._helpers = started.process_supervisor.pids
         self._exit_order = ExitOrder()
@@ -219,12 +219,23 @@ class RankRegistry:
         for rank in wanted:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._infos[rank].pid, signal.SIGKILL)
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        while not wanted <= self.died.keys():
-            if time.monotonic() > deadline:
-                late = format_ranks(wanted - self.died.keys())
-                raise RankDied(f"rank {late} does not end on SIGKILL: use %dist_stop")
-            time.sleep(ENDING_TIMEOUT_S / 50)
+        if not self.await_deaths(lambda died: wanted <= died, ANSWER_TIMEOUT_S):
+            late = format_ranks(wanted - self.died.keys())
+            raise RankDied(f"rank {late} does not end on SIGKILL: use %dist_stop")
+
+    def await_deaths(
+        self, condition: Callable[[Set[int]], bool], timeout_s: float
+    ) -> bool:
+        """Wait until a condition holds for the ranks that have died.
+
+        Args:
+            condition: Evaluated now and after each death, with the dead ranks.
+
+        Returns:
+            Whether it holds; False after `timeout_s`.
+        """
+        with self._lock:
+            return self._lock.wait_for(lambda: condition(self._died.keys()), timeout_s)
 
     def lose(self, loss: Loss) -> None:
         """Record that all ranks end because a process that they depend on has ended.
@@ -273,6 +284,7 @@ class RankRegistry:
     def _record_death(self, rank: int, error: RankDied) -> None:
         with self._lock:
             self._died.setdefault(rank, error)
+            self._lock.notify_all()
         self.client.fail(self._infos[rank].engine_uuid, error)
 
     def _death(self, rank: int) -> RankDied:
@@ -295,15 +307,12 @@ class RankRegistry:
 
     def _ending(self, info: RankInfo) -> str:
         """The exit code or signal of a rank, from the exit report of its parent."""
-        deadline = time.monotonic() + ENDING_TIMEOUT_S
-        while time.monotonic() < deadline:
-            has_parent = runs(info.parent_pid)  # read first: it ends after the report
-            ending = read_exit_report(self.run_dir, info.name)
-            if ending is not None:
-                return ending
-            if not has_parent:
-                return "an unknown exit code, because its parent process has ended too"
-            time.sleep(ENDING_TIMEOUT_S / 50)
+        has_parent = not ends_within(info.parent_pid, ENDING_TIMEOUT_S)
+        ending = read_exit_report(self.run_dir, info.name)  # the parent's last act
+        if ending is not None:
+            return ending
+        if not has_parent:
+            return "an unknown exit code, because its parent process has ended too"
         # MPI, and so the other ranks, notice only the end of the parent.
         with contextlib.suppress(ProcessLookupError):
             os.kill(info.parent_pid, signal.SIGKILL)

@@ -34,7 +34,6 @@ ANSWER_TIMEOUT_S = 5.0
 """Seconds within which a living rank answers."""
 NEWS_TIMEOUT_S = 1.0
 """The most seconds between a failure and the notice of the death that caused it."""
-LOOK_S = 0.05
 MOST_TRIES = 2
 """The most attempts in which newcomers end while they start."""
 
@@ -161,12 +160,8 @@ class Recovery:
 
     def _await_news(self, error: ChangeFailed, died: Collection[int]) -> bool:
         """Whether more ranks have died. Waits, because a death may be noticed late."""
-        deadline = time.monotonic() + NEWS_TIMEOUT_S
-        while not (news := bool(self._registry.died.keys() - set(died))):
-            if error.newcomer or time.monotonic() > deadline:
-                break
-            time.sleep(LOOK_S)
-        return news
+        timeout_s = 0.0 if error.newcomer else NEWS_TIMEOUT_S
+        return self._registry.await_deaths(lambda now: bool(now - set(died)), timeout_s)
 
     def _check_answers(self) -> None:
         """Check that all living ranks answer.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -14,9 +15,10 @@ import psutil
 
 from nbdist.ipc.process_files import process_name, read_exit_report
 
-__all__ = ["ProcessExit", "StartupStatus", "runs", "tail_of"]
+__all__ = ["ProcessExit", "StartupStatus", "ends_within", "runs", "tail_of"]
 
 TAIL_LINES = 12
+END_POLL_S = 0.01
 EXIT_REPORT_TIMEOUT_S = 0.5
 """Seconds that the parent of a rank that has ended may take to report its exit."""
 
@@ -111,3 +113,22 @@ def runs(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def ends_within(pid: int, timeout_s: float) -> bool:
+    """Wait until a process, which need not be a child, has ended; whether it has."""
+    if not hasattr(os, "pidfd_open"):
+        end = time.monotonic() + timeout_s
+        while runs(pid) and time.monotonic() < end:
+            time.sleep(END_POLL_S)
+        return not runs(pid)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+    finally:
+        os.close(descriptor)

@@ -8,26 +8,15 @@ from nbdist import Cluster
 from nbdist.cluster.oom_report import describe_card, explained
 from nbdist.errors import CellError
 from nbdist.wire import Failure, RankInfo
+from tests.rank_info import rank_info
 
 GIB = 2**30
 
 
-def rank_info(rank: int, card: str | None, limit: int | None = None) -> RankInfo:
-    return RankInfo(
-        rank=rank,
-        world_size=3,
-        local_rank=rank,
-        local_world_size=3,
-        engine_uuid="",
-        host="box",
-        pid=100 + rank,
-        device="cuda:0",
-        device_name="NVIDIA H200",
-        device_uuid=card,
-        memory_limit=limit,
-        threads=1,
-        transport="",
-    )
+def gpu_rank(rank: int, card: str | None, limit: int | None = None) -> RankInfo:
+    name = "NVIDIA H200"
+    card_fields = {"device": "cuda:0", "device_name": name, "device_uuid": card}
+    return rank_info(rank, 3, memory_limit=limit, **card_fields)
 
 
 def sizes(reserved: int, allocated: int, process: int | None = None) -> dict:
@@ -43,9 +32,9 @@ def sizes(reserved: int, allocated: int, process: int | None = None) -> dict:
 
 
 INFOS = [
-    rank_info(0, "GPU-a", 70 * GIB),
-    rank_info(1, "GPU-a", 70 * GIB),
-    rank_info(2, "GPU-b"),
+    gpu_rank(0, "GPU-a", 70 * GIB),
+    gpu_rank(1, "GPU-a", 70 * GIB),
+    gpu_rank(2, "GPU-b"),
 ]
 
 

@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ import pytest
 
 from nbdist.cluster import rank_registry
 from nbdist.cluster.rank_registry import ExitOrder, RankRegistry
+from nbdist.cluster.startup_status import ends_within
 from nbdist.cluster.supervisor_client import Loss
 from nbdist.wire import RankInfo
+from tests.rank_info import rank_info
 
 WITHIN_S = 10.0
 PARENT = """
@@ -121,6 +124,35 @@ def registry(
     made.close()
 
 
+def test_a_wait_for_deaths_ends_with_the_death(
+    families: list[Family], registry: RankRegistry
+) -> None:
+    found: list[bool] = []
+
+    def wait() -> None:
+        found.append(registry.await_deaths(lambda died: 1 in died, 10 * WITHIN_S))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    families[2].kill()
+    registry._on_death(1)
+    waiting.join(WITHIN_S)
+    assert found == [True]
+    assert not registry.await_deaths(lambda died: 0 in died, 0.0)
+
+
+def test_the_end_of_a_process_that_is_no_child_is_awaited(
+    families: list[Family],
+) -> None:
+    child = families[0].child
+    assert not ends_within(child, 0.0)
+    killer = threading.Thread(target=families[0].kill)
+    killer.start()
+    assert ends_within(child, WITHIN_S)
+    killer.join()
+    assert ends_within(child, 0.0)
+
+
 REASON = "mpiexec has ended with SIGABRT"
 
 
@@ -167,20 +199,5 @@ def test_an_mpiexec_that_was_killed_is_named_whoever_ended_first(
 
 
 def _info(rank: int, family: Family) -> RankInfo:
-    return RankInfo(
-        rank=rank,
-        world_size=2,
-        local_rank=rank,
-        local_world_size=2,
-        engine_uuid="",
-        host="here",
-        pid=family.child,
-        device="cpu",
-        device_name="",
-        device_uuid=None,
-        memory_limit=None,
-        threads=1,
-        transport="",
-        name=f"rank{rank}",
-        parent_pid=family.parent,
-    )
+    pids = {"pid": family.child, "parent_pid": family.parent}
+    return rank_info(rank, host="here", name=f"rank{rank}", **pids)

@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from nbdist.telemetry.collector import MAX_METRICS, Collector
-from nbdist.wire import Batch, DeviceSample, RankInfo, Sample
+from nbdist.wire import Batch, DeviceSample, Sample
+from tests.rank_info import rank_info
 
 
 def batch(
@@ -30,12 +31,6 @@ def batch(
 def device(rank: int, utilisation: float) -> Batch:
     sample = DeviceSample(rank, utilisation, "cuda:0", utilisation, 1, 2, 1, 5.0)
     return Batch(rank, "device", int(utilisation), 0, (sample,))
-
-
-def info(rank: int) -> RankInfo:
-    return RankInfo(
-        rank, 2, rank, 2, "e", "host", 1, "cpu", "cpu", None, None, 1, "shm"
-    )
 
 
 def test_a_history_holds_each_ranks_steps_and_values() -> None:
@@ -127,7 +122,7 @@ def test_devices_keep_their_last_minute_and_leave_with_their_rank() -> None:
     for second in range(100):
         collector.receive(device(0, second))
         collector.receive(device(7, second))
-    collector.set_ranks([info(1), info(0)])
+    collector.set_ranks([rank_info(1), rank_info(0)])
     snapshot = collector.snapshot()
     assert [entry.rank for entry in snapshot.ranks] == [0, 1]
     assert list(snapshot.devices) == [0]

@@ -13,7 +13,8 @@ import traitlets
 
 from nbdist.telemetry.collector import Collector
 from nbdist.widgets.monitor import Monitor
-from nbdist.wire import Batch, DeviceSample, RankInfo, Sample
+from nbdist.wire import Batch, DeviceSample, Sample
+from tests.rank_info import rank_info
 
 Sent = tuple[dict[str, Any], bytes]
 
@@ -106,9 +107,7 @@ def test_ranks_devices_and_losses_travel_along(
     monitor: SpyMonitor, collector: Collector
 ) -> None:
     sample = DeviceSample(0, 1.0, "cuda:0", None, 10, 20, 5, 99.0)
-    info = RankInfo(
-        0, 1, 0, 1, "e", "node", 1, "cuda:0", "H200", "GPU-1", None, 1, "nccl"
-    )
+    info = rank_info(0, 1, host="node", device="cuda:0", device_name="H200")
     collector.set_ranks([info])
     monitor.next()
     collector.receive(Batch(0, "source", 4, 0, (sample,)))
