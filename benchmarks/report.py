@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import machine
 
-__all__ = ["publish", "save", "section_path", "table"]
+__all__ = ["publish", "put", "save", "section_path", "table"]
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "out" / "bench"
@@ -40,13 +40,17 @@ def section_path(name: str) -> Path:
 
 
 def publish(name: str) -> None:
-    """Put a saved section between its markers, into the page of docs/ that has them.
+    """Put a saved section into its page, as `put` does."""
+    put(name, section_path(name).read_text(encoding="utf-8"))
+
+
+def put(name: str, section: str) -> None:
+    """Put a text between its markers, into the page of docs/ that has them.
 
     Raises:
         ValueError: No page has one pair of such markers.
     """
     begin, end = f"<!-- {name}: measured -->", f"<!-- {name}: end -->"
-    section = section_path(name).read_text(encoding="utf-8")
     for path in sorted(PAGES.glob("*.md")):
         page, count = re.subn(
             f"{re.escape(begin)}.*?{re.escape(end)}",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 __all__ = ["Signature", "signature"]
 
 _LIMIT = 4096
-_cache: dict[tuple[object, ...], Signature] = {}
+"""The most signatures that are kept, because shapes may never repeat."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,7 @@ class Signature:
     """A 63-bit digest of the fields above, equal in every process and never 0."""
 
 
+@lru_cache(_LIMIT)
 def signature(
     operation: str,
     reduce_op: str | None,
@@ -39,23 +41,6 @@ def signature(
     device: str,
 ) -> Signature:
     """The signature of a call. `device` is the type of a device, such as "cpu"."""
-    key = (operation, reduce_op, root, dtype, shape, device)
-    found = _cache.get(key)
-    if found is None:
-        if len(_cache) >= _LIMIT:  # shapes may never repeat
-            _cache.clear()
-        found = _cache[key] = _make(*key)
-    return found
-
-
-def _make(
-    operation: str,
-    reduce_op: str | None,
-    root: int | None,
-    dtype: torch.dtype | None,
-    shape: tuple[int, ...],
-    device: str,
-) -> Signature:
     name = "object" if dtype is None else str(dtype).removeprefix("torch.")
     parts = (operation, reduce_op, root, name, tuple(shape), device)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

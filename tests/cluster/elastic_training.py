@@ -68,6 +68,9 @@ events, sizes = [], []
 """
 
 
+TRAIN = "state = make_state(); result = train(state)"
+
+
 def prepare(cluster: Cluster, folder: Path) -> None:
     """Define the training on every rank. Each event happens once, on one rank."""
     cluster.execute(SETUP)

@@ -352,33 +352,27 @@ def test_a_flood_is_capped_and_kept_in_a_file(cluster: Cluster):
     assert stdout(cluster.execute("print('small')")) == ["small\n"] * 4
 
 
+LATE = """
+import threading
+go, gone = threading.Event(), threading.Event()
+def late():
+    go.wait(30)
+    print('late')
+    gone.set()
+threading.Thread(target=late).start()
+"""
+
+
 def test_what_a_thread_prints_after_its_cell_comes_with_the_next(cluster: Cluster):
-    cluster.execute(
-        "import threading\n"
-        "go, gone = threading.Event(), threading.Event()\n"
-        "def late():\n"
-        "    go.wait(30)\n"
-        "    print('late')\n"
-        "    gone.set()\n"
-        "threading.Thread(target=late).start()"
-    )
+    cluster.execute(LATE)
     assert cluster["(go.set(), gone.wait(30))[1]"] == [True] * 4
     assert stdout(cluster.execute("print('next')")) == ["late\nnext\n"] * 4
     assert stdout(cluster.execute("print('alone')")) == ["alone\n"] * 4
 
 
 def test_the_full_text_stays_although_a_thread_prints_on(cluster: Cluster):
-    result = cluster.execute(
-        "import threading\n"
-        "go, gone = threading.Event(), threading.Event()\n"
-        "def late():\n"
-        "    go.wait(30)\n"
-        "    print('late')\n"
-        "    gone.set()\n"
-        "threading.Thread(target=late).start()\n"
-        "for i in range(300_000): print('line', i)",
-        ranks=[0],
-    )
+    lines = "for i in range(300_000): print('line', i)"
+    result = cluster.execute(LATE + lines, ranks=[0])
     path = re.search(r"full text is in (\S+) until", result[0].stderr)
     assert path is not None
     assert cluster.pull("(go.set(), gone.wait(30))[1]", [0]) == [True]

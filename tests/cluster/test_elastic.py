@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_training import STEPS, assert_trained, prepare, weights
+from elastic_training import STEPS, TRAIN, assert_trained, prepare, weights
 
 from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CellError, UsageError
 from tests.processes import wait_until
-
-TRAIN = "state = make_state(); result = train(state)"
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_training import STEPS, prepare
+from elastic_training import STEPS, TRAIN, prepare
 
 from nbdist.cluster.cluster import Cluster
 from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
 from tests.cluster.test_slow_values import SLOW, WITHIN_S, pressed_when
 from tests.processes import wait_until
 
-TRAIN = "state = make_state(); result = train(state)"
 SUM = "x = torch.ones(2); nbdist.all_reduce(x); assert x.eq(world_size).all()"
 
 

@@ -16,7 +16,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from elastic_training import SETUP, STEPS, assert_trained, prepare, weights
+from elastic_training import (
+    SETUP,
+    STEPS,
+    TRAIN,
+    assert_trained,
+    prepare,
+    weights,
+)
 
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.recovery import Recovery
@@ -31,8 +38,6 @@ from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
 from tests.cluster_processes import ClusterProcesses, ComingRank
 from tests.processes import wait_until
-
-TRAIN = "state = make_state(); result = train(state)"
 
 
 def open_files() -> list[str]:

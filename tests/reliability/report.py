@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from benchmarks.report import put
 from nbdist import CellError
 from tests.reliability.matrix import CASES, FAULTS, PLACES, RANKS, Case
 
-__all__ = ["PAGE", "Report"]
-
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
-BEGIN, END = "<!-- matrix: measured -->", "<!-- matrix: end -->"
+__all__ = ["Report"]
 
 
 class Report:
@@ -50,10 +46,4 @@ class Report:
 
     def write(self) -> None:
         """Put the table in its place on the page."""
-        text = PAGE.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        new = f"{before}{BEGIN}\n\n{self.table()}\n\n{END}{after}"
-        beside = PAGE.with_suffix(".md.new")
-        beside.write_text(new, encoding="utf-8")
-        beside.rename(PAGE)
+        put("matrix", f"\n{self.table()}\n\n")
