@@ -17,6 +17,20 @@ from tests.shared_cluster import SharedCluster
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_collection_finish() -> None:
+    """Check that no test module has initialised MPI before nbdist could.
+
+    A process without a launcher then leaves 16 MB in /dev/shm at its end; see
+    `nbdist.collectives.before_mpi`.
+    """
+    maps = Path("/proc/self/maps")
+    if maps.exists() and "/sm_segment." in maps.read_text(errors="replace"):
+        raise pytest.UsageError(
+            "a test module imports mpi4py.MPI before nbdist: import it in the function "
+            "that runs on ranks"
+        )
+
+
 @pytest.fixture(scope="session")
 def _shared_cluster() -> Iterator[SharedCluster]:
     shared = SharedCluster(4)

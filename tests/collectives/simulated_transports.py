@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 import nbdist.collectives as nc
@@ -23,7 +22,6 @@ from nbdist.collectives.transports.mpi import DirectTransport
 from nbdist.collectives.transports.slots import PeerSlots, peer_bytes
 from nbdist.collectives.transports.staged import StagedTransport
 
-COMM = MPI.COMM_WORLD
 SLOT_BYTES = 64 * 1024
 PIECE_BYTES = 40_000
 """Not a multiple of anything."""
@@ -119,14 +117,17 @@ def _peer(group: nc.Group, best: Transport, mpi: Transport) -> Transport:
 
 
 def _memories() -> list[Tensor]:
-    size = peer_bytes(COMM.size, SLOT_BYTES)
+    from mpi4py import MPI  # initialises MPI: not in a process that imports `PutOff`
+
+    world = MPI.COMM_WORLD
+    size = peer_bytes(world.size, SLOT_BYTES)
     own = Segment.create(size)
-    addresses = COMM.allgather(own.address)
+    addresses = world.allgather(own.address)
     segments = [
-        own if rank == COMM.rank else Segment.open(address, size)
+        own if rank == world.rank else Segment.open(address, size)
         for rank, address in enumerate(addresses)
     ]
-    COMM.Barrier()
+    world.Barrier()
     own.close_file()
     return [torch.frombuffer(each.memory, dtype=torch.uint8) for each in segments]
 
