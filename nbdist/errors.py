@@ -11,13 +11,13 @@ NbdistError
 │   ├── AlreadyRunning           a cluster is running and was left untouched
 │   ├── StartError               the cluster did not come up; all is cleaned up
 │   ├── ChangeFailed             the ranks could not make a new world
-│   ├── ScaleFailed              the world keeps its size; its ranks go on
+│   ├── ScaleFailed              the world keeps its size, and its ranks continue
 │   └── RankDied                 a rank's process ended while it was needed
 ├── CellError                    a cell failed on one or more ranks
 │   ├── CellTimeout              the cell's --timeout ran out
 │   └── CellInterrupted          the cell was interrupted
 ├── RestartsSpent                an elastic run gave up; its last commit is intact
-├── CheckpointError              a file of saved state is damaged, or is no such file
+├── CheckpointError              a file of saved state is damaged, or is another file
 ├── TransferError                a value could not travel to or from the ranks
 ├── SaveError                    a file was not written; the old one is untouched
 └── CollectiveError              raised on the ranks
@@ -150,7 +150,7 @@ class ChangeFailed(ClusterError):
 
 
 class ScaleFailed(ClusterError):
-    """The world could not change its size. Its ranks go on with their variables."""
+    """The world could not change its size. Its ranks continue with their variables."""
 
 
 class RankDied(ClusterError):
@@ -199,7 +199,7 @@ class CellInterrupted(CellError, KeyboardInterrupt):
 
 
 class RestartsSpent(NbdistError, RuntimeError):
-    """An elastic run ended, for its ranks could not go on. Its last commit is kept."""
+    """An elastic run ended because its ranks could not continue. The commit is kept."""
 
 
 class CheckpointError(NbdistError, ValueError):

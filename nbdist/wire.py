@@ -237,7 +237,7 @@ class Verdict:
     """The notebook's decision that ends a pause."""
 
     action: str
-    """"go on" with the present ranks, "finish", "give up" or "interrupt"."""
+    """"continue" with the current ranks, "finish", "give up" or "interrupt"."""
     why: str = ""
     """The reason for the error's message; "" if the original error suffices."""
     completed_resize: int = 0

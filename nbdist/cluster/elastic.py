@@ -208,7 +208,7 @@ class Elastic:
 
         note = self._change_members(progress, recover)
         self._on_note(f"{why}\n{note}; {run.name} continues")
-        return Verdict("go on")
+        return Verdict("continue")
 
     def _check_survivors(self, progress: _Progress) -> None:
         """Check that a rank has the last commit. A rank that has joined may lack it.
@@ -255,7 +255,7 @@ class Elastic:
     ) -> Verdict | None:
         request = self._resizes.pending
         if request is None:
-            return Verdict("go on")
+            return Verdict("continue")
         if not is_deferred and not self._defer_interrupts(progress.call):
             return None
         ask = self._ask_in(progress.call)
@@ -271,7 +271,7 @@ class Elastic:
             self._resizes.refuse(error)
         else:
             self._resizes.complete(note)
-        return Verdict("go on")
+        return Verdict("continue")
 
     # -- changing the members ------------------------------------------------------
 

@@ -34,7 +34,7 @@ __all__ = ["Output"]
 COALESCE_S = 0.02
 ACTIVE_POLL_S = 0.1
 AWAKE_S = 1.0
-"""Seconds that the publisher thread goes on looking after a cell has ended. A cell that
+"""Seconds that the publisher thread still polls after a cell has ended. A cell that
 begins meanwhile needs not wake it."""
 SPILL_LIMIT_BYTES = 1 << 30
 SPILL_BUFFER_BYTES = 1 << 16

@@ -1,4 +1,4 @@
-"""The stage of the draws, and what came of them, for docs/reliability.md."""
+"""The cluster on which draws are played, and the report for docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture
 def stage(_stage: Stage, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """Three ranks. A draw that fails takes them down, so that the next has new ones."""
+    """A cluster of three ranks. After a draw that fails, the next one gets another."""
     failed = request.session.testsfailed
     yield _stage
     if request.session.testsfailed > failed:
@@ -29,7 +29,7 @@ def stage(_stage: Stage, request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 @pytest.fixture(scope="session")
 def report() -> Iterator[Report]:
-    """What held; NBDIST_WRITE_RELIABILITY=1 writes it into the documentation."""
+    """The report of all draws; NBDIST_WRITE_RELIABILITY=1 writes it into the page."""
     report = Report()
     yield report
     if os.environ.get("NBDIST_WRITE_RELIABILITY"):

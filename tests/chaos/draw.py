@@ -1,4 +1,4 @@
-"""What goes wrong, where and when: a pure function of a seed."""
+"""Draws of a fault, its victims and its moment: a pure function of a seed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FAULTS = {
     "worker": ("SIGKILL", "SIGSTOP", "exit code 7"),
     "folder": ("disk full",),
 }
-"""What can befall each process; "folder" is the one that holds the cluster's files."""
+"""The faults of each kind of process; "folder" is the folder of the cluster's files."""
 
 WEIGHTS = {"rank": 3, "rank parent": 2}
-"""How often each is drawn; 1 for the others."""
+"""The weight with which each kind of process is drawn; 1 for the others."""
 
 MOMENTS = (
     "start",
@@ -38,7 +38,7 @@ MOMENTS = (
     "recovery",
 )
 CHANGES = ("scale", "restart", "recovery")
-"""The moments at which a new rank is on its way."""
+"""The moments at which a new rank starts."""
 
 STAGES = (
     "starting Python",
@@ -48,10 +48,10 @@ STAGES = (
     "registering",
     "setup cell",
 )
-"""How far a rank that comes up is; a rank of the first start runs no setup cell."""
+"""The stages of a rank's start. A rank of the first start runs no setup cell."""
 
 PORTS = ("registration", "iopub of the ranks", "hb_pong", "mux", "control")
-"""The controller's, by the beginning of the name that `tests.security` gives them."""
+"""The controller's ports, by the beginning of their names in `tests.security`."""
 
 SEVERAL = ("rank", "rank parent", "worker")
 
@@ -66,15 +66,15 @@ class Draw:
     fault: str
     moment: str
     count: str
-    """"one", "two" or "all"; of what there is once in a cluster, "one"."""
+    """"one", "two" or "all" processes; "one" if a cluster has only one of this kind."""
     victims: tuple[int, ...]
-    """The ranks that are struck, or whose parent or worker is; else empty."""
+    """The ranks that get the fault, or whose parent or worker gets it; else empty."""
     first: int
-    """In a change of membership, the number of the rank that comes up."""
+    """In a change of the members, the rank that starts."""
     stage: str
-    """How far that rank is; at a start, the victims. Else empty."""
+    """The stage of that rank; at a start, the stage of the victims. Else empty."""
     port: str
-    """The controller's port that a wrong message goes to."""
+    """The controller's port to which a wrong message is sent."""
 
     def __str__(self) -> str:
         whose = ",".join(map(str, self.victims))
@@ -84,15 +84,15 @@ class Draw:
 
 
 def possible(process: str, fault: str, moment: str) -> bool:
-    """Whether there is such a process, and a way to strike it, at this moment."""
+    """Whether the process exists at this moment, and the fault can be injected."""
     if moment != "start":
         return True
-    # A loader begins in a cell, and so does the thread that hears of an exit code.
+    # A loader starts in a cell, and so does the thread that receives an exit code.
     return process != "worker" and not fault.startswith("exit")
 
 
 def draw(seed: int) -> Draw:
-    """The draw of a seed: the process by WEIGHTS; faults and moments are equal."""
+    """The draw of a seed: the process by WEIGHTS, fault and moment uniformly."""
     chance = random.Random(seed)
     (process,) = chance.choices(list(FAULTS), [WEIGHTS.get(p, 1) for p in FAULTS])
     fault = chance.choice(FAULTS[process])
@@ -127,16 +127,16 @@ def _victims(
 
 def _stage(chance: random.Random, fault: str, moment: str) -> str:
     if moment in CHANGES:
-        # Before its setup cell, nothing on a new rank hears of an exit code.
+        # Before its setup cell, no thread of a new rank receives an exit code.
         return "setup cell" if fault.startswith("exit") else chance.choice(STAGES)
     return chance.choice(STAGES[:-1]) if moment == "start" else ""
 
 
 def spread(seeds: Iterable[int], count: int) -> list[int]:
-    """Some of the seeds, which together cover as much of the space as so many can.
+    """Choose `count` seeds that together cover as many cases as possible.
 
-    Each next one has the most that is new: first pairs of process and fault, then the
-    pairs of these with a moment, then the number of processes struck.
+    Each next seed adds the most new cases: first pairs of process and fault, then these
+    with a moment, then the number of processes.
     """
     left = {seed: set(_covers(draw(seed))) for seed in seeds}
     covered: set[tuple[int, str, str]] = set()
@@ -149,7 +149,7 @@ def spread(seeds: Iterable[int], count: int) -> list[int]:
 
 
 def _covers(draw: Draw) -> Iterator[tuple[int, str, str]]:
-    """What a draw covers; the number says how much that is worth."""
+    """The cases that a draw covers, each with its importance."""
     yield 100, draw.process, draw.fault
     yield 100, "moment", draw.moment
     yield 10, draw.process, draw.moment

@@ -1,7 +1,6 @@
-"""How each draw must end: a pure function of the draw, to be read beside the docs.
+"""How each draw must end: a pure function of the draw.
 
-docs/reliability.md says in words what `TABLE` says here. The first row that a draw fits
-is the one that counts.
+docs/reliability.md describes `TABLE` in words. The first row that fits a draw counts.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ START_S = 30.0
 """A start of three ranks on a loaded machine of two cores; 8 s on a quiet one."""
 RECOVERY_S = 2 * START_S
 LONG = 2 * RECOVERY_S
-"""Where a first recovery may fail, and all ranks are started again."""
+"""Seconds if a first recovery may fail, and all ranks are started again."""
 
 WHOLE = "whole"
-"""Every rank is the process that it was, and has its variables."""
+"""Every rank is the same process as before, and has its variables."""
 REPLACED = "replaced"
-"""The ranks that were struck are new processes; the others are as they were."""
+"""The victims are new processes. The other ranks are the same as before."""
 RENEWED = "renewed"
 """All ranks are new processes, which have run the setup cells."""
 ENDED = "ended"
-"""Nothing of the cluster is left. One error says so, and a new start works."""
+"""The cluster has ended completely. An error says so, and a new start works."""
 
 DEATHS = ("SIGKILL", "exit code 7")
 IN_CELL = ("cell", "collective", "push", "pull", "save")
@@ -34,21 +33,21 @@ IN_CELL = ("cell", "collective", "push", "pull", "save")
 
 @dataclass(frozen=True)
 class Row:
-    """What follows a kind of draws; an empty tuple stands for any."""
+    """The outcome of a kind of draws. An empty tuple matches everything."""
 
     process: tuple[str, ...] = ()
     fault: tuple[str, ...] = ()
     moment: tuple[str, ...] = ()
     count: tuple[str, ...] = ()
     ends: tuple[str, ...] = (WHOLE,)
-    """Which of these the cluster may be afterwards."""
+    """The states in which the cluster may be afterwards."""
     says: tuple[str, ...] = ()
     """Patterns that the errors and notes must have; `{rank}` for each victim, `{fault}`
     for how it ended."""
     raises: bool | None = None
-    """Whether what the notebook did raises; None where it may."""
+    """Whether the notebook's call raises; None if it may or may not."""
     within_s: float = RECOVERY_S
-    """Until what the notebook did has ended, and the cell after it."""
+    """The most seconds for the notebook's call, and for the cell after it."""
 
     def fits(self, draw: Draw) -> bool:
         return all(
@@ -71,11 +70,11 @@ FEW = ("one", "two")
 STOP = ("SIGSTOP",)
 
 TABLE = (
-    # A start that is struck fails as a whole, says by what, and leaves nothing.
+    # A start with a fault fails as a whole, names the fault, and leaves nothing.
     Row(RANK, DEATHS, ("start",), (), (ENDED,), ONE_DIED, True),
     Row(HELPER, DEATHS, ("start",), (), (ENDED,), ENDS, True),
-    # Dead ranks are replaced: at once after a cell, else by the next one. When all are
-    # dead, all are started again. Who loses its parent process dies, and nobody else.
+    # Dead ranks are replaced: at once after a cell, else by the next cell. If all are
+    # dead, all are started again. A rank whose parent dies also dies, but no other.
     Row(RANK, DEATHS, ("commit",), FEW, (REPLACED, RENEWED), DIED, False, LONG),
     Row(RANK, DEATHS, ("commit",), (), (RENEWED,), DIED, False, LONG),
     Row(RANK, DEATHS, CHANGES, FEW, (REPLACED, RENEWED), DIED, None, LONG),
@@ -84,21 +83,21 @@ TABLE = (
     Row(RANK, DEATHS, ("idle",), (), (RENEWED,), DIED, None),
     Row(RANK, DEATHS, IN_CELL, FEW, (REPLACED,), DIED, True),
     Row(RANK, DEATHS, IN_CELL, (), (RENEWED,), DIED, True),
-    # A rank that is stopped and goes on costs time and nothing else.
+    # A rank that is stopped and continued costs only time.
     Row(RANK, STOP, (), (), (WHOLE,), (), False),
-    # The ranks cannot live without a helper: all end, and the next cell starts others
-    # or says to do so. An elastic training goes on from its last commit.
+    # The ranks need the helpers. Without one, all ranks end, and the next cell starts
+    # new ranks or says how. An elastic training continues from its last commit.
     Row(HELPER, DEATHS, ("commit",), (), (RENEWED, ENDED), ENDS, None, LONG),
     Row(HELPER, DEATHS, (), (), (RENEWED, ENDED), ENDS, None, LONG),
-    # A helper that is stopped is continued, and that is said.
+    # A helper that is stopped is continued, and a note says so.
     Row(HELPER, STOP, ("start",), (), (WHOLE,), (), False),
     Row(HELPER, STOP, (), (), (WHOLE,), (r"{process}.*stopped",), False),
-    # What no part of the cluster has sent changes nothing.
+    # A message from outside the cluster has no effect.
     Row((), ("wrong message",), (), (), (WHOLE,), (), False),
-    # The worker of a loader costs the loop over that loader.
+    # The death of a loader's worker fails the loop over that loader.
     Row(("worker",), DEATHS, (), (), (WHOLE,), (r"DataLoader worker \(pid",), True),
     Row(("worker",), STOP, (), (), (WHOLE,), (), False),
-    # A full folder may fail what needs it, with an error, and costs no rank.
+    # A full folder may fail a call that writes to it, and ends no rank.
     Row((), ("disk full",), ("start",), (), (WHOLE, ENDED)),
     Row((), ("disk full",), (), (), (WHOLE,)),
 )
@@ -110,7 +109,7 @@ class Expectation:
 
     ends: tuple[str, ...]
     new: tuple[int, ...]
-    """The ranks that are other processes afterwards, if it ends as "replaced"."""
+    """The ranks that are new processes afterwards, if the outcome is "replaced"."""
     says: tuple[str, ...]
     raises: bool | None
     within_s: float
@@ -137,7 +136,7 @@ def expected(draw: Draw) -> Expectation:
 
 def _filled(patterns: Iterable[str], draw: Draw) -> Iterable[str]:
     for pattern in patterns:
-        # A rank whose parent was killed ends with it; nobody is left to say how.
+        # A rank whose parent was killed ends with it, and no process reports its exit.
         how = draw.fault if draw.process != "rank parent" else ""
         text = pattern.replace("{fault}", how).replace("{process}", draw.process)
         if "{any}" in text:
@@ -151,7 +150,7 @@ def _filled(patterns: Iterable[str], draw: Draw) -> Iterable[str]:
 def _named(draw: Draw) -> Iterable[int]:
     """The victims that must be named.
 
-    A rank that is on its way is in no world yet: it is named where it dies alone.
+    A rank that starts is not in the world yet. It is named only if it dies alone.
     """
     members = [r for r in draw.victims if draw.moment not in CHANGES or r != draw.first]
     return members or draw.victims

@@ -1,4 +1,4 @@
-"""How each fault is brought about, from outside of what it befalls."""
+"""Injects each fault, from outside of the processes that get it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_client.session import Session
 from tests.processes import runs, wait_until
 from tests.security import attack
 
-__all__ = ["FolderFull", "exit_code", "kill", "send_wrong", "stop_and_go_on"]
+__all__ = ["FolderFull", "exit_code", "kill", "send_wrong", "stop_and_continue"]
 
 STOPPED_WITHIN_S = 5.0
 LISTENS_WITHIN_S = 10.0
@@ -23,7 +23,7 @@ FILLED_IN_BYTES = 1 << 20
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """As `kill -9` does, all at once; return when they have ended."""
+    """Kill processes with SIGKILL, all at once. Returns when they have ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -34,20 +34,20 @@ def _await_end(processes: Sequence[psutil.Process]) -> None:
     wait_until(lambda: not any(map(runs, processes)), ENDED_WITHIN_S)
 
 
-def stop_and_go_on(
+def stop_and_continue(
     processes: Sequence[psutil.Process],
     on_stopped: Callable[[], None],
     said: Callable[[], bool],
     most_s: float,
 ) -> None:
-    """Stop processes, and continue them once that was said, or so much later."""
+    """Stop processes. Continue them when a note was made, or after `most_s` seconds."""
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     try:
-        # Who watches them may have continued them before this looks.
+        # The watcher of the processes may have continued them before this check.
         wait_until(lambda: said() or all(map(_stopped, processes)), STOPPED_WITHIN_S)
         on_stopped()
-        with contextlib.suppress(AssertionError):  # not said: what follows shows it
+        with contextlib.suppress(AssertionError):  # no note: a later check fails
             wait_until(said, most_s)
     finally:
         for process in processes:
@@ -59,11 +59,11 @@ def _stopped(process: psutil.Process) -> bool:
     try:
         return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
-        return True  # whoever noticed has ended it
+        return True  # another process has noticed the stop and ended it
 
 
 def exit_code(processes: Sequence[psutil.Process], folder: Path, code: int) -> None:
-    """Have processes that `listen` exit by themselves; return when they have."""
+    """Make processes that have called `listen` exit. Returns when they have ended."""
     fifos = [folder / f"exit {process.pid}" for process in processes]
     for fifo in fifos:
         wait_until(fifo.exists, LISTENS_WITHIN_S)
@@ -75,7 +75,7 @@ def exit_code(processes: Sequence[psutil.Process], folder: Path, code: int) -> N
 
 
 class FolderFull:
-    """Fills a file system of the test's own until nothing more fits.
+    """Fills a file system that only the test uses.
 
     Args:
         folder: its root.
@@ -85,7 +85,7 @@ class FolderFull:
         self._filler = folder / "filler"
 
     def strike(self) -> None:
-        """Fill it, to the last byte."""
+        """Fill it to the last byte."""
         with (
             contextlib.suppress(OSError),
             open(self._filler, "wb", buffering=0) as file,
@@ -98,7 +98,7 @@ class FolderFull:
                     size //= 2
 
     def lift(self) -> None:
-        """Make room again."""
+        """Free the space."""
         self._filler.unlink(missing_ok=True)
 
 

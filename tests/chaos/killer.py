@@ -1,4 +1,4 @@
-"""Kills of all kinds at random moments, from a thread of its own."""
+"""Kills processes of a cluster at random moments, on its own thread."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ STOPPED_S = 0.5
 
 
 class Killer:
-    """Strikes a cluster again and again until it is closed.
+    """Kills processes of a cluster until it is closed.
 
-    About every other time it does not wait for the recovery from what was before.
+    About every other time it does not wait for the recovery from the kill before.
 
     Args:
-        cluster: in which an elastic training runs.
-        notes: what the cluster has said; it grows with each recovery.
-        seed: of what is struck, and when.
-        most_s: the longest wait between two strikes.
-        kinds: what may be struck.
+        cluster: a cluster that runs an elastic training.
+        notes: the cluster's notes. Each recovery adds one.
+        seed: the seed of the victims and the moments.
+        most_s: the longest wait between two kills, in seconds.
+        kinds: the kinds of kills to choose from.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Killer:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.struck: list[str] = []
-        """The kinds that were struck, in order."""
+        """The kinds of the kills so far, in order."""
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Strike no more; returns when the last strike is over."""
+        """Stop killing. Returns when the last kill is complete."""
         self._over.set()
         self._thread.join()
 
@@ -75,7 +75,7 @@ class Killer:
         while not self._over.wait(self._chance.uniform(0.0, self._most_s)):
             (kind,) = self._chance.choices(self._kinds, self._weights)
             seen = len(self._notes)
-            # The world may be another while we look at it: then nothing is struck.
+            # The world may change during the choice. Then no process is killed.
             with contextlib.suppress(NotRunning, psutil.Error, ValueError):
                 self._strike(kind)
                 self.struck.append(kind)
@@ -83,7 +83,7 @@ class Killer:
                     self._await(lambda: len(self._notes) > seen, RECOVERED_WITHIN_S)  # noqa: B023
 
     def _await(self, condition: Callable[[], bool], within_s: float) -> None:
-        """Until the condition holds, the killer is closed, or the time is up."""
+        """Wait until the condition holds, the killer is closed, or the time is up."""
         for _ in range(round(within_s / 0.02)):
             if condition() or self._over.wait(0.02):
                 return
@@ -97,7 +97,7 @@ class Killer:
             faults.kill([] if helper is None else [helper])
         elif kind == "a stopped rank":
             stopped = [self._chance.choice(ranks)]
-            faults.stop_and_go_on(stopped, lambda: None, lambda: False, STOPPED_S)
+            faults.stop_and_continue(stopped, lambda: None, lambda: False, STOPPED_S)
         elif kind == "a rank's parent":
             faults.kill([rank_parent(self._chance.choice(infos))])
         elif kind == "a rank and the one that comes in its place":

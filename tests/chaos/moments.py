@@ -1,7 +1,7 @@
-"""What the notebook does while a fault strikes, and how the test knows when it does.
+"""The notebook's calls during which faults are injected.
 
-Each scene is one call that a notebook makes, and the event by which the middle of it is
-seen: a mark that ranks write to a pipe, or the stage that a new rank has reached.
+Each scene is one call of a notebook, and an event in the middle of it: a mark that
+ranks write to a pipe, or the stage that a new rank has reached.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ NOTICED_WITHIN_S = 2.0
 
 
 class Marks:
-    """What ranks write when they are where a fault is to strike.
+    """The marks that ranks write at the position at which a fault is injected.
 
     Args:
-        folder: where the pipe lies, and the files that the ranks look for.
+        folder: the folder of the pipe and of the files for which the ranks poll.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         os.mkfifo(folder / "marks", 0o600)
-        # Open for writing too, so that no rank waits for a reader, nor finds none.
+        # Also open it for writing, so that ranks neither wait for a reader nor fail.
         self._pipe = os.open(folder / "marks", os.O_RDWR | os.O_NONBLOCK)
         self._go = folder / "go"
         self.newcomers = folder / "hold newcomers"
@@ -54,18 +54,18 @@ class Marks:
         os.close(self._pipe)
 
     def arm(self) -> None:
-        """From now on ranks wait where they hold."""
+        """Make ranks wait at their positions from now on."""
         self._go.unlink(missing_ok=True)
         while select.select([self._pipe], [], [], 0)[0]:
             os.read(self._pipe, 4096)
 
     def let_go(self) -> None:
-        """Ranks that hold go on, and no other will hold."""
+        """Continue the ranks that wait, and let no other rank wait."""
         self._go.touch()
         self.newcomers.unlink(missing_ok=True)
 
     def wait(self, count: int) -> None:
-        """Until so many ranks have said that they are there."""
+        """Wait until `count` ranks have reached their positions."""
         deadline = time.monotonic() + REACHED_WITHIN_S
         while count > 0:
             left = max(0.0, deadline - time.monotonic())
@@ -74,29 +74,29 @@ class Marks:
 
 
 class Scene:
-    """Something that a notebook does, on a stage."""
+    """A call of a notebook on a stage."""
 
     marks = RANKS
-    """How many ranks say that they are there."""
+    """The number of ranks that write a mark."""
 
     def __init__(self, stage: Stage, draw: Draw) -> None:
         self.stage, self.draw = stage, draw
         self.struck = threading.Event()
-        """Set once the fault has struck; what was stopped may still be."""
+        """Set when the fault was injected. Stopped processes may still be stopped."""
 
     def prepare(self) -> None:
-        """Before anything is held up."""
+        """Prepare the call, before ranks wait at their positions."""
 
     def act(self) -> None:
-        """What the notebook does. Raises what the user would see."""
+        """Make the notebook's call. Raises the error that the user would see."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Until the act is in its midst; called on a thread of its own."""
+        """Wait until the call is in its middle. Called on another thread."""
         self.stage.marks.wait(self.marks)
 
     def targets(self) -> list[psutil.Process]:
-        """The processes to strike, once the act is in its midst."""
+        """The processes that get the fault, when the call is in its middle."""
         draw = self.draw
         if draw.process == "rank":
             return [self._rank(rank) for rank in draw.victims]
@@ -117,11 +117,11 @@ class Scene:
         return self.stage.parents[rank]
 
     def check(self) -> None:
-        """What must hold of this scene once all is mended."""
+        """Check the result of this scene after the recovery."""
 
 
 class Idle(Scene):
-    """No cell runs; then one does."""
+    """No cell runs, and then a cell is run."""
 
     def wait(self) -> None:
         pass
@@ -150,21 +150,21 @@ class Idle(Scene):
 
 
 class Cell(Scene):
-    """A cell runs that needs no other rank."""
+    """A cell without collectives runs."""
 
     def act(self) -> None:
         self.stage.cluster.execute("on_ranks.hold()")
 
 
 class Collective(Scene):
-    """All ranks go from one all-reduce into the next."""
+    """All ranks call all-reduces one after the other."""
 
     def act(self) -> None:
         self.stage.cluster.execute("on_ranks.reduce_until_struck()")
 
 
 class Push(Scene):
-    """The ranks unpickle what the notebook has sent."""
+    """The ranks unpickle a value that the notebook has sent."""
 
     def act(self) -> None:
         held = SlowToArrive(self.stage.folder)
@@ -172,7 +172,7 @@ class Push(Scene):
 
 
 class Pull(Scene):
-    """The ranks pickle what the notebook wants."""
+    """The ranks pickle a value that the notebook pulls."""
 
     def act(self) -> None:
         values = self.stage.cluster.pull(
@@ -182,7 +182,7 @@ class Pull(Scene):
 
 
 class Save(Scene):
-    """Rank 0 writes a file of saved state; the file that was there must stay whole."""
+    """Rank 0 writes a file of saved state. The previous file must stay complete."""
 
     marks = 1
 
@@ -223,7 +223,7 @@ class Commit(Scene):
 
 
 class Change(Scene):
-    """A new rank is on its way; `stage` of the draw says how far."""
+    """A new rank starts. The draw's `stage` is the stage that it has reached."""
 
     def prepare(self) -> None:
         if self.draw.stage == "setup cell":
@@ -255,7 +255,7 @@ class Scale(Change):
 
 
 class Restart(Change):
-    """One rank is replaced because the user wants it."""
+    """One rank is replaced on request of the user."""
 
     def act(self) -> None:
         self.stage.cluster.replace([self.draw.first])
@@ -272,7 +272,7 @@ class Recovery(Change):
 
 
 class Start(Scene):
-    """The first ranks come up."""
+    """The first ranks start."""
 
     def __init__(self, stage: Stage, draw: Draw) -> None:
         super().__init__(stage, draw)
@@ -283,13 +283,13 @@ class Start(Scene):
         self.stage.start(self._stay)
 
     def _stay(self, progress: Progress) -> None:
-        """Once the fault is due, let the start wait until it has struck."""
+        """Make the start wait until the fault was injected."""
         if all(_is_past(progress.stages.get(r), self.draw.stage) for r in self._whose):
             assert self.struck.wait(STRUCK_WITHIN_S)
 
     @property
     def _whose(self) -> Sequence[int]:
-        """The ranks whose stage counts."""
+        """The ranks whose stage is awaited."""
         return self.draw.victims or range(RANKS)
 
     def wait(self) -> None:
@@ -318,7 +318,7 @@ class Start(Scene):
 
 
 def _await_stage(coming: ComingRank, stage: str) -> None:
-    """Until a rank that comes up is at this stage, or past it."""
+    """Wait until a rank that starts has reached this stage, or a later one."""
     wait_until(
         lambda: _is_past(coming.stage, stage),
         REACHED_WITHIN_S,
@@ -338,7 +338,7 @@ def _await_process(coming: ComingRank) -> psutil.Process:
 
 
 def _await_parent(coming: ComingRank) -> psutil.Process:
-    """The parent of a rank, once the rank is there."""
+    """The parent of a rank, when the rank's process exists."""
     _await_process(coming)
     parent = coming.parent()
     assert parent is not None

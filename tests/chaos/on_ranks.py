@@ -1,6 +1,6 @@
-"""What the ranks do for a draw: say where they are, and wait to be struck there.
+"""Functions of the ranks: they mark their position, and wait there for the fault.
 
-Ranks import this file, and so do the workers of their loaders.
+The ranks and the workers of their loaders import this file.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 POLL_S = 0.002
 BIG = 500_000
-"""Numbers of float64 in a value too large to travel within a message."""
+"""Elements of float64 in a value that is too large for a message."""
 HELD_STEP = 5
-"""The step whose commit waits for its fault."""
+"""The step whose commit waits for the fault."""
 
 
 class _Here:
-    """What this process knows of the draws."""
+    """The state of this process."""
 
     folder = Path()
     batches: Iterator[Any] | None = None
     listens = 0
-    """The process that `listen` has been called in."""
+    """The process that has called `listen`."""
 
 
 def begin(folder: str) -> None:
-    """The setup cell: know where to say what; a rank that joins may wait here."""
+    """The setup cell: set the folder of the marks. A rank that joins may wait here."""
     _Here.folder = Path(folder)
     listen(_Here.folder)
     if (_Here.folder / "hold newcomers").exists():
@@ -37,7 +37,7 @@ def begin(folder: str) -> None:
 
 
 def listen(folder: Path) -> None:
-    """Have this process end with the exit code that `faults.exit_code` sends it."""
+    """Make this process end with the exit code that `faults.exit_code` sends."""
     if _Here.listens != os.getpid():
         _Here.listens = os.getpid()
         fifo = folder / f"exit {os.getpid()}"
@@ -52,7 +52,7 @@ def _await_code(folder: Path) -> None:
 
 
 def mark(folder: Path | None = None) -> None:
-    """Tell the test that this rank is here."""
+    """Write a mark: this rank has reached its position."""
     descriptor = os.open((folder or _Here.folder) / "marks", os.O_WRONLY)
     try:
         os.write(descriptor, b".")
@@ -61,12 +61,12 @@ def mark(folder: Path | None = None) -> None:
 
 
 def may_go(folder: Path | None = None) -> bool:
-    """Whether the fault has struck."""
+    """Whether the fault was injected."""
     return ((folder or _Here.folder) / "go").exists()
 
 
 def hold(folder: Path | None = None) -> None:
-    """Say that this rank is here, and stay until the fault has struck."""
+    """Write a mark, and wait until the fault was injected."""
     if not may_go(folder):
         mark(folder)
     while not may_go(folder):
@@ -74,7 +74,7 @@ def hold(folder: Path | None = None) -> None:
 
 
 def reduce_until_struck() -> None:
-    """Go from one all-reduce of 4 MB into the next, and be right in each."""
+    """Call all-reduces of 4 MB until the fault, and check each result."""
     import torch
 
     import nbdist
@@ -94,7 +94,7 @@ def reduce_until_struck() -> None:
 
 
 class SlowToArrive:
-    """A value whose unpickling on a rank stays until the fault has struck."""
+    """A value whose unpickling on a rank waits until the fault was injected."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -109,7 +109,7 @@ def _arrived(folder: str) -> int:
 
 
 class SlowToLeave:
-    """A value whose pickling on a rank stays until the fault has struck."""
+    """A value whose pickling on a rank waits until the fault was injected."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         hold()
@@ -117,7 +117,7 @@ class SlowToLeave:
 
 
 class Tripwire:
-    """A part of an elastic state: the commit, or save, that copies it is held."""
+    """A part of an elastic state. A commit or save waits when it copies this."""
 
     def state_dict(self) -> dict[str, int]:
         from IPython import get_ipython
@@ -132,7 +132,7 @@ class Tripwire:
 
 
 class Items:
-    """A data set whose workers can be told to exit."""
+    """A data set whose workers `faults.exit_code` can end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -146,7 +146,7 @@ class Items:
 
 
 def fetch(batches: int = 1) -> None:
-    """Take batches of a loader with one worker, which is begun by the first."""
+    """Fetch batches from a loader with one worker, which the first call starts."""
     import nbdist
 
     for _ in range(batches):

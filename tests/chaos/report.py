@@ -9,19 +9,19 @@ __all__ = ["Report"]
 
 
 class Report:
-    """Counts what was tried, and what held."""
+    """Counts the draws that were played, and those that ended as expected."""
 
     def __init__(self) -> None:
         self._tried: dict[tuple[str, str], int] = {}
         self._held: dict[tuple[str, str], int] = {}
 
     def tried(self, draw: Draw) -> None:
-        """A draw begins."""
+        """Count a draw that begins."""
         key = draw.process, draw.fault
         self._tried[key] = self._tried.get(key, 0) + 1
 
     def held(self, draw: Draw) -> None:
-        """A draw has ended as it must."""
+        """Count a draw that has ended as expected."""
         key = draw.process, draw.fault
         self._held[key] = self._held.get(key, 0) + 1
 
@@ -41,5 +41,5 @@ class Report:
         return f"{self._held.get(key, 0)} of {self._tried.get(key, 0)}"
 
     def write(self) -> None:
-        """Put the table in its place on the page."""
+        """Write the table into the page."""
         put("chaos", f"\n{self.table()}\n\n")

@@ -1,4 +1,4 @@
-"""Three ranks on which draws are played, one after the other."""
+"""A cluster of three ranks on which draws are played one after the other."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ __all__ = ["Stage"]
 FOLDER_BYTES = 256 << 20
 GONE_WITHIN_S = 10.0
 MORE_DESCRIPTORS = 3
-"""What a stop may leave open that is not the cluster's, such as a library's log."""
+"""Descriptors that may stay open after a stop, such as that of a library's log."""
 KEEP = "kept = (rank, torch.arange(3) + rank, os.getpid())"
 
 
 class Stage:
-    """A cluster that lives as long as the draws let it, and what it has said.
+    """A cluster that runs until a draw ends it, and its notes.
 
     Args:
-        folder: where the ranks and the test meet. The cluster's own files go to a
-            file system of their own below it, where this process may mount one.
+        folder: the folder of the marks. The cluster's files are in another file system
+            below it, if this process may mount one.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.marks = Marks(folder)
         self.said: list[str] = []
-        """What the cluster has noted since the draw began."""
+        """The cluster's notes since the draw began."""
         self.processes: ClusterProcesses
         self.workers: dict[int, list[int]] = {}
         """The processes of each rank's loader."""
@@ -56,17 +56,17 @@ class Stage:
         self._descriptors: Counter[str] | None = None
         self._patch = pytest.MonkeyPatch()
         self.own = folder / "own"
-        """Where the cluster's files lie."""
+        """The folder of the cluster's files."""
         self.own.mkdir()
         self.full = FolderFull(self.own) if _mounted(self.own) else None
-        """None where no file system can be mounted."""
+        """None if no file system can be mounted."""
         # The threads and descriptors of ZMQ's context outlive all clusters.
         zmq.Context.instance().socket(zmq.PAIR).close()
         self._patch.setenv("TMPDIR", str(self.own))
         self._patch.setattr(tempfile, "tempdir", None)
 
     def end(self) -> None:
-        """Close, and take everything down."""
+        """Close the cluster, and unmount the file system."""
         try:
             self.close()
         finally:
@@ -91,25 +91,25 @@ class Stage:
 
     @property
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of the ranks, dead ones too, as they were last looked up."""
+        """The processes of the ranks at the last `look_up`, also dead ones."""
         return self._ranks
 
     @property
     def parents(self) -> dict[int, psutil.Process]:
-        """The rank parents, as they were last looked up."""
+        """The rank parents at the last `look_up`."""
         return self._parents
 
     @property
     def infos(self) -> list[RankInfo]:
-        """The ranks of the cluster; none before it runs."""
+        """The ranks of the cluster; [] before it runs."""
         return [] if self._cluster is None else self._cluster.infos
 
     def said_stopped(self) -> bool:
-        """Whether it was noted that a process had been stopped."""
+        """Whether a note says that a process was stopped."""
         return any("stopped" in note for note in self.said)
 
     def look_up(self) -> None:
-        """Find the processes as they are now."""
+        """Find the current processes."""
         self.processes = ClusterProcesses.of(self.cluster)
         assert self.processes.memory.exists()
         infos = self.cluster.ranks
@@ -117,7 +117,7 @@ class Stage:
         self._parents = {info.rank: rank_parent(info) for info in infos}
 
     def ready(self) -> None:
-        """A whole cluster runs."""
+        """Make sure that a complete cluster runs."""
         if not self.running:
             self.start()
 
@@ -138,10 +138,10 @@ class Stage:
         self.look_up()
 
     def close(self) -> None:
-        """Stop the cluster. Nothing of it may be left.
+        """Stop the cluster, and check that nothing of it is left.
 
         Raises:
-            AssertionError: Something is.
+            AssertionError: A process, a file or a descriptor is left.
         """
         cluster, self._cluster = self._cluster, None
         if cluster is None:
@@ -155,7 +155,7 @@ class Stage:
         self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:
-        """No cluster runs: no process, no file, no descriptor of one is there."""
+        """Check that no process, file or descriptor of a cluster is left."""
         processes = self.processes
         wait_until(lambda: not processes.all(), GONE_WITHIN_S, processes.describe)
         in_memory = processes.in_memory()
@@ -177,15 +177,15 @@ class Stage:
         return self._reference
 
     def assert_trained(self) -> None:
-        """The training has ended as an undisturbed one does."""
+        """Check that the training has the result of an undisturbed training."""
         elastic_training.assert_trained(self.cluster, self._reference)
 
     def keep(self) -> None:
-        """Give each rank a variable of its own, by which it is known again."""
+        """Set a variable on each rank that identifies its process."""
         self.cluster.execute(KEEP)
 
     def assert_kept(self, but: set[int]) -> None:
-        """The ranks have what they kept, but for these."""
+        """Check that all ranks but these have their variable."""
         pids = {info.rank: info.pid for info in self.cluster.ranks}
         if but >= set(range(RANKS)):
             return  # all were started again, without variables
@@ -195,7 +195,7 @@ class Stage:
                 assert (number, tensor.tolist(), pid) == own
 
     def assert_sums(self) -> None:
-        """All ranks are one world, through nbdist and through torch.distributed."""
+        """Check an all-reduce of all ranks, through nbdist and torch.distributed."""
         total = float(sum(range(1, self.cluster.size + 1)))
         for call in ("nbdist.all_reduce(t)", "dist.all_reduce(t)"):
             self.cluster.execute(f"t = torch.full((3,), rank + 1.0)\n{call}")
@@ -204,7 +204,7 @@ class Stage:
 
 
 def _descriptors() -> Counter[str]:
-    """The open files of this process by name, or kind, and how many there are."""
+    """Counts the open files of this process by name or kind."""
     found: Counter[str] = Counter()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of this very folder
@@ -213,7 +213,7 @@ def _descriptors() -> Counter[str]:
 
 
 def _mounted(folder: Path) -> bool:
-    """Have a small file system in a folder, where this process may mount one."""
+    """Mount a small file system in a folder; False if this process may not."""
     if os.geteuid() != 0:
         return False
     option = f"size={FOLDER_BYTES}"

@@ -1,7 +1,7 @@
-"""Whatever strikes whatever process, whenever: the same questions have good answers.
+"""After any fault on any process at any moment, the cluster ends in an expected state.
 
-A draw that fails says its seed. `NBDIST_CHAOS_SEED=1234 pytest tests/chaos` plays that
-one alone; several are divided by commas.
+A draw that fails prints its seed. `NBDIST_CHAOS_SEED=1234 pytest tests/chaos` plays
+only this draw. Several seeds are separated by commas.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tests.cluster_processes import census
 from tests.processes import wait_until
 
 OFTEN = spread(range(1000, 3000), 20)
-"""Seeds of every day, which cover the processes, faults and moments."""
+"""The seeds of each run, which cover the processes, faults and moments."""
 SOAK = range(300)
 SAID_WITHIN_S = 3.0
-"""How long a helper stays stopped that nobody speaks of; it must be said within 2 s."""
+"""Seconds that a helper stays stopped if no note is made. A note is due in 2 s."""
 STOPPED_S = 1.0
-"""How long a rank, its parent or a worker stays stopped; nobody need say it."""
+"""Seconds that a rank, its parent or a worker stays stopped. No note is needed."""
 LET_GO_S = 15.0
-"""What an interrupt may take that ends what is overdue."""
+"""Seconds in which an interrupt must end an overdue call."""
 
 
 def _params() -> list[ParameterSet]:
@@ -111,7 +111,7 @@ def _play(stage: Stage, drawn: Draw, wanted: Expectation) -> None:
 
 
 def _prepare(stage: Stage, drawn: Draw) -> None:
-    """Three whole ranks, which know their variables again."""
+    """Make sure that three ranks run, each with its variable."""
     stage.ready()
     stage.keep()
     if drawn.process == "worker":
@@ -120,7 +120,7 @@ def _prepare(stage: Stage, drawn: Draw) -> None:
 
 
 def _act(scene: Scene) -> None:
-    """What the notebook does, and what shows a broken loader."""
+    """Make the notebook's call, and a loop that shows a broken loader."""
     scene.act()
     if scene.draw.process == "worker":
         scene.stage.cluster.execute("on_ranks.fetch(4)")
@@ -135,12 +135,12 @@ def _next_cell(stage: Stage) -> None:
 def _assert_right(
     stage: Stage, scene: Scene, new: set[int], before: Before | None
 ) -> None:
-    """All ranks work together, know what they knew, and nothing else is there."""
+    """Check that all ranks work and have their variables, and nothing is left over."""
     stage.assert_sums()
     if before is not None:
         stage.assert_kept(but=new)
     if not (scene.draw.process == "worker" and scene.draw.fault in DEATHS):
-        scene.check()  # a worker's death ends what its rank's main thread does
+        scene.check()  # a worker's death ends the call of its rank
     if stage.cluster.size != RANKS:
         stage.cluster.scale(RANKS, drop=True)
         stage.look_up()
@@ -151,10 +151,10 @@ def _assert_right(
 
 
 class Before:
-    """What there was when a draw began.
+    """The processes and files at the beginning of a draw.
 
     Args:
-        stage: where it is played.
+        stage: the stage of the draw.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -162,12 +162,12 @@ class Before:
         self._in_memory = stage.processes.in_memory()
 
     def new_ranks(self, stage: Stage) -> set[int]:
-        """The ranks that are other processes now."""
+        """The ranks that are new processes now."""
         pids = self._pids
         return {rank for rank in pids if stage.ranks[rank].pid != pids[rank]}
 
     def assert_nothing_more(self, stage: Stage) -> None:
-        """No process is left over, and no file in shared memory."""
+        """Check that no process and no file in shared memory is left over."""
         processes, whole = stage.processes, census(stage.infos)
         wait_until(lambda: processes.census() == whole, 10.0, processes.describe)
         assert processes.in_memory() <= {*self._in_memory, "commit"}
@@ -175,29 +175,29 @@ class Before:
 
 @dataclass
 class Ended:
-    """How something that the notebook did has ended."""
+    """The end of a call of the notebook."""
 
     seconds: float
     error: BaseException | None = None
     overdue: str = ""
-    """Where it was when it should have ended; "" if it had."""
+    """The stack of the call when its time was up; "" if it had ended."""
 
     @property
     def text(self) -> str:
-        """All that a user reads."""
+        """The text that a user sees."""
         rendered = getattr(self.error, "rendered", ())
         return "\n".join(["" if self.error is None else str(self.error), *rendered])
 
     @property
     def story(self) -> str:
-        """For the message of a failed test."""
+        """A description for the message of a failed test."""
         error = "no error" if self.error is None else repr(self.error)
         where = f", overdue at\n{self.overdue}" if self.overdue else ""
         return f"{self.seconds:.1f} s: {error}{where}"
 
 
 def attempt(act: Callable[[], None], within_s: float) -> Ended:
-    """Do something, and interrupt it when it has not ended in time."""
+    """Make a call, and interrupt it if it has not ended in time."""
     main = threading.get_ident()
     ended = Ended(0.0)
     over = threading.Event()
@@ -226,7 +226,7 @@ def attempt(act: Callable[[], None], within_s: float) -> Ended:
 
 @dataclass
 class Story:
-    """All that is known of a draw, for the message where it does not hold."""
+    """A description of a draw, for the message of a failed test."""
 
     drawn: Draw
     striker: _Striker
@@ -236,12 +236,12 @@ class Story:
 
     @property
     def said(self) -> str:
-        """All that a user has read."""
+        """The text that a user has seen."""
         after = "" if self.after is None else self.after.text
         return "\n".join([self.ended.text, after, *self.notes])
 
     def require(self, condition: bool, what: str) -> None:
-        """Fail the test with the story unless something holds."""
+        """Fail the test with the story unless the condition holds."""
         if condition:
             return
         lines = [
@@ -257,7 +257,7 @@ class Story:
 
 
 class _Striker:
-    """Waits on a thread of its own until a scene is in its midst, and strikes."""
+    """Waits on another thread until a scene is in its middle, and injects the fault."""
 
     def __init__(self, stage: Stage, scene: Scene) -> None:
         self._stage, self._scene = stage, scene
@@ -305,7 +305,7 @@ class _Striker:
             faults.kill(targets)
         elif drawn.fault == "SIGSTOP":
             helper = not drawn.victims
-            faults.stop_and_go_on(
+            faults.stop_and_continue(
                 targets,
                 struck,
                 lambda: helper and (stage.said_stopped() or not stage.running),

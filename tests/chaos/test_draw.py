@@ -1,4 +1,4 @@
-"""Draws and what is expected of them, without a cluster."""
+"""Draws and their expectations, without a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_seed_always_draws_the_same() -> None:
     assert str(draw(1)).startswith("1: ")
 
 
-def test_every_combination_comes() -> None:
+def test_every_combination_is_drawn() -> None:
     drawn = {(each.process, each.fault, each.moment) for each in MANY}
     assert drawn == {
         (process, fault, moment)
@@ -26,7 +26,7 @@ def test_every_combination_comes() -> None:
     }
 
 
-def test_victims_are_ranks_that_there_are() -> None:
+def test_victims_are_ranks_of_the_cluster() -> None:
     for each in MANY:
         most = RANKS + 1 if each.moment == "scale" else RANKS
         assert set(each.victims) <= set(range(most))
@@ -43,14 +43,14 @@ def test_every_draw_has_an_expectation_and_every_row_a_draw() -> None:
         assert not [text for text in wanted.says if "{" in text.replace("{2}", "")]
 
 
-def test_what_is_stopped_and_goes_on_costs_no_rank() -> None:
+def test_a_process_that_is_stopped_and_continued_costs_no_rank() -> None:
     for each in MANY:
         if each.fault == "SIGSTOP" and each.moment == "cell" and each.victims:
             assert expected(each).ends == (WHOLE,)
             assert expected(each).new == ()
 
 
-def test_the_seeds_of_every_day_cover_the_space() -> None:
+def test_the_seeds_of_each_run_cover_the_cases() -> None:
     """Each pair of process and fault, and each moment; as many moments as can be."""
     drawn = [draw(seed) for seed in OFTEN]
     assert {(d.process, d.fault) for d in drawn} == {
@@ -61,13 +61,13 @@ def test_the_seeds_of_every_day_cover_the_space() -> None:
     assert len(SOAK) == 300
 
 
-def test_spread_takes_what_is_new_first() -> None:
+def test_spread_chooses_new_cases_first() -> None:
     chosen = spread(range(200), 3)
     assert len({(draw(seed).process, draw(seed).fault) for seed in chosen}) == 3
     assert len({draw(seed).moment for seed in chosen}) == 3
 
 
-def test_who_is_replaced_in_a_recovery() -> None:
+def test_the_ranks_that_a_recovery_replaces() -> None:
     each = next(
         d for d in MANY if d.moment == "recovery" and d.process == "process supervisor"
     )

@@ -22,11 +22,11 @@ RANKS = 3
 MINUTES = 5
 SEEDS = (1, 2, 3)
 MOST_S = 8.0
-"""Between two kills of the long runs, the recovery included."""
+"""Seconds between two kills of the long runs, the recovery included."""
 FEW = 3
-"""Kills of the short run."""
+"""The number of kills of the short run."""
 STOP_S = 300.0
-"""A training that was told to end and has not by then hangs."""
+"""Seconds in which a training must end after it was told to."""
 
 TRAINING = """
 
@@ -59,13 +59,13 @@ RUN = "state = make_state(over=False)\ntrain_long(state)"
 
 
 def prepare(cluster: Cluster, folder: Path, *, pause_s: float, epochs: int) -> None:
-    """Have all ranks, and those that come in their place, know the training."""
+    """Define the training on all ranks, and on those that replace them."""
     code = TRAINING.format(folder=str(folder), pause_s=pause_s, epochs=epochs)
     cluster.execute(elastic_training.SETUP + code, setup=True)
 
 
 def undisturbed(folder: Path, epochs: int) -> Any:
-    """The weights after so many epochs of which nobody disturbs any."""
+    """The weights after `epochs` epochs without kills."""
     folder.mkdir()
     with Cluster(RANKS, device="cpu", threads=1) as cluster:
         prepare(cluster, folder, pause_s=0.0, epochs=epochs)
@@ -74,7 +74,7 @@ def undisturbed(folder: Path, epochs: int) -> Any:
 
 
 def most_lost(log: Path) -> int:
-    """The most steps that a restart went back behind a commit that all ranks had."""
+    """The most committed steps that a restart has lost."""
     committed = lost = 0
     for line in log.read_text().splitlines():
         word, _, number = line.partition(" ")
@@ -85,20 +85,20 @@ def most_lost(log: Path) -> int:
     return lost
 
 
-def test_what_a_restart_goes_back_is_counted(tmp_path: Path) -> None:
+def test_the_steps_that_a_restart_loses_are_counted(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("begin 0\ncommit 1\ncommit 2\nbegin 2\ncommit 3\nbegin 1\ncom")
     assert most_lost(log) == 2
 
 
 class _Ending:
-    """Tells a training to end, on a thread of its own.
+    """Tells a training to end, on another thread.
 
     Args:
-        killer: stops before the training is told.
-        folder: where the training looks for its end.
-        done: whether it has been disturbed enough.
-        most_s: how long it is disturbed at most.
+        killer: the killer, which is closed first.
+        folder: the folder in which the training looks for the file that ends it.
+        done: whether there were enough kills.
+        most_s: the most seconds in which processes are killed.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class _Ending:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(AssertionError):  # as long as it may be disturbed
+        with contextlib.suppress(AssertionError):  # the time for kills is up
             wait_until(lambda: self._over.is_set() or self._done(), self._most_s)
         self._killer.close()
         (self._folder / "over").touch()

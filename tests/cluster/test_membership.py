@@ -211,15 +211,15 @@ if rank == {rank}:
         (0, "CDLL", r"rank 0 at In\[\d+\] line 9"),
         (3, "PyDLL", "rank 3 does not answer"),
     ],
-    ids=["in foreign code", "holding the interpreter"],
+    ids=["in C code", "in C code that holds the GIL"],
 )
-def test_a_rank_that_hears_no_interrupt_is_named_and_can_be_replaced(
+def test_a_rank_that_no_interrupt_reaches_is_named_and_can_be_replaced(
     cluster: Cluster, rank: int, library: str, place: str
 ) -> None:
     before = pids(cluster)
     with pytest.raises(CellError, match=place) as stuck:
         cluster.execute(FOREIGN.format(rank=rank, library=library), timeout_s=0.5)
-    assert f"%dist_restart -r {rank} puts" in str(stuck.value)
+    assert f"%dist_restart -r {rank} replaces" in str(stuck.value)
     cluster.replace([rank])
     assert [r for r in range(4) if pids(cluster)[r] != before[r]] == [rank]
     assert cluster["mine"] == [
@@ -228,7 +228,7 @@ def test_a_rank_that_hears_no_interrupt_is_named_and_can_be_replaced(
     cluster.execute(SUM)
 
 
-def test_a_rank_is_not_replaced_where_the_dead_stay_dead() -> None:
+def test_a_rank_is_not_replaced_with_on_failure_stop() -> None:
     with Cluster(n=2, on_failure="stop") as cluster:
         with pytest.raises(UsageError, match="rank 1 cannot be replaced"):
             cluster.replace([1])

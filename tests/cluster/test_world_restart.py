@@ -1,4 +1,4 @@
-"""A world that is lost is started again, and continues from its last commit."""
+"""A lost world is started again, and continues from its last commit."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def notes_of(cluster: Cluster) -> list[str]:
-    """What a cluster has said."""
+    """The notes of a cluster."""
     return cluster.__dict__.setdefault("notes", [])
 
 
 def while_recovering(cluster: Cluster, rank: int, act: object) -> threading.Thread:
-    """Do something once a process is on its way that is to be a rank."""
+    """Call `act` with the process of a rank as soon as it has started."""
     coming = ComingRank(ClusterProcesses.of(cluster).run_dir, rank)
 
     def watch() -> None:
@@ -77,7 +77,7 @@ def while_recovering(cluster: Cluster, rank: int, act: object) -> threading.Thre
 
 
 @pytest.mark.parametrize("who", ["newcomer", "survivor"])
-def test_a_death_while_the_ranks_meet_anew(cluster: Cluster, who: str) -> None:
+def test_a_death_during_a_recovery(cluster: Cluster, who: str) -> None:
     survivor = psutil.Process(cluster.ranks[2].pid)
     cluster.execute("if rank == 1: events = [(6, 'forward', die)]")
     other = while_recovering(

@@ -97,7 +97,7 @@ def test_a_time_out_over_messages_says_who_is_missing(outcome: Outcome) -> None:
     assert "Arrived: ranks 0, 1. Missing: ranks 2, 3." in message
 
 
-def test_messages_that_do_not_come_or_do_not_fit(outcome: Outcome) -> None:
+def test_a_missing_message_and_one_of_another_shape(outcome: Outcome) -> None:
     outcome("one_message_is_missing")
     outcome("a_message_of_another_shape")
 
@@ -106,7 +106,7 @@ def test_another_thread_sees_the_call_with_cell_and_line(outcome: Outcome) -> No
     assert outcome("tell_where")[1] == ("barrier", 42, 3)
 
 
-def test_a_ring_sends_no_more_than_it_must(outcome: Outcome) -> None:
+def test_a_ring_sends_the_least_messages_and_elements(outcome: Outcome) -> None:
     for counts in outcome("count_messages"):
         for length, messages, elements in counts:
             assert messages == 2 * (SIZE - 1)

@@ -39,7 +39,7 @@ def test_a_wait_can_run_out_of_time_and_be_tried_again() -> None:
     assert handle.wait(0.01)
 
 
-def test_callbacks_come_once_before_or_after_the_end() -> None:
+def test_a_callback_runs_once_whether_it_is_added_before_or_after_the_end() -> None:
     handle = Handle("all_reduce")
     seen: list[str] = []
     handle.add_done_callback(lambda done: seen.append(f"early {done.is_success()}"))

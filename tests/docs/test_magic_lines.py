@@ -30,7 +30,7 @@ def test_calls_are_found():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_calls_magics_as_they_are(page: Path):
+def test_every_magic_line_on_a_page_parses(page: Path):
     text = page.read_text(encoding="utf-8")
     for name in NAME.findall(text):
         assert hasattr(DistMagics, name), name
@@ -42,7 +42,7 @@ def test_a_page_calls_magics_as_they_are(page: Path):
         parse_ranks(getattr(arguments, "ranks", None))
 
 
-def test_an_option_that_there_is_not_is_refused():
+def test_an_unknown_option_is_refused():
     calls = calls_in("```\n%dist_start --processes 4\n```\n")
     assert calls == [("dist_start", "--processes 4")]
     with pytest.raises(UsageError, match="unrecognized arguments"):

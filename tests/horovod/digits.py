@@ -1,6 +1,6 @@
 """A training script as Horovod's users write them, for the digits of scikit-learn.
 
-It knows nothing of how it is run: in a cell, by mpiexec or by torchrun.
+The same script runs in a cell, under mpiexec and under torchrun.
 """
 
 import argparse
