@@ -17,6 +17,7 @@ from typing import Any
 
 from nbdist.config import ForkConfig
 from nbdist.ipc.fork_messages import SOCKET, SWITCHED_OFF, receive, send
+from nbdist.ipc.process_files import describe_exit
 
 __all__ = ["CannotFork", "await_ready", "close", "hash_seed", "prepare", "serve"]
 
@@ -117,8 +118,15 @@ class _ForkServer:
         elif "unfit" in message:
             self.why_not, self.is_unfit = message["unfit"], True
         elif "ended" in message:
-            self.why_not = "the fork server has ended"
-            self.is_unfit = not self.is_ready
+            code = self._process.wait()
+            self.why_not = f"the fork server has ended with {describe_exit(code)}"
+            # An import may end each fork server; nothing imported sends SIGKILL.
+            self.is_unfit = not self.is_ready and code != -signal.SIGKILL
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it serves no more, and another one may serve."""
+        return bool(self.why_not) and not self.is_unfit
 
     @property
     def pid(self) -> int:
@@ -173,7 +181,7 @@ def _prepare(
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return f"{sys.platform} has no safe fork"
     kind = _kind(environment, config.preload, run_dir)
-    if _server is not None and _server.kind != kind:
+    if _server is not None and (_server.kind != kind or _server.is_spent):
         _retire()
     if _server is None:
         _server = _ForkServer(environment, config.preload, kind)
@@ -202,7 +210,6 @@ def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
     Raises:
         CannotFork: The ranks are to be started without it.
     """
-    global _server
     config = ForkConfig.from_environment()
     with _lock, socket.socket(socket.AF_UNIX) as listener:
         if why_not := _prepare(environment, config, run_dir):
@@ -213,14 +220,12 @@ def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
         except OSError as error:  # a path that is too long, or no sockets there
             raise CannotFork(f"no socket in {run_dir}: {error}") from error
         for _ in range(2):
+            if why_not := _prepare(environment, config, run_dir):
+                break
             assert _server is not None
             if _server.offer(run_dir, listener):
                 return _server.pid
             why_not = _server.why_not
-            if _server.is_unfit:
-                break
-            _retire()
-            _prepare(environment, config, run_dir)
         (run_dir / SOCKET).unlink()
         raise CannotFork(why_not)
 

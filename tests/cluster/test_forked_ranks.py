@@ -420,6 +420,19 @@ def test_a_fork_server_that_is_killed_during_a_start_costs_no_rank(
         assert ways == [FORKED] * 2, "the rank host was there"
     else:
         assert all("the fork server" in way for way in ways)
+        with Cluster(1, device="cpu") as another:
+            assert started(another) == [FORKED], "by another fork server"
+
+
+def test_a_fork_server_that_was_killed_is_replaced() -> None:
+    fork_server_client.close()
+    fork_server_client.prepare(os.environ)
+    killed = server_pid()
+    os.kill(killed, signal.SIGKILL)
+    assert not fork_server_client.await_ready(60), "its end is known"
+    with Cluster(1, device="cpu") as cluster:
+        assert started(cluster) == [FORKED]
+        assert server_pid() != killed
 
 
 def test_a_rank_host_without_a_process_supervisor_ends(tmp_path: Path) -> None:
@@ -509,7 +522,7 @@ def test_a_users_module_of_a_preloaded_name_is_not_replaced(
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,),"
          " daemon=True).start()\n", "an import has started 1 thread"),
         ("raise RuntimeError('no such thing')\n", "RuntimeError: no such thing"),
-        ("import os\nos._exit(3)\n", "the fork server has ended"),
+        ("import os\nos._exit(3)\n", "the fork server has ended with exit code 3"),
     ],
 )  # fmt: skip
 def test_a_preload_that_cannot_be_forked(
