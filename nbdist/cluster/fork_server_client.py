@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.config import ForkConfig
-from nbdist.ipc.fork_messages import SOCKET, SWITCHED_OFF, receive, send
+from nbdist.ipc.fork_messages import (
+    SOCKET,
+    SWITCHED_OFF,
+    receive,
+    send,
+    socket_address,
+)
 from nbdist.ipc.process_files import describe_exit
 
 __all__ = ["CannotFork", "await_ready", "close", "hash_seed", "prepare", "serve"]
@@ -141,7 +147,7 @@ class _ForkServer:
 
 
 _server: _ForkServer | None = None
-_retired: list[subprocess.Popen[bytes]] = []
+_retired: set[subprocess.Popen[bytes]] = set()
 """Servers that end with the clusters which they still serve."""
 _lock = threading.Lock()
 _seed = str(secrets.randbelow(2**32 - 1) + 1)
@@ -192,9 +198,19 @@ def _retire() -> None:
     """Begin another server with the next start."""
     global _server
     if _server is not None:
-        _retired.append(_server.retire())
+        process = _server.retire()
+        _retired.add(process)
+        # It stays a zombie until someone waits for it.
+        threading.Thread(
+            target=_collect, args=[process], name="nbdist-fork-server-exit", daemon=True
+        ).start()
         _server = None
-    _retired[:] = [process for process in _retired if process.poll() is None]
+
+
+def _collect(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a retired server has ended."""
+    process.wait()
+    _retired.discard(process)
 
 
 def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
@@ -215,9 +231,10 @@ def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
         if why_not := _prepare(environment, config, run_dir):
             raise CannotFork(why_not)
         try:
-            listener.bind(str(run_dir / SOCKET))
+            with socket_address(run_dir / SOCKET) as address:
+                listener.bind(address)
             listener.listen(socket.SOMAXCONN)
-        except OSError as error:  # a path that is too long, or no sockets there
+        except OSError as error:  # the file system has no sockets
             raise CannotFork(f"no socket in {run_dir}: {error}") from error
         for _ in range(2):
             if why_not := _prepare(environment, config, run_dir):
@@ -237,10 +254,9 @@ def close() -> None:
     """
     with _lock:
         _retire()
-        for process in _retired:
+        for process in list(_retired):
             process.kill()
             process.wait()
-        _retired.clear()
 
 
 def _forget() -> None:

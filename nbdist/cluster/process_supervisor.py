@@ -39,7 +39,7 @@ from typing import Any
 
 import psutil
 
-from nbdist.ipc.fork_messages import RANK_HOST, receive
+from nbdist.ipc.fork_messages import RANK_HOST, receive, socket_address
 from nbdist.ipc.prctl import adopt_orphans, die_with_parent
 from nbdist.ipc.private_files import remove_folders
 
@@ -119,7 +119,8 @@ class ProcessSupervisor:
         """
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(path)
+            with socket_address(Path(path)) as address:
+                connection.connect(address)
         except OSError:
             connection.close()
             return

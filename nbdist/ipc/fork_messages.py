@@ -13,8 +13,9 @@ import resource
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nbdist.ipc.atomic_files import umask
@@ -31,6 +32,7 @@ __all__ = [
     "peer_user",
     "receive",
     "send",
+    "socket_address",
 ]
 
 SOCKET = "forks"
@@ -102,6 +104,22 @@ def _cores() -> list[int]:
     if sys.platform != "linux":
         return []
     return sorted(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def socket_address(path: Path) -> Iterator[str]:
+    """The address of a Unix socket, within a `with` block; its path may be long.
+
+    Linux takes 107 bytes, so the address goes through a descriptor of the folder.
+
+    Raises:
+        OSError: There is no such folder.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def send(

@@ -36,6 +36,7 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
     Request,
     receive,
     send,
+    socket_address,
 )
 from nbdist.ipc.prctl import die_with_parent  # noqa: E402 - once it is found
 from nbdist.ipc.process_files import Process  # noqa: E402
@@ -138,7 +139,8 @@ def _ask_for_rank(process: Process, arguments: list[str]) -> _Forked | None:
     host = socket.socket(socket.AF_UNIX)
     host.settimeout(FORK_TIMEOUT_S)
     try:
-        host.connect(str(path))
+        with socket_address(path) as address:
+            host.connect(address)
         descriptors = _captured(process)
         numbers = [*range(len(descriptors)), *inherited]
         request = Request(arguments, folder=str(ROOT), descriptors=numbers)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -544,6 +545,17 @@ def test_a_preload_that_cannot_be_forked(
         session.stop()
 
 
+def test_a_cluster_whose_folder_has_a_long_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with Cluster(1, device="cpu") as cluster:
+        assert started(cluster) == [FORKED]
+        assert ClusterProcesses.of(cluster).run_dir.is_relative_to(folder)
+
+
 def test_another_environment_has_another_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -554,7 +566,8 @@ def test_another_environment_has_another_server(
         assert server_pid() != before.pid
         cluster.execute(SUM)
         assert before.is_running(), "it collects the rank host's exit"
-    wait_until(lambda: before.status() == psutil.STATUS_ZOMBIE, 5)
+    wait_until(lambda: not before.is_running(), 5)
+    assert not psutil.pid_exists(before.pid), "it is no zombie"
 
 
 def test_a_server_that_was_prepared_serves_outside_a_virtual_environment(

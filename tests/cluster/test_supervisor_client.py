@@ -14,6 +14,7 @@ import pytest
 
 from nbdist.cluster.supervisor_client import SupervisorClient
 from nbdist.ipc.private_files import make_memory_folder, new_memory_folder
+from tests.cluster_processes import process_supervisors
 from tests.processes import Program, wait_until
 
 WITHIN_S = 10.0
@@ -43,11 +44,7 @@ def client(run_dir: Path) -> SupervisorClient:
 
 
 def supervisor_of(run_dir: Path) -> psutil.Process:
-    (found,) = [
-        process
-        for process in psutil.Process().children()
-        if str(run_dir) in process.cmdline()
-    ]
+    (found,) = [p for p in process_supervisors() if str(run_dir) in p.cmdline()]
     return found
 
 
