@@ -30,8 +30,12 @@ demo: $(VENV)/.notebook
 lab: $(VENV)/.notebook
 	$(RUN) -m jupyterlab $(AS_ROOT) examples/quickstart.ipynb
 
+# Some tests again, with ranks that are not forked.
+ALONE := tests/reliability tests/cluster/test_cells.py
+
 test: $(VENV)/.test
 	$(RUN) -m pytest -m "not slow"
+	NBDIST_PRELOAD=0 $(RUN) -m pytest -m "not slow" $(ALONE)
 
 soak: $(VENV)/.test
 	$(RUN) -m pytest -m slow

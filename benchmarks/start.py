@@ -159,7 +159,7 @@ def measured(n: int, way: str) -> dict[str, Any]:
 
 
 def environment(way: str) -> dict[str, str]:
-    return {"NBDIST_PRELOAD": "0"} if way == "without" else {"NBDIST_FORK_SERVER": "1"}
+    return {"NBDIST_PRELOAD": "0" if way == "without" else ""}
 
 
 def size_rows(of_size: dict[str, Any]) -> list[list[str]]:

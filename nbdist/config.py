@@ -92,16 +92,15 @@ class ClusterConfig:
 class ForkConfig:
     """The options of the fork server."""
 
-    enabled: bool = False
-    """Whether ranks are forked from a process with torch (NBDIST_FORK_SERVER=1)."""
+    enabled: bool = True
+    """Whether ranks are forked from a process with torch (NBDIST_PRELOAD=0: no)."""
     preload: tuple[str, ...] = ()
-    """Further modules that this process imports (NBDIST_PRELOAD=transformers,pandas).
-    NBDIST_PRELOAD=0 switches the fork server off."""
+    """Further modules that it imports (NBDIST_PRELOAD=transformers,pandas)."""
 
     @classmethod
     def from_environment(cls) -> ForkConfig:
         names = environment("PRELOAD", "")
         return cls(
-            enabled=environment("FORK_SERVER", "0") != "0" and names != "0",
+            enabled=names != "0",
             preload=tuple(filter(None, map(str.strip, names.split(",")))),
         )

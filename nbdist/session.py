@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import AlreadyRunning, NotRunning
-from nbdist.ipc.fork_messages import FORKED, SWITCHED_OFF
+from nbdist.ipc.fork_messages import FORKED
 from nbdist.widgets.table import Table, bytes_text, seconds_text
 from nbdist.wire import format_ranks
 
@@ -198,8 +198,8 @@ class Session:
             if cluster.fault_tolerant
             else "one dead rank ends all: elastic runs begin again from a commit"
         )
-        caption = f"{cluster.mpi}; {mode}"
-        caption += _starts_text([info.started for info in cluster.infos])
+        starts = _starts_text([info.started for info in cluster.infos])
+        caption = f"{cluster.mpi}; {mode}; {starts}"
         refused = cluster.refused(states)
         if refused:
             caption += f"; {_refusals_text(refused)}"
@@ -253,12 +253,12 @@ class Session:
 
 
 def _starts_text(starts: Sequence[str]) -> str:
-    """How many ranks were forked, and why others were not; "" without a fork server."""
-    counts = Counter(starts)
-    counts.pop(SWITCHED_OFF, None)
-    return "".join(
-        f"; {count} ranks forked" if how == FORKED else f"; {count} not forked: {how}"
-        for how, count in counts.items()
+    """How many ranks were forked, and why others were not."""
+    return "; ".join(
+        f"{count} of {len(starts)} ranks {how}"
+        if how == FORKED
+        else f"{count} of {len(starts)} ranks not forked: {how}"
+        for how, count in Counter(starts).items()
     )
 
 

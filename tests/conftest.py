@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nbdist import Cluster
+from nbdist.cluster import startup
+from nbdist.ipc.fork_messages import FORKED, SWITCHED_OFF
 from tests.jupyterlab_driver import _lab_page as _lab_page
 from tests.jupyterlab_driver import lab as lab
 from tests.jupyterlab_driver import lab_browser as lab_browser
@@ -51,3 +55,35 @@ def _importable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         yield
+
+
+@pytest.fixture(scope="session")
+def _starts() -> Iterator[list[tuple[str, str]]]:
+    """How each rank should have been started, and how it was (`RankInfo.started`)."""
+    starts: list[tuple[str, str]] = []
+
+    def recorded(*args: Any, **options: Any) -> startup.Started:
+        is_off = os.environ.get("NBDIST_PRELOAD") == "0"
+        started = startup.start(*args, **options)
+        way = SWITCHED_OFF if is_off else FORKED
+        starts.extend((way, info.started) for info in started.infos)
+        return started
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nbdist.cluster.cluster.start", recorded)
+        yield starts
+
+
+@pytest.fixture(autouse=True)
+def _all_forked(
+    request: pytest.FixtureRequest, _starts: list[tuple[str, str]]
+) -> Iterator[None]:
+    """Fail a test whose ranks were not forked, unless NBDIST_PRELOAD=0 is set.
+
+    A test of ranks that cannot be forked has the marker `not_forked`.
+    """
+    yield
+    seen = _starts.copy()
+    _starts.clear()
+    if request.node.get_closest_marker("not_forked") is None:
+        assert [was for wanted, was in seen if was != wanted] == []

@@ -44,7 +44,7 @@ RANK_PARENT = "NBDIST_RANK_PARENT"
 STARTED = "NBDIST_STARTED"
 """The variable that tells a rank how it was started: `FORKED`, or why it was not."""
 FORKED = "forked"
-SWITCHED_OFF = "the fork server is switched off"
+SWITCHED_OFF = "NBDIST_PRELOAD=0 is set"
 
 _LENGTH = struct.Struct("!I")
 _MAX_BYTES = 64 << 20

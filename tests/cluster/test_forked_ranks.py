@@ -44,7 +44,7 @@ SUM = "x = torch.ones(1); nbdist.all_reduce(x); assert x == world_size"
 @pytest.fixture(scope="module", autouse=True)
 def _forks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBDIST_FORK_SERVER", "1")
+        patch.delenv("NBDIST_PRELOAD", raising=False)
         fork_server_client.close()
         yield
     fork_server_client.close()
@@ -396,7 +396,9 @@ def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -
     assert not runs(hanging)
 
 
-@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize(
+    "is_ready", [True, pytest.param(False, marks=pytest.mark.not_forked)]
+)
 def test_a_fork_server_that_is_killed_during_a_start_costs_no_rank(
     is_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +487,7 @@ def test_a_preloaded_package_that_changes_is_seen(
         assert server_pid() != server
 
 
+@pytest.mark.not_forked
 def test_a_sitecustomize_of_the_users_runs_in_each_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -504,6 +507,7 @@ def test_a_sitecustomize_of_the_users_runs_in_each_rank(
         )
 
 
+@pytest.mark.not_forked
 def test_a_users_module_of_a_preloaded_name_is_not_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -517,6 +521,7 @@ def test_a_users_module_of_a_preloaded_name_is_not_replaced(
         assert str(tmp_path / "decorator.py") in how
 
 
+@pytest.mark.not_forked
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -554,6 +559,22 @@ def test_a_cluster_whose_folder_has_a_long_path(
     with Cluster(1, device="cpu") as cluster:
         assert started(cluster) == [FORKED]
         assert ClusterProcesses.of(cluster).run_dir.is_relative_to(folder)
+
+
+def test_the_status_says_how_many_ranks_were_forked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session()
+    for preload, said in (
+        ("", "; 1 of 1 ranks forked"),
+        ("0", "; 1 of 1 ranks not forked: NBDIST_PRELOAD=0 is set"),
+    ):
+        monkeypatch.setenv("NBDIST_PRELOAD", preload)
+        try:
+            session.start(1, device="cpu")
+            assert said in repr(session.status_table())
+        finally:
+            session.stop()
 
 
 def test_another_environment_has_another_server(

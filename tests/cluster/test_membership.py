@@ -281,6 +281,7 @@ def test_a_bad_size_is_refused(cluster: Cluster, n: object) -> None:
     cluster.execute(SUM, timeout_s=30)
 
 
+@pytest.mark.not_forked
 @pytest.mark.parametrize(
     ("death", "ending"),
     [
