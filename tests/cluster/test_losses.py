@@ -158,7 +158,7 @@ def test_all_ranks_end_in_a_cell(
     assert str(lost.value).count(f"has died with {how}") == 3
     assert "the next cell starts 3 ranks again" in str(lost.value)
     cluster.execute(SUM + "assert prepared == 7 and 'mine' not in globals()")
-    assert "3 ranks were started again, without the variables" in notes[-1]
+    assert "3 ranks were started again, without their variables" in notes[-1]
     assert how in notes[-1]
 
 

@@ -195,7 +195,7 @@ def test_what_cannot_run_is_refused_before_anything_is_sent(cluster: Cluster, sc
         cluster.run_script("absent.py")
     path = script("print(1)")
     for wrong in (4, -1, 1.5):
-        with pytest.raises(UsageError, match="0 to 3 can be parameter servers"):
+        with pytest.raises(UsageError, match="expected 0 to 3 parameter servers of 4"):
             cluster.run_script(path, n_ps=wrong)
     path = script(
         "import torch.distributed as dist\n"
