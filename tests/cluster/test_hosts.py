@@ -37,7 +37,7 @@ def test_this_host_by_any_name() -> None:
 
 
 def test_other_hosts_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"^-H nowhere: .* ssh.*localhost:2"):
+    with pytest.raises(UsageError, match=r"^-H nowhere: .*other hosts.*localhost:2"):
         Cluster(hosts="localhost:2,nowhere:2")
 
 
