@@ -35,10 +35,14 @@ def answers() -> None:
                 group._get_backend(cuda)
         assert torch_group.abort() is False
 
-        aborts: list[bool] = []
-        nccl = SimpleNamespace(name=lambda: "nccl", abort=lambda: aborts.append(True))
+        calls: list[str] = []
+        nccl = SimpleNamespace(
+            name=lambda: "nccl",
+            abort=lambda: calls.append("abort"),
+            shutdown=lambda: calls.append("shutdown"),
+        )
         group._register_backend(cuda, dist.ProcessGroup.BackendType.CUSTOM, None)
         group.__dict__["_nccl"] = SimpleNamespace(_get_backend=lambda _: nccl)
         assert group._get_backend(torch.device("cuda:0")) is nccl
         assert torch_group.abort() is True
-        assert aborts == [True]
+    assert calls == ["abort", "shutdown"]  # its group was destroyed
