@@ -16,7 +16,7 @@ import pytest
 import nbdist
 from nbdist.cluster import workers as office
 from nbdist.errors import UsageError
-from tests.processes import Footprint, Program, wait_until
+from tests.processes import Footprint, Program, runs, wait_until
 
 FOR_EVER = "import time\nprint('begun')\nwhile True: time.sleep(60)"
 
@@ -102,7 +102,7 @@ def test_waiting_ends_when_its_time_is_up_and_stopping_ends_the_worker():
     child = psutil.Process(worker.pid).children()[0]
     nbdist.stop_workers(worker)
     assert (worker.status, worker.exit_code) == ("stopped", -signal.SIGTERM)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not runs(child)
     assert not nbdist.await_workers(worker).ok
     nbdist.stop_workers(worker)  # again: nothing happens
 

@@ -76,7 +76,7 @@ def test_a_scheduler_steers_central_storage() -> None:
 def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
     expected = [
         "algorithm='tree'", "algorithm 'nccl' on cpu", "root=7", "every=0",
-        "call setup", "reduce('xor'", "reduce() got a str", "global batch size",
+        "call setup", "reduce('xor'", "reduce() got a str", "global_batch_size is 0",
         "a data set with a length", "LBFGS",
     ]  # fmt: skip
     for messages in launch(2, FUNCTIONS, "refusals"):

@@ -30,7 +30,7 @@ from nbdist.telemetry import internal_metrics
 from nbdist.training.data import device_prefetch
 from nbdist.training.data import loader as loaders
 from nbdist.training.data.loader import Loader, loader
-from tests.processes import wait_until
+from tests.processes import runs, wait_until
 
 SIZES = st.integers(1, 8)
 
@@ -257,15 +257,7 @@ def test_workers_die_with_their_rank():
         workers = [psutil.Process(pid) for pid in pids]
         os.kill(rank.pid, signal.SIGKILL)
         # Left to themselves they look for their parent every 5 s, between samples.
-        wait_until(lambda: all(map(has_ended, workers)), 4)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended. It may stay a zombie for a while."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        wait_until(lambda: not any(map(runs, workers)), 4)
 
 
 def test_waiting_is_counted_and_recorded():
