@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.cluster.call import Call
 from nbdist.cluster.ipp_client import Answer
-from nbdist.cluster.rank_registry import RankRegistry
+from nbdist.cluster.rank_registry import ANSWER_TIMEOUT_S, RankRegistry
 from nbdist.cluster.recovery import Recovery
 from nbdist.cluster.stall_detector import StallDetector
 from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
@@ -147,10 +147,17 @@ class CallSupervisor:
             reason = f"rank {format_ranks(ranks)} has died"
             self._registry.tell(endpoints.RELEASE_FROM, ranks, reason)
 
-    def _release_waiting(self, call: Call, before: Waiting) -> Waiting:
+    def _release_waiting(
+        self, call: Call, before: Waiting, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> Waiting:
         """Release ranks that wait in a collective for a rank that never arrives.
 
         The cell of that rank has ended or paused, or was not sent to it.
+
+        Args:
+            call: The call.
+            before: The result of the last call of this method.
+            timeout_s: Seconds within which a rank answers, if it can.
 
         Returns:
             The collectives in which ranks wait now.
@@ -159,7 +166,9 @@ class CallSupervisor:
         if busy >= {info.rank for info in self._registry.infos}:
             return {}
         ranks = busy & {info.rank for info in call.unfinished}
-        collectives = self._registry.ask(endpoints.WAITING, ranks=ranks)
+        collectives = self._registry.ask(
+            endpoints.WAITING, ranks=ranks, timeout_s=timeout_s
+        )
         now = time.monotonic()
         waiting: Waiting = {}
         for rank, collective in collectives.items():
@@ -238,9 +247,13 @@ class CallSupervisor:
                 # A rank that waits in C++, as in DDP's backward, handles no signal.
                 self._release("interrupted", [info.rank for info in call.unfinished])
             waiting: Waiting = {}
-            while not call.wait(end, tick_s=PROBE_S) and time.monotonic() < end:
+            while not call.wait(end, tick_s=PROBE_S):
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    break
                 # It may begin to wait after that.
-                waiting = self._release_waiting(call, waiting)
+                timeout_s = min(left_s, ANSWER_TIMEOUT_S)
+                waiting = self._release_waiting(call, waiting, timeout_s)
         except KeyboardInterrupt:
             return  # a second interrupt: stop waiting
 

@@ -25,7 +25,7 @@ from nbdist.errors import ClusterError, RankDied, UsageError
 from nbdist.ipc.process_files import read_exit_report
 from nbdist.wire import RankInfo, format_ranks
 
-__all__ = ["RankRegistry"]
+__all__ = ["ANSWER_TIMEOUT_S", "RankRegistry"]
 
 ANSWER_TIMEOUT_S = 2.0
 INSTRUCTION_TIMEOUT_S = 30.0
