@@ -34,7 +34,9 @@ class Ranks:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(call_supervisor, "time", clock)
 
-    def ask(self, target: str, *args: Any, ranks: Any) -> dict[int, Any]:
+    def ask(
+        self, target: str, *args: Any, ranks: Any, timeout_s: float = 0.0
+    ) -> dict[int, Any]:
         if target == endpoints.RELEASE:
             self.released += args
             return {}
