@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from functools import partial
 
 from benchmarks import report
-from benchmarks.measure import alternate, summary
+from benchmarks.measure import alternate, printed_by, summary
 
 REPEATS = 15
 LIMIT_S = 120
@@ -37,14 +35,7 @@ def seconds_of_line(name: str) -> float:
     """
     before = "" if name == BESIDE else SHELL
     program = PROGRAM.format(before=before, line=LINES[name])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        timeout=LIMIT_S,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return float(done.stdout.splitlines()[-1])
+    return float(printed_by(program, LIMIT_S))
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 
-__all__ = ["alternate", "seconds_of", "summary"]
+__all__ = ["alternate", "printed_by", "seconds_of", "summary"]
 
 Times = dict[str, list[float]]
 
@@ -38,6 +40,18 @@ def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
         return time.perf_counter() - begun
 
     return contestant
+
+
+def printed_by(program: str, limit_s: float) -> str:
+    """The last line that a program prints in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=limit_s,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return done.stdout.splitlines()[-1]
 
 
 def summary(times: list[float], unit: str = "ms") -> str:

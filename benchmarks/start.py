@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from benchmarks import report
-from benchmarks.measure import alternate, summary
+from benchmarks.measure import alternate, printed_by, summary
 from benchmarks.peer import allow_open_mpi
 
 RANKS = 4
@@ -225,14 +225,7 @@ def bare_imports() -> float:
 
 def in_fresh_python(program: str, ups: list[float]) -> float:
     """Run a program that prints [seconds until up, seconds until done]."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        timeout=LIMIT_S,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    up, seconds = json.loads(done.stdout.splitlines()[-1])
+    up, seconds = json.loads(printed_by(program, LIMIT_S))
     ups.append(up)
     return float(seconds)
 

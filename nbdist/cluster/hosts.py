@@ -105,7 +105,7 @@ def _are_numbered_alike(gpus: Iterable[Gpu]) -> bool:
 def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
     """The GPU of an entry of CUDA_VISIBLE_DEVICES: an index, or a prefix of a UUID."""
     if entry.isdigit():
-        whole = [gpu for gpu in present.values() if not gpu.uuid.startswith("MIG-")]
+        whole = [gpu for gpu in present.values() if not gpu.is_mig]
         candidates = whole or list(present.values())
         index = int(entry)
         return candidates[index] if index < len(candidates) else None
