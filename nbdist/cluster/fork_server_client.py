@@ -1,4 +1,4 @@
-"""This process's fork server, from which the ranks of its clusters are forked."""
+"""Starts the fork server of this process, which serves the clusters of this process."""
 
 from __future__ import annotations
 
@@ -28,26 +28,24 @@ from nbdist.ipc.process_files import describe_exit
 __all__ = ["CannotFork", "await_ready", "close", "hash_seed", "prepare", "serve"]
 
 ANSWER_TIMEOUT_S = 5.0
-"""How long a fork server that has imported everything may take to answer."""
+"""Seconds that a fork server may take to answer after its imports."""
 PROGRAM = Path(__file__).parents[1] / "ipc" / "fork_server.py"
 UNRELATED = {
     "CUDA_VISIBLE_DEVICES", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "PYTHONHASHSEED",
     "SHLVL", "_",
 }  # fmt: skip
-"""Variables in which a fork server and its ranks may differ. Imports and libraries read
-the others while they are loaded, or may."""
-
-
+"""Variables in which a fork server and its ranks may differ. An import may read any of
+the others."""
 OF_A_START = ("NBDIST_", "OMPI_", "PRTE_", "PMIX_", "EVENT_")
-"""What variables begin with that nbdist and MPI read when a rank starts, not before."""
+"""Prefixes of the variables that nbdist and MPI read only when a rank starts."""
 
 
 class CannotFork(Exception):
-    """A cluster's ranks are not forked; the message says why."""
+    """A cluster's ranks cannot be forked. The message has the reason."""
 
 
 class _ForkServer:
-    """A fork server, and the connection over which it is told of clusters."""
+    """A fork server, and the connection with it."""
 
     def __init__(
         self,
@@ -56,12 +54,12 @@ class _ForkServer:
         kind: tuple[object, ...],
     ) -> None:
         self.kind = kind
-        """What its imports depend on; see `_kind`."""
+        """The settings that its imports depend on; see `_kind`."""
         self.is_ready = False
         self.why_not = ""
-        """Why it serves no more; "" as long as it does."""
+        """Why it serves no further cluster; "" if it does."""
         self.is_unfit = False
-        """Whether another one would not serve either."""
+        """Whether `why_not` holds for any other fork server of this kind."""
         self._connection, inherited = socket.socketpair()
         with inherited:
             self._process = subprocess.Popen(
@@ -72,7 +70,7 @@ class _ForkServer:
                 env={
                     **environment,
                     "PYTHONHASHSEED": hash_seed(),
-                    # The pool of threads would begin with the import of numpy.
+                    # The import of numpy would start OpenBLAS's pool of threads.
                     "OPENBLAS_NUM_THREADS": "1",
                 },
                 cwd="/",
@@ -80,14 +78,17 @@ class _ForkServer:
             )
 
     def await_ready(self, timeout_s: float) -> bool:
-        """Wait for its imports; whether it has made them."""
+        """Wait for its imports. Returns whether they have succeeded."""
         if not (self.is_ready or self.why_not):
             with contextlib.suppress(TimeoutError):
                 self._hear(timeout_s)
         return self.is_ready and not self.why_not
 
     def offer(self, run_dir: Path, listener: socket.socket) -> bool:
-        """Have it serve a cluster; whether it does, or will after its imports."""
+        """Have it serve a cluster. Returns whether it does, or will after its imports.
+
+        A fork server that does not answer in time is killed.
+        """
         self._process.send_signal(signal.SIGCONT)  # in case it was stopped
         try:
             self._hear(timeout_s=0.0)
@@ -102,7 +103,7 @@ class _ForkServer:
         return not self.why_not
 
     def _hear(self, timeout_s: float) -> None:
-        """Take in what it has said; wait for the first message, where time is given."""
+        """Read its messages. Waits at most `timeout_s` for the first of them."""
         self._connection.settimeout(timeout_s)
         with contextlib.suppress(BlockingIOError):
             while not self.why_not:
@@ -112,7 +113,7 @@ class _ForkServer:
     def _next_message(self) -> dict[str, Any]:
         try:
             received = receive(self._connection)
-        except ConnectionResetError:  # it ended before it read all; its words follow
+        except ConnectionResetError:  # it ended before it read all; its messages follow
             received = receive(self._connection)
         return received[0] if received else {"ended": True}
 
@@ -126,12 +127,12 @@ class _ForkServer:
         elif "ended" in message:
             code = self._process.wait()
             self.why_not = f"the fork server has ended with {describe_exit(code)}"
-            # An import may end each fork server; nothing imported sends SIGKILL.
+            # An import that ends the process does so again. No import sends SIGKILL.
             self.is_unfit = not self.is_ready and code != -signal.SIGKILL
 
     @property
     def is_spent(self) -> bool:
-        """Whether it serves no more, and another one may serve."""
+        """Whether it serves no further cluster, and another fork server may."""
         return bool(self.why_not) and not self.is_unfit
 
     @property
@@ -139,41 +140,41 @@ class _ForkServer:
         return self._process.pid
 
     def retire(self) -> subprocess.Popen[bytes]:
-        """Have it end with the last cluster that it has forked ranks for."""
+        """Have it end when its last rank host has ended."""
         self._connection.close()
         if not self.is_ready:
-            self._process.kill()  # it listens only after its imports
+            self._process.kill()  # it reads the connection only after its imports
         return self._process
 
 
 _server: _ForkServer | None = None
 _retired: set[subprocess.Popen[bytes]] = set()
-"""Servers that end with the clusters which they still serve."""
+"""Fork servers that end with the clusters that they serve."""
 _lock = threading.Lock()
 _seed = str(secrets.randbelow(2**32 - 1) + 1)
 
 
 def hash_seed() -> str:
-    """One seed of `hash` for all ranks of this process's clusters."""
+    """The seed of `hash` for all ranks of this process's clusters."""
     chosen = os.environ.get("PYTHONHASHSEED", "random")
     return _seed if chosen in ("", "random") else chosen
 
 
 def prepare(environment: Mapping[str, str]) -> str:
-    """Start the fork server in the background, unless a fitting one runs.
+    """Start the fork server in the background, unless one with these settings runs.
 
     Args:
-        environment: That of the ranks, with what the launcher adds.
+        environment: The environment of the ranks, with the launcher's variables.
 
     Returns:
-        Why there is none; "" where there is one.
+        Why there is no fork server; "" if there is one.
     """
     with _lock:
         return _prepare(environment, ForkConfig.from_environment())
 
 
 def await_ready(timeout_s: float) -> bool:
-    """Wait until the fork server has imported what ranks need; whether it has."""
+    """Wait for the fork server's imports. Returns whether they have succeeded."""
     with _lock:
         return _server is not None and _server.await_ready(timeout_s)
 
@@ -195,7 +196,7 @@ def _prepare(
 
 
 def _retire() -> None:
-    """Begin another server with the next start."""
+    """Make the next start begin another fork server."""
     global _server
     if _server is not None:
         process = _server.retire()
@@ -208,23 +209,23 @@ def _retire() -> None:
 
 
 def _collect(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a retired server has ended."""
+    """Wait until a retired fork server has ended."""
     process.wait()
     _retired.discard(process)
 
 
 def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
-    """Have a cluster's ranks forked; they connect to the socket in its run folder.
+    """Have the fork server serve a cluster, on a socket in the cluster's run folder.
 
     Args:
-        run_dir: The cluster's folder.
+        run_dir: The cluster's run folder.
         environment: As for `prepare`.
 
     Returns:
-        The process id of the fork server.
+        The pid of the fork server.
 
     Raises:
-        CannotFork: The ranks are to be started without it.
+        CannotFork: There is no fork server for this cluster.
     """
     config = ForkConfig.from_environment()
     with _lock, socket.socket(socket.AF_UNIX) as listener:
@@ -248,9 +249,9 @@ def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
 
 
 def close() -> None:
-    """End the fork server; a later start begins another. A second close is harmless.
+    """End the fork server. Clusters whose ranks it has forked are not affected.
 
-    Clusters whose ranks it has forked are not affected.
+    A later start begins another fork server. A second call has no effect.
     """
     with _lock:
         _retire()
@@ -260,7 +261,7 @@ def close() -> None:
 
 
 def _forget() -> None:
-    """In a process that this one has forked: the server is the parent's."""
+    """Forget the fork server in a forked child. It belongs to the parent."""
     global _server, _lock
     _server, _lock = None, threading.Lock()
     _retired.clear()
@@ -269,11 +270,12 @@ def _forget() -> None:
 def _kind(
     environment: Mapping[str, str], preload: tuple[str, ...], run_dir: Path | None
 ) -> tuple[object, ...]:
-    """What a fork server's imports depend on, beside the files.
+    """The settings that a fork server's imports depend on: equal ones can share it.
 
     Args:
-        run_dir: The cluster's folder; None before there is one. Where a variable names
-            it, what its links lead to counts, because each cluster has another folder.
+        run_dir: The cluster's run folder; None before there is one. Its path is removed
+            from the variables, because each cluster has another. The targets of its
+            links count instead.
     """
     here = "" if run_dir is None else str(run_dir)
     links = [] if run_dir is None else sorted(map(os.path.realpath, _links(run_dir)))

@@ -1,7 +1,8 @@
-"""What a rank's parent, a fork server and the notebook say to each other.
+"""Messages between rank parents, rank hosts, the fork server and the notebook's kernel.
 
-Each message is a JSON object, with its length before it and with descriptors beside it,
-on a Unix socket. The standard library alone: a rank's parent runs without `site`.
+They travel on Unix sockets. Each message is a JSON object after its length, with
+descriptors as ancillary data. This module imports only the standard library, because a
+rank parent runs without `site`.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ __all__ = [
 SOCKET = "forks"
 """The name of a cluster's socket in its run folder."""
 RANK_HOST = "the rank host"
-"""What messages call the process that forks a cluster's ranks, and its log."""
+"""The name of the process that forks a cluster's ranks, in messages and of its log."""
 RANK_PARENT = "NBDIST_RANK_PARENT"
-"""The variable that tells a rank the pid of its parent process."""
+"""Environment variable of a rank: the pid of its rank parent."""
 STARTED = "NBDIST_STARTED"
-"""The variable that tells a rank how it was started: `FORKED`, or why it was not."""
+"""Environment variable of a rank: `FORKED`, or the reason why it was not forked."""
 FORKED = "forked"
 SWITCHED_OFF = "NBDIST_PRELOAD=0 is set"
 
 _LENGTH = struct.Struct("!I")
 _MAX_BYTES = 64 << 20
 MAX_DESCRIPTORS = 253
-"""How many Linux takes beside one message."""
+"""The most descriptors that Linux passes with one message."""
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The state of a rank's parent that the forked rank takes over.
+    """The state of a rank parent, which the forked rank takes over.
 
-    The rank's descriptors travel beside it.
+    The descriptors are sent with the message.
     """
 
     arguments: list[str]
@@ -68,9 +69,9 @@ class Request:
     limits: dict[str, tuple[int, int]] = field(default_factory=lambda: _limits())
     """(soft, hard) by the name of `resource`'s constant."""
     cores: list[int] = field(default_factory=lambda: _cores())
-    """The cores that it may run on; empty where the system does not say."""
+    """The CPU affinity mask; empty if the system has none."""
     descriptors: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """The numbers that the descriptors beside this message have in the rank."""
+    """The numbers in the rank of the descriptors that are sent with the message."""
 
     @classmethod
     def of_message(cls, message: dict[str, Any]) -> Request:
@@ -81,7 +82,7 @@ class Request:
         return asdict(self)
 
     def apply(self) -> None:
-        """Take the state over in this process, all but the arguments."""
+        """Set this process's state to this one, except the arguments."""
         os.environ.clear()
         os.environ.update(self.environment)
         os.umask(self.umask)
@@ -108,12 +109,12 @@ def _cores() -> list[int]:
 
 @contextlib.contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """The address of a Unix socket, within a `with` block; its path may be long.
+    """The address of a Unix socket with a path of any length, within a `with` block.
 
-    Linux takes 107 bytes, so the address goes through a descriptor of the folder.
+    An address in Linux has at most 107 bytes, so it names a descriptor of the folder.
 
     Raises:
-        OSError: There is no such folder.
+        OSError: The folder does not exist.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -128,7 +129,7 @@ def send(
     """Send a message, and copies of the descriptors.
 
     Raises:
-        OSError: The other end is closed, or does not read.
+        OSError: The other end is closed, or does not read within the socket's timeout.
     """
     data = json.dumps(message).encode()
     socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
@@ -141,13 +142,14 @@ def receive(
     """Wait for a message.
 
     Args:
-        descriptors: How many may come beside it.
+        descriptors: The most descriptors that the message may have.
 
     Returns:
-        The message and its descriptors; None when the other end is closed.
+        The message and its descriptors; None if the other end is closed.
 
     Raises:
-        OSError: The connection broke, or the rest of a message does not come in time.
+        OSError: The connection broke, the message did not arrive within the socket's
+            timeout, or it is too long.
     """
     head, received, _, _ = socket.recv_fds(connection, _LENGTH.size, descriptors)
     try:
@@ -156,7 +158,7 @@ def receive(
             return None
         (size,) = _LENGTH.unpack(head + rest)
         if size > _MAX_BYTES:
-            raise OSError(f"a message of {size} bytes: at most {_MAX_BYTES} are taken")
+            raise OSError(f"a message of {size} bytes: the most is {_MAX_BYTES}")
         data = _exactly(connection, size)
         if data is None:
             return None
@@ -179,7 +181,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes | None:
 
 
 def peer_user(connection: socket.socket) -> int:
-    """The user whose process made the other end of a connection, as Linux says."""
+    """The uid of the process at the other end of a connection."""
     raw = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
     )

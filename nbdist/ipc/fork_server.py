@@ -1,21 +1,22 @@
-"""The process that imports what every rank needs, once, and forks the ranks.
+"""Imports the modules that every rank needs once, and forks the ranks.
 
-`python fork_server.py` is started by the notebook's kernel, which holds the other end
-of its standard input, a Unix socket. There are three kinds of process in one program:
+The notebook's kernel starts `python fork_server.py` with a Unix socket as its standard
+input, and keeps the other end. The program runs as three kinds of process:
 
-- The *fork server* imports torch, mpi4py, IPython and the engine. For each cluster it
-  gets a listening socket from the kernel, and forks a *rank host*. It ends with the
+- The *fork server* imports torch, mpi4py, IPython and the engine. For each cluster the
+  kernel sends it a listening socket, and it forks a *rank host*. It ends with the
   kernel.
-- A cluster's rank host forks a rank for each rank parent that asks, is the parent of
-  these ranks, and tells each rank parent the exit code. Its first client is the
-  cluster's process supervisor. When that connection closes, or a rank parent's, the
-  rank host ends the ranks concerned. A rank dies with its rank host.
-- A *rank* takes over the environment, the working folder, the descriptors and the like
-  of the rank parent that asked, and goes on as `python -m nbdist.engine`.
+- A rank host forks a rank for each rank parent of its cluster that requests one. It is
+  the parent of these ranks, and sends each rank parent the exit code of its rank. Its
+  first client is the cluster's process supervisor. When the supervisor's connection
+  closes, the rank host kills all its ranks; when a rank parent's closes, that rank. A
+  rank dies with its rank host.
+- A *rank* takes the environment, working folder, limits and descriptors of its rank
+  parent, and runs `python -m nbdist.engine`.
 
-Neither server runs a thread: a process that forks while a thread of it holds a lock
-gives the child a lock that nobody releases. Where an import has started one, the fork
-server says so and ends, and the ranks are started without it.
+The fork server and the rank host run no second thread: a lock that such a thread holds
+during a fork stays locked in the child. If an import has started a thread, the fork
+server reports it and ends, and the rank parents start their ranks themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 """The folder that nbdist can be imported from."""
 
 if __name__ == "__main__":
-    # Not this file's folder, whose modules would stand before those of Python.
+    # This file's folder would hide modules of the standard library.
     sys.path[0:1] = []
     sys.path.append(str(ROOT))
 
@@ -74,18 +75,18 @@ PRELOADED = (
 )
 TEXT_BARS = "nbdist.engine.text_bars"
 REQUEST_TIMEOUT_S = 10.0
-"""How long a client that has connected may take to send its request."""
+"""Seconds that a client may take to send its request after it has connected."""
 SUPERVISOR_TIMEOUT_S = 60.0
-"""How long a rank host waits for the cluster's process supervisor."""
+"""Seconds that a rank host waits for the cluster's process supervisor to connect."""
 LOG = f"{RANK_HOST}.log"
 
 
 def main() -> None:
-    """Serve the kernel at descriptor 0; go on as a rank in each process forked."""
+    """Serve the kernel at descriptor 0. In a forked rank, run the engine."""
     control = _take_control()
     try:
         _preload(name for name in sys.argv[1].split(",") if name)
-    except BaseException as error:  # noqa: BLE001 - told to the kernel
+    except BaseException as error:  # noqa: BLE001 - any error is sent to the kernel
         why = str(error)
         if not isinstance(error, _CannotFork):
             why = traceback.format_exception_only(type(error), error)[-1].strip()
@@ -107,7 +108,7 @@ def main() -> None:
 
 
 def _take_control() -> socket.socket:
-    """The connection with the kernel, moved away from descriptor 0."""
+    """The connection with the kernel. Descriptor 0 becomes /dev/null."""
     control = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -123,7 +124,10 @@ class _CannotFork(Exception):
 
 
 def _preload(names: Iterable[str]) -> None:
-    """Import what ranks need; `names` are the user's.
+    """Import the modules that ranks need.
+
+    Args:
+        names: Further modules, which the user has chosen.
 
     Raises:
         _CannotFork: This process can no longer be forked.
@@ -132,11 +136,11 @@ def _preload(names: Iterable[str]) -> None:
     _refuse_customization()
     import mpi4py
 
-    # MPI begins in the rank: its identity is in the rank's environment.
+    # MPI is initialised in the rank, whose environment has its identity.
     mpi4py.rc(initialize=False, finalize=True)
     for name in PRELOADED:
         importlib.import_module(name)
-    importlib.import_module(TEXT_BARS).install()  # the user's may import tqdm.auto
+    importlib.import_module(TEXT_BARS).install()  # `names` may import tqdm.auto
     for name in names:
         importlib.import_module(name)
     mpi4py.rc(initialize=True, finalize=None)
@@ -152,12 +156,13 @@ def _preload(names: Iterable[str]) -> None:
 
 
 def _refuse_customization() -> None:
-    """Fork nothing where each process begins with a module of the user's own.
+    """Refuse a `sitecustomize` or `usercustomize` module of the user's own.
 
-    What it does may depend on the process, such as on a rank's number.
+    Its effect may depend on the process, for instance on the number of a rank.
 
     Raises:
-        _CannotFork: There is one on PYTHONPATH, or in the user's site-packages.
+        _CannotFork: There is such a module on PYTHONPATH, or in the user's
+            site-packages.
     """
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own = {os.path.realpath(folder) for folder in filter(None, folders)}
@@ -165,12 +170,12 @@ def _refuse_customization() -> None:
     for name in ("sitecustomize", "usercustomize"):
         path = getattr(sys.modules.get(name), "__file__", None)
         if path is not None and os.path.realpath(os.path.dirname(path)) in own:
-            raise _CannotFork(f"{path} is run by each process as it begins")
+            raise _CannotFork(f"{path} runs at the start of each process")
 
 
 @dataclass(frozen=True)
 class _Stamps:
-    """The files that imports have read, as they were."""
+    """The modification time, size and inode of the files that imports have read."""
 
     files: dict[str, tuple[int, int, int] | None]
 
@@ -181,7 +186,7 @@ class _Stamps:
         return cls({path: _stamp(path) for path in chosen})
 
     def changed(self) -> str | None:
-        """A file that is another one now."""
+        """The path of a file that has changed since then; None if none has."""
         for path, stamp in self.files.items():
             if _stamp(path) != stamp:
                 return path
@@ -198,7 +203,10 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def _site_files() -> Iterator[str]:
-    """What Python's `site` reads or runs when a process begins, there or not."""
+    """Files that Python's `site` reads or runs at the start of a process.
+
+    The `sitecustomize.py` and `usercustomize.py` need not exist.
+    """
     for folder in sys.path:
         for name in ("sitecustomize.py", "usercustomize.py"):
             yield os.path.join(folder, name)
@@ -211,7 +219,7 @@ def _site_files() -> Iterator[str]:
 
 
 class _Shadows:
-    """Which folders of a user's path hold modules of a name that is imported here."""
+    """Finds modules on a rank's path that would hide a module imported here."""
 
     def __init__(self) -> None:
         self._known = {os.path.realpath(folder) for folder in sys.path}
@@ -219,10 +227,10 @@ class _Shadows:
             name.partition(".")[0]
             for name, module in sys.modules.items()
             if getattr(module, "__file__", None)
-        } - {"nbdist"}  # a rank takes it from the same folder in any case
+        } - {"nbdist"}  # a rank imports it from the same folder in any case
 
     def found(self, request: Request) -> str | None:
-        """A module on a rank's path that may stand before one imported here."""
+        """The path of such a module on the rank's path; None if there is none."""
         here = request.environment["NBDIST_WORK_DIR"]
         for folder in request.environment["NBDIST_PATH"].split(os.pathsep):
             path = os.path.realpath(os.path.join(here, folder))
@@ -237,7 +245,10 @@ class _Shadows:
 
 
 def _is_module(folder: str, entry: str, suffix: str) -> bool:
-    """Whether an entry of a folder is a module; a folder without code comes last."""
+    """Whether an entry of a folder is a module or package.
+
+    A folder without `__init__.py` is a namespace package, which hides no module.
+    """
     if suffix:
         return suffix == "py" or suffix.endswith("so")
     return os.path.exists(os.path.join(folder, entry, "__init__.py"))
@@ -247,11 +258,11 @@ def _is_module(folder: str, entry: str, suffix: str) -> bool:
 
 
 _Rank = tuple[Request, list[int]]
-"""What a rank was asked for, and its descriptors."""
+"""The request for a rank, and the rank's descriptors."""
 
 
 class _Loop:
-    """A process that waits for connections and for the ends of its children."""
+    """The event loop of a process that serves connections and has children."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -264,14 +275,14 @@ class _Loop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def events(self, timeout_s: float | None = None) -> list[object]:
-        """Wait; the file objects that can be read."""
+        """Wait for an event. Returns the file objects that can be read."""
         ready = [key.fileobj for key, _ in self.selector.select(timeout_s)]
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
         return [each for each in ready if each != self._wakeup]
 
     def fork(self) -> int:
-        """Fork; in the child nothing of this loop is left, and signals are blocked."""
+        """Fork. In the child, this loop is closed and all signals are blocked."""
         sys.stdout.flush()
         sys.stderr.flush()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -290,7 +301,7 @@ class _Loop:
 
 
 def _ended_children() -> Iterator[tuple[int, int]]:
-    """(pid, exit code) of each child that has ended; the codes are negative signals."""
+    """(pid, exit code) of each child that has ended. The code is -N for signal N."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -313,14 +324,18 @@ class _Server(_Loop):
         self._is_retired = False
         self._kernel = os.pidfd_open(os.getppid())
         self.selector.register(control, selectors.EVENT_READ)
-        # A process that the notebook forked may hold our input open.
+        # A process that the kernel has forked may keep the connection open.
         self.selector.register(self._kernel, selectors.EVENT_READ)
 
     def run(self) -> socket.socket | None:
-        """The socket of a rank host, in that process; None when it is to end.
+        """Serve until the kernel ends. Returns a socket in a forked rank host only.
 
-        It ends with the kernel; where the kernel has closed the connection alone, with
-        the last rank host, whose exit it has to collect.
+        If the kernel closes the connection but still runs, this serves until the last
+        rank host has ended, because it must collect the rank hosts' exits.
+
+        Returns:
+            The listening socket of the rank host that this process is; None in the fork
+            server.
         """
         while not self._is_retired or self._hosts:
             for ready in self.events():
@@ -360,7 +375,7 @@ class _Server(_Loop):
         ended = {pid for pid, _ in _ended_children()}
         self._hosts -= ended
         if ended:
-            # Orphans of a rank host that was killed. Each that ends may leave others.
+            # The orphans of a rank host that was killed. Each may leave orphans again.
             _kill_below(apart_from=self._hosts)
 
 
@@ -368,8 +383,8 @@ class _RankHost(_Loop):
     """Forks the ranks of one cluster, and reports how they end.
 
     Args:
-        listener: Where the cluster's process supervisor connects first, and the rank
-            parents then.
+        listener: The socket to which the cluster's process supervisor connects first,
+            and then the rank parents.
     """
 
     def __init__(self, listener: socket.socket, stamps: _Stamps) -> None:
@@ -383,11 +398,11 @@ class _RankHost(_Loop):
         self._listener: socket.socket | None = listener
         self._supervisor: socket.socket | None = None
         self._ranks: dict[int, socket.socket] = {}
-        """The connection with its rank parent, by a rank's pid."""
+        """The connection with the rank parent of each rank, by the rank's pid."""
         self.selector.register(listener, selectors.EVENT_READ)
 
     def run(self) -> _Rank | None:
-        """What a rank was asked for, in that rank; None when all ranks have ended."""
+        """Serve until all ranks have ended. Returns a request in a forked rank only."""
         while self._listener is not None or _has_children():
             is_attended = self._supervisor is not None
             events = self.events(None if is_attended else SUPERVISOR_TIMEOUT_S)
@@ -410,7 +425,7 @@ class _RankHost(_Loop):
         return None
 
     def _begin_ending(self) -> None:
-        """Take no more requests; end as soon as there is no process below."""
+        """Accept no more requests, and end as soon as there are no children."""
         if self._listener is not None:
             self.selector.unregister(self._listener)
             self._listener.close()
@@ -425,7 +440,8 @@ class _RankHost(_Loop):
         if self._supervisor is None:
             self._supervisor = connection
             self.selector.register(connection, selectors.EVENT_READ)
-            with contextlib.suppress(OSError):  # it has ended: that is read next
+            # If it has ended, the loop reads the end of its connection next.
+            with contextlib.suppress(OSError):
                 send(connection, {"pid": os.getpid()})
             return None
         connection.settimeout(REQUEST_TIMEOUT_S)
@@ -463,29 +479,31 @@ class _RankHost(_Loop):
         self._ranks[child] = connection
         self.selector.register(connection, selectors.EVENT_READ)
         handle = os.pidfd_open(child)
-        with contextlib.suppress(
-            OSError
-        ):  # the rank parent has ended: that is read next
+        # If the rank parent has ended, the loop reads the end of its connection next.
+        with contextlib.suppress(OSError):
             send(connection, {"pid": child}, [handle])
         os.close(handle)
         return None
 
     def _refusal(self, request: Request) -> str | None:
-        """Why a forked rank would differ from one that is started alone."""
+        """Why a forked rank could import other code than a rank that is started.
+
+        None if it could not.
+        """
         if (changed := self._stamps.changed()) is not None:
             return f"{changed} has changed since the fork server read it"
         if (found := self._shadows.found(request)) is not None:
-            return f"{found} may be meant instead of the fork server's module"
+            return f"{found} hides a module that the fork server has imported"
         return None
 
     def _let_go(self) -> None:
-        """In a rank: close what is the rank host's."""
+        """Close the rank host's connections. A forked rank calls this."""
         for connection in (self._listener, self._supervisor, *self._ranks.values()):
             if connection is not None:
                 connection.close()
 
     def _end_rank_of(self, connection: object) -> None:
-        """A rank parent has ended: its rank ends too."""
+        """Kill the rank whose rank parent has ended."""
         for pid, other in self._ranks.items():
             if other is connection:
                 self.selector.unregister(other)
@@ -503,7 +521,7 @@ class _RankHost(_Loop):
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end has given up, which sends one request alone."""
+    """Whether the client has closed the connection after its request."""
     limit = connection.gettimeout()
     connection.setblocking(False)
     try:
@@ -523,7 +541,7 @@ def _has_children() -> bool:
 
 
 def _kill_below(apart_from: Iterable[int] = ()) -> None:
-    """Kill all processes below this one, apart from some children and their own."""
+    """Kill all descendants, except some children and their descendants."""
     import psutil
 
     kept = set(apart_from)
@@ -536,7 +554,7 @@ def _kill_below(apart_from: Iterable[int] = ()) -> None:
 
 
 def _log_to(path: Path) -> None:
-    """Send descriptors 1 and 2 to a file."""
+    """Redirect descriptors 1 and 2 to a file."""
     with contextlib.suppress(OSError):  # no room, or the cluster has ended
         log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         for descriptor in (1, 2):
@@ -548,7 +566,7 @@ def _log_to(path: Path) -> None:
 
 
 def _become_rank(request: Request, descriptors: list[int]) -> None:
-    """Go on as the program that a rank parent would have started."""
+    """Run the program that the rank parent would have started."""
     _renumber(dict(zip(request.descriptors, descriptors, strict=True)))
     os.setpgid(0, 0)
     request.apply()
@@ -568,7 +586,7 @@ def _renumber(descriptors: Mapping[int, int]) -> None:
         descriptors: The open descriptor, by its new number.
     """
     above = 1 + max(*descriptors, *descriptors.values())
-    # First beyond all numbers that are wanted, where none is in the way of another.
+    # Copied first to numbers above all old and new ones, so that none is overwritten.
     kept = {
         number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, above)
         for number, descriptor in descriptors.items()
@@ -584,7 +602,7 @@ def _renumber(descriptors: Mapping[int, int]) -> None:
 
 
 def _seed() -> None:
-    """Give this process random states of its own; Python's `random` does it alone."""
+    """Seed this process's random generators. Python's `random` seeds itself."""
     import multiprocessing
 
     import numpy as np

@@ -1,13 +1,15 @@
 """A rank's parent process, which reports how the rank ends.
 
-The MPI launcher starts this program; it starts the rank and waits for it. Then it
-writes the exit code to the exit report, for no launcher tells the notebook the code.
-Open MPI tells the survivors of a process that a signal has ended, but not of one that
-has left with an exit code: they would wait for it without end. So unless the code is
-0, this program ends itself by a signal.
+The MPI launcher starts this program. The program starts the rank, or has the rank host
+fork it, and waits for its end. Then it writes the exit code to the exit report, because
+no launcher reports the code to the notebook.
 
-It runs without Python's `site`. What breaks there breaks the rank alone, and is
-reported.
+If the exit code is not 0, this program ends itself by SIGKILL. Open MPI reports a
+process that a signal has ended to the survivors. It does not report one that has ended
+with an exit code, and the survivors would wait for it forever.
+
+The program runs without Python's `site`, so that an environment in which the rank
+cannot start does not stop the program. The rank's error is then reported.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
     send,
     socket_address,
 )
-from nbdist.ipc.prctl import die_with_parent  # noqa: E402 - once it is found
+from nbdist.ipc.prctl import die_with_parent  # noqa: E402
 from nbdist.ipc.process_files import Process  # noqa: E402
 
 __all__ = ["command"]
 
 FORK_TIMEOUT_S = 60.0
-"""How long a fork server may take to answer, the time of its imports included."""
+"""Seconds that the rank host may take to answer, with the fork server's imports."""
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def command(*arguments: str) -> list[str]:
-    """The command line of a rank: what the MPI launcher starts."""
+    """The command line of a rank's parent, which the MPI launcher starts."""
     return [sys.executable, "-S", __file__, *arguments]
 
 
@@ -74,7 +76,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _own_rank(process: Process, arguments: list[str]) -> int:
-    """Start the rank, and wait; its exit code, negative for a signal."""
+    """Start the rank and wait for its end. Returns its exit code, -N for signal N."""
     child = os.fork()
     if child == 0:
         _become_rank(process, arguments)
@@ -85,7 +87,7 @@ def _own_rank(process: Process, arguments: list[str]) -> int:
 
 
 def _become_rank(process: Process, arguments: list[str]) -> None:
-    """In the child: run the rank, which ends when this program ends."""
+    """Run the rank in this child, which ends with its parent."""
     die_with_parent()
     for number, descriptor in enumerate(_captured(process)):
         os.dup2(descriptor, number)
@@ -96,10 +98,10 @@ def _become_rank(process: Process, arguments: list[str]) -> None:
 
 
 def _captured(process: Process) -> list[int]:
-    """Open what a rank gets as descriptors 0, 1 and 2: /dev/null, and two files.
+    """Open the files that become a rank's descriptors 0, 1 and 2.
 
-    The files take what C code and child processes write, too. `input()` fails at once,
-    for nobody can answer it.
+    Descriptor 0 is /dev/null. The other two are files, which also receive the output of
+    C code and of child processes.
     """
     opened = [os.open(os.devnull, os.O_RDONLY)]
     for path in process.captured.values():
@@ -113,7 +115,7 @@ def _pass_on(child: int, signum: int) -> None:
         os.kill(child, signum)
 
 
-# -- a rank that the fork server starts ----------------------------------------------
+# -- a rank that the rank host forks -------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,16 @@ class _Forked:
     """A rank that is a child of the cluster's rank host."""
 
     handle: int
-    """Its pidfd."""
+    """The rank's pidfd."""
     host: socket.socket
-    """Tells how it ends; when this program ends, the rank does."""
+    """The connection with the rank host, which sends the exit code. When it closes
+    because this program ends, the rank is killed."""
 
 
 def _ask_for_rank(process: Process, arguments: list[str]) -> _Forked | None:
-    """Have the fork server start the rank; None where it does not.
+    """Request the rank from the rank host; None if the rank was not forked.
 
-    The environment then says why.
+    The variable `STARTED` then has the reason.
     """
     path = process.run_dir / SOCKET
     if not path.exists():
@@ -160,24 +163,24 @@ def _ask_for_rank(process: Process, arguments: list[str]) -> _Forked | None:
 
 
 def _inherited() -> list[int]:
-    """The descriptors above 2 that a rank would inherit, such as MPICH's PMI_FD."""
+    """The inheritable descriptors above 2, such as MPICH's PMI_FD."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed
             if int(name) > 2 and os.get_inheritable(int(name)):
                 found.append(int(name))
     return found
 
 
 def _follow(rank: _Forked) -> int:
-    """Wait for a forked rank; its exit code, negative for a signal."""
+    """Wait for the end of a forked rank. Returns its exit code, -N for signal N."""
     for signum in FORWARDED:
         signal.signal(signum, lambda number, _: _pass_on_to(rank.handle, number))
     try:
         ended = receive(rank.host)
     except OSError:
         ended = None
-    # A rank dies with the rank host.
+    # Without an answer, the rank host has died, and the rank with it.
     return int(ended[0]["code"]) if ended else -signal.SIGKILL
 
 

@@ -502,8 +502,7 @@ def test_a_sitecustomize_of_the_users_runs_in_each_rank(
     with Cluster(1, device="cpu") as cluster:
         (how,) = started(cluster)
         assert (
-            how
-            == f"{tmp_path / 'sitecustomize.py'} is run by each process as it begins"
+            how == f"{tmp_path / 'sitecustomize.py'} runs at the start of each process"
         )
 
 
