@@ -113,7 +113,7 @@ else:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """`%load_ext nbdist`: register the magics, and begin what ranks are forked from."""
+    """`%load_ext nbdist`: register the magics, and start the fork server."""
     import os
 
     from nbdist import magics
@@ -126,7 +126,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """`%unload_ext nbdist`: stop the cluster, and end what `%load_ext` has begun."""
+    """`%unload_ext nbdist`: stop the cluster and the fork server, remove the magics."""
     from nbdist import magics
     from nbdist.cluster import fork_server_client
 

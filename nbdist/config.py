@@ -25,11 +25,10 @@ class CollectiveConfig:
     """Seconds that a collective waits for its peers; None waits until it is released
     (NBDIST_COLLECTIVE_TIMEOUT)."""
     slot_bytes: int = 512 * 1024
-    """Bytes of shared memory that each rank writes one block to. Together with the
-    block that it is copied from, it should fit a core's L2 cache
-    (NBDIST_SLOT_BYTES)."""
+    """Bytes of a slot: shared memory in which each rank writes one block of its tensor.
+    A slot and a block together should fit a core's L2 cache (NBDIST_SLOT_BYTES)."""
     gpu_slot_bytes: int = 16 * 2**20
-    """The same for CUDA IPC, in device memory (NBDIST_GPU_SLOT_BYTES)."""
+    """Bytes of a slot of CUDA IPC, in device memory (NBDIST_GPU_SLOT_BYTES)."""
     staging_bytes: int = 4 * 2**20
     """Bytes of one piece of a GPU tensor that goes through the host. One piece is
     reduced while its neighbours are copied (NBDIST_STAGING_BYTES)."""
@@ -93,9 +92,10 @@ class ForkConfig:
     """The options of the fork server."""
 
     enabled: bool = True
-    """Whether ranks are forked from a process with torch (NBDIST_PRELOAD=0: no)."""
+    """Whether ranks are forked from the fork server (NBDIST_PRELOAD=0: no)."""
     preload: tuple[str, ...] = ()
-    """Further modules that it imports (NBDIST_PRELOAD=transformers,pandas)."""
+    """Further modules that the fork server imports
+    (NBDIST_PRELOAD=transformers,pandas)."""
 
     @classmethod
     def from_environment(cls) -> ForkConfig:

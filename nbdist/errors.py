@@ -5,7 +5,7 @@ NbdistError
 │   ├── UnsupportedCollective    not defined for this dtype or reduce-op
 │   └── ReductionPending (AssertionError)  gradients are being reduced
 ├── WrongProcess                 a rank's function called in the notebook
-├── NoInput (EOFError)           a rank's program asks at the terminal
+├── NoInput (EOFError)           a program on a rank reads standard input
 ├── ClusterError
 │   ├── NotRunning               there is no cluster to talk to
 │   ├── AlreadyRunning           a cluster is running and was left untouched
@@ -100,7 +100,7 @@ class UnsupportedCollective(UsageError):
 
 
 class ReductionPending(UsageError, AssertionError):
-    """The gradients are being reduced and must not be touched meanwhile."""
+    """The gradients must not be changed now, because they are being reduced."""
 
 
 class WrongProcess(NbdistError, RuntimeError):
@@ -108,7 +108,7 @@ class WrongProcess(NbdistError, RuntimeError):
 
 
 class NoInput(NbdistError, EOFError):
-    """A program on a rank asks at the terminal. A rank has no standard input."""
+    """A program on a rank reads standard input, which a rank does not have."""
 
 
 class ClusterError(NbdistError, RuntimeError):
@@ -156,8 +156,8 @@ class ScaleFailed(ClusterError):
 class RankDied(ClusterError):
     """A rank's process ended while it was needed.
 
-    `summary` says how, in one line. `details` are the lines that explain it, such as
-    the rank's last Python stack; "" for none.
+    `summary` is one line with the exit code or signal. `details` are the lines that
+    explain it, such as the rank's last Python stack; "" for none.
     """
 
     def __init__(self, summary: str, details: str = "") -> None:
@@ -181,7 +181,7 @@ class CellError(NbdistError):
         self.rendered = rendered or []
         self.result: Any = None
         self.note = ""
-        """What followed, such as the replacement of a rank."""
+        """What nbdist did after the failure, such as the replacement of a rank."""
 
     def __str__(self) -> str:
         return "\n".join(text for text in (super().__str__(), self.note) if text)

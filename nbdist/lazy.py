@@ -1,7 +1,7 @@
-"""Public names that are loaded on their first use (PEP 562), and stored then.
+"""Loads public names on their first use (PEP 562), and stores them.
 
-A package's `__init__.py` tells in which module each name is defined, and imports the
-same names under `TYPE_CHECKING`, for type checkers and editors::
+A package's `__init__.py` names the module that defines each name, and imports the same
+names under `TYPE_CHECKING`, for type checkers and editors::
 
     if TYPE_CHECKING:
         from nbdist.errors import UsageError as UsageError

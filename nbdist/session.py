@@ -85,7 +85,7 @@ class Session:
 
         cluster = Cluster(n, **options)
         cluster.on_note = print_note
-        self.stop()  # a cluster that has ended by itself
+        self.stop()  # the earlier cluster may have ended by itself
         self._bring_up(cluster, cluster.start)
         self._cluster = cluster
 
@@ -194,9 +194,9 @@ class Session:
         ]
         header = ["rank", "state", "device", "memory", "host", "pid", "transport"]
         mode = (
-            "survivors outlive a dead rank"
+            "ranks survive the death of another rank"
             if cluster.fault_tolerant
-            else "one dead rank ends all: elastic runs begin again from a commit"
+            else "one dead rank ends all ranks; elastic runs restart from a commit"
         )
         starts = _starts_text([info.started for info in cluster.infos])
         caption = f"{cluster.mpi}; {mode}; {starts}"
@@ -248,7 +248,7 @@ class Session:
 
     def _silence(self, rank: int) -> str:
         seen = self.cluster.last_seen(rank)
-        text = "does not answer: stopped, or the interpreter is held"
+        text = "does not answer: the process is stopped, or a thread holds the GIL"
         return f"{text}; last seen {seen}" if seen else text
 
 

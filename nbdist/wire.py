@@ -136,7 +136,7 @@ class CollectiveCall:
     members: tuple[int, ...] = ()
     """The world ranks that take part."""
     has_met: bool = False
-    """Whether this rank waits for no other: all have come, and it is about to pass."""
+    """Whether all ranks have arrived, so that this rank waits for no other."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.description}"

@@ -36,8 +36,8 @@ SOCKET_NAME_BYTES = len("/pymp-abcd1234/listener-abcd1234")
 
 def main() -> None:
     """Be one rank of the cluster in $NBDIST_RUN_DIR; return when the rank ends."""
-    # Before MPI, which leaves handlers alone that are there. Its own would write the
-    # stack of C, by functions that may hang in a process that has crashed.
+    # MPI keeps handlers that are installed before it. Its own handlers write the C
+    # stack with functions that may hang in a crashed process.
     faulthandler.enable(STDERR)
     process = Process.of_arguments(sys.argv[1:])
     name_process(f"nbdist rank {process.rank}")

@@ -156,7 +156,7 @@ def export_variables(
     while True:
         try:
             frames = serialization.dumps_named(good, namespace, limits.step)
-        except _CannotTravel as error:  # alone it could be pickled
+        except _CannotTravel as error:  # it could be pickled alone, but not with others
             del good[limits.name]
             bad[limits.name] = str(error)
         else:
@@ -203,7 +203,7 @@ class _TimeLimits:
         self.name = name
         left = self._end - time.monotonic()
         if left <= 0:
-            raise _CannotTravel(f"not begun: all may take {TOTAL_LIMIT_S:g} s")
+            raise _CannotTravel(f"all variables together took {TOTAL_LIMIT_S:g} s")
         limit_s = min(left, VARIABLE_LIMIT_S)
         try:
             with transfer_step(f"{self._verb[:-1]}ing {name!r}", limit_s):

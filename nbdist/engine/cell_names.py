@@ -1,4 +1,4 @@
-"""Which lines are the user's: those of cells, and of a script that runs."""
+"""Finds the lines of the user's code: of cells, and of a script that runs."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 notify=notify,
             )
         )
-        # IPython sets these, as in an interactive shell. Then libraries such as
-        # Lightning start ranks of their own, or refuse to train.
+        # IPython sets these as an interactive shell does. Where they are set, libraries
+        # such as Lightning start ranks of their own, or refuse to train.
         vars(sys).pop("ps1", None)
         vars(sys).pop("ps2", None)
         _keep_names(shell, self.device)

@@ -84,10 +84,8 @@ _attempt: _Attempt | None = None
 def cancel(generation: int, reason: str) -> None:
     """End the change to this generation on this rank, with an error.
 
-    Any thread may call.
-
-    A change that this rank has completed or has not begun is not affected. No later
-    change builds on it.
+    Any thread may call. This has no effect if the rank has completed the change or has
+    not begun it. No later change builds on a cancelled one.
     """
     attempt = _attempt
     if attempt is not None and attempt.generation == generation:
@@ -158,7 +156,7 @@ def _admit(comm: Any, plan: Change, number: int) -> Any:
 
 
 def _update_rank(here: world.World) -> None:
-    """Update all that depends on this rank's number."""
+    """Update this rank's description, recorder, process name and namespace."""
     rank = this_rank()
     rank.info = replace(
         rank.info,

@@ -4,9 +4,9 @@ There are two channels. The main thread answers the requests of the "shell" chan
 turn. The control thread answers the requests of the "control" channel, also while the
 main thread is busy. Every request gets a reply, with the function's value or its error.
 
-The dispatch replaces ipykernel's, which publishes two messages for each request: that
-it has begun and that it has ended. Here a request is followed by a message only if it
-has published output; the message marks the end of the output.
+The dispatch replaces ipykernel's, which publishes two messages for each request, at its
+begin and at its end. Here a request is followed by a message only if it has published
+output. The message marks the end of the output.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RankSession(SignedSession):
     """Whether a message was sent whose parent is the request that runs."""
 
     def begin(self, request: str) -> None:
-        """The request of this message id runs from now on."""
+        """Set the running request, by its message id."""
         self._request, self.has_published = request, False
 
     def send(
@@ -157,7 +157,7 @@ async def _answer_main(
 
 
 def _flush_streams() -> None:
-    """Flush what a cell may have put into the place of the rank's streams."""
+    """Flush `sys.stdout` and `sys.stderr`, which a cell may have replaced."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a stream of the user's may be closed
             stream.flush()

@@ -18,14 +18,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbdist.errors import UsageError
 
-__all__ = ["give_up", "make", "own_groups"]
+__all__ = ["destroy", "make", "own_groups"]
 
 REPLACED = {"gloo", "nccl", "mpi", "ucc", "nbdist"}
 """Backends that the shared group replaces."""
 
 _init, _destroy = c10d.init_process_group, c10d.destroy_process_group
 _shared: dist.ProcessGroup | None = None
-_asked_for: str | None = None
+_requested: str | None = None
 """The backend of the last call of `dist.init_process_group`."""
 _others: tuple[dist.ProcessGroup, ...] = ()
 """Groups that were made before the running script, which cannot destroy them."""
@@ -36,9 +36,9 @@ def make(backend: str, **options: Any) -> None:
 
     Every rank must call.
     """
-    global _asked_for, _shared
+    global _requested, _shared
     _init(backend, **options)
-    _shared, _asked_for = dist.group.WORLD, None
+    _shared, _requested = dist.group.WORLD, None
     for module in (dist, c10d):
         module.init_process_group = _init_process_group  # type: ignore[attr-defined]
         module.destroy_process_group = _destroy_process_group  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def make(backend: str, **options: Any) -> None:
     dist.get_backend = _get_backend
 
 
-def give_up() -> None:
+def destroy() -> None:
     """Destroy all process groups, the user's included. Waits for no other rank."""
     global _shared
     _shared = None
@@ -61,15 +61,15 @@ def own_groups(*, keep: bool) -> Iterator[None]:
     Args:
         keep: Whether groups made in the block outlive it.
     """
-    global _asked_for, _others
-    before = _asked_for, _others
-    _asked_for, _others = None, tuple(c10d._world.pg_map)
+    global _requested, _others
+    before = _requested, _others
+    _requested, _others = None, tuple(c10d._world.pg_map)
     try:
         yield
     finally:
         if not keep:
             _end_groups()
-        _asked_for, _others = before
+        _requested, _others = before
 
 
 def _end_groups() -> None:
@@ -106,8 +106,8 @@ def _init_process_group(
             f"{here[0]} of {here[1]}: leave both out, or take them from the "
             "environment's RANK and WORLD_SIZE; %dist_scale changes the world"
         )
-    global _asked_for
-    _asked_for = backend or _asked_for
+    global _requested
+    _requested = backend or _requested
 
 
 def _is_replaced(backend: str | None) -> bool:
@@ -122,12 +122,12 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     Without an argument, or with the shared group, the script's other groups are
     destroyed.
     """
-    global _asked_for
+    global _requested
     if not _is_shared() or group not in (None, _shared):
         _destroy(group)
     else:
         _end_groups()
-        _asked_for = None
+        _requested = None
 
 
 def _get_backend(group: dist.ProcessGroup | None = None) -> dist.Backend:
@@ -137,6 +137,6 @@ def _get_backend(group: dist.ProcessGroup | None = None) -> dist.Backend:
     not wrap a model in DDP if the name is unknown to it.
     """
     name = c10d.get_backend(group)
-    if _asked_for is not None and _is_shared() and name == c10d.get_backend(_shared):
-        return dist.Backend(_asked_for)
+    if _requested is not None and _is_shared() and name == c10d.get_backend(_shared):
+        return dist.Backend(_requested)
     return name

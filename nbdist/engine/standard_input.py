@@ -1,7 +1,7 @@
-"""What asks at the terminal fails with an error that says so, for a rank has none.
+"""Makes `input`, `getpass`, `breakpoint` and pdb raise NoInput on a rank.
 
-Without this, `input` meets the end of /dev/null, and a debugger that does ends itself
-silently and lets the program go on.
+A rank's standard input is /dev/null. There, `input` raises EOFError without a reason,
+and a debugger ends itself silently, so that the program continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_ANSWER = (
     "to the ranks with %dist_push"
 )
 NO_DEBUGGER = (
-    "a rank has no standard input, so that no debugger can ask there. print() shows "
+    "a rank has no standard input, so that a debugger reads no commands. print() shows "
     "the variables of a function; %dist_vars and %dist_inspect show those of all cells"
 )
 
@@ -35,7 +35,7 @@ def install() -> None:
     def do_eof(self: pdb.Pdb, arg: str) -> bool | None:
         if _reads_terminal(self):
             raise NoInput(f"pdb: {NO_DEBUGGER}")
-        return end_of_input(self, arg)  # of a debugger that reads a socket
+        return end_of_input(self, arg)  # the debugger reads from a socket or a file
 
     builtins.input = _input
     getpass.getpass = _getpass

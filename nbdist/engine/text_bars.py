@@ -1,7 +1,8 @@
-"""`tqdm.auto` on a rank is tqdm's text bar.
+"""Makes `tqdm.auto` on a rank use tqdm's text bar.
 
-`tqdm.autonotebook`, which `tqdm.auto` imports, chooses a widget wherever an ipykernel
-is. A rank is one, and its widgets do not reach the notebook: the bar would stay at 0 %.
+`tqdm.auto` imports `tqdm.autonotebook`, which chooses a widget in every ipykernel. A
+rank is an ipykernel, but its widgets do not reach the notebook: a bar would stay at
+0 %.
 """
 
 from __future__ import annotations

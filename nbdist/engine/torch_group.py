@@ -15,7 +15,7 @@ from nbdist.collectives.torch_backend.process_group import nccl_of, register
 from nbdist.engine import shared_default_group
 from nbdist.ipc.private_files import rendezvous_folder
 
-__all__ = ["abort", "groups_made", "number_alike", "start", "stop"]
+__all__ = ["abort", "equalize_group_counts", "groups_made", "start", "stop"]
 
 # A waiting collective is released when a peer fails. No time-out is needed.
 NO_TIMEOUT = timedelta(days=7)
@@ -71,7 +71,7 @@ def groups_made() -> int:
     return distributed_c10d._world.group_count - _at_start
 
 
-def number_alike(comm: Any) -> None:
+def equalize_group_counts(comm: Any) -> None:
     """Set the count of groups to the highest of all ranks. Every rank must call.
 
     Args:
@@ -101,4 +101,4 @@ def abort() -> bool:
 
 def stop() -> None:
     """Destroy all process groups, the user's included. Waits for no other rank."""
-    shared_default_group.give_up()
+    shared_default_group.destroy()

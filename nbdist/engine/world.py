@@ -100,7 +100,7 @@ class World:
             run_dir = this_rank().run_dir
             torch_group.start(run_dir, owns_gpu=True, generation=self.generation)
             self._nccl_aborted = False
-        torch_group.number_alike(self.comm)
+        torch_group.equalize_group_counts(self.comm)
         renew_groups(self.generation)
 
 
@@ -131,7 +131,7 @@ def is_joined() -> bool:
 
 def join() -> World:
     """Enter the world of the MPI launcher. Every rank must call."""
-    MPI = _begun_mpi()
+    MPI = _initialized_mpi()
     return enter(MPI.COMM_WORLD.Dup(), 0)
 
 
@@ -142,12 +142,12 @@ def join_running(rank: int, generation: int) -> World:
         rank: This process's number in the world.
         generation: The generation that the world begins with it.
     """
-    MPI = _begun_mpi()
+    MPI = _initialized_mpi()
     bridge = MPI.Comm.Get_parent()
     return enter(bridge.Merge(high=True).Split(0, key=rank), generation)
 
 
-def _begun_mpi() -> Any:
+def _initialized_mpi() -> Any:
     """mpi4py's MPI, initialised. Its import does that, except in a forked rank."""
     from mpi4py import MPI
 

@@ -163,9 +163,9 @@ def test_ranks_work_in_the_notebooks_folder(cluster: Cluster):
     [
         ("input('name? ')", "input(): a rank has no standard input. Ask in a cell"),
         ("import getpass; getpass.getpass()", "getpass(): a rank has no standard"),
-        ("breakpoint()", "breakpoint(): a rank has no standard input, so that no deb"),
+        ("breakpoint()", "breakpoint(): a rank has no standard input, so that a deb"),
         ("import pdb; pdb.set_trace()", "pdb: a rank has no standard input, so that"),
-        ("dist.breakpoint(rank)", "pdb: a rank has no standard input, so that no"),
+        ("dist.breakpoint(rank)", "pdb: a rank has no standard input, so that a"),
     ],
 )
 def test_what_asks_at_the_terminal_is_an_error(cluster: Cluster, asks: str, said: str):
