@@ -1,7 +1,7 @@
-/* Reductions in memory that the ranks of one host share, without an interpreter between
- * the steps of a call.
+/* Reductions in shared memory between the ranks of one host. A call runs from its first
+ * to its last step without the interpreter.
  *
- * Where this file is not compiled, `sync/shared_barrier.py` and
+ * Where this file is not compiled, `sync/semaphore_barrier.py` and
  * `transports/shared_memory.py` do the same in Python on the same memory.
  *
  * No argument from Python is used as an address. A Barrier maps the segment from a
@@ -31,7 +31,8 @@
 #define CHUNK_BYTES 8192
 #define MOST_PLANS 512
 
-/* The monotonic clock, or a wall clock: setting that back makes waits longer. */
+/* The monotonic clock, or else the wall clock. If the wall clock is set back during a
+ * wait, the wait lasts longer. */
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
 #define WAIT_CLOCK CLOCK_MONOTONIC
 #define WAIT(semaphore, until) sem_clockwait(semaphore, CLOCK_MONOTONIC, until)
@@ -48,10 +49,10 @@ static PyObject *torch, *tensor_type, *parameter_type;
 
 typedef struct {
     PyObject_HEAD
-    char *memory;            /* the segment; its first word tells who has left */
-    unsigned long long step; /* number of times that this rank has passed */
+    char *memory;            /* the segment; its first word says which rank has left */
+    unsigned long long step; /* number of times that this rank has passed the barrier */
     char stopped;            /* set by Python to end this wait and all later ones */
-    char busy;               /* a call of this barrier is under way */
+    char busy;               /* a call that uses this barrier is under way */
     Py_ssize_t holds;        /* calls queued or running in Python */
     Py_ssize_t waiting_for;  /* index of the first peer that has not arrived */
     Py_ssize_t rank, size;
@@ -101,7 +102,7 @@ barrier_init(Barrier *self, PyObject *args, PyObject *kwargs)
                                      &nap_s))
         return -1;
     if (self->memory) {
-        PyErr_SetString(PyExc_RuntimeError, "a barrier is made once");
+        PyErr_SetString(PyExc_RuntimeError, "this barrier is already initialised");
         return -1;
     }
     if (size < 1 || size > MOST_RANKS || rank < 0 || rank >= size) {
@@ -119,7 +120,7 @@ barrier_init(Barrier *self, PyObject *args, PyObject *kwargs)
     if (slots_at < 0 || (size_t)slots_at < head || slots_at % LINE_BYTES ||
         slot_bytes < 0 || slot_bytes % (LINE_BYTES * size) ||
         (size_t)slot_bytes > (SIZE_MAX / 2 - (size_t)slots_at) / slots) {
-        PyErr_SetString(PyExc_ValueError, "slots that overlap, or are not aligned");
+        PyErr_SetString(PyExc_ValueError, "the slots overlap or are not aligned");
         return -1;
     }
     size_t bytes = (size_t)slots_at + slots * (size_t)slot_bytes;
@@ -165,15 +166,15 @@ enter(Barrier *self)
 {
     if (!self->memory || self->busy) {
         PyErr_SetString(PyExc_RuntimeError,
-                        self->memory ? "another call passes this barrier"
-                                     : "this barrier was not made");
+                        self->memory ? "another call uses this barrier"
+                                     : "this barrier is not initialised");
         return false;
     }
     self->busy = 1;
     return true;
 }
 
-/* Whether the semaphore could be taken: spins, yields, and sleeps once. */
+/* Whether the semaphore could be taken. Spins, then yields, then sleeps once. */
 static bool
 take(const Barrier *self, sem_t *semaphore, bool may_sleep)
 {
@@ -183,7 +184,7 @@ take(const Barrier *self, sem_t *semaphore, bool may_sleep)
     bool taken = false;
     Py_BEGIN_ALLOW_THREADS
     for (int i = 0; i < self->yields && !taken; i++) {
-        sched_yield(); /* to the awaited rank, if ranks share cores */
+        sched_yield(); /* lets the awaited rank run, if ranks share cores */
         taken = sem_trywait(semaphore) == 0;
     }
     if (!taken && may_sleep) {
@@ -192,7 +193,7 @@ take(const Barrier *self, sem_t *semaphore, bool may_sleep)
         until.tv_nsec += self->nap_ns;
         until.tv_sec += until.tv_nsec / 1000000000L;
         until.tv_nsec %= 1000000000L;
-        taken = WAIT(semaphore, &until) == 0; /* a signal ends it as well */
+        taken = WAIT(semaphore, &until) == 0; /* a signal ends the wait, too */
     }
     Py_END_ALLOW_THREADS
     return taken;
@@ -209,8 +210,9 @@ arrive(Barrier *self, int64_t fingerprint)
 
 typedef enum { LATE, DIFFERENT, AGREED } Arrival;
 
-/* Whether a rank has left without passing the present step. One that has passed it left
- * a later step: all have arrived at this one. The word is that of shared_barrier.py. */
+/* Whether a rank has left at this step or an earlier one. A rank that has left at a later
+ * step has passed this one, so all ranks have arrived here. `closing_word` in
+ * semaphore_barrier.py makes the word. */
 static bool
 lacks_a_rank(const Barrier *self)
 {
@@ -218,7 +220,7 @@ lacks_a_rank(const Barrier *self)
     return left && (unsigned long long)(left - 1) / self->size <= self->step;
 }
 
-/* LATE: a rank has not arrived or has left, or this barrier was stopped. */
+/* LATE: a rank has not arrived, or a rank has left, or this barrier was stopped. */
 static Arrival
 await(Barrier *self, bool may_sleep)
 {
@@ -238,7 +240,8 @@ await(Barrier *self, bool may_sleep)
     return agreed ? AGREED : DIFFERENT;
 }
 
-/* True: all have arrived with one fingerprint. False: with several. None: LATE. */
+/* True: all ranks have arrived with the same fingerprint. False: with different ones.
+ * None: LATE. */
 static PyObject *
 barrier_resume(Barrier *self, PyObject *Py_UNUSED(none))
 {
@@ -294,7 +297,7 @@ static PyType_Spec barrier_spec = {
 
 typedef void (*Kernel)(void *out, void *const *rows, int count, size_t length);
 
-/* In rank order, so that every rank gets the same bits. */
+/* Rows are combined in rank order, so that every rank gets the same bits. */
 #define KERNEL(NAME, TYPE, COMBINED, FINISHED)                                           \
     static void NAME(void *out, void *const *rows, int count, size_t length)             \
     {                                                                                    \
@@ -356,8 +359,8 @@ static const struct {
 };
 #define KERNELS ((Py_ssize_t)(sizeof kernels / sizeof kernels[0]))
 
-/* Reduces a chunk of all rows in the nearest cache and copies it to all outs, so that
- * an out may be one of the rows. */
+/* Reduces each chunk of all rows in a buffer that fits the L1 cache, and copies the
+ * buffer to all outs. An out may therefore be one of the rows. */
 static void
 reduce_chunks(Py_ssize_t kernel, char **outs, Py_ssize_t out_count, char **rows,
               Py_ssize_t row_count, size_t length)
@@ -497,7 +500,7 @@ typedef struct {
     size_t length, itemsize, block, share;
     bool at_once;
     /* The call under way: */
-    bool under_way, differs, inside; /* inside: a thread runs it, with or without the GIL */
+    bool under_way, differs, inside; /* inside: a thread is in `advance` or `begin` */
     size_t phase; /* number of times that the barrier was passed */
     unsigned long long first_step;
     char *output;
@@ -548,7 +551,7 @@ reduction_init(Reduction *self, PyObject *args, PyObject *kwargs)
                                      &kernel, &length, &at_once_bytes, &root))
         return -1;
     if (self->barrier) {
-        PyErr_SetString(PyExc_RuntimeError, "a reduction is made once");
+        PyErr_SetString(PyExc_RuntimeError, "this reduction is already initialised");
         return -1;
     }
     if (!has_made(self, "Barrier", barrier))
@@ -556,14 +559,14 @@ reduction_init(Reduction *self, PyObject *args, PyObject *kwargs)
     Barrier *made = (Barrier *)barrier;
     if (kernel < 0 || kernel >= KERNELS || operation < 0 || operation >= OPERATIONS ||
         length < 0 || at_once_bytes < 0 || root < 0 || root >= made->size) {
-        PyErr_SetString(PyExc_ValueError, "no such operation, kernel, length or root");
+        PyErr_SetString(PyExc_ValueError, "unknown operation, kernel, length or root");
         return -1;
     }
     size_t itemsize = kernels[kernel].itemsize;
     size_t parts = operation == REDUCE_SCATTER ? (size_t)made->size : 1;
     size_t block = made->slot_bytes / parts / itemsize;
     if (!block || (size_t)length > SIZE_MAX / 2 / itemsize) {
-        PyErr_SetString(PyExc_ValueError, "a tensor too long, or slots too small");
+        PyErr_SetString(PyExc_ValueError, "tensor too long, or slots too small");
         return -1;
     }
     PyObject *dtype = PyObject_GetAttrString(torch, strchr(kernels[kernel].name, ' ') + 1);
@@ -596,7 +599,7 @@ reduction_dealloc(Reduction *self)
     Py_DECREF(type);
 }
 
-/* A block except this rank's share. */
+/* Copies a block except this rank's share. */
 static void
 copy_others(const Block *block, char *target, const char *source)
 {
@@ -727,7 +730,7 @@ advance_inside(Reduction *self, bool may_sleep)
         if (arrival == DIFFERENT && !self->phase) {
             if (may_sleep)
                 return end(self, false);
-            self->differs = true; /* `resume` says so */
+            self->differs = true; /* `resume` returns False */
             Py_RETURN_NONE;
         }
         if (is_long) {
@@ -786,11 +789,11 @@ is_ready(const Reduction *self, bool scatters)
 {
     if (self->barrier && (self->operation == REDUCE_SCATTER) == scatters)
         return true;
-    PyErr_SetString(PyExc_RuntimeError, "this reduction is another operation's");
+    PyErr_SetString(PyExc_RuntimeError, "this reduction is for another operation");
     return false;
 }
 
-/* run(tensor, fingerprint): True, False or None as `advance`. NotImplemented: the tensor
+/* run(tensor, fingerprint): returns what `advance` returns; NotImplemented if the tensor
  * is not of this kind, and no call was started. */
 static PyObject *
 reduction_run(Reduction *self, PyObject *const *args, Py_ssize_t count)
@@ -817,7 +820,7 @@ reduction_run(Reduction *self, PyObject *const *args, Py_ssize_t count)
     return begin(self, fingerprint, args[0], true);
 }
 
-/* run_lists(output, inputs, fingerprint): `run` of a reduce-scatter. */
+/* run_lists(output, inputs, fingerprint): the same as `run`, for a reduce-scatter. */
 static PyObject *
 reduction_run_lists(Reduction *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -857,7 +860,7 @@ static PyObject *
 reduction_resume(Reduction *self, PyObject *Py_UNUSED(none))
 {
     if (!self->under_way || self->inside) {
-        PyErr_SetString(PyExc_RuntimeError, "no call of this reduction waits");
+        PyErr_SetString(PyExc_RuntimeError, "no call of this reduction is waiting");
         return NULL;
     }
     return advance(self, true);
@@ -884,7 +887,7 @@ static PyType_Spec reduction_spec = {
     .slots = reduction_slots,
 };
 
-/* -- QuickCalls: all-reduces of a group for which no rank is late ---------------------- */
+/* -- QuickCalls: the all-reduces of a group in which no rank is late ------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -902,7 +905,7 @@ quick_init(QuickCalls *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &barrier))
         return -1;
     if (self->barrier) {
-        PyErr_SetString(PyExc_RuntimeError, "quick calls are made once");
+        PyErr_SetString(PyExc_RuntimeError, "these quick calls are already initialised");
         return -1;
     }
     if (!has_made(self, "Barrier", barrier) || !(self->plans = PyDict_New()))
@@ -928,12 +931,12 @@ static bool
 is_made(const QuickCalls *self)
 {
     if (!self->barrier)
-        PyErr_SetString(PyExc_RuntimeError, "these quick calls were not made");
+        PyErr_SetString(PyExc_RuntimeError, "these quick calls are not initialised");
     return self->barrier;
 }
 
-/* keep(op, shape, reduction, fingerprint): have `all_reduce` use the reduction for tensors
- * of this shape and of its dtype. */
+/* keep(op, shape, reduction, fingerprint): makes `all_reduce` use the reduction for
+ * tensors of this shape and of the reduction's dtype. */
 static PyObject *
 quick_keep(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -950,14 +953,14 @@ quick_keep(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
         if (PyErr_Occurred())
             return NULL;
         if (extent && length > SIZE_MAX / extent) {
-            PyErr_SetString(PyExc_ValueError, "a tensor too long");
+            PyErr_SetString(PyExc_ValueError, "the shape has too many elements");
             return NULL;
         }
         length *= extent;
     }
     if (reduction->barrier != self->barrier || reduction->operation != ALL_REDUCE ||
         reduction->length != length) {
-        PyErr_SetString(PyExc_ValueError, "a reduction of other tensors");
+        PyErr_SetString(PyExc_ValueError, "the reduction is for other tensors");
         return NULL;
     }
     long long fingerprint = PyLong_AsLongLong(args[3]);
@@ -990,8 +993,8 @@ plan_for(const QuickCalls *self, PyObject *tensor, PyObject *op)
     return plan;
 }
 
-/* all_reduce(tensor, op): True: done. False: no call was started. None: call `resume`
- * until the call has ended, then `release`. */
+/* all_reduce(tensor, op): True if it is done. False if no call was started. None if a
+ * rank is late: the caller calls `resume` until the call has ended, then `release`. */
 static PyObject *
 quick_all_reduce(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -1042,7 +1045,7 @@ quick_resume(QuickCalls *self, PyObject *Py_UNUSED(none))
 {
     Reduction *waiting = self->waiting;
     if (!waiting || !waiting->under_way || waiting->inside) {
-        PyErr_SetString(PyExc_RuntimeError, "no quick call waits");
+        PyErr_SetString(PyExc_RuntimeError, "no quick call is waiting");
         return NULL;
     }
     PyObject *outcome = advance(waiting, true);
@@ -1053,7 +1056,7 @@ quick_resume(QuickCalls *self, PyObject *Py_UNUSED(none))
     return outcome;
 }
 
-/* hold(): keep calls from starting until `release`. False if a call is under way. */
+/* hold(): prevents calls from starting until `release`. False if a call is under way. */
 static PyObject *
 quick_hold(QuickCalls *self, PyObject *Py_UNUSED(none))
 {
