@@ -48,7 +48,7 @@ def step(ddp, optimizer, indices):
 """,
     "front-ends.md": "",
     "horovod.md": DIGITS,
-    "how-do-i.md": DIGITS,
+    "how-do-i.md": "lr = 0.1",  # %dist_push
     "monitor.md": DIGITS + """
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 
@@ -62,8 +62,8 @@ ON_RANKS = {"data.md", "horovod.md"}
 """Pages whose blocks without a magic are part of a cell, too."""
 
 
-def blocks_of(page: str) -> list[str]:
-    text = (ROOT / "docs" / page).read_text()
+def blocks_of(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     # Keras takes longer to load than all pages to run; tests/keras has what it shows.
     return [block for block in blocks if "nbdist.keras" not in block]
@@ -74,7 +74,7 @@ def test_a_page_runs_as_written(
     cluster: Cluster, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    blocks = blocks_of(page)
+    blocks = blocks_of(ROOT / "docs" / page)
     assert blocks
     here = cluster.run(os.getcwd)[0]
     cluster.run(os.chdir, str(tmp_path))
@@ -88,3 +88,13 @@ def test_a_page_runs_as_written(
                 exec(compile(block, page, "exec"), notebook)
     finally:
         cluster.run(os.chdir, here)
+
+
+def test_the_cells_of_the_front_page_run_as_written(cluster: Cluster):
+    blocks = blocks_of(ROOT / "README.md")
+    first, training = (MAGIC.sub("", block) for block in blocks if MAGIC.match(block))
+    printed = cluster.execute(first, timeout_s=DEADLINE_S)[2].stdout
+    assert printed.strip() == "rank 2 of 4: [6.0, 6.0, 6.0]"
+    cluster.execute(training, timeout_s=DEADLINE_S)
+    norms = cluster.inspect("net[0].weight.norm()").values()
+    assert len(set(norms)) == 1
