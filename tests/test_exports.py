@@ -32,7 +32,7 @@ FACE_NAMES = [(face, name) for face in FACES for name in face.__all__]
 @pytest.mark.parametrize(
     ("face", "name"), FACE_NAMES, ids=[f"{f.__name__}.{n}" for f, n in FACE_NAMES]
 )
-def test_every_public_name_can_be_had_and_is_stored(face: ModuleType, name: str):
+def test_every_public_name_is_found_and_stored(face: ModuleType, name: str):
     found = getattr(face, name)
     assert found is not None
     assert name in dir(face)
@@ -60,7 +60,7 @@ def imports_for_type_checkers(face: ModuleType) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
-def test_type_checkers_see_what_a_program_gets(face: ModuleType):
+def test_type_checkers_see_the_names_of_a_program(face: ModuleType):
     homes = imports_for_type_checkers(face)
     own = {name for name in face.__all__ if name in OWN_NAMES}
     assert homes.keys() == set(face.__all__) - own
@@ -109,7 +109,7 @@ def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
-def test_mypy_reveals_the_parameters_that_functions_have(
+def test_mypy_reveals_the_parameters_of_functions(
     face: ModuleType, revealed: dict[str, str]
 ):
     for name in face.__all__:
@@ -144,12 +144,14 @@ def test_mypy_reveals_the_parameters_that_functions_have(
         ("nbdist.Cluster(2).on(1).run(len, [], wait=False)", ["CallFuture[list[int]]"]),
     ],
 )  # fmt: skip
-def test_mypy_tells_a_user(expression: str, parts: list[str], revealed: dict[str, str]):
+def test_mypy_reveals_signatures_and_misspelt_names(
+    expression: str, parts: list[str], revealed: dict[str, str]
+):
     assert [part for part in parts if part not in revealed[expression]] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_what_a_module_exports_exists(module: str):
+def test_the_exports_of_every_module_exist(module: str):
     path = PACKAGE.parent / (module.replace(".", "/") + ".py")
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         targets = node.targets if isinstance(node, ast.Assign) else []

@@ -26,7 +26,7 @@ print({"torch", "mpi4py", "numpy", "IPython", "ipyparallel"} & sys.modules.keys(
     assert run(program) == "['nbdist', 'nbdist.lazy']\nset()\n"
 
 
-def test_a_name_is_looked_up_once():
+def test_a_public_name_is_looked_up_once():
     program = """
 import nbdist
 before = nbdist.__getattr__
@@ -49,7 +49,7 @@ print(asked)
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("used_before", [False, True])
-def test_in_the_notebook_a_name_of_a_rank_says_where_it_runs(
+def test_in_the_notebook_a_name_of_a_rank_raises_wrong_process(
     name: str, used_before: bool
 ):
     program = f"""

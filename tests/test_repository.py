@@ -74,7 +74,7 @@ def anchors(page: Path) -> set[str]:
     return {word.replace(" ", "-") for word in words}
 
 
-def test_the_readme_lists_the_magics_that_there_are() -> None:
+def test_the_readme_lists_all_magics() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(%+\w+)", readme, re.MULTILINE)
     assert sorted(listed) == sorted(registered_magics())
@@ -105,7 +105,7 @@ def test_the_versions_agree() -> None:
     assert project["project"]["version"] == nbdist.__version__ == newest[1]
 
 
-def test_no_text_depends_on_the_machine_it_was_written_on() -> None:
+def test_no_text_has_an_absolute_path_of_a_machine() -> None:
     # Whole absolute paths, not the relative ones that end alike.
     personal = re.compile(r"(?<![\w.)}~$-])/(?:root|work|opt|home/\w+|Users/\w+)/\S")
     found = [
@@ -141,7 +141,9 @@ def test_the_extension_loads_neither_torch_nor_mpi() -> None:
     assert not heavy & loaded
 
 
-def test_an_editable_installation_is_found_beside_a_folder_of_its_name(tmp_path: Path):
+def test_an_editable_installation_is_found_next_to_a_folder_named_nbdist(
+    tmp_path: Path,
+):
     copy = tmp_path / "copy"
     (copy / "nbdist").mkdir(parents=True)
     (copy / "nbdist" / "__init__.py").touch()

@@ -45,7 +45,7 @@ def stop(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("spoil", [kill, hang, stop])
-def test_a_spoilt_cluster_is_replaced(
+def test_a_damaged_cluster_is_replaced(
     shared: SharedCluster, spoil: Callable[[Cluster], None]
 ) -> None:
     spoil(shared.ready())
@@ -54,7 +54,7 @@ def test_a_spoilt_cluster_is_replaced(
     assert shared.ready().execute("print(rank)")[0].stdout == "0\n"
 
 
-def test_a_sound_cluster_is_kept_without_the_variables(shared: SharedCluster) -> None:
+def test_an_intact_cluster_is_kept_without_the_variables(shared: SharedCluster) -> None:
     shared.ready().execute("left = 1")
     before = shared.ready()
     shared.tidy()

@@ -16,7 +16,7 @@ def row(device: str, sharing: int, **seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_all_ranks_of_a_card_copy_at_once() -> None:
+def test_all_ranks_of_a_gpu_copy_at_once() -> None:
     shared = row("cuda", 4, copy=1e-3)
     assert card_bandwidth(shared) == 2 * 4 * 64 * MIB / 1e-3
 

@@ -15,7 +15,7 @@ from benchmarks.cost import (
 COSTS = Costs(alpha=5.0, beta=2.0, gamma=1.0)
 
 
-def test_a_ring_of_four() -> None:
+def test_the_cost_of_a_ring_of_four() -> None:
     # 3 messages of 2 bytes that are added: 3 (5 + 4 + 2); 3 that are not: 3 (5 + 4).
     assert ring_seconds(COSTS, 4, 8) == 60
 
@@ -32,7 +32,7 @@ def test_a_large_ring_costs_twice_the_bytes_and_its_messages() -> None:
     )
 
 
-def test_a_server_with_three_workers() -> None:
+def test_the_cost_of_a_server_with_three_workers() -> None:
     # Each worker: in 5 + 16, added 8, out 5 + 16.
     assert server_seconds(COSTS, 3, 8) == 150
 

@@ -42,7 +42,7 @@ class Client:
     [([], RUN), (["entered"], RUN), (["entered", "left"], None)],
     ids=["not reached", "in it", "left"],
 )
-def test_the_run_in_which_the_last_rank_a_newcomer_has_died(
+def test_a_call_knows_the_run_in_which_its_last_rank_died(
     notices: list[str], lost_in: ElasticCall | None
 ) -> None:
     client: Any = Client()
@@ -60,7 +60,7 @@ def test_the_run_in_which_the_last_rank_a_newcomer_has_died(
     assert call.lost_in == lost_in
 
 
-def test_the_run_in_which_a_newcomer_has_died_before_it_was_asked_to_join() -> None:
+def test_a_call_knows_the_run_that_a_dead_newcomer_was_to_join() -> None:
     client: Any = Client()
     first: Any = SimpleNamespace(engine_uuid="first", rank=0)
     call = Call(client, [first], "function", {0: ()}, "a cell", Quiet())

@@ -64,7 +64,7 @@ def test_a_rank_whose_peer_has_ended_is_released(ranks: Ranks) -> None:
     assert ranks.released[0] == ("released from barrier: the cell of rank 0 has ended")
 
 
-def test_a_rank_gets_time_to_leave_what_its_peer_has_just_left(ranks: Ranks) -> None:
+def test_a_rank_has_time_to_leave_a_collective_after_its_peer(ranks: Ranks) -> None:
     """However long the two have been in it."""
     ranks.look(10)
     ranks.busy = {1}
@@ -74,7 +74,7 @@ def test_a_rank_gets_time_to_leave_what_its_peer_has_just_left(ranks: Ranks) -> 
     assert ranks.released
 
 
-def test_a_rank_that_is_about_to_pass_is_left_alone(ranks: Ranks) -> None:
+def test_a_rank_whose_peers_have_all_arrived_is_not_released(ranks: Ranks) -> None:
     ranks.collective = replace(BARRIER, has_met=True)
     ranks.busy = {1}
     ranks.look(10)
@@ -115,7 +115,7 @@ def slow(cluster: Cluster) -> Iterator[Cluster]:
     "operation",
     ["nbdist.barrier()", "dist.barrier()", "nbdist.all_reduce(torch.ones(3))"],
 )
-def test_a_slow_rank_passes_a_barrier_whose_other_ranks_have_ended(
+def test_a_slow_rank_passes_a_barrier_after_the_other_ranks_have_ended(
     slow: Cluster, operation: str
 ) -> None:
     slow.execute(f"if rank != 3: time.sleep(0.3)\n{operation}", timeout_s=30)

@@ -34,7 +34,7 @@ def fail(cluster: Cluster, code: str, **options: object) -> CellError:
 # -- what a cell may hold ------------------------------------------------------------
 
 
-def test_the_promised_names_are_there(cluster: Cluster):
+def test_the_names_of_every_cell_are_defined(cluster: Cluster):
     result = cluster.execute(
         "assert torch.distributed is dist and dist.is_initialized()\n"
         "assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)\n"
@@ -46,7 +46,7 @@ def test_the_promised_names_are_there(cluster: Cluster):
     assert last(result) == [f"({rank}, 4, {rank})" for rank in range(4)]
 
 
-def test_torchruns_variables_are_set(cluster: Cluster):
+def test_the_variables_of_torchrun_are_set(cluster: Cluster):
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     values = cluster[f"[__import__('os').environ[n] for n in {names.split()}]"]
     ports = {v.pop() for v in values}
@@ -55,7 +55,7 @@ def test_torchruns_variables_are_set(cluster: Cluster):
     assert int(ports.pop()) > 0
 
 
-def test_threads_share_the_cores(cluster: Cluster):
+def test_the_ranks_threads_share_the_cores(cluster: Cluster):
     threads = cluster["torch.get_num_threads()"]
     assert threads == [info.threads for info in cluster.ranks]
 
@@ -65,7 +65,7 @@ def test_torch_distributed_works(cluster: Cluster):
     assert [t.tolist() for t in cluster["t"]] == [[6.0, 6.0, 6.0]] * 4
 
 
-def test_our_collectives_work(cluster: Cluster):
+def test_collectives_of_nbdist_work(cluster: Cluster):
     cluster.execute("t = torch.ones(3) * rank\nnbdist.all_reduce(t)")
     assert [t.tolist() for t in cluster["t"]] == [[6.0, 6.0, 6.0]] * 4
 
@@ -75,7 +75,7 @@ def test_variables_stay_between_cells(cluster: Cluster):
     assert last(cluster.execute("kept + 1")) == ["1", "11", "21", "31"]
 
 
-def test_some_ranks_only(cluster: Cluster):
+def test_a_cell_runs_on_some_ranks_only(cluster: Cluster):
     result = cluster.execute("here = rank; rank", ranks=[3, 1, 1])
     assert list(result.ranks) == [1, 3]
     assert [part.rank for part in result] == [1, 3]
@@ -92,14 +92,16 @@ def test_some_ranks_only(cluster: Cluster):
 @pytest.mark.parametrize(
     ("ranks", "said"), [([4], "rank 4"), ([0, 7, 8], "rank 7-8"), ([], "none")]
 )
-def test_ranks_that_do_not_exist(cluster: Cluster, ranks: list[int], said: str):
+def test_ranks_that_do_not_exist_are_refused(
+    cluster: Cluster, ranks: list[int], said: str
+):
     with pytest.raises(UsageError, match="is not one of 0-3") as refused:
         cluster.execute("touched = 1", ranks=ranks)
     assert said in str(refused.value)
     assert cluster["'touched' in globals()"] == [False] * 4
 
 
-def test_magics_shell_and_await(cluster: Cluster):
+def test_magics_shell_commands_and_await_work(cluster: Cluster):
     result = cluster.execute(
         "import asyncio\n"
         "%env NBDIST_TEST=yes\n"
@@ -115,7 +117,7 @@ def test_magics_shell_and_await(cluster: Cluster):
     assert last(result) == ["(['one', 'two'], 3)"] * 4
 
 
-def test_a_reset_leaves_the_names_that_every_cell_finds(cluster: Cluster):
+def test_a_reset_keeps_the_names_of_every_cell(cluster: Cluster):
     cluster.execute("mine = 1")
     cluster.execute("%reset -f")
     assert cluster["(rank, world_size, 'mine' in globals())"] == [
@@ -124,7 +126,7 @@ def test_a_reset_leaves_the_names_that_every_cell_finds(cluster: Cluster):
     cluster.execute("nbdist.all_reduce(torch.ones(1, device=device))")
 
 
-def test_what_a_shell_command_leaves_behind(cluster: Cluster):
+def test_a_shell_command_prints_and_sets_its_exit_code(cluster: Cluster):
     result = cluster.execute("word = 'known'\n!echo {word}; exit 3\n_exit_code")
     assert stdout(result) == ["known\n"] * 4
     assert last(result) == ["3"] * 4
@@ -132,7 +134,7 @@ def test_what_a_shell_command_leaves_behind(cluster: Cluster):
     assert cluster["caught.stdout"] == ["hidden\ntoo\n"] * 4
 
 
-def test_cell_magics(cluster: Cluster):
+def test_cell_magics_work(cluster: Cluster):
     result = cluster.execute("%%capture caught\nprint('hidden')")
     assert stdout(result) == [""] * 4
     assert cluster["caught.stdout"] == ["hidden\n"] * 4
@@ -168,19 +170,19 @@ def test_ranks_work_in_the_notebooks_folder(cluster: Cluster):
         ("dist.breakpoint(rank)", "pdb: a rank has no standard input, so that a"),
     ],
 )
-def test_what_asks_at_the_terminal_is_an_error(cluster: Cluster, asks: str, said: str):
+def test_reading_standard_input_is_an_error(cluster: Cluster, asks: str, said: str):
     failure = fail(cluster, f"def ask():\n    {asks}\n    x = 1\nask()", number=7)
     assert re.match(r"ranks 0-3 of 4 in In\[7\] line [34]: NoInput: ", str(failure))
     assert said in str(failure)
     assert "Traceback" not in "".join(failure.rendered)
 
 
-def test_a_debugger_after_an_error_is_an_error_too(cluster: Cluster):
+def test_a_post_mortem_debugger_is_an_error(cluster: Cluster):
     fail(cluster, "1 / 0")
     assert "pdb: a rank has no standard input" in str(fail(cluster, "%debug"))
 
 
-def test_a_debugger_that_listens_elsewhere_is_called(cluster: Cluster):
+def test_a_debugger_that_listens_on_a_port_is_called(cluster: Cluster):
     result = cluster.execute(
         "import os, sys, types\n"
         "sys.modules['elsewhere'] = types.SimpleNamespace(stop=lambda: print('here'))\n"
@@ -197,12 +199,12 @@ def test_a_cell_may_take_long(cluster: Cluster):
     assert cluster.execute("import time; time.sleep(15); 'done'").ok
 
 
-def test_an_empty_cell(cluster: Cluster):
+def test_an_empty_cell_succeeds(cluster: Cluster):
     for code in ("", "\n\n", "# only a comment"):
         assert cluster.execute(code).ok
 
 
-def test_a_silent_call_takes_one_message_of_each_rank(
+def test_a_call_without_output_takes_one_message_of_each_rank(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     arrived: list[str] = []
@@ -229,7 +231,7 @@ def test_a_silent_call_takes_one_message_of_each_rank(
     assert kinds == sorted([REPLY, "stream", "status"])
 
 
-def test_a_stream_that_a_cell_has_closed_does_not_hold_up_the_reply(cluster: Cluster):
+def test_a_stream_that_a_cell_has_closed_does_not_delay_the_reply(cluster: Cluster):
     close = "import io, sys\nown, sys.stdout = sys.stdout, io.StringIO()"
     cluster.execute(f"{close}\nsys.stdout.close()", timeout_s=30)
     again = cluster.execute("sys.stdout = own\nprint('here again')", timeout_s=30)
@@ -248,7 +250,7 @@ def test_ten_thousand_lines_of_each_rank_arrive_complete_and_in_order(cluster: C
         assert result[rank].stdout == expected
 
 
-def test_the_same_with_a_flush_each(cluster: Cluster):
+def test_flushed_lines_arrive_complete_and_in_order(cluster: Cluster):
     begin = time.monotonic()
     result = cluster.execute("for i in range(10_000): print(rank, i, flush=True)")
     assert time.monotonic() - begin < 30
@@ -288,7 +290,7 @@ def test_stderr_warnings_and_logging_arrive(cluster: Cluster):
             assert part in result[rank].stderr
 
 
-def test_what_all_ranks_warn_of_reads_the_same_on_all(cluster: Cluster):
+def test_a_warning_has_the_same_text_on_all_ranks(cluster: Cluster):
     result = cluster.execute("import warnings\nwarnings.warn('alike')")
     assert len({result[rank].stderr for rank in range(4)}) == 1
 
@@ -342,7 +344,7 @@ def test_tqdm_chooses_the_text_bar(cluster: Cluster):
     assert [result[rank].outputs for rank in range(4)] == [[]] * 4
 
 
-def test_a_flood_is_capped_and_kept_in_a_file(cluster: Cluster):
+def test_long_output_is_capped_and_kept_in_a_file(cluster: Cluster):
     result = cluster.execute("for i in range(300_000): print('line', i)", ranks=[2])
     assert len(result[2].stdout) < 3_000_000
     note = re.search(r"the full text is in (\S+) until", result[2].stderr)
@@ -363,14 +365,16 @@ threading.Thread(target=late).start()
 """
 
 
-def test_what_a_thread_prints_after_its_cell_comes_with_the_next(cluster: Cluster):
+def test_text_that_a_thread_prints_after_its_cell_is_shown_with_the_next(
+    cluster: Cluster,
+):
     cluster.execute(LATE)
     assert cluster["(go.set(), gone.wait(30))[1]"] == [True] * 4
     assert stdout(cluster.execute("print('next')")) == ["late\nnext\n"] * 4
     assert stdout(cluster.execute("print('alone')")) == ["alone\n"] * 4
 
 
-def test_the_full_text_stays_although_a_thread_prints_on(cluster: Cluster):
+def test_the_file_of_long_output_stays_while_a_thread_prints(cluster: Cluster):
     lines = "for i in range(300_000): print('line', i)"
     result = cluster.execute(LATE + lines, ranks=[0])
     path = re.search(r"full text is in (\S+) until", result[0].stderr)
@@ -384,7 +388,7 @@ def test_the_full_text_stays_although_a_thread_prints_on(cluster: Cluster):
 # -- what it shows -------------------------------------------------------------------
 
 
-def test_rich_output(cluster: Cluster):
+def test_rich_output_arrives(cluster: Cluster):
     result = cluster.execute(
         "from IPython.display import HTML, display\n"
         "import pandas\n"
@@ -397,7 +401,7 @@ def test_rich_output(cluster: Cluster):
         assert "<table" in frame
 
 
-def test_a_figure(cluster: Cluster):
+def test_a_figure_arrives(cluster: Cluster):
     result = cluster.execute(
         "%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([rank, 2]);",
         ranks=[0, 3],
@@ -429,7 +433,7 @@ def test_a_traceback_is_shown_once_with_hosts_and_the_cells_own_lines(cluster: C
     assert "nbdist/engine" not in text
 
 
-def test_different_failures_are_shown_each(cluster: Cluster):
+def test_different_failures_are_all_shown(cluster: Cluster):
     error = fail(cluster, "[][rank] if rank < 2 else {}[rank]", number=8)
     assert str(error).splitlines() == [
         "ranks 0-1 of 4 in In[8] line 2: IndexError: list index out of range",
@@ -438,7 +442,7 @@ def test_different_failures_are_shown_each(cluster: Cluster):
     ]
 
 
-def test_a_syntax_error(cluster: Cluster):
+def test_a_syntax_error_is_shown_once(cluster: Cluster):
     error = fail(cluster, "x = (1,\ny = 2", number=5)
     assert {f.ename for f in error.result.failures} == {"SyntaxError"}
     assert len(error.rendered) < 12, "once, not once for each rank"
@@ -514,7 +518,7 @@ def test_an_old_traceback_is_not_shown_for_a_new_failure(cluster: Cluster):
     assert "ZeroDivision" not in "\n".join(error.rendered)
 
 
-def test_an_exception_whose_text_cannot_be_made(cluster: Cluster):
+def test_an_exception_whose_str_raises_ends_the_cell(cluster: Cluster):
     error = fail(
         cluster,
         "class Mute(Exception):\n"
@@ -525,7 +529,7 @@ def test_an_exception_whose_text_cannot_be_made(cluster: Cluster):
     assert not isinstance(error, CellTimeout)
 
 
-def test_text_that_utf8_cannot_hold_is_shown_by_its_escapes(cluster: Cluster):
+def test_text_that_utf8_cannot_encode_is_shown_escaped(cluster: Cluster):
     result = cluster.execute(
         "class Odd:\n"
         "    def __repr__(self): return 'odd ' + chr(0xd800)\n"
@@ -541,7 +545,7 @@ def test_text_that_utf8_cannot_hold_is_shown_by_its_escapes(cluster: Cluster):
     assert cluster["chr(0xd800)"] == ["\ud800"] * 4  # values are not escaped
 
 
-def test_an_error_whose_text_utf8_cannot_hold_is_the_users_own(cluster: Cluster):
+def test_an_error_whose_text_utf8_cannot_encode_is_shown_escaped(cluster: Cluster):
     error = fail(cluster, "raise ValueError('bad ' + chr(0xd800))")
     assert str(error).endswith(r"line 2: ValueError: bad \ud800")
     shown = "\n".join(error.rendered)
@@ -556,7 +560,7 @@ def _raise_odd() -> None:
     raise ValueError("bad " + chr(0xD800))
 
 
-def test_without_check_the_result_says_who_failed(cluster: Cluster):
+def test_without_check_the_result_names_the_failed_ranks(cluster: Cluster):
     result = cluster.execute("assert rank != 2", check=False)
     assert not result.ok
     assert [failure.rank for failure in result.failures] == [2]
@@ -571,7 +575,7 @@ def test_the_cell_after_an_error_runs(cluster: Cluster):
 # -- time ----------------------------------------------------------------------------
 
 
-def test_a_time_out_says_where_each_rank_is(cluster: Cluster):
+def test_a_timeout_shows_the_position_of_each_rank(cluster: Cluster):
     begin = time.monotonic()
     with pytest.raises(CellTimeout) as late:
         cluster.execute(
@@ -588,7 +592,7 @@ def test_a_time_out_says_where_each_rank_is(cluster: Cluster):
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_time_out_must_be_above_zero(cluster: Cluster, seconds: float):
+def test_a_timeout_must_be_above_zero(cluster: Cluster, seconds: float):
     with pytest.raises(UsageError, match="above 0"):
         cluster.execute("touched = 1", timeout_s=seconds)
     assert cluster["'touched' in globals()"] == [False] * 4
@@ -618,7 +622,7 @@ class Outcomes(Quiet):
         ),
     ],
 )
-def test_an_observer_hears_how_each_rank_has_ended(
+def test_an_observer_receives_the_outcome_of_each_rank(
     cluster: Cluster, code: str, timeout_s: float | None, outcomes: list[str]
 ):
     heard = Outcomes()
@@ -638,7 +642,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 """
 
 
-def test_a_forked_pool_is_quiet_and_has_pythons_own_signals(cluster: Cluster):
+def test_a_forked_pool_has_pythons_signal_handlers(cluster: Cluster):
     for _ in range(3):
         result = cluster.execute(POOL)
         for part in result:

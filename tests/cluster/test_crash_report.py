@@ -44,7 +44,7 @@ def test_the_users_line_and_its_calls_are_found(title: str, ending: str) -> None
     assert (crash.location, crash.stack) == ("In[7] line 4", STACK)
 
 
-def test_a_crash_in_a_thread_of_c_tells_where_the_main_thread_was() -> None:
+def test_a_crash_in_a_thread_of_c_shows_the_position_of_the_main_thread() -> None:
     text = TEXT.format(title="Segmentation fault", other="Thread")
     text += "\nCurrent thread 0x00007f0003 (most recent call first):\n"
     text += "  <no Python frame>\n"
@@ -53,7 +53,7 @@ def test_a_crash_in_a_thread_of_c_tells_where_the_main_thread_was() -> None:
     assert (crash.location, crash.stack) == ("In[7] line 4", STACK)
 
 
-def test_only_a_crash_of_the_kind_that_has_ended_the_rank_counts() -> None:
+def test_only_a_crash_by_the_signal_that_ended_the_rank_is_shown() -> None:
     text = TEXT.format(title="Segmentation fault", other="Current thread")
     assert find_crash(text, "SIGKILL") is None
     assert find_crash(text, "SIGABRT") is None

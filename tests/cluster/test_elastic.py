@@ -66,7 +66,7 @@ def test_a_killed_rank_is_replaced_within_the_cell(
     assert_trained(cluster, reference)
 
 
-def test_the_world_takes_other_sizes_while_the_cell_runs(
+def test_the_world_is_resized_while_the_cell_runs(
     cluster: Cluster, reference: Any
 ) -> None:
     """4 ranks, then 2, then 6, by `scale` from another thread."""
@@ -107,7 +107,7 @@ if rank == 0:
     assert_trained(cluster, reference)
 
 
-def test_an_error_of_ones_own_ends_the_cell_with_that_error(cluster: Cluster) -> None:
+def test_an_error_of_user_code_ends_the_cell_with_that_error(cluster: Cluster) -> None:
     cluster.execute(
         """
 def fail():
@@ -123,7 +123,7 @@ if rank == 1:
     assert [info.rank for info in cluster.ranks] == [0, 1, 2, 3]
 
 
-def test_restarts_are_counted_and_the_last_commit_stays(cluster: Cluster) -> None:
+def test_the_restarts_are_limited_and_the_last_commit_stays(cluster: Cluster) -> None:
     cluster.execute("train = nbdist.elastic.run(max_restarts=0)(steps)")
     cluster.execute("if rank == 3: events = [(6, 'forward', die)]")
     with pytest.raises(
@@ -173,7 +173,7 @@ def count(state):
     assert len(notes) == 5
 
 
-def test_another_request_meanwhile_does_not_end_the_run(
+def test_a_request_from_another_thread_does_not_end_the_run(
     cluster: Cluster, reference: Any
 ) -> None:
     """A look from another thread, which waits for its ranks, while a rank dies."""

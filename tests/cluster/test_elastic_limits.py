@@ -45,7 +45,7 @@ def test_a_collective_before_the_run_ends_a_newcomers_cell(cluster: Cluster) -> 
     assert "elastic_meeting" in table
 
 
-def test_a_setup_cell_with_a_collective_does_not_hold_a_newcomer(
+def test_a_setup_cell_with_a_collective_does_not_block_a_newcomer(
     cluster: Cluster,
 ) -> None:
     notes: list[str] = []
@@ -62,12 +62,12 @@ def test_a_setup_cell_with_a_collective_does_not_hold_a_newcomer(
     assert "released from barrier: a setup cell runs only on the rank" in notes[0]
 
 
-def test_some_ranks_alone_cannot_train_elastically(cluster: Cluster) -> None:
+def test_an_elastic_run_on_some_ranks_is_refused(cluster: Cluster) -> None:
     with pytest.raises(CellError, match="needs every rank: rank 1 takes no part"):
         cluster.execute(TRAIN, [0, 2], timeout_s=30)
 
 
-def test_some_ranks_alone_are_released_from_a_collective_of_all(
+def test_some_ranks_are_released_from_a_collective_of_all_ranks(
     cluster: Cluster,
 ) -> None:
     begun = time.monotonic()
@@ -88,7 +88,7 @@ def test_different_states_are_refused(cluster: Cluster) -> None:
         cluster.execute(cell, timeout_s=30)
 
 
-def test_a_newcomer_skips_the_runs_that_are_over(cluster: Cluster) -> None:
+def test_a_newcomer_skips_the_runs_that_have_ended(cluster: Cluster) -> None:
     cluster.execute("first = nbdist.elastic.run(lambda state: state.step)")
     cluster.execute("if rank == 0: events = [(3, 'forward', die)]")
     cluster.execute(
@@ -111,13 +111,13 @@ def test_a_newcomer_knows_what_to_join_before_its_cell_begins(
         setup=True,
     )
     try:
-        test_a_newcomer_skips_the_runs_that_are_over(cluster)
+        test_a_newcomer_skips_the_runs_that_have_ended(cluster)
     finally:
         cluster._setup.clear()
         cluster.execute("_elastic.expect = _expect")
 
 
-def test_two_deaths_at_once(cluster: Cluster) -> None:
+def test_two_ranks_that_die_at_once_are_replaced(cluster: Cluster) -> None:
     cluster.execute("if rank > 0: events = [(5, 'commit', die)]")
     # Each rank that is to die has a name of its own for it.
     cluster.execute("die.__name__ = f'die{rank}'")
@@ -151,7 +151,7 @@ def test_a_resize_beyond_the_limits_is_refused_at_once(cluster: Cluster) -> None
     assert refused == ["-n 4: steps has max_ranks=3", "-n 1: steps has min_ranks=2"]
 
 
-def test_an_interrupt_during_a_recovery_comes_after_it(cluster: Cluster) -> None:
+def test_an_interrupt_during_a_recovery_is_delivered_after_it(cluster: Cluster) -> None:
     """As Jupyter's button does: SIGINT to the process that waits for the cell."""
     before = [info.pid for info in cluster.ranks]
     begun = threading.Event()
@@ -216,7 +216,7 @@ def test_an_interrupt_ends_the_copy_to_a_newcomer(
 
 
 @pytest.mark.usefixtures("usual_limits")
-def test_a_time_out_ends_the_copy_to_a_newcomer(
+def test_a_timeout_ends_the_copy_to_a_newcomer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     timeout_s = 15.0

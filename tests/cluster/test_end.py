@@ -43,7 +43,7 @@ def run_dir_of(program: Program) -> Path:
 
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_the_end_of_a_program(ending: str):
+def test_nothing_is_left_when_a_program_ends(ending: str):
     with Program(f"{START}sys.stdin.readline()\n{ending}") as program:
         footprint = Footprint([program.pid], run_dir_of(program))
         assert len(footprint.processes) >= 6
@@ -61,7 +61,7 @@ def test_the_end_of_a_program(ending: str):
         "cluster.execute('!sleep 100')",
     ],
 )
-def test_kill_9_of_the_notebook(work: str):
+def test_nothing_is_left_when_the_notebook_is_killed(work: str):
     with Program(f"{START}print('working', flush=True)\n{work}") as program:
         run_dir = run_dir_of(program)
         assert program.line() == "working"
@@ -70,7 +70,7 @@ def test_kill_9_of_the_notebook(work: str):
         footprint.assert_gone()
 
 
-def test_kill_9_of_a_notebook_that_has_forked():
+def test_nothing_is_left_when_a_notebook_with_a_forked_child_is_killed():
     """The child holds open what the notebook had open, and lives as it likes."""
     fork = "child = os.fork()\nchild and print(child, flush=True)\ntime.sleep(100)"
     with Program(START + fork) as program:
@@ -98,7 +98,7 @@ def victim_pid(cluster: Cluster, victim: str) -> int:
 
 @pytest.mark.parametrize("victim", ["mpiexec", "controller", "process supervisor"])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a cell"])
-def test_kill_9_of_what_the_ranks_need(victim: str, busy: bool):
+def test_nothing_is_left_when_a_helper_process_is_killed(victim: str, busy: bool):
     cluster = Cluster(n=2, device="cpu").start()
     try:
         assert cluster._started is not None
@@ -125,7 +125,7 @@ def test_kill_9_of_what_the_ranks_need(victim: str, busy: bool):
         cluster.stop()
 
 
-def test_a_stopped_cluster_says_so_and_can_start_again():
+def test_a_stopped_cluster_raises_not_running_and_can_start_again():
     cluster = Cluster(n=1, device="cpu").start()
     cluster.stop()
     assert not cluster.running
@@ -144,7 +144,7 @@ def test_a_stopped_cluster_says_so_and_can_start_again():
     assert not cluster.running
 
 
-def test_what_the_ranks_have_started_ends_too():
+def test_processes_that_ranks_have_started_end_with_the_cluster():
     cluster = Cluster(n=1, device="cpu").start()
     cluster.execute(
         "import subprocess\n"
@@ -181,7 +181,7 @@ def test_loader_workers_of_a_killed_rank_leave_no_files(
     assert list(tmp_path.glob("pymp-*")) == []
 
 
-def test_a_value_that_was_on_its_way_ends_too():
+def test_the_file_of_a_value_in_transfer_is_removed():
     packing = (
         "from nbdist.ipc import serialization, shm_payload\n"
         "run_dir = cluster._started.process_supervisor.run_dir\n"

@@ -50,7 +50,7 @@ def is_busy(cluster: Cluster) -> bool:
     return all(state and state["what"] == "wait_for_ever" for state in states.values())
 
 
-def test_a_call_in_the_background_gives_what_it_returns(cluster: Cluster):
+def test_the_future_of_a_call_has_its_results(cluster: Cluster):
     future = cluster.run(my_rank, wait=False)
     assert future.result(DEADLINE_S) == [0, 1, 2, 3]
     assert cluster.run(my_rank_later, ranks=[2, 1], wait=False).result() == [1, 2]
@@ -73,12 +73,12 @@ def test_the_future_has_the_error(cluster: Cluster):
     assert after.result() == [0, 1, 2, 3]
 
 
-def test_what_cannot_be_pickled_is_said_at_once(cluster: Cluster):
+def test_an_argument_that_cannot_be_pickled_raises_at_once(cluster: Cluster):
     with pytest.raises(TransferError, match="lock"):
         cluster.run(print, threading.Lock(), wait=False)
 
 
-def test_a_call_that_has_begun_is_ended_by_interrupt_and_others_by_cancel(
+def test_a_running_call_is_ended_by_interrupt_and_a_waiting_call_by_cancel(
     cluster: Cluster,
 ):
     begun = cluster.run(wait_for_ever, wait=False)
@@ -94,7 +94,7 @@ def test_a_call_that_has_begun_is_ended_by_interrupt_and_others_by_cancel(
     assert cluster.run(my_rank) == [0, 1, 2, 3]
 
 
-def test_the_event_loop_goes_on_while_a_call_is_awaited(cluster: Cluster):
+def test_the_event_loop_runs_while_a_call_is_awaited(cluster: Cluster):
     async def both() -> tuple[list[int], list[int]]:
         first = cluster.run(wait_for_ever, wait=False)
         second = cluster.run(my_rank, wait=False)
@@ -109,7 +109,7 @@ def test_the_event_loop_goes_on_while_a_call_is_awaited(cluster: Cluster):
     assert asyncio.run(both()) == ([0, 1, 2, 3], [0, 1, 2, 3])
 
 
-def test_some_ranks_have_the_same_calls(cluster: Cluster):
+def test_a_selection_of_ranks_has_the_same_calls(cluster: Cluster):
     some = cluster.on([3, 1])
     assert some.ranks == (1, 3)
     assert some.run(my_rank) == [1, 3]
@@ -125,7 +125,7 @@ def test_some_ranks_have_the_same_calls(cluster: Cluster):
         cluster.on([0, 4]).run(my_rank)
 
 
-def test_a_cluster_in_a_coroutine_ends_with_its_block():
+def test_a_cluster_in_a_coroutine_stops_at_the_end_of_its_block():
     async def work() -> CallFuture[list[None]]:
         async with Cluster(2, device="cpu") as cluster:
             assert await cluster.run(my_rank, wait=False) == [0, 1]
@@ -167,7 +167,7 @@ def test_a_start_that_is_cancelled_leaves_nothing_running(
     assert stopped.is_set()
 
 
-def test_a_call_may_make_another_one_on_its_own_thread():
+def test_a_background_call_can_make_another_call():
     calls = BackgroundCalls()
 
     def outer() -> str:

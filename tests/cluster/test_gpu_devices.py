@@ -35,12 +35,12 @@ def test_a_script_selects_the_gpu_of_its_local_rank(cluster: Cluster) -> None:
     assert [x.tolist() for x in cluster["x.cpu()"]] == [[3.0] * 3] * 2
 
 
-def test_values_that_are_pushed_lie_on_the_rank_s_own_gpu(cluster: Cluster) -> None:
+def test_pushed_tensors_are_on_the_rank_s_own_gpu(cluster: Cluster) -> None:
     cluster.push(pushed=torch.ones(2, device="cuda"))
     assert cluster["pushed.get_device()"] == [0, 1]
 
 
-def test_a_rank_is_looked_at_on_its_own_gpu(cluster: Cluster) -> None:
+def test_variables_are_inspected_on_the_rank_s_own_gpu(cluster: Cluster) -> None:
     cluster.execute(
         "class Look:\n"
         "    def __repr__(self): return str(torch.cuda.current_device())\n"
@@ -66,7 +66,7 @@ def test_a_joined_rank_of_horovod_takes_part_on_its_own_gpu(cluster: Cluster) ->
     assert cluster.pull("y.tolist()", [0]) == [[1.0, 1.0]]
 
 
-def test_nccl_that_was_not_used_is_not_made_by_a_release(cluster: Cluster) -> None:
+def test_a_release_creates_no_nccl_communicator(cluster: Cluster) -> None:
     """Otherwise the renewal would destroy the user's process groups."""
     cluster.execute("import torch.distributed as dist; own = dist.new_group()")
     with pytest.raises(CellTimeout):

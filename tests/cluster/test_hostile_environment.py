@@ -133,7 +133,7 @@ def test_tmp_becomes_full() -> None:
     assert_works(work("full", mounts=(cover("/tmp", LARGE),)))
 
 
-def test_tmp_is_full_from_the_start() -> None:
+def test_tmp_is_full_at_the_start() -> None:
     # Else Python's tempfile goes to /var/tmp.
     assert_works(work(mounts=(*full("/tmp"), *full("/var/tmp"))))
 
@@ -151,15 +151,15 @@ def test_tmp_is_noexec() -> None:
 
 
 @pytest.mark.parametrize("home", [None, "/dev/null/nobody"], ids=["unset", "unusable"])
-def test_no_home(home: str | None) -> None:
+def test_home_is_unset_or_unusable(home: str | None) -> None:
     assert_works(work(environment={"HOME": home}))
 
 
-def test_256_descriptors() -> None:
+def test_the_limit_is_256_descriptors() -> None:
     assert_works(work(descriptors=256))
 
 
-def test_no_room_anywhere_is_said_before_anything_is_started() -> None:
+def test_full_disks_are_an_error_before_anything_is_started() -> None:
     folders = ("/tmp", "/var/tmp", "/dev/shm")
     mounts = tuple(command for folder in folders for command in full(folder))
     done = work(mounts=mounts, folder="/tmp")  # else Python takes this folder
@@ -186,12 +186,12 @@ def clock(tmp_path: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library), "FAKE_CLOCK": str(offset)}
 
 
-def test_a_clock_that_jumps(clock: dict[str, str]) -> None:
+def test_a_clock_that_jumps_does_not_change_a_wait(clock: dict[str, str]) -> None:
     """An hour forth, then three hours back, each time while a rank waits."""
     assert_works(work("clock", environment=clock))
 
 
-def test_a_wait_does_not_last_as_long_as_the_clock_was_set_back(
+def test_a_wait_is_not_longer_when_the_clock_is_set_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     segment = Segment.create(semaphore.SEMAPHORE_BYTES)

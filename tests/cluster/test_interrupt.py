@@ -117,7 +117,7 @@ def test_twenty_times_in_a_row(cluster: Cluster, name: str):
 @pytest.mark.parametrize(
     ("code", "step_s"), [("import time; time.sleep(30)", 0.0002), ("!sleep 30", 0.0008)]
 )
-def test_an_interrupt_at_any_moment_of_a_cell(
+def test_an_interrupt_at_any_moment_of_a_cell_is_delivered(
     cluster: Cluster, code: str, step_s: float
 ):
     """Also before a rank has begun, and after it has ended; none is lost or late."""
@@ -136,7 +136,7 @@ def test_an_interrupt_at_any_moment_of_a_cell(
         assert [result[rank].stdout for rank in range(4)] == [f"{number}\n"] * 4
 
 
-def test_a_release_that_comes_after_the_cell_has_ended(
+def test_a_release_after_the_end_of_the_cell_has_no_effect(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     ask = RankRegistry.ask
@@ -161,7 +161,7 @@ def doing(cluster: Cluster) -> list[str | None]:
     return [None if s is None else s["what"] for s in cluster.status().values()]
 
 
-def test_two_presses_in_quick_succession(cluster: Cluster):
+def test_two_interrupts_in_quick_succession(cluster: Cluster):
     for _ in range(5):
         press = Press(4, times=2)
         with pytest.raises(KeyboardInterrupt):
@@ -183,7 +183,7 @@ def after_the_rest(cluster: Cluster, action: Callable[[], Any]) -> Any:
     return action()
 
 
-def test_a_rank_that_does_not_listen_is_named_and_the_others_go_on(
+def test_a_rank_that_ignores_an_interrupt_is_named_and_the_others_continue(
     cluster: Cluster, tmp_path: Path
 ):
     release = tmp_path / "release"
@@ -202,7 +202,7 @@ def test_a_rank_that_does_not_listen_is_named_and_the_others_go_on(
     assert after_the_rest(cluster, lambda: cluster["rank"]) == [0, 1, 2, 3]
 
 
-def test_an_answer_that_an_interrupt_hits_is_not_lost(
+def test_a_reply_that_is_interrupted_is_not_lost(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     handle, taken = Call._handle, []
@@ -220,7 +220,7 @@ def test_an_answer_that_an_interrupt_hits_is_not_lost(
     assert cluster["rank"] == [0, 1, 2, 3]
 
 
-def test_a_function_is_interrupted_too(cluster: Cluster):
+def test_an_interrupt_ends_a_function(cluster: Cluster):
     async def wait_long() -> None:
         import asyncio
 
@@ -239,7 +239,7 @@ def test_a_function_is_interrupted_too(cluster: Cluster):
         assert cluster["rank"] == [0, 1, 2, 3]
 
 
-def test_cluster_interrupt_from_another_thread(cluster: Cluster):
+def test_cluster_interrupt_works_from_another_thread(cluster: Cluster):
     class FromThread(Press):
         def _press(self) -> None:
             cluster.interrupt()
@@ -249,7 +249,7 @@ def test_cluster_interrupt_from_another_thread(cluster: Cluster):
     assert {f.ename for f in stopped.value.result.failures} == {"KeyboardInterrupt"}
 
 
-def test_an_interrupt_while_nothing_runs_does_nothing(cluster: Cluster):
+def test_an_interrupt_of_idle_ranks_has_no_effect(cluster: Cluster):
     for _ in range(10):
         cluster.interrupt()
         assert cluster.execute("rank").ok
@@ -281,7 +281,7 @@ signal.signal(signal.SIGUSR1, handle)
 """
 
 
-def test_a_handler_that_a_cell_installs_raises_in_user_code_alone(cluster: Cluster):
+def test_a_signal_handler_of_a_cell_raises_in_user_code_only(cluster: Cluster):
     """As torch's for SIGCHLD does, when a loader's worker dies between two cells."""
     cluster.execute(HANDLES)
     try:

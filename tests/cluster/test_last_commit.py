@@ -65,7 +65,7 @@ def taken(run_dir: Path) -> LastCommit:
     return commit
 
 
-def test_a_commit_goes_through_three_clusters(clusters: Clusters) -> None:
+def test_a_commit_passes_through_three_clusters(clusters: Clusters) -> None:
     first = clusters.begin()
     assert last_commit(clusters.begin()) is None
     state = training(first, weight=torch.arange(5.0), step=7)
@@ -98,7 +98,7 @@ def test_a_new_commit_is_preferred_to_the_one_a_cluster_began_from(
     assert taken(second).number == 2  # it can be asked for again
 
 
-def test_what_a_living_rank_commits_later_changes_nothing(
+def test_a_later_commit_of_a_living_rank_does_not_change_the_kept_commit(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_copies, "END_TIMEOUT_S", 0.1)
@@ -115,7 +115,7 @@ def test_what_a_living_rank_commits_later_changes_nothing(
     assert resumed.weight.eq(1).all()
 
 
-def test_without_room_in_memory_the_run_folder_takes_it(
+def test_a_commit_is_kept_in_the_run_folder_if_memory_is_full(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = clusters.begin(), clusters.begin()
@@ -152,7 +152,7 @@ def test_a_kept_commit_is_an_ordinary_file(
     assert SavedWorld(CALL, None).keep() == "there was no commit yet"
 
 
-def test_what_others_can_write_is_not_taken(clusters: Clusters) -> None:
+def test_a_commit_that_others_can_write_is_refused(clusters: Clusters) -> None:
     run_dir = clusters.begin()
     training(run_dir, step=1).commit()
     (folder, _other) = private_files.commit_folders(run_dir)
@@ -174,7 +174,7 @@ def test_a_record_that_names_a_file_elsewhere_is_refused(
             read_record(checkpoint.check(path))
 
 
-def test_a_cluster_that_is_stopped_keeps_no_file_of_a_commit_open(
+def test_a_stopped_cluster_has_no_file_of_a_commit_open(
     clusters: Clusters,
 ) -> None:
     run_dir = clusters.begin()

@@ -43,7 +43,9 @@ def after_each_stop(times: int, temporary: Path) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_starts_and_stops_leave_nothing_more(times: int, tmp_path: Path) -> None:
+def test_later_stops_leave_no_more_than_the_first_stop(
+    times: int, tmp_path: Path
+) -> None:
     first, *_, last = after_each_stop(times, tmp_path)
     resident = [each.pop("resident_bytes") for each in (first, last)]
     assert last == first

@@ -23,7 +23,7 @@ def assert_whole(cluster: Cluster) -> None:
 # -- dist.init_process_group and dist.destroy_process_group ----------------------------
 
 
-def test_the_worlds_group_is_there_for_whoever_asks_for_one(cluster: Cluster):
+def test_init_process_group_uses_the_default_group(cluster: Cluster):
     begun = run(
         cluster,
         """
@@ -75,7 +75,7 @@ def test_a_script_does_not_end_the_groups_of_the_cells(cluster: Cluster, tmp_pat
 
 
 @pytest.mark.parametrize("backend", ["nbdist", "gloo"])
-def test_groups_are_made_after_a_cell_that_made_one_on_some_ranks(
+def test_groups_can_be_made_after_a_cell_that_made_one_on_some_ranks(
     cluster: Cluster, backend: str
 ):
     with pytest.raises(CellError, match=r"rank 1 of 4 in .*: ValueError: before it"):
@@ -98,7 +98,9 @@ def test_groups_are_made_after_a_cell_that_made_one_on_some_ranks(
     assert_whole(cluster)
 
 
-def test_a_rank_is_released_from_a_group_that_another_never_makes(cluster: Cluster):
+def test_a_rank_is_released_from_making_a_group_that_another_rank_does_not_make(
+    cluster: Cluster,
+):
     for _ in range(2):
         with pytest.raises(CellError) as raised:
             run(cluster, "assert rank != 3, 'not I'\npair = dist.new_group([0, 3])")
@@ -119,7 +121,7 @@ def test_a_rank_is_released_from_a_group_that_another_never_makes(cluster: Clust
     )
 
 
-def test_a_group_that_one_rank_has_ended_ends_on_all(cluster: Cluster):
+def test_a_group_that_one_rank_destroys_ends_on_all_ranks(cluster: Cluster):
     run(cluster, "pair = dist.new_group([0, 1]); other = dist.new_group([0, 1])")
     with pytest.raises(CellError, match="rank 1"):
         run(
@@ -147,7 +149,7 @@ def test_a_group_that_one_rank_has_ended_ends_on_all(cluster: Cluster):
 # -- the process -----------------------------------------------------------------------
 
 
-def test_libraries_see_ranks_that_torchrun_has_started(cluster: Cluster):
+def test_libraries_detect_a_launch_by_torchrun(cluster: Cluster):
     run(
         cluster,
         """
@@ -158,7 +160,7 @@ def test_libraries_see_ranks_that_torchrun_has_started(cluster: Cluster):
     )
 
 
-def test_an_average_of_integers_is_nccls(cluster: Cluster):
+def test_an_average_of_integers_is_rounded_as_by_nccl(cluster: Cluster):
     run(
         cluster,
         """
@@ -174,7 +176,7 @@ def test_an_average_of_integers_is_nccls(cluster: Cluster):
     )
 
 
-def test_a_forked_child_is_told_that_it_is_no_rank(cluster: Cluster):
+def test_a_collective_in_a_forked_child_raises(cluster: Cluster):
     with pytest.raises(CellError) as raised:
         run(
             cluster,
@@ -203,7 +205,7 @@ def test_a_forked_child_is_told_that_it_is_no_rank(cluster: Cluster):
     assert_whole(cluster)
 
 
-def test_a_library_may_end_the_cell_and_take_the_interrupt(cluster: Cluster):
+def test_a_library_can_handle_the_interrupt_and_exit(cluster: Cluster):
     """Lightning's handler: it ignores SIGINT after the first one, and exits."""
     with pytest.raises(CellTimeout):
         cluster.execute(
@@ -225,7 +227,7 @@ def test_a_library_may_end_the_cell_and_take_the_interrupt(cluster: Cluster):
 
 
 @pytest.mark.parametrize("name", ["CentralStorage", "LocalSGD", "ParameterServer"])
-def test_a_model_in_ddp_is_refused_where_ranks_part(cluster: Cluster, name: str):
+def test_some_strategies_refuse_a_model_in_ddp(cluster: Cluster, name: str):
     """A parameter server never comes to the workers' backward: they would wait."""
     arguments = {"LocalSGD": "2", "ParameterServer": "n_ps=1"}.get(name, "")
     with pytest.raises(CellError, match=r"ranks 0-3 of 4 .* pass model.module"):

@@ -67,7 +67,7 @@ def within(seconds: float, action: Callable[[], object]) -> str:
     return shown
 
 
-def test_status_when_idle(cluster: Cluster, session: Session):
+def test_the_status_of_idle_ranks(cluster: Cluster, session: Session):
     lines = within(DEADLINE_S, session.status_table).splitlines()
     assert lines[0].split() == [
         "rank", "state", "device", "memory", "host", "pid", "transport",
@@ -89,7 +89,7 @@ def test_status_when_idle(cluster: Cluster, session: Session):
         ("nbdist.barrier()", "barrier"),
     ],
 )
-def test_status_and_stacks_say_where_busy_ranks_are(
+def test_status_and_stacks_show_the_position_of_busy_ranks(
     cluster: Cluster, session: Session, code: str, place: str
 ):
     with running(cluster, f"if rank != 3:\n    {code}\nelse:\n    {code}", [0, 1, 2]):
@@ -110,7 +110,7 @@ def test_status_and_stacks_say_where_busy_ranks_are(
         assert 0 < states[0]["seconds"] < DEADLINE_S * 3
 
 
-def test_variables_while_a_cell_runs(cluster: Cluster, session: Session):
+def test_variables_are_shown_while_a_cell_runs(cluster: Cluster, session: Session):
     cluster.execute("same = torch.ones(2, 3)\nown = rank\nhidden_ = 1")
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
         table = within(DEADLINE_S, lambda: session.variables_table("*"))
@@ -124,7 +124,7 @@ def test_variables_while_a_cell_runs(cluster: Cluster, session: Session):
     assert not {"rank", "torch", "nbdist", "exit"} & {row[0] for row in rows}
 
 
-def test_variables_by_pattern(cluster: Cluster, session: Session):
+def test_variables_are_filtered_by_a_pattern(cluster: Cluster, session: Session):
     cluster.execute("loss_a = 1\nloss_b = 2\nother = 3")
     table = str(session.variables_table("loss_*"))
     names = {line.split()[0] for line in table.splitlines()}
@@ -167,7 +167,7 @@ def test_variables_of_every_kind_can_be_described(cluster: Cluster, session: Ses
     assert "6 parameters" in str(session.variables_table("model"))
 
 
-def test_what_cannot_be_printed_is_an_error(cluster: Cluster):
+def test_a_value_that_cannot_be_printed_is_an_error(cluster: Cluster):
     cluster.execute(
         "class Odd:\n    def __repr__(self): raise LookupError('no text')\n"
         "odd, deep = Odd(), []\n"
@@ -182,7 +182,7 @@ def test_what_cannot_be_printed_is_an_error(cluster: Cluster):
     cluster.execute("del deep")
 
 
-def test_inspect(cluster: Cluster, session: Session):
+def test_inspect_shows_the_value_of_each_rank(cluster: Cluster, session: Session):
     shown = str(session.inspect_table("'even' if rank % 2 == 0 else 'odd'"))
     lines = [line.split() for line in shown.splitlines()[2:4]]
     assert lines == [["0,2", "'even'"], ["1,3", "'odd'"]]
@@ -190,7 +190,7 @@ def test_inspect(cluster: Cluster, session: Session):
         session.inspect_table("nothing_there")
 
 
-def test_a_rank_that_does_not_answer_is_said_so_in_time(
+def test_a_rank_that_does_not_answer_is_named_in_time(
     cluster: Cluster, session: Session
 ):
     pid = cluster.ranks[1].pid
@@ -208,7 +208,7 @@ def test_a_rank_that_does_not_answer_is_said_so_in_time(
     assert cluster["rank"] == [0, 1, 2, 3]
 
 
-def test_completion_from_rank_0(cluster: Cluster, session: Session):
+def test_completions_come_from_rank_0(cluster: Cluster, session: Session):
     cluster.execute("weights = {'alpha': 1}\nwidth = 3")
     assert "weights" in session.complete("wei", "x = wei", 7)
     assert "width" in session.complete("wid", "wid", 3)
@@ -217,7 +217,7 @@ def test_completion_from_rank_0(cluster: Cluster, session: Session):
         assert "weights" in session.complete("weig", "weig", 4)
 
 
-def test_description_from_rank_0(cluster: Cluster, session: Session):
+def test_a_description_comes_from_rank_0(cluster: Cluster, session: Session):
     cluster.execute("def scaled(factor=3):\n    'On rank 0.'")
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
         assert "On rank 0." in session.describe("scaled", 0)["text/plain"]
@@ -232,7 +232,7 @@ def test_description_from_rank_0(cluster: Cluster, session: Session):
     wait_until(lambda: cluster.status()[0] is not None, DEADLINE_S)
 
 
-def test_what_is_logged_arrives_while_the_cell_runs(cluster: Cluster):
+def test_logged_values_arrive_while_the_cell_runs(cluster: Cluster):
     code = "nbdist.log(loss=rank + 0.5)\nwhile True: pass"
     with running(cluster, code, [0, 1, 2, 3]):
         wait_until(

@@ -99,7 +99,7 @@ nbdist.barrier()
     ("crash", "signal_name"),
     [("ctypes.string_at(0)", "SIGSEGV"), ("os.abort()", "SIGABRT")],
 )
-def test_a_crash_of_foreign_code_names_the_users_line(
+def test_a_crash_in_c_code_names_the_users_line(
     cluster: Cluster, notes: list[str], crash: str, signal_name: str
 ) -> None:
     with pytest.raises(CellError) as lost:
@@ -111,7 +111,7 @@ def test_a_crash_of_foreign_code_names_the_users_line(
     assert "nbdist/engine" not in shown
 
 
-def test_a_crash_between_cells_is_told_with_the_next_one(
+def test_a_crash_between_cells_is_reported_by_the_next_cell(
     cluster: Cluster, notes: list[str]
 ) -> None:
     os.kill(cluster.ranks[2].pid, signal.SIGSEGV)
@@ -121,7 +121,7 @@ def test_a_crash_between_cells_is_told_with_the_next_one(
     assert "rank 2 was replaced" in notes[-1]
 
 
-def test_a_rank_that_is_replaced_on_request_has_not_died_by_accident(
+def test_a_rank_that_is_replaced_on_request_is_not_reported_as_dead(
     cluster: Cluster, notes: list[str]
 ) -> None:
     cluster.replace([1])
@@ -144,7 +144,7 @@ def test_a_rank_that_is_replaced_on_request_has_not_died_by_accident(
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
     ],
 )
-def test_all_ranks_end_in_a_cell(
+def test_all_ranks_that_end_in_a_cell_are_started_again(
     cluster: Cluster, notes: list[str], fault: str, how: str
 ) -> None:
     said = "import sys; print('last words', file=sys.stderr, flush=True)\n"
@@ -162,14 +162,16 @@ def test_all_ranks_end_in_a_cell(
     assert how in notes[-1]
 
 
-def test_all_ranks_are_killed_between_cells(cluster: Cluster, notes: list[str]) -> None:
+def test_all_ranks_that_are_killed_between_cells_are_started_again(
+    cluster: Cluster, notes: list[str]
+) -> None:
     kill_all(cluster)
     wait_until(lambda: len(cluster.died()) == 3, 10)
     cluster.execute(SUM)
     assert notes[-1].count("SIGKILL") == 3
 
 
-def test_a_setup_cell_fails_after_all_ranks_have_died(
+def test_a_failed_setup_cell_after_the_death_of_all_ranks_names_the_deaths(
     cluster: Cluster, setup_fails: Path
 ) -> None:
     pids = [info.pid for info in cluster.infos]
@@ -193,7 +195,7 @@ def test_replacing_every_rank_is_refused(cluster: Cluster) -> None:
     assert cluster["mine"] == [100, 101, 102]
 
 
-def test_ranks_that_hear_no_interrupt_are_told_to_restart(cluster: Cluster) -> None:
+def test_ranks_that_ignore_an_interrupt_can_be_restarted(cluster: Cluster) -> None:
     deaf = """
 import time
 end = time.monotonic() + 12
@@ -212,7 +214,7 @@ while time.monotonic() < end:
     cluster.execute(SUM)
 
 
-def test_without_replacement_the_loss_is_final(cluster: Cluster) -> None:
+def test_without_replacement_dead_ranks_are_not_started_again(cluster: Cluster) -> None:
     with Cluster(n=2, device="cpu", threads=1, on_failure="shrink") as two:
         kill_all(two)
         wait_until(lambda: len(two.died()) == 2, 10)
@@ -226,7 +228,7 @@ def test_without_replacement_the_loss_is_final(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_the_end_of_a_ranks_parent_costs_that_rank_alone(
+def test_the_death_of_a_rank_parent_ends_only_its_rank(
     cluster: Cluster, rank: int
 ) -> None:
     before = [info.pid for info in cluster.infos]
@@ -246,7 +248,7 @@ def test_the_end_of_a_ranks_parent_costs_that_rank_alone(
     assert cluster.pull("mine", others) == [100 + r for r in others]
 
 
-def test_a_rank_dies_whose_parent_is_stopped(cluster: Cluster) -> None:
+def test_a_rank_with_a_stopped_parent_dies(cluster: Cluster) -> None:
     os.kill(cluster.infos[1].parent_pid, signal.SIGSTOP)
     os.kill(cluster.infos[1].pid, signal.SIGKILL)
     with pytest.raises(CellError, match="parent process does not answer"):
@@ -257,7 +259,7 @@ def test_a_rank_dies_whose_parent_is_stopped(cluster: Cluster) -> None:
 # -- helper processes --------------------------------------------------------------
 
 
-def test_ranks_go_on_although_one_that_was_spawned_with_them_has_died(
+def test_ranks_continue_after_the_death_of_a_rank_that_was_spawned_with_them(
     cluster: Cluster, notes: list[str]
 ) -> None:
     def strike(*ranks: int) -> float:
@@ -296,7 +298,7 @@ def test_no_process_maps_a_file_in_the_temporary_folder(cluster: Cluster) -> Non
 
 
 @pytest.mark.parametrize("name", ["process supervisor", "controller", "mpiexec"])
-def test_a_helper_that_is_killed_is_named_and_a_new_world_works(
+def test_a_killed_helper_is_named_and_the_world_is_restarted(
     cluster: Cluster, notes: list[str], name: str
 ) -> None:
     os.kill(helper_pid(cluster, name), signal.SIGKILL)
@@ -308,7 +310,7 @@ def test_a_helper_that_is_killed_is_named_and_a_new_world_works(
     assert "3 ranks were started again" in notes[-1]
 
 
-def test_a_helper_that_is_killed_ends_the_cell_that_runs(cluster: Cluster) -> None:
+def test_a_killed_helper_ends_the_running_cell(cluster: Cluster) -> None:
     timer = threading.Timer(0.5, os.kill, (helper_pid(cluster, "mpiexec"), 9))
     timer.start()
     begun = time.monotonic()
@@ -319,7 +321,7 @@ def test_a_helper_that_is_killed_ends_the_cell_that_runs(cluster: Cluster) -> No
 
 
 @pytest.mark.parametrize("name", ["process supervisor", "controller", "mpiexec"])
-def test_a_helper_that_is_stopped_is_continued(
+def test_a_stopped_helper_is_continued(
     cluster: Cluster, notes: list[str], name: str
 ) -> None:
     process = psutil.Process(helper_pid(cluster, name))
@@ -330,7 +332,7 @@ def test_a_helper_that_is_stopped_is_continued(
     assert cluster["mine"] == [100, 101, 102]
 
 
-def test_a_cluster_with_a_stopped_process_supervisor_ends() -> None:
+def test_a_cluster_with_a_stopped_process_supervisor_can_be_stopped() -> None:
     running = Cluster(n=1, device="cpu").start()
     os.kill(helper_pid(running, "process supervisor"), signal.SIGSTOP)
     running.stop()
@@ -427,7 +429,7 @@ def test_another_rank_dies_during_a_recovery(
     assert cluster.pull("mine", kept) == [100 + r for r in kept]
 
 
-def test_a_newcomer_that_never_comes_up_is_given_up(
+def test_a_newcomer_that_does_not_start_is_abandoned(
     cluster: Cluster, notes: list[str]
 ) -> None:
     """Two tries; then the others go on without it."""
@@ -477,7 +479,7 @@ def test_an_interrupted_recovery_is_resumed_by_the_next_cell(
     assert cluster.pull("mine", [0, 2]) == [100, 102]
 
 
-def test_survivors_that_cannot_meet_begin_again_with_their_variables(
+def test_survivors_that_cannot_rebuild_the_world_are_restarted_with_their_variables(
     cluster: Cluster, setup_fails: Path
 ) -> None:
     """Rank 0 hangs in foreign code when the ranks are to meet; its agent answers."""

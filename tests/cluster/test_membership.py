@@ -97,7 +97,9 @@ def test_a_dead_rank_is_replaced_and_the_others_stay(
     ("death", "ending"),
     [("os._exit(3)", "exit code 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")],
 )
-def test_how_a_rank_died_is_said(cluster: Cluster, death: str, ending: str) -> None:
+def test_the_error_names_the_signal_or_exit_code_of_a_dead_rank(
+    cluster: Cluster, death: str, ending: str
+) -> None:
     heard = Outcomes()
     with pytest.raises(CellError, match=f"died with {ending}"):
         cluster.execute(f"if rank == 1: {death}", timeout_s=60, observer=heard)
@@ -107,7 +109,7 @@ def test_how_a_rank_died_is_said(cluster: Cluster, death: str, ending: str) -> N
     cluster.execute(SUM, timeout_s=30)
 
 
-def test_two_deaths_between_cells_are_mended_before_the_next_one(
+def test_two_dead_ranks_are_replaced_before_the_next_cell(
     cluster: Cluster, notes: list[str]
 ) -> None:
     before = pids(cluster)
@@ -148,7 +150,7 @@ def test_a_slow_variable_is_left_out_of_the_copy_and_named(
     cluster.execute(SUM, timeout_s=30)
 
 
-def test_an_interrupt_ends_the_copy_and_the_world_is_whole(
+def test_an_interrupt_ends_the_copy_and_the_world_is_complete(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.execute(f"{SLOW}\nstuck = Slow('pickling', (0,), {str(tmp_path)!r})")
@@ -213,7 +215,7 @@ if rank == {rank}:
     ],
     ids=["in C code", "in C code that holds the GIL"],
 )
-def test_a_rank_that_no_interrupt_reaches_is_named_and_can_be_replaced(
+def test_a_rank_that_ignores_an_interrupt_is_named_and_can_be_replaced(
     cluster: Cluster, rank: int, library: str, place: str
 ) -> None:
     before = pids(cluster)
@@ -250,7 +252,7 @@ def test_shrink_renumbers_the_survivors_in_their_old_order() -> None:
         assert cluster["mine"] == [100, 102, 103]
 
 
-def test_stop_leaves_the_survivors_to_be_looked_at() -> None:
+def test_with_on_failure_stop_the_survivors_can_be_inspected() -> None:
     with Cluster(n=3, on_failure="stop") as cluster:
         cluster.execute("mine = 100 + rank")
         kill(cluster, 1)
@@ -275,7 +277,7 @@ def test_scaling_keeps_processes_and_variables(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True])
-def test_a_bad_size_is_refused(cluster: Cluster, n: object) -> None:
+def test_an_invalid_size_is_refused(cluster: Cluster, n: object) -> None:
     with pytest.raises(UsageError, match="whole number"):
         cluster.scale(n)  # type: ignore[arg-type]
     cluster.execute(SUM, timeout_s=30)
@@ -290,7 +292,7 @@ def test_a_bad_size_is_refused(cluster: Cluster, n: object) -> None:
     ],
     ids=["by itself", "with its parent"],
 )
-def test_a_new_rank_that_dies_while_it_joins_is_named_and_given_up(
+def test_a_new_rank_that_dies_while_it_joins_is_named_and_abandoned(
     death: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(

@@ -27,7 +27,9 @@ os.execve(command[0], command, environment)
 @pytest.mark.skipif(
     sys.prefix == sys.base_prefix, reason="Python runs in no virtual environment"
 )
-def test_the_packages_mpi_is_taken_by_a_python_outside_its_environment(tmp_path: Path):
+def test_a_python_outside_the_environment_uses_the_mpi_of_the_environment(
+    tmp_path: Path,
+):
     packages = sysconfig.get_paths()["purelib"]
     done = subprocess.run(
         [sys._base_executable, "-c", LOADS, str(tmp_path)],  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ INFOS = [
 ]
 
 
-def test_every_rank_on_the_card_is_named():
+def test_every_rank_on_the_gpu_is_named():
     answers = {0: sizes(60, 58, 61), 1: sizes(62, 10), 2: sizes(1, 1)}
     text = describe_card(INFOS[:2], answers, 0)
     assert text.splitlines() == [
@@ -53,7 +53,7 @@ def test_every_rank_on_the_card_is_named():
     ]
 
 
-def test_a_rank_that_does_not_answer_is_said_so():
+def test_the_report_names_a_rank_that_does_not_answer():
     text = describe_card(INFOS[2:], {2: None}, 2)
     assert text.splitlines()[:2] == [
         "Memory of NVIDIA H200",
@@ -62,7 +62,7 @@ def test_a_rank_that_does_not_answer_is_said_so():
     assert "growth=True" in text
 
 
-def test_only_failures_for_want_of_memory_are_explained():
+def test_only_out_of_memory_failures_are_explained():
     lines = ("Traceback",)
     short = Failure(1, "box", "OutOfMemoryError", "CUDA out of memory.", "", lines)
     other = Failure(2, "box", "ValueError", "no", "", lines)
@@ -78,7 +78,7 @@ def test_only_failures_for_want_of_memory_are_explained():
 
 
 @pytest.mark.gpu
-def test_on_a_real_gpu_two_ranks_that_share_it_are_named():
+def test_two_ranks_that_share_a_real_gpu_are_named():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")

@@ -27,7 +27,7 @@ def gpus_of(assigned: list[DeviceAssignment]) -> list[str]:
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (3, 3), (4, 4), (64, 4)])
-def test_without_gpus_n_is_the_cores_but_at_most_four(cores: int, expected: int):
+def test_without_gpus_n_is_the_number_of_cores_up_to_four(cores: int, expected: int):
     assert len(assign_devices(ClusterConfig(), Host("box", cores))) == expected
 
 
@@ -41,14 +41,14 @@ def test_with_gpus_n_is_one_per_gpu(gpus: int):
     assert {len(p.visible_gpus) for p in assigned} == {gpus}
 
 
-def test_a_rank_on_a_mig_device_sees_this_one_alone():
+def test_a_rank_on_a_mig_device_sees_only_this_device():
     host = Host("box", 16, tuple(Gpu(f"MIG-{i}", "Card", 10 * GIB) for i in range(2)))
     assigned = assign_devices(ClusterConfig(), host)
     assert [p.visible_gpus for p in assigned] == [("MIG-0",), ("MIG-1",)]
     assert [p.gpu_index for p in assigned] == [0, 0]
 
 
-def test_device_cpu_leaves_the_gpus_alone():
+def test_device_cpu_uses_no_gpu():
     assigned = assign_devices(ClusterConfig(n=2, device="cpu"), gpu_host(2))
     assert gpus_of(assigned) == []
     assert {(p.visible_gpus, p.gpu_index) for p in assigned} == {((), None)}
@@ -74,7 +74,7 @@ def test_default_n_counts_the_ranks_per_gpu():
     assert len(assign_devices(ClusterConfig(ranks_per_gpu=3), gpu_host(2))) == 6
 
 
-def test_a_cap_by_hand_replaces_the_share():
+def test_a_given_cap_replaces_the_even_share():
     config = ClusterConfig(n=2, ranks_per_gpu=2, gpu_memory="8GiB")
     assert {p.memory_fraction for p in assign_devices(config, gpu_host(1))} == {0.1}
 
@@ -130,7 +130,7 @@ def test_a_cap_by_hand_replaces_the_share():
         ),
     ],
 )
-def test_what_cannot_be_met_is_refused_with_the_value_and_the_next_step(
+def test_a_request_that_cannot_be_met_is_refused_with_the_next_step(
     config: ClusterConfig, host: Host, parts: list[str]
 ):
     with pytest.raises(UsageError) as refused:
@@ -142,12 +142,14 @@ def test_what_cannot_be_met_is_refused_with_the_value_and_the_next_step(
     ("n", "running", "memory"),
     [(16, 0, None), (4, 0, 1_000_000_000), (6, 4, 500_000_000)],
 )
-def test_what_a_host_carries_is_started(n: int, running: int, memory: int | None):
+def test_as_many_ranks_as_a_host_can_carry_are_started(
+    n: int, running: int, memory: int | None
+):
     host = Host("box", 2, memory_available=memory)
     assert len(assign_devices(ClusterConfig(n=n), host, running)) == n
 
 
-def test_more_than_a_host_carries_is_started_where_the_user_says_so():
+def test_more_ranks_than_a_host_can_carry_are_started_with_oversubscribe():
     host = Host("box", 2, memory_available=1)
     assert len(assign_devices(ClusterConfig(n=32, oversubscribe=True), host)) == 32
 
@@ -164,7 +166,7 @@ def test_caps_are_fractions_or_sizes(cap: str | float, expected: float):
 
 
 @pytest.mark.parametrize("cap", ["0", "-1", "1.5GiBs", "GiB", "nan", "inf", "", "99T"])
-def test_other_caps_are_refused(cap: str):
+def test_invalid_caps_are_refused(cap: str):
     with pytest.raises(UsageError, match="--gpu-memory"):
         memory_fraction(cap, 80 * GIB)
 

@@ -68,7 +68,7 @@ def families() -> Iterator[list[Family]]:
         family.kill()
 
 
-def test_processes_are_told_in_the_order_of_their_ends(families: list[Family]) -> None:
+def test_the_order_in_which_processes_end_is_known(families: list[Family]) -> None:
     first, second, third = families
     order = ExitOrder()
     order.watch(pid for each in families for pid in (each.child, each.parent))
@@ -85,7 +85,7 @@ def test_processes_are_told_in_the_order_of_their_ends(families: list[Family]) -
     assert order.ended_before(third.parent) == {second.parent, second.child}
 
 
-def test_what_is_not_watched_any_longer_keeps_no_descriptor(
+def test_a_process_that_is_not_watched_keeps_no_descriptor(
     families: list[Family],
 ) -> None:
     order = ExitOrder()
@@ -141,7 +141,7 @@ def test_a_wait_for_deaths_ends_with_the_death(
     assert not registry.await_deaths(lambda died: 0 in died, 0.0)
 
 
-def test_the_end_of_a_process_that_is_no_child_is_awaited(
+def test_a_wait_for_a_process_that_is_not_a_child_ends_with_it(
     families: list[Family],
 ) -> None:
     child = families[0].child
@@ -156,7 +156,7 @@ def test_the_end_of_a_process_that_is_no_child_is_awaited(
 REASON = "mpiexec has ended with SIGABRT"
 
 
-def test_ranks_that_end_before_mpiexec_are_named_when_it_ends(
+def test_ranks_that_end_before_mpiexec_have_their_own_exit(
     families: list[Family], registry: RankRegistry
 ) -> None:
     mpiexec, *ranks = families
@@ -168,7 +168,7 @@ def test_ranks_that_end_before_mpiexec_are_named_when_it_ends(
     assert f"rank 1 (pid {ranks[1].child} on here) has died" in str(registry.died[1])
 
 
-def test_mpiexec_is_named_by_ranks_that_end_after_it(
+def test_ranks_that_end_after_mpiexec_name_mpiexec(
     families: list[Family], registry: RankRegistry
 ) -> None:
     """Also where their ends are heard of before that of mpiexec."""
@@ -184,7 +184,7 @@ def test_mpiexec_is_named_by_ranks_that_end_after_it(
     assert f"rank 1 (pid {ranks[1].child} on here) has died" in str(registry.died[1])
 
 
-def test_an_mpiexec_that_was_killed_is_named_whoever_ended_first(
+def test_ranks_name_a_killed_mpiexec_whichever_ended_first(
     families: list[Family], registry: RankRegistry
 ) -> None:
     mpiexec, *ranks = families

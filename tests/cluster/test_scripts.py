@@ -50,13 +50,13 @@ def test_a_torchrun_script_trains_digits(cluster: Cluster):
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_other_backends_get_the_worlds_group_too(cluster: Cluster, backend: str):
+def test_other_backends_use_the_default_group(cluster: Cluster, backend: str):
     arguments = ["--epochs", "1", "--backend", backend]
     result = cluster.run_script(SCRIPTS / "digits_ddp.py", arguments)
     assert "accuracy" in result[0].stdout
 
 
-def test_a_script_finds_what_torchrun_gives_and_leaves_nothing(
+def test_a_script_has_the_environment_of_torchrun_and_leaves_nothing(
     cluster: Cluster, script
 ):
     path = script(
@@ -110,7 +110,7 @@ leftover = 1
     assert_whole(cluster)
 
 
-def test_variables_are_kept_when_asked_for(cluster: Cluster, script):
+def test_variables_are_kept_with_keep(cluster: Cluster, script):
     path = script(
         """
 class Net: pass
@@ -143,7 +143,7 @@ def test_exit_codes_are_reported(cluster: Cluster, script):
     assert "unrecognized arguments: --nothing" in wrong[0].stderr
 
 
-def test_errors_name_the_scripts_line(cluster: Cluster, script):
+def test_errors_name_the_line_of_the_script(cluster: Cluster, script):
     path = script(
         """import torch, torch.distributed as dist
 def step(number):
@@ -190,7 +190,9 @@ dist.all_reduce(torch.zeros(1))
     assert_whole(cluster)
 
 
-def test_what_cannot_run_is_refused_before_anything_is_sent(cluster: Cluster, script):
+def test_a_script_that_cannot_run_is_refused_before_anything_is_sent(
+    cluster: Cluster, script
+):
     with pytest.raises(UsageError, match=r"no script 'absent\.py': /.*does not exist"):
         cluster.run_script("absent.py")
     path = script("print(1)")

@@ -110,7 +110,7 @@ def test_an_interrupt_ends_a_push(
 
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("how", ["pull", "run", "inspect"])
-def test_an_interrupt_ends_what_fetches(
+def test_an_interrupt_ends_a_pull(
     cluster: Cluster, tmp_path: Path, rank: int, how: str
 ):
     where = "printing" if how == "inspect" else "pickling"
@@ -136,7 +136,7 @@ def eval_there(expression: str) -> object:
 
 
 @pytest.mark.parametrize("how", ["push", "pull", "run's argument", "run's result"])
-def test_an_interrupt_ends_what_is_slow_in_this_process(
+def test_an_interrupt_ends_slow_pickling_in_this_process(
     cluster: Cluster, slow: Callable[..., Any], tmp_path: Path, how: str
 ):
     out = how in ("push", "run's argument")
@@ -161,7 +161,7 @@ def test_an_interrupt_ends_what_is_slow_in_this_process(
     the_next_cell_works(cluster)
 
 
-def test_a_time_out_names_rank_variable_and_line(
+def test_a_timeout_names_rank_variable_and_line(
     cluster: Cluster, slow: Callable[..., Any], tmp_path: Path
 ):
     value = slow("unpickling", (1, 2), str(tmp_path))
@@ -183,7 +183,7 @@ def test_a_time_out_names_rank_variable_and_line(
     the_next_cell_works(cluster)
 
 
-def test_exits_in_a_value_are_errors_of_the_transfer(cluster: Cluster):
+def test_an_exit_in_the_pickling_of_a_value_is_a_transfer_error(cluster: Cluster):
     class Exits:
         def __reduce__(self) -> Any:
             return exec, ("raise SystemExit(3)",)
@@ -207,7 +207,7 @@ def test_exits_in_a_value_are_errors_of_the_transfer(cluster: Cluster):
     the_next_cell_works(cluster)
 
 
-def test_an_error_without_a_message_of_its_own_arrives(cluster: Cluster):
+def test_an_error_whose_str_raises_arrives(cluster: Cluster):
     class Silent(Exception):
         def __str__(self) -> str:
             raise ValueError("no")
@@ -226,7 +226,7 @@ def test_an_error_without_a_message_of_its_own_arrives(cluster: Cluster):
     the_next_cell_works(cluster)
 
 
-def test_a_slow_repr_holds_up_no_status_and_no_interrupt(
+def test_a_slow_repr_delays_neither_status_nor_interrupt(
     cluster: Cluster, tmp_path: Path
 ):
     cluster.execute(

@@ -46,7 +46,7 @@ else:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_ranks_that_wait_for_each_other_are_called_a_deadlock(cluster: Cluster):
+def test_ranks_that_wait_for_each_other_are_reported_as_a_deadlock(cluster: Cluster):
     notices = Notices(interrupt=True)
     with pytest.raises(CellInterrupted):
         cluster.execute(RECEIVE_FIRST, number=7, observer=notices)
@@ -72,7 +72,7 @@ def test_a_slow_rank_is_named_and_waited_for(cluster: Cluster):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_stops_answering_was_last_seen_somewhere(cluster: Cluster):
+def test_the_last_position_of_a_rank_that_does_not_answer_is_shown(cluster: Cluster):
     class Looks(Notices):
         def notice(self, text: str) -> None:
             os.kill(pid, signal.SIGSTOP)
@@ -90,7 +90,7 @@ def test_a_rank_that_stops_answering_was_last_seen_somewhere(cluster: Cluster):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_silent_training_is_left_in_peace(cluster: Cluster):
+def test_a_training_without_output_causes_no_notice(cluster: Cluster):
     notices = Notices(interrupt=False)
     code = (
         "import time\nend = time.monotonic() + 3\n"
@@ -114,7 +114,7 @@ def on_gpu(rank: int, sequence: int = 5) -> CollectiveCall:
     )  # fmt: skip
 
 
-def test_what_is_said():
+def test_the_text_of_the_notice():
     there = Seen(ProgressSnapshot("#1 barrier()", call(0), 1), 1.0)
     silent, busy = Seen(None, 3.0), Seen(ProgressSnapshot("In[3] line 2", None, 1), 4.0)
     assert describe({0: there, 1: silent, 3: busy}, 15.0).splitlines() == [
@@ -133,7 +133,7 @@ def test_what_is_said():
 
 
 @pytest.mark.usefixtures("impatient")
-def test_receives_that_were_interrupted_do_not_harm_later_ones(cluster: Cluster):
+def test_interrupted_receives_do_not_affect_later_receives(cluster: Cluster):
     for _ in range(3):
         with pytest.raises(CellInterrupted):
             cluster.execute(RECEIVE_FIRST, observer=Notices(interrupt=True))

@@ -64,7 +64,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused_and_starts_nothing(
+def test_invalid_options_are_refused_and_nothing_is_started(
     options: dict[str, object], parts: list[str], traces: Path
 ):
     with pytest.raises(UsageError) as refused:
@@ -100,12 +100,14 @@ def test_each_keyword_reaches_the_configuration(name: str, value: object):
 @pytest.mark.parametrize(
     "options", [{"device": "cuda"}, {"ranks_per_gpu": 2}, {"gpu_memory": 0.5}], ids=str
 )
-def test_a_gpu_that_is_not_there(options: dict[str, object], traces: Path):
+def test_a_start_without_the_requested_gpu_is_refused(
+    options: dict[str, object], traces: Path
+):
     with pytest.raises(UsageError, match=r"GPU|NVIDIA"):
         Cluster(n=2, **options)
 
 
-def test_one_rank_with_a_proxy_set_and_a_space_in_every_path(
+def test_a_rank_starts_with_a_proxy_and_spaces_in_all_paths(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(traces)
@@ -123,7 +125,7 @@ def test_one_rank_with_a_proxy_set_and_a_space_in_every_path(
         assert cluster["len(big)"] == [3_000_000]
 
 
-def test_more_ranks_than_cores_and_the_progress_of_a_start(traces: Path):
+def test_more_ranks_than_cores_start_and_show_their_progress(traces: Path):
     n = (os.cpu_count() or 1) + 2
     seen: list[Progress] = []
     cluster = Cluster(n=n, device="cpu").start(seen.append)
@@ -208,7 +210,7 @@ LAST_WORDS = "print('disk full', file=sys.stderr, flush=True); "
         *("crash", "crash before all", "with its parent", "with it before all"),
     ],
 )
-def test_a_rank_that_ends_is_named_with_its_exit_code_and_last_words(
+def test_a_rank_that_ends_is_named_with_its_exit_code_and_output(
     action: str, before_all: bool, parts: list[str], break_rank_1, traces: Path
 ):
     break_rank_1(action, before_all)
@@ -220,7 +222,7 @@ def test_a_rank_that_ends_is_named_with_its_exit_code_and_last_words(
     assert missing == []
 
 
-def test_ranks_that_are_all_killed_are_named_rather_than_mpiexec(traces: Path):
+def test_killed_ranks_are_named_instead_of_mpiexec(traces: Path):
     others = set(psutil.Process().children(recursive=True))
 
     def kill_all(progress: Progress) -> None:
@@ -239,7 +241,7 @@ def test_ranks_that_are_all_killed_are_named_rather_than_mpiexec(traces: Path):
 @pytest.mark.parametrize(
     "before_all", [False, True], ids=["loading torch", "starting Python"]
 )
-def test_a_rank_that_hangs_is_named_at_the_time_out(
+def test_a_rank_that_hangs_is_named_at_the_timeout(
     before_all: bool, break_rank_1, traces: Path
 ):
     break_rank_1(

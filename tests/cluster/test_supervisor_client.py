@@ -48,7 +48,7 @@ def supervisor_of(run_dir: Path) -> psutil.Process:
     return found
 
 
-def test_a_run_folder_that_has_vanished_leaves_no_folder_in_memory(
+def test_the_folder_in_memory_is_removed_after_the_run_folder_was_deleted(
     client: SupervisorClient, run_dir: Path
 ) -> None:
     memory = new_memory_folder()
@@ -64,7 +64,9 @@ def test_a_run_folder_that_has_vanished_leaves_no_folder_in_memory(
     client.close()
 
 
-def test_a_notebook_that_is_killed_leaves_no_folder_in_memory(tmp_path: Path) -> None:
+def test_the_folder_in_memory_is_removed_after_the_notebook_was_killed(
+    tmp_path: Path,
+) -> None:
     with Program(NOTEBOOK.format(folder=str(tmp_path))) as notebook:
         memory = Path(notebook.line())
         assert memory.is_dir()
@@ -84,7 +86,7 @@ def test_a_folder_that_is_made_after_the_supervisor_was_killed_is_removed(
     assert not memory.exists()
 
 
-def test_a_supervisor_that_is_killed_while_it_ends_leaves_no_folder(
+def test_the_folders_of_a_supervisor_that_is_killed_while_it_ends_are_removed(
     client: SupervisorClient, run_dir: Path, tmp_path: Path
 ) -> None:
     memory = new_memory_folder()

@@ -23,13 +23,13 @@ def files(cluster: Cluster) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_file()]
 
 
-def test_what_is_pushed_is_there(cluster: Cluster):
+def test_pushed_values_are_on_the_ranks(cluster: Cluster):
     cluster.push(lr=0.1, names=["a", "b"])
     cluster["more"] = {"x": 1}
     assert cluster["(lr, names, more)"] == [(0.1, ["a", "b"], {"x": 1})] * 4
 
 
-def test_to_and_from_some_ranks(cluster: Cluster):
+def test_values_are_copied_to_and_from_some_ranks(cluster: Cluster):
     cluster.push([1, 3], some=5)
     assert cluster["'some' in globals()"] == [False, True, False, True]
     assert cluster.pull("rank * 2", [3, 0]) == [0, 6]
@@ -47,7 +47,7 @@ def test_to_and_from_some_ranks(cluster: Cluster):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5)], ids=str)
-def test_tensors_of_every_kind_there_and_back(
+def test_tensors_of_every_kind_make_the_round_trip(
     cluster: Cluster, dtype: torch.dtype, shape: tuple[int, ...]
 ):
     value = (torch.arange(15) % 2)[: int(np.prod(shape))].reshape(shape).to(dtype)
@@ -58,7 +58,7 @@ def test_tensors_of_every_kind_there_and_back(
         assert received.tolist() == value.tolist()
 
 
-def test_parameters_arrays_and_nests(cluster: Cluster):
+def test_parameters_arrays_and_nested_values_make_the_round_trip(cluster: Cluster):
     value = {
         "weight": torch.nn.Parameter(torch.ones(2, 2)),
         "strided": torch.arange(10.0)[::2],
@@ -98,13 +98,15 @@ def test_every_rank_has_a_copy_of_its_own(cluster: Cluster):
     assert cluster["large[0].item()"] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_what_cannot_be_pushed_is_named_with_its_type(cluster: Cluster):
+def test_a_value_that_cannot_be_pushed_is_named_with_its_type(cluster: Cluster):
     with pytest.raises(TransferError, match=r"'lock' is a _thread\.lock"):
         cluster.push(fine=1, lock=threading.Lock())
     assert cluster["'fine' in globals()"] == [False] * 4
 
 
-def test_what_cannot_be_pulled_is_named_with_its_rank_and_type(cluster: Cluster):
+def test_a_value_that_cannot_be_pulled_is_named_with_its_rank_and_type(
+    cluster: Cluster,
+):
     cluster.execute("import threading\nthing = threading.Lock() if rank == 2 else 1")
     with pytest.raises(TransferError) as refused:
         _ = cluster["thing"]
@@ -113,14 +115,14 @@ def test_what_cannot_be_pulled_is_named_with_its_rank_and_type(cluster: Cluster)
     assert "rank 1" not in str(refused.value)
 
 
-def test_what_does_not_exist_on_some_ranks(cluster: Cluster):
+def test_a_variable_that_some_ranks_lack_is_an_error(cluster: Cluster):
     cluster.execute("if rank: there = torch.zeros(1_000_000)")
     with pytest.raises((TransferError, CellError), match="'there' is not defined"):
         _ = cluster["there"]
     assert files(cluster) == [], "what the other ranks had packed is discarded"
 
 
-def test_what_cannot_be_unpickled_here(cluster: Cluster):
+def test_a_value_that_cannot_be_unpickled_here_is_an_error(cluster: Cluster):
     cluster.execute(
         "class Homebound:\n"
         "    def __reduce__(self):\n"
@@ -161,7 +163,7 @@ def test_functions_run_on_every_rank_with_their_arguments(cluster: Cluster):
     assert [t.tolist() for t in tensors] == [[1.0, 1.0]] * 4
 
 
-def test_a_function_that_raises(cluster: Cluster):
+def test_the_error_of_a_function_names_its_ranks(cluster: Cluster):
     class Odd(BaseException):
         pass
 
@@ -174,14 +176,14 @@ def test_a_function_that_raises(cluster: Cluster):
     assert cluster["rank"] == [0, 1, 2, 3]
 
 
-def test_a_result_or_an_argument_that_cannot_travel(cluster: Cluster):
+def test_a_result_or_argument_that_cannot_be_pickled_is_an_error(cluster: Cluster):
     with pytest.raises(TransferError, match=r"0-3: the result is a _thread\.lock"):
         cluster.run(threading.Lock)
     with pytest.raises(TransferError, match="an argument cannot be pickled"):
         cluster.run(print, threading.Lock())
 
 
-def test_a_function_may_print(cluster: Cluster):
+def test_the_output_of_a_function_reaches_the_observer(cluster: Cluster):
     class Heard(Quiet):
         def __init__(self) -> None:
             self.text: dict[int, str] = {}

@@ -113,30 +113,28 @@ def uuids(gpus: tuple[Gpu, ...]) -> list[str]:
     return [gpu.uuid for gpu in gpus]
 
 
-def test_all_gpus_are_seen(seen: Any) -> None:
+def test_all_gpus_are_visible(seen: Any) -> None:
     assert seen(Card("GPU-a"), Card("GPU-b")) == (
         Gpu("GPU-a", "Card", 80),
         Gpu("GPU-b", "Card", 80),
     )
 
 
-def test_memory_that_the_host_shares_is_the_host_s(seen: Any) -> None:
+def test_memory_that_is_shared_with_the_host_is_the_host_s(seen: Any) -> None:
     (gpu,) = seen(Card("GPU-a", memory=NotSupported()))
     assert gpu.memory == psutil.virtual_memory().total
 
 
-def test_a_gpu_that_is_lost_is_left_out(seen: Any) -> None:
+def test_a_lost_gpu_is_left_out(seen: Any) -> None:
     assert uuids(seen(Card("GPU-a", lost=True), Card("GPU-b"))) == ["GPU-b"]
 
 
 @pytest.mark.parametrize("error", [NotSupported(), NoPermission(), NVMLError("lost")])
-def test_a_gpu_whose_mig_mode_is_not_told_is_one_gpu(
-    seen: Any, error: NVMLError
-) -> None:
+def test_a_gpu_with_unknown_mig_mode_is_one_gpu(seen: Any, error: NVMLError) -> None:
     assert uuids(seen(Card("GPU-a", mig=error))) == ["GPU-a"]
 
 
-def test_mig_devices_stand_for_their_gpu(seen: Any) -> None:
+def test_mig_devices_replace_their_gpu(seen: Any) -> None:
     card = Card("GPU-a", mig=1, parts=[Card("MIG-1", memory=10), Card("MIG-2")])
     gpus = seen(card)
     assert uuids(gpus) == ["MIG-1", "MIG-2"]
@@ -153,14 +151,14 @@ def test_mig_devices_stand_for_their_gpu(seen: Any) -> None:
         ("-1", []),
     ],
 )
-def test_the_notebook_s_own_choice(
+def test_cuda_visible_devices_is_respected(
     seen: Any, visible: str, expected: list[str]
 ) -> None:
     gpus = seen(Card("GPU-a1"), Card("GPU-b2"), CUDA_VISIBLE_DEVICES=visible)
     assert uuids(gpus) == expected
 
 
-def test_numbers_of_different_gpus_are_those_of_the_bus_or_refused(seen: Any) -> None:
+def test_numbers_of_unequal_gpus_need_the_order_of_the_bus(seen: Any) -> None:
     cards = Card("GPU-a", "Slow"), Card("GPU-b", "Fast")
     with pytest.raises(UsageError, match=r"'1' numbers .*CUDA_DEVICE_ORDER"):
         seen(*cards, CUDA_VISIBLE_DEVICES="1")

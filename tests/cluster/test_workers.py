@@ -27,7 +27,7 @@ def _no_worker_stays() -> Iterator[None]:
     nbdist.stop_workers()
 
 
-def test_workers_are_told_apart_and_come_back(capsys, tmp_path, monkeypatch):
+def test_workers_have_their_own_ids_and_results(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("work.py").write_text(
         "import os, sys\n"
@@ -52,7 +52,7 @@ def test_workers_are_told_apart_and_come_back(capsys, tmp_path, monkeypatch):
     assert nbdist.await_workers(workers[1].id, show=False).ok  # by its id, and again
 
 
-def test_each_end_is_told_once_unless_asked_for():
+def test_the_end_of_each_worker_is_reported_once():
     nbdist.await_workers()
     workers = nbdist.launch_workers(2, code="print('x')")
     wait_until(lambda: all(worker.ended for worker in workers), 20)
@@ -61,7 +61,7 @@ def test_each_end_is_told_once_unless_asked_for():
     assert nbdist.await_workers(show=False).workers == []
 
 
-def test_a_failed_worker_says_why_and_the_others_go_on():
+def test_a_failed_worker_is_reported_and_the_others_continue():
     workers = nbdist.launch_workers(
         4,
         code="""
@@ -85,7 +85,7 @@ time.sleep(0.5)
     assert "    ValueError: no such digit" in str(result)
 
 
-def test_waiting_ends_when_its_time_is_up_and_stopping_ends_the_worker():
+def test_a_wait_ends_at_its_timeout_and_stopping_ends_the_worker():
     (worker,) = nbdist.launch_workers(
         1,
         code="import subprocess, sys\n"
@@ -107,7 +107,7 @@ def test_waiting_ends_when_its_time_is_up_and_stopping_ends_the_worker():
     nbdist.stop_workers(worker)  # again: nothing happens
 
 
-def test_one_that_will_not_end_is_killed():
+def test_a_worker_that_ignores_sigterm_is_killed():
     (deaf,) = nbdist.launch_workers(
         1,
         code="import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -118,7 +118,7 @@ def test_one_that_will_not_end_is_killed():
     assert deaf.exit_code == -signal.SIGKILL
 
 
-def test_a_cluster_knows_its_roles():
+def test_workers_of_a_cluster_have_their_roles():
     members = nbdist.run_cluster(
         2,
         1,
@@ -139,7 +139,7 @@ def test_a_cluster_knows_its_roles():
     assert configs[2]["task"] == {"type": "ps", "index": 0}
 
 
-def test_workers_meet_in_torch_distributed():
+def test_workers_form_a_torch_distributed_world():
     workers = nbdist.launch_workers(
         2,
         code="import torch, torch.distributed as dist\n"
@@ -155,7 +155,7 @@ def test_workers_meet_in_torch_distributed():
     assert [worker.output for worker in workers] == ["3.0\n", "3.0\n"]
 
 
-def test_limits_are_kept():
+def test_the_limits_of_a_worker_are_enforced():
     (worker,) = nbdist.launch_workers(
         1,
         code="import os\nprint(os.environ['OMP_NUM_THREADS'])\nbytearray(2**30)",
@@ -207,14 +207,14 @@ def test_when_the_supervisor_is_killed_its_workers_are_lost_and_new_ones_start(c
         ({"n": 2, "code": "1", "nvidia_gpu": 99}, "needs 198 GPUs"),
     ],
 )
-def test_what_makes_no_sense_starts_nothing(arguments, says):
+def test_invalid_arguments_start_nothing(arguments, says):
     before = nbdist.list_workers()
     with pytest.raises(UsageError, match=says):
         nbdist.launch_workers(**arguments)
     assert nbdist.list_workers() == before
 
 
-def test_an_unknown_worker_is_named():
+def test_an_unknown_worker_is_an_error():
     with pytest.raises(UsageError, match="no worker 10000: there are"):
         nbdist.await_workers(10_000)
     with pytest.raises(UsageError, match="timeout_seconds=-1"):

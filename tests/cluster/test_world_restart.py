@@ -77,7 +77,9 @@ def while_recovering(cluster: Cluster, rank: int, act: object) -> threading.Thre
 
 
 @pytest.mark.parametrize("who", ["newcomer", "survivor"])
-def test_a_death_during_a_recovery(cluster: Cluster, who: str) -> None:
+def test_a_world_restart_follows_a_death_during_a_recovery(
+    cluster: Cluster, who: str
+) -> None:
     survivor = psutil.Process(cluster.ranks[2].pid)
     cluster.execute("if rank == 1: events = [(6, 'forward', die)]")
     other = while_recovering(
@@ -213,7 +215,7 @@ die_early("setup cell")
 
 @pytest.mark.parametrize("victims", [[1], [0, 1]], ids=["one", "all"])
 @pytest.mark.parametrize("place", ["setup cell", "cell"])
-def test_ranks_that_die_before_the_run_is_entered_again(
+def test_ranks_may_die_before_they_enter_the_run_again(
     tmp_path: Path, place: str, victims: list[int]
 ) -> None:
     given = f"folder, place, victims = {str(tmp_path)!r}, {place!r}, {victims}\n"
@@ -230,7 +232,7 @@ def test_ranks_that_die_before_the_run_is_entered_again(
         assert any("continues from its commit" in note for note in notes_of(cluster))
 
 
-def test_a_recovery_that_fails_while_only_a_newcomer_lives(
+def test_a_recovery_that_fails_while_only_a_newcomer_lives_keeps_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the run nor its commit is lost, although no rank is paused in it."""
@@ -260,7 +262,7 @@ MPICH = shutil.which("mpiexec.mpich")
 
 
 @pytest.mark.skipif(MPICH is None, reason="no MPICH is installed")
-def test_without_fault_tolerance_all_ranks_begin_again_from_the_last_commit(
+def test_without_fault_tolerance_all_ranks_restart_from_the_last_commit(
     tmp_path: Path,
 ) -> None:
     cell = f"""

@@ -265,7 +265,7 @@ def all_reduce_cancelling_values(group: nc.Group) -> None:
 
 
 @case
-def nan_and_infinity_travel(group: nc.Group) -> None:
+def nan_and_infinity_are_reduced(group: nc.Group) -> None:
     for op, dtype in itertools.product(("sum", "min", "max", "product"), FLOATS):
         tensor = torch.ones(4 * SIZE, dtype=dtype)
         tensor[RANK] = float("nan")
@@ -382,7 +382,7 @@ def _parcel(source: int, target: int, lengths: list[list[int]]) -> Tensor:
 
 
 @case
-def objects_travel(group: nc.Group) -> None:
+def objects_are_gathered_and_broadcast(group: nc.Group) -> None:
     root = SIZE - 1
     assert nc.broadcast_object({"from": RANK}, root) == {"from": root}
     everyones = nc.all_gather_object("x" * 10_000 * RANK)
@@ -390,10 +390,10 @@ def objects_travel(group: nc.Group) -> None:
 
 
 @case
-def a_default_device_changes_nothing(group: nc.Group) -> None:
+def a_default_device_has_no_effect(group: nc.Group) -> None:
     given = torch.arange(2 * SIZE, device="cpu")
     with torch.device("meta"):
-        objects_travel(group)
+        objects_are_gathered_and_broadcast(group)
         received = torch.empty_like(given)
         nc.all_to_all_single(received, given)
     expected = [torch.arange(2, device="cpu") + 2 * RANK] * SIZE
@@ -462,7 +462,7 @@ def subgroups(group: nc.Group) -> None:
 
 
 @case
-def what_is_not_defined_is_refused_before_anything_is_sent(group: nc.Group) -> None:
+def undefined_operations_are_refused_before_anything_is_sent(group: nc.Group) -> None:
     before = group.sequence
     for op, dtype in itertools.product(OPS, DTYPES):
         if (op, dtype) not in set(defined()):
@@ -484,7 +484,7 @@ class Named(Tensor):
 
 
 @case
-def subclasses_that_hold_memory_are_taken(group: nc.Group) -> None:
+def subclasses_with_memory_are_accepted(group: nc.Group) -> None:
     arrived = input_of((6,), torch.float32, RANK, 20)
     pending = AsyncCollectiveTensor(arrived)
     named = input_of((6,), torch.float32, RANK, 20).as_subclass(Named)
@@ -555,7 +555,7 @@ def _mismatches() -> dict[str, Callable[[], object]]:
 
 
 @case
-def mismatches_are_raised_everywhere_before_data_is_touched(group: nc.Group) -> None:
+def mismatches_are_raised_on_all_ranks_before_data_is_changed(group: nc.Group) -> None:
     if SIZE == 1:
         return
     for _ in range(500 if group.config.transport == "shared" else 50):
@@ -573,7 +573,7 @@ def mismatches_are_raised_everywhere_before_data_is_touched(group: nc.Group) -> 
 
 
 @case
-def a_mismatch_leaves_the_tensor_alone(group: nc.Group) -> None:
+def a_mismatch_does_not_change_the_tensor(group: nc.Group) -> None:
     if SIZE == 1:
         return
     for length in (5, LARGE):

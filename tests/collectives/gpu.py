@@ -74,7 +74,7 @@ def late(length: int, scale: float = 1.0) -> Tensor:
 # -- streams ---------------------------------------------------------------------------
 
 
-def work_queued_before_and_after(group: nc.Group) -> None:
+def work_queued_before_and_after_is_ordered(group: nc.Group) -> None:
     for length in (5, 100_000, LARGE):
         tensor = late(length)
         nc.all_reduce(tensor)
@@ -122,7 +122,7 @@ def asynchronous_calls(group: nc.Group) -> None:
             assert (tensor * 2 == 2 * TOTAL).all(), len(tensor)
 
 
-def memory_is_not_given_back_too_soon(group: nc.Group) -> None:
+def memory_is_not_reused_too_early(group: nc.Group) -> None:
     """The memory of an asynchronous call is not reused before the call has ended."""
     for _ in range(20):
         whole = torch.zeros(64, 20_000).add_(RANK + 1)
@@ -135,7 +135,7 @@ def memory_is_not_given_back_too_soon(group: nc.Group) -> None:
         assert all((each == -1).all() for each in scratch)
 
 
-def calls_for_both_kinds_of_device(group: nc.Group) -> None:
+def calls_for_both_kinds_of_device_alternate(group: nc.Group) -> None:
     """The steps of the barrier and of the device are counted separately."""
     for step in range(30):
         on_host = torch.full((3,), RANK + 1.0, device="cpu")
@@ -160,7 +160,7 @@ def long_runs_of_small_calls(group: nc.Group) -> None:
 # -- releases --------------------------------------------------------------------------
 
 
-def a_late_device_can_be_left(group: nc.Group) -> None:
+def a_wait_for_a_busy_device_can_be_released(group: nc.Group) -> None:
     """The other ranks wait for one busy device, and are released."""
     for how in ("abort", "interrupt", "timeout"):
         if RANK == 0:
@@ -221,7 +221,7 @@ def groups_are_closed_while_others_read(group: nc.Group) -> None:
         assert (tensor == TOTAL).all()
 
 
-def groups_give_their_memory_back(group: nc.Group) -> None:
+def groups_release_their_memory(group: nc.Group) -> None:
     def use_one() -> None:
         part = group.new(list(range(SIZE)))
         assert part is not None
@@ -257,16 +257,16 @@ def memory_that_a_rank_cannot_open() -> None:
 CASES: dict[str, Callable[[nc.Group], None]] = {
     case.__name__: case
     for case in (
-        work_queued_before_and_after,
+        work_queued_before_and_after_is_ordered,
         a_stream_of_the_users,
         calls_on_many_streams,
         asynchronous_calls,
-        memory_is_not_given_back_too_soon,
-        calls_for_both_kinds_of_device,
+        memory_is_not_reused_too_early,
+        calls_for_both_kinds_of_device_alternate,
         long_runs_of_small_calls,
-        a_late_device_can_be_left,
+        a_wait_for_a_busy_device_can_be_released,
         groups_are_closed_while_others_read,
-        groups_give_their_memory_back,
+        groups_release_their_memory,
     )
 }
 

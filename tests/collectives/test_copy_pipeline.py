@@ -60,7 +60,7 @@ def test_the_neighbours_are_copied_while_a_piece_is_moved() -> None:
     ]  # fmt: skip
 
 
-def test_memory_is_made_once_and_not_used_while_it_is_read() -> None:
+def test_memory_is_allocated_once_and_not_overwritten_while_it_is_read() -> None:
     copier = Told()
     pipeline = Pipeline(copier, 40)
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_memory_is_made_once_and_not_used_while_it_is_read() -> None:
     assert copier.allocations == 5, "two buffers had to grow"
 
 
-def test_one_piece_is_one_copy_each_way() -> None:
+def test_one_piece_takes_one_copy_in_each_direction() -> None:
     copier = Told()
     Pipeline(copier, 400).run(doubling(torch.ones(3), 10))
     assert copier.log == ["fetch 0", "await fetch 0", "store 1"]

@@ -51,18 +51,18 @@ def open_mpi(answer: int) -> Any:
         (SimpleNamespace(), False),
     ],
 )
-def test_what_the_library_says_counts(library: Any, expected: bool) -> None:
+def test_the_answer_of_the_library_decides(library: Any, expected: bool) -> None:
     assert cuda_aware.ask(library) is expected
 
 
-def test_any_loaded_library_may_be_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_loaded_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = [SimpleNamespace(), open_mpi(1)]
     monkeypatch.setattr(cuda_aware, "_loaded_libraries", lambda: iter(libraries))
     assert cuda_aware.takes_device_memory()
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False)])
-def test_mvapich_must_be_switched_on(
+def test_mvapich_must_be_enabled(
     monkeypatch: pytest.MonkeyPatch, value: str, expected: bool
 ) -> None:
     monkeypatch.setattr(cuda_aware, "_loaded_libraries", lambda: iter([open_mpi(1)]))
@@ -95,7 +95,7 @@ def test_the_mpi_of_this_machine_is_found_and_asked() -> None:
     assert "CUDA" not in shown  # no tensor on a GPU was sent yet
 
 
-def test_the_device_is_settled_before_each_message() -> None:
+def test_the_device_is_synchronized_before_each_message() -> None:
     log: list[str] = []
 
     class Comm:

@@ -89,7 +89,7 @@ def test_a_step_waits_for_every_other_rank(stream: Stream) -> None:
     timer.join()
 
 
-def test_an_event_that_never_comes_can_be_left(stream: Stream) -> None:
+def test_a_wait_for_an_event_can_be_released(stream: Stream) -> None:
     looks = 0
 
     def check() -> None:
@@ -106,7 +106,7 @@ def test_an_event_that_never_comes_can_be_left(stream: Stream) -> None:
         waiting.after()
 
 
-def test_a_call_that_did_not_meet_is_announced_again(stream: Stream) -> None:
+def test_a_step_that_ended_in_a_mismatch_is_announced_again(stream: Stream) -> None:
     """After a mismatch all ranks are where they were."""
     mine: Any = (Event(True), Event())
     theirs: Any = [(Event(True), Event(True))]
@@ -117,7 +117,7 @@ def test_a_call_that_did_not_meet_is_announced_again(stream: Stream) -> None:
     assert [len(each.recorded) for each in mine] == [2, 0]
 
 
-def test_a_call_on_another_stream_comes_after_the_last(
+def test_a_call_on_another_stream_waits_for_the_previous_call(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine: Any = (Event(True), Event(True))
@@ -138,7 +138,7 @@ def test_a_call_on_another_stream_comes_after_the_last(
     assert own[0].looks > 1, "its own device was not waited for"
 
 
-def test_the_end_waits_for_what_is_queued_and_keeps_the_events(stream: Stream) -> None:
+def test_close_waits_for_queued_work_and_keeps_the_events(stream: Stream) -> None:
     mine: Any = (Event(), Event())
     ended = order.EventOrder(mine, [], nothing)
     ended.close()
@@ -152,7 +152,7 @@ def test_the_end_waits_for_what_is_queued_and_keeps_the_events(stream: Stream) -
     assert peers._spare == {0: [mine, mine]}
 
 
-def test_without_events_the_host_waits_before_it_comes(
+def test_without_events_the_host_waits_for_the_device_first(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Event] = []

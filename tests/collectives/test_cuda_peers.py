@@ -34,7 +34,7 @@ def test_a_shared_gpu_reads_itself(gpus: list[str]) -> None:
     assert peers.can_reach("a")
 
 
-def test_of_a_gpu_that_is_seen_cuda_knows(gpus: list[str]) -> None:
+def test_cuda_is_asked_about_a_visible_gpu(gpus: list[str]) -> None:
     assert peers.can_reach("b")
     gpus[:] = ["b", "a"]  # now the second is current, and may not
     assert peers.can_reach("a")
@@ -42,7 +42,7 @@ def test_of_a_gpu_that_is_seen_cuda_knows(gpus: list[str]) -> None:
     assert not peers.can_reach("b")
 
 
-def test_a_gpu_that_is_not_seen_is_tried(gpus: list[str]) -> None:
+def test_access_to_an_invisible_gpu_is_tried(gpus: list[str]) -> None:
     assert peers.can_reach("hidden")
 
 
@@ -61,7 +61,7 @@ def test_memory_is_mapped_for_this_rank_s_device(gpus: list[str]) -> None:
     assert taken == {**given, "storage_device": 0, "event_sync_required": False}
 
 
-def test_what_cannot_be_mapped_is_none(gpus: list[str]) -> None:
+def test_memory_that_cannot_be_mapped_is_none(gpus: list[str]) -> None:
     def fail(storage_device: int) -> torch.Tensor:
         raise RuntimeError("peer access is not supported")
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_mapped_is_none(gpus: list[str]) -> None:
         (5, False),  # it reads something else there
     ],
 )
-def test_one_rank_that_cannot_decides_for_all(
+def test_no_rank_maps_memory_if_one_rank_cannot(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, step: int | None, answer: Any
 ) -> None:
     others = torch.full((8,), 2, dtype=torch.uint8)
@@ -95,7 +95,7 @@ def test_one_rank_that_cannot_decides_for_all(
         assert found is None
 
 
-def test_memory_that_reads_as_something_else_is_not_used(
+def test_memory_with_unexpected_content_is_not_used(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = torch.zeros(8, dtype=torch.uint8)

@@ -82,7 +82,7 @@ def test_a_rank_that_cannot_connect_its_gpu_ends_the_connection_of_all(
 
 
 @pytest.mark.parametrize("transport", SHARED)
-def test_a_time_out_says_who_is_missing_and_where_it_is(
+def test_a_timeout_names_the_missing_rank_and_its_position(
     outcome: Outcome, transport: str
 ) -> None:
     message = outcome("time_out", transport)[0]
@@ -92,12 +92,14 @@ def test_a_time_out_says_who_is_missing_and_where_it_is(
     assert "Not in any collective: rank 2." in message
 
 
-def test_a_time_out_over_messages_says_who_is_missing(outcome: Outcome) -> None:
+def test_a_timeout_of_a_message_names_the_missing_rank(outcome: Outcome) -> None:
     message = outcome("time_out", "mpi")[0]
     assert "Arrived: ranks 0, 1. Missing: ranks 2, 3." in message
 
 
-def test_a_missing_message_and_one_of_another_shape(outcome: Outcome) -> None:
+def test_a_missing_message_and_a_message_of_another_shape_raise(
+    outcome: Outcome,
+) -> None:
     outcome("one_message_is_missing")
     outcome("a_message_of_another_shape")
 
@@ -106,14 +108,14 @@ def test_another_thread_sees_the_call_with_cell_and_line(outcome: Outcome) -> No
     assert outcome("tell_where")[1] == ("barrier", 42, 3)
 
 
-def test_a_ring_sends_the_least_messages_and_elements(outcome: Outcome) -> None:
+def test_a_ring_sends_the_fewest_messages_and_elements(outcome: Outcome) -> None:
     for counts in outcome("count_messages"):
         for length, messages, elements in counts:
             assert messages == 2 * (SIZE - 1)
             assert elements <= 2 * (SIZE - 1) * -(-length // SIZE)
 
 
-def test_without_a_group_the_error_says_what_to_do(outcome: Outcome) -> None:
+def test_without_a_group_the_error_has_the_next_step(outcome: Outcome) -> None:
     outcome("no_group_here")
 
 

@@ -14,16 +14,16 @@ CONTRACT = str(Path(__file__).with_name("contract.py"))
 CASES_FILE = str(Path(__file__).with_name("gpu.py"))
 FAULTS = str(Path(__file__).with_name("faults.py"))
 CASES = [
-    "work_queued_before_and_after",
+    "work_queued_before_and_after_is_ordered",
     "a_stream_of_the_users",
     "calls_on_many_streams",
     "asynchronous_calls",
-    "memory_is_not_given_back_too_soon",
-    "calls_for_both_kinds_of_device",
+    "memory_is_not_reused_too_early",
+    "calls_for_both_kinds_of_device_alternate",
     "long_runs_of_small_calls",
-    "a_late_device_can_be_left",
+    "a_wait_for_a_busy_device_can_be_released",
     "groups_are_closed_while_others_read",
-    "groups_give_their_memory_back",
+    "groups_release_their_memory",
 ]
 ON_ONE = [
     (1, "auto"), (2, "auto"), (2, "ipc"), (3, "ipc"), (4, "ipc"), (5, "ipc"),
@@ -87,7 +87,7 @@ def test_a_killed_rank_ends_a_plain_mpiexec() -> None:
         launch(2, FAULTS, "die", "cuda")
 
 
-def test_memory_that_a_rank_cannot_open_is_given_back() -> None:
+def test_memory_that_a_rank_cannot_open_is_released() -> None:
     launch(3, CASES_FILE, "memory_that_a_rank_cannot_open")
 
 
@@ -95,12 +95,14 @@ def test_memory_that_a_rank_cannot_open_is_given_back() -> None:
     ("transport", "words"),
     [("auto", r"CUDA IPC \(CUDA\)"), ("staged", r"staged .* \(CUDA\)")],
 )
-def test_the_group_says_which_it_uses(transport: str, words: str) -> None:
+def test_the_description_of_a_group_names_its_transport(
+    transport: str, words: str
+) -> None:
     for text in launch(2, CASES_FILE, "described", transport):
         assert re.search(words, text), text
 
 
-def test_a_cuda_aware_mpi_is_used_where_there_is_one() -> None:
+def test_a_cuda_aware_mpi_is_used_if_there_is_one() -> None:
     (text, *_) = launch(2, CASES_FILE, "described", "mpi")
     if "CUDA-aware MPI (messages)" not in text:
         pytest.skip("this MPI takes no device memory")
@@ -130,6 +132,6 @@ def test_contract_on_gpus_of_their_own(size: int, transport: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("transport", ["nccl", "ipc", "staged"])
 def test_case_on_gpus_of_their_own(transport: str, case: str) -> None:
-    if transport == "nccl" and case == "a_late_device_can_be_left":
+    if transport == "nccl" and case == "a_wait_for_a_busy_device_can_be_released":
         pytest.skip("the host does not wait for NCCL: it has no wait to be let out of")
     case_holds(2, transport, case, own_gpus=True)

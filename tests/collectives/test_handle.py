@@ -21,7 +21,7 @@ def test_a_wait_ends_with_the_call() -> None:
     assert handle.exception() is None
 
 
-def test_a_wait_raises_what_ended_the_call() -> None:
+def test_a_wait_raises_the_error_of_the_call() -> None:
     handle = Handle("all_reduce")
     handle.complete(CollectiveAborted("rank 1 died"))
     handle.complete()
@@ -31,7 +31,7 @@ def test_a_wait_raises_what_ended_the_call() -> None:
         handle.wait()
 
 
-def test_a_wait_can_run_out_of_time_and_be_tried_again() -> None:
+def test_a_wait_can_be_repeated_after_its_timeout() -> None:
     handle = Handle("all_reduce")
     with pytest.raises(CollectiveTimeout, match="all_reduce"):
         handle.wait(0.01)
@@ -48,7 +48,7 @@ def test_a_callback_runs_once_whether_it_is_added_before_or_after_the_end() -> N
     assert seen == ["early True", "late"]
 
 
-def test_the_worker_keeps_the_order_and_outlives_errors() -> None:
+def test_the_worker_keeps_the_order_and_continues_after_errors() -> None:
     worker = Worker("test")
     seen: list[int] = []
     gate = threading.Event()

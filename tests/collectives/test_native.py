@@ -137,7 +137,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32), size=SIZES, length=LENGTHS, data=st.data())
-def test_reduce_changes_the_tensor_of_the_root_alone(
+def test_reduce_changes_only_the_tensor_of_the_root(
     native: ModuleType, seed: int, size: int, length: int, data: st.DataObject
 ) -> None:
     root = data.draw(st.integers(0, size - 1))
@@ -171,7 +171,7 @@ def test_reduce_scatter_gives_each_rank_its_part(
 
 
 @pytest.mark.parametrize("length", [3, 5000])
-def test_another_fingerprint_is_seen_before_data_is_touched(
+def test_a_different_fingerprint_is_noticed_before_data_is_changed(
     native: ModuleType, length: int
 ) -> None:
     ranks = reductions(native, "sum", torch.float32, 3, length)
@@ -219,7 +219,7 @@ def others() -> Iterator[tuple[str, Callable[[], object]]]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("what", "make"), list(others()))
-def test_other_tensors_begin_nothing(
+def test_other_tensors_start_no_call(
     native: ModuleType, what: str, make: Callable[[], object]
 ) -> None:
     (reduction,) = reductions(native, "sum", torch.float32, 1, 4)
@@ -233,14 +233,14 @@ def test_other_tensors_begin_nothing(
     assert scatter.run_lists(tensor, [tensor], FINGERPRINT) is True
 
 
-def test_a_parameter_and_any_shape_are_taken(native: ModuleType) -> None:
+def test_parameters_and_tensors_of_any_shape_are_accepted(native: ModuleType) -> None:
     ranks = reductions(native, "sum", torch.float32, 2, 4)
     tensors = [torch.nn.Parameter(torch.ones(2, 2)), torch.ones(4, 1)]
     complete_calls(ranks, lambda r: ranks[r].run(tensors[r], FINGERPRINT))
     assert all((tensor == 2).all() for tensor in tensors)
 
 
-def test_a_quick_call_is_begun_only_where_nothing_is_held(native: ModuleType) -> None:
+def test_a_quick_call_starts_only_if_no_call_is_held(native: ModuleType) -> None:
     (barrier,) = barriers(native, 1)
     quick = native.QuickCalls(barrier)
     kernel = native.KERNELS.index("sum float32")
@@ -261,7 +261,7 @@ def test_a_quick_call_is_begun_only_where_nothing_is_held(native: ModuleType) ->
     assert quick.all_reduce(tensor, "sum") is False
 
 
-def test_a_quick_call_that_waits_for_a_rank_is_gone_on_with(native: ModuleType) -> None:
+def test_a_quick_call_that_waits_for_a_rank_is_resumed(native: ModuleType) -> None:
     made = reductions(native, "sum", torch.float32, 2, 4)
     quick = [native.QuickCalls(barrier) for barrier in barriers(native, 2)]
     with pytest.raises(ValueError, match="other tensors"):
@@ -285,7 +285,7 @@ def test_a_quick_call_that_waits_for_a_rank_is_gone_on_with(native: ModuleType) 
     assert all((tensor == 2).all() for tensor in tensors)
 
 
-def test_wrong_arguments_are_refused(native: ModuleType) -> None:
+def test_invalid_arguments_are_refused(native: ModuleType) -> None:
     (barrier,) = barriers(native, 1)
     descriptor = os.memfd_create("test")
     with pytest.raises(ValueError, match="expected a file of"):

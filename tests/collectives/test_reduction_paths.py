@@ -13,7 +13,7 @@ PATHS = str(Path(__file__).with_name("reduction_paths.py"))
 pytestmark = pytest.mark.skipif(find_compiled() is None, reason="nothing was compiled")
 
 
-def test_every_way_to_reduce_reaches_the_compiled_part() -> None:
+def test_every_public_all_reduce_uses_the_compiled_part() -> None:
     for used in launch(2, PATHS, "used_plans"):
         assert [name for name, reached in used.items() if not reached] == []
 

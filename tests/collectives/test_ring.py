@@ -40,7 +40,7 @@ def test_every_rank_ends_with_every_contribution_once(size: int) -> None:
 
 
 @given(size=st.integers(2, 17))
-def test_what_one_sends_the_next_expects(size: int) -> None:
+def test_each_rank_sends_the_chunk_that_the_next_rank_receives(size: int) -> None:
     steps = {(move.step, move.rank): move for move in ring_steps(size)}
     assert len(steps) == 2 * (size - 1) * size
     for move in steps.values():
@@ -49,7 +49,7 @@ def test_what_one_sends_the_next_expects(size: int) -> None:
         assert neighbour.receive_chunk == move.send_chunk
 
 
-def test_one_rank_has_nothing_to_send() -> None:
+def test_a_single_rank_sends_nothing() -> None:
     assert ring_steps(1) == []
 
 

@@ -50,12 +50,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
-def test_alone_there_is_nothing_to_send(machine: Machine) -> None:
+def test_a_single_rank_needs_no_transport(machine: Machine) -> None:
     machine.cards = ["a"]
     assert isinstance(machine.transports(ONE_HOST)["auto"], LocalTransport)
 
 
-def test_a_gpu_each_takes_nccl(machine: Machine) -> None:
+def test_ranks_with_a_gpu_each_use_nccl(machine: Machine) -> None:
     machine.nccl = machine.ipc = machine.aware = True
     for barrier in (ONE_HOST, SEVERAL_HOSTS):
         found = machine.transports(barrier)
@@ -64,14 +64,16 @@ def test_a_gpu_each_takes_nccl(machine: Machine) -> None:
     assert machine.transports(ONE_HOST, "ipc")["auto"] == "ipc"
 
 
-def test_a_shared_gpu_or_no_nccl_takes_ipc(machine: Machine) -> None:
+def test_a_shared_gpu_or_a_torch_without_nccl_uses_ipc(machine: Machine) -> None:
     machine.ipc = machine.aware = True
     assert machine.transports(ONE_HOST)["auto"] == "ipc"
     machine.cards, machine.nccl = ["a", "a"], True
     assert machine.transports(ONE_HOST)["auto"] == "ipc"
 
 
-def test_between_hosts_without_nccl_a_cuda_aware_mpi_is_best(machine: Machine) -> None:
+def test_between_hosts_without_nccl_a_cuda_aware_mpi_is_chosen(
+    machine: Machine,
+) -> None:
     machine.aware = True
     found = machine.transports(SEVERAL_HOSTS)
     assert isinstance(found["auto"], DirectTransport)
@@ -81,21 +83,23 @@ def test_between_hosts_without_nccl_a_cuda_aware_mpi_is_best(machine: Machine) -
     assert isinstance(found["mpi"], DirectTransport)
 
 
-def test_else_all_is_staged(machine: Machine) -> None:
+def test_otherwise_tensors_are_staged(machine: Machine) -> None:
     for barrier in (ONE_HOST, SEVERAL_HOSTS):
         found = machine.transports(barrier)
         assert {type(each) for each in found.values()} == {StagedTransport}
         assert found["auto"] is found["staged"]
 
 
-def test_what_is_forced_and_not_there_is_an_error(machine: Machine) -> None:
+def test_a_requested_transport_that_is_unavailable_is_an_error(
+    machine: Machine,
+) -> None:
     with pytest.raises(UsageError, match="'nccl' for CUDA tensors: expected auto, mpi"):
         machine.transports(ONE_HOST, "nccl")
     assert machine.transports(ONE_HOST, "staged")["auto"].description.startswith("sta")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_rank_stays_with_its_gpu(device: str) -> None:
+def test_a_rank_keeps_its_gpu(device: str) -> None:
     gpu = torch.device("cuda", 1)
     group: Any = object.__new__(Group)
     group._connection = SimpleNamespace(

@@ -70,7 +70,7 @@ def test_a_rank_that_leaves_after_a_step_lets_the_others_pass_that_step(
         first.arrive(FINGERPRINT, never)
 
 
-def test_a_rank_that_leaves_in_a_step_lets_nobody_pass_it(
+def test_a_rank_that_leaves_in_a_step_keeps_the_others_from_passing_it(
     barriers: list[SharedBarrier],
 ) -> None:
     first, second, last = barriers

@@ -27,7 +27,7 @@ def address_of(segment: Segment) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(segment.memory))
 
 
-def test_another_process_maps_it_and_posts() -> None:
+def test_another_process_maps_the_segment_and_posts() -> None:
     segment = Segment.create(SIZE)
     semaphore.initialise(address_of(segment))
     subprocess.run([sys.executable, "-c", PEER, segment.address], check=True)
@@ -36,7 +36,7 @@ def test_another_process_maps_it_and_posts() -> None:
     assert semaphore.try_wait(address_of(segment)) == -1
 
 
-def test_nobody_opens_it_once_its_file_is_closed() -> None:
+def test_a_segment_cannot_be_opened_after_its_file_is_closed() -> None:
     segment = Segment.create(SIZE)
     address = segment.address
     segment.close_file()
@@ -46,7 +46,7 @@ def test_nobody_opens_it_once_its_file_is_closed() -> None:
     segment.memory[0] = 1  # the mapping stays
 
 
-def test_a_wait_for_nothing_ends() -> None:
+def test_a_wait_without_a_post_times_out() -> None:
     segment = Segment.create(SIZE)
     semaphore.initialise(address_of(segment))
     start = time.monotonic()
@@ -54,7 +54,7 @@ def test_a_wait_for_nothing_ends() -> None:
     assert 0.03 < time.monotonic() - start < 5
 
 
-def test_a_process_alone_leaves_nothing_of_mpi_in_shared_memory() -> None:
+def test_a_process_without_a_launcher_leaves_no_file_of_mpi() -> None:
     program = (
         "import os\n"
         "from nbdist.collectives import Group\n"

@@ -15,7 +15,7 @@ from nbdist.wire import CollectiveCall
 BASE = ("all_reduce", "sum", None, torch.float32, (3, 4), "cpu")
 
 
-def test_equal_calls_have_one_signature_and_others_another() -> None:
+def test_calls_have_equal_signatures_if_they_are_equal() -> None:
     fingerprint = signature(*BASE).fingerprint
     assert signature(*BASE) is signature(*BASE)
     changes = ["broadcast", "max", 1, torch.float64, (4, 3), "cuda"]
@@ -24,7 +24,7 @@ def test_equal_calls_have_one_signature_and_others_another() -> None:
         assert signature(*other).fingerprint != fingerprint
 
 
-def test_the_word_is_the_same_in_every_process() -> None:
+def test_the_fingerprint_is_the_same_in_every_process() -> None:
     code = (
         "import torch; from nbdist.collectives import signature as s;"
         "print(s('all_reduce', 'sum', None, torch.float32, (3, 4), 'cpu').fingerprint)"
@@ -53,17 +53,17 @@ def test_the_mismatch_table_has_a_line_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize("notes", [{}, {0: "", 2: "rank 2: #3 barrier", 3: ""}])
-def test_the_time_out_names_the_missing(notes: dict[int, str]) -> None:
+def test_the_timeout_names_the_missing_ranks(notes: dict[int, str]) -> None:
     text = describe_timeout(call(0, (3,), 5), [0, 2, 3], [2, 3], notes)
     assert "Arrived: rank 0. Missing: ranks 2, 3." in text
     assert ("rank 2: #3 barrier (it waits there)" in text) == bool(notes)
     assert ("Not in any collective: rank 3." in text) == bool(notes)
 
 
-def test_a_call_finds_the_line_it_was_made_at() -> None:
+def test_a_call_records_the_line_of_its_caller() -> None:
     record = Call(signature(*BASE)).record(rank=1)
     assert (
         record.line
-        == test_a_call_finds_the_line_it_was_made_at.__code__.co_firstlineno + 1
+        == test_a_call_records_the_line_of_its_caller.__code__.co_firstlineno + 1
     )
     assert record.cell is None

@@ -72,7 +72,7 @@ def test_paths_are_found_in_the_page():
 
 
 @pytest.mark.parametrize(("path", "name"), sorted(set(NAMED)))
-def test_what_the_page_names_exists(path: str, name: str):
+def test_the_files_and_lines_that_the_page_names_exist(path: str, name: str):
     if path in TO_BE_WRITTEN:
         return
     assert (ROOT / path).exists()

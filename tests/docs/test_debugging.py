@@ -45,7 +45,7 @@ def test_a_cell_fails_as_its_page_says(cluster: Cluster, text: str, words: str):
 
 
 @pytest.mark.parametrize("text", ["nbdist.memory()", "torch.profiler"])
-def test_a_cell_prints(cluster: Cluster, text: str):
+def test_a_cell_prints_what_its_page_shows(cluster: Cluster, text: str):
     result = cluster.execute(cell_with(text), timeout_s=DEADLINE_S)
     assert "holds" in result[0].stdout or "aten::" in result[0].stdout
 

@@ -83,7 +83,7 @@ def test_every_public_name_has_an_entry(face: ModuleType):
     assert missing - public == set()
 
 
-def test_every_entry_is_of_something_that_there_is():
+def test_every_entry_names_something_that_exists():
     for name in sorted(entries()):
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
@@ -98,7 +98,7 @@ def test_the_cluster_s_methods_have_docstrings():
     assert ".. autoclass:: Cluster\n   :members:\n" in page
 
 
-def test_every_magic_is_there_with_every_option():
+def test_every_magic_has_an_entry_with_every_option():
     text = magics_reference()
     for mark, kind in (("%", "line"), ("%%", "cell")):
         for name in DistMagics.magics[kind]:

@@ -51,7 +51,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_one_long_print_shows_its_first_part_and_is_kept_whole(shown: Shown) -> None:
+def test_the_first_part_of_a_long_print_is_shown_and_all_is_kept(shown: Shown) -> None:
     text = "0123456789" * 1_000_000
     with shown.output.during("In[1]"):
         shown.output.stdout.write(text)
@@ -79,7 +79,7 @@ def test_on_a_full_disk_the_text_is_cut_with_a_note(
     assert shown.stdout.endswith("énext")
 
 
-def test_a_disk_that_becomes_full_cuts_the_text_there(shown: Shown) -> None:
+def test_text_is_cut_where_the_disk_becomes_full(shown: Shown) -> None:
     with files_of_at_most(3_000_000), shown.output.during("In[1]"):
         for _ in range(100):
             shown.output.stdout.write("x" * 100_000)
@@ -91,7 +91,7 @@ def test_a_disk_that_becomes_full_cuts_the_text_there(shown: Shown) -> None:
     )
 
 
-def test_what_a_forked_child_cannot_write_is_counted(
+def test_text_that_a_forked_child_cannot_write_is_counted(
     shown: Shown, tmp_path: Path
 ) -> None:
     with open(tmp_path / "full", "wb") as full, files_of_at_most(1000):
@@ -109,7 +109,7 @@ def test_what_a_forked_child_cannot_write_is_counted(
     assert "500 bytes that processes of this cell printed here are lost" in shown.stderr
 
 
-def test_text_that_utf8_cannot_hold_is_kept_as_its_escapes(shown: Shown) -> None:
+def test_text_that_utf8_cannot_encode_is_kept_escaped(shown: Shown) -> None:
     with shown.output.during("In[1]"):
         shown.output.stdout.write("x" * CAP_BYTES + "\ud800 é")
     kept = re.search(r"the full text is in (\S+) until", shown.stderr)

@@ -56,7 +56,7 @@ def running(script: Path) -> list[psutil.Process]:
     ]
 
 
-def test_ranks_of_a_plain_mpiexec_join(tmp_path: Path) -> None:
+def test_ranks_of_mpiexec_join(tmp_path: Path) -> None:
     done = mpiexec(SCRIPT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [
@@ -116,13 +116,13 @@ sys.exit(0 if nbdist.rank() else None)
 """
 
 
-def test_an_exit_that_is_caught_or_of_0_is_no_failure(tmp_path: Path) -> None:
+def test_a_caught_exit_or_exit_code_0_is_not_a_failure(tmp_path: Path) -> None:
     done = mpiexec(CLEAN, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.glob("nbdist-*"))
 
 
-def test_without_a_launcher_the_next_step_is_said() -> None:
+def test_without_a_launcher_the_error_has_the_next_step() -> None:
     # In a process of its own: to import MPI here would make this one a rank.
     done = subprocess.run(
         [sys.executable, "-c", "import nbdist; nbdist.init()"],

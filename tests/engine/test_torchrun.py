@@ -78,13 +78,13 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     assert "broken on purpose" in done.stderr
 
 
-def test_where_mpi_does_not_start_it_is_said(tmp_path: Path) -> None:
+def test_an_mpi_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     done = torchrun(FAILS, tmp_path, NBDIST_MPIEXEC="/nowhere/mpiexec")
     assert done.returncode != 0
     assert "no MPI launcher at '/nowhere/mpiexec'" in done.stderr
 
 
-def test_mpi_must_not_have_started(tmp_path: Path) -> None:
+def test_an_mpi_that_is_already_initialised_is_an_error(tmp_path: Path) -> None:
     done = torchrun("from mpi4py import MPI\n" + FAILS, tmp_path)
     assert done.returncode != 0
     assert "import nbdist before mpi4py" in done.stderr

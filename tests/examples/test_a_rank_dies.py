@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 
-def test_the_training_goes_on_after_the_death(
+def test_the_training_continues_after_the_death(
     run_example: Callable[[str], str],
 ) -> None:
     printed = run_example("a_rank_dies")

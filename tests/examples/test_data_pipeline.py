@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable
 
 
-def test_the_wait_is_seen_and_mended(run_example: Callable[[str], str]) -> None:
+def test_the_wait_for_data_is_shown_and_removed(
+    run_example: Callable[[str], str],
+) -> None:
     printed = run_example("data_pipeline")
     waited = {
         name: float(seconds)

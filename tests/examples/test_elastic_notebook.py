@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 
-def test_the_cell_goes_on_after_the_death(run_example: Callable[[str], str]) -> None:
+def test_the_cell_continues_after_the_death(run_example: Callable[[str], str]) -> None:
     printed = run_example("elastic")
     assert "has died with SIGKILL" in printed
     assert "rank 2 was replaced" in printed

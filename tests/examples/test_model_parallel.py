@@ -8,7 +8,7 @@ from collections.abc import Callable
 WAYS = ("one process", "data parallel", "pipeline", "tensor parallel")
 
 
-def test_every_way_takes_the_steps_of_one_process(
+def test_every_parallel_training_equals_one_process(
     run_example: Callable[[str], str],
 ) -> None:
     printed = run_example("model_parallel")

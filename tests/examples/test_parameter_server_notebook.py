@@ -11,7 +11,7 @@ RAN = re.compile(
 )
 
 
-def test_the_three_ways_differ_as_they_should(
+def test_the_three_update_modes_differ_as_expected(
     run_example: Callable[[str], str],
 ) -> None:
     printed = run_example("parameter_server")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def test_it_counts_what_a_ring_sends(run_example: Callable[[str], str]) -> None:
+def test_it_counts_the_messages_of_a_ring(run_example: Callable[[str], str]) -> None:
     printed = run_example("ring_allreduce")
     # Seven elements over four ranks: chunks of 2, 2, 2 and 1, six of them sent.
     assert "[0,3] 6 messages, 10 elements sent" in printed

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 
-def test_workers_come_to_their_ends(run_example: Callable[[str], str]) -> None:
+def test_workers_run_to_their_ends(run_example: Callable[[str], str]) -> None:
     printed = run_example("workers")
     rates = re.findall(r"learning rate ([\d.]+): accuracy ([\d.]+)%", printed)
     assert [rate for rate, _ in sorted(rates)] == ["0.01", "0.3", "3"]

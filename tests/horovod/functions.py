@@ -523,7 +523,7 @@ def names_match_across_operations() -> None:
 
 
 @case
-def one_rank_comes_late_with_a_name() -> None:
+def one_rank_is_late_with_a_name() -> None:
     first, second = ("early", "late") if hvd.rank() else ("late", "early")
     handle = hvd.allreduce_async(torch.ones(1), name=first)
     if hvd.rank() == 0:
@@ -569,7 +569,7 @@ def a_name_can_be_used_once_at_a_time() -> None:
 
 
 @case
-def mismatches_are_told() -> None:
+def mismatches_name_the_calls() -> None:
     if hvd.size() == 1:
         return
     odd = hvd.rank() == 1
@@ -614,7 +614,7 @@ def bad_arguments_are_refused() -> None:
 
 
 @case
-def join_stands_in_with_zeros() -> None:
+def join_contributes_zeros() -> None:
     size, rank = hvd.size(), hvd.rank()
     for step in range(rank + 1):
         left = size - step

@@ -84,7 +84,7 @@ class Places:
         monkeypatch.setattr(elastic, "rank_and_size", lambda _: self.now)
 
 
-def test_what_is_left_of_an_epoch_is_divided_anew(
+def test_the_rest_of_an_epoch_is_divided_among_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     places = Places(monkeypatch)

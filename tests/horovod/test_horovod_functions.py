@@ -17,9 +17,9 @@ CASES = [
     "grouped_allgather", "broadcast", "alltoall", "alltoall_evenly", "reducescatter",
     "allreduce_gradients", "allgather_gradients", "broadcast_gradients",
     "alltoall_gradients", "reducescatter_gradients", "names_match_in_any_order",
-    "names_match_across_operations", "one_rank_comes_late_with_a_name",
-    "poll_does_not_wait", "a_name_can_be_used_once_at_a_time", "mismatches_are_told",
-    "bad_arguments_are_refused", "join_stands_in_with_zeros",
+    "names_match_across_operations", "one_rank_is_late_with_a_name",
+    "poll_does_not_wait", "a_name_can_be_used_once_at_a_time",
+    "mismatches_name_the_calls", "bad_arguments_are_refused", "join_contributes_zeros",
     "calls_that_cannot_continue_without_a_joined_rank", "process_sets", "objects",
     "parameters_are_broadcast", "optimizer_state_is_broadcast_by_value",
 ]  # fmt: skip

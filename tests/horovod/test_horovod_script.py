@@ -37,7 +37,7 @@ def by_torchrun(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [by_mpiexec, by_torchrun])
-def test_as_a_script(command: object, tmp_path: Path) -> None:
+def test_the_script_trains_under_a_launcher(command: object, tmp_path: Path) -> None:
     assert callable(command)
     done = subprocess.run(
         command(tmp_path),
@@ -58,7 +58,7 @@ def test_as_a_script(command: object, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("nbdist-*"))
 
 
-def test_in_a_cell(cluster: Cluster) -> None:
+def test_the_script_trains_in_a_cell(cluster: Cluster) -> None:
     first = cluster.execute(SCRIPT.read_text(encoding="utf-8"))
     told = check(first[0].stdout)
     assert [first[rank].stdout for rank in range(1, N)] == ["", "", ""]

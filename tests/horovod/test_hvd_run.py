@@ -31,7 +31,7 @@ def ranks(base: int, *, factor: int = 1) -> tuple[int, float]:
     return base + factor * hvd.rank(), total.item()
 
 
-def test_results_in_rank_order(
+def test_results_are_in_rank_order(
     running: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = [(10 + 2 * rank, 4.0) for rank in range(4)]
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     assert done.stdout.splitlines() == ["[(0, 2), (1, 2)]", "set()"]
 
 
-def test_in_a_notebook_the_other_names_say_where_they_run() -> None:
+def test_in_a_notebook_names_of_a_rank_raise_wrong_process() -> None:
     program = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell

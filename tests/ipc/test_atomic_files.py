@@ -40,7 +40,7 @@ def modes_while_writing(path: Path) -> list[int]:
     return seen
 
 
-def test_a_file_is_private_until_it_has_its_name(tmp_path: Path) -> None:
+def test_a_file_is_private_until_it_is_renamed(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         assert modes_while_writing(tmp_path / "x") == [0o600]
@@ -51,7 +51,7 @@ def test_a_file_is_private_until_it_has_its_name(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_at_the_path_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     for name in (f".x.{os.getpid()}.part", ".x.part"):

@@ -18,27 +18,27 @@ def press(then: Callable[[], object]) -> None:
         then()
 
 
-def test_an_interrupt_comes_at_the_end() -> None:
+def test_an_interrupt_is_delivered_at_the_end() -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         press(lambda: done.append("the rest"))
     assert done == ["the rest"]
 
 
-def test_it_also_comes_after_an_error() -> None:
+def test_an_interrupt_is_delivered_after_an_error() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         press(lambda: 1 // 0)
     assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
-def test_afterwards_all_is_as_before() -> None:
+def test_the_signal_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     with defer_interrupts():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_in_another_thread_nothing_changes() -> None:
+def test_in_another_thread_the_block_has_no_effect() -> None:
     seen = []
 
     def work() -> None:
@@ -52,7 +52,7 @@ def test_in_another_thread_nothing_changes() -> None:
     assert seen == [True]
 
 
-def test_a_long_block_is_asked_to_end_at_each_interrupt() -> None:
+def test_on_interrupt_is_called_at_each_interrupt() -> None:
     asked: list[int] = []
 
     def press_twice() -> None:

@@ -60,7 +60,7 @@ def test_a_folder_that_is_written_to_while_it_is_removed_is_removed(
     assert not memory.exists()
 
 
-def test_without_shared_memory_the_run_folder_serves(
+def test_without_shared_memory_the_run_folder_is_used(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(private_files, "MEMORY_FOLDER", tmp_path / "nowhere")
@@ -70,7 +70,7 @@ def test_without_shared_memory_the_run_folder_serves(
 
 
 @pytest.mark.parametrize("mib", [16, 15])
-def test_ranks_meet_in_memory_where_there_is_room_for_them(
+def test_the_rendezvous_folder_is_in_memory_if_there_is_room(
     memory: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, mib: int
 ) -> None:
     usage = SimpleNamespace(free=mib << 20)
@@ -81,7 +81,7 @@ def test_ranks_meet_in_memory_where_there_is_room_for_them(
 
 
 @pytest.mark.parametrize("taken", ["open to others", "a link"])
-def test_a_folder_that_another_has_put_in_place_is_refused_and_not_removed(
+def test_a_folder_of_another_user_is_refused_and_not_removed(
     memory: Path, run_dir: Path, taken: str
 ) -> None:
     shutil.rmtree(memory)
@@ -113,13 +113,15 @@ def plant(path: Path, what: str) -> None:
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("what", ["a link", "a FIFO", "a folder", "a readable file"])
-def test_only_a_regular_file_of_ours_alone_is_opened(memory: Path, what: str) -> None:
+def test_only_a_regular_private_file_of_this_user_is_opened(
+    memory: Path, what: str
+) -> None:
     plant(memory / "commit", what)
     with pytest.raises(OSError, match=r"may have written it|symbolic link"):
         private_files.read_file(memory / "commit")
 
 
-def test_a_value_is_not_unpickled_from_a_file_of_others(
+def test_a_value_is_not_unpickled_from_a_file_of_another_user(
     memory: Path, run_dir: Path
 ) -> None:
     shipment = shm_payload.load(serialization.dumps(b"x" * 2_000_000), run_dir)
@@ -131,7 +133,7 @@ def test_a_value_is_not_unpickled_from_a_file_of_others(
         shm_payload.unload(shipment)
 
 
-def test_a_value_travels_in_its_message_where_no_folder_has_room(
+def test_a_value_is_sent_in_its_message_if_no_folder_has_room(
     memory: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_file: object, _octets: object) -> None:
@@ -144,7 +146,7 @@ def test_a_value_travels_in_its_message_where_no_folder_has_room(
     assert [*memory.iterdir(), *run_dir.glob("tmp*")] == []
 
 
-def test_a_run_folder_goes_where_there_is_room(
+def test_a_run_folder_is_made_where_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, roomy = tmp_path / "full", tmp_path / "roomy"

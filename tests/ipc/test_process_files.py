@@ -20,7 +20,7 @@ from nbdist.ipc.process_files import Process, describe_exit, read_exit_report
         (-(signal.SIGRTMIN + 1), f"signal {signal.SIGRTMIN + 1}"),
     ],
 )
-def test_an_exit_code_is_said_in_words(code: int, words: str) -> None:
+def test_an_exit_code_is_described_in_words(code: int, words: str) -> None:
     assert describe_exit(code) == words
 
 
@@ -43,6 +43,6 @@ def test_a_stage_replaces_the_one_before(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "rank0.stage"]
 
 
-def test_a_failure_is_reported_though_its_text_is_no_utf8(tmp_path: Path) -> None:
+def test_a_failure_with_text_that_is_not_utf8_is_reported(tmp_path: Path) -> None:
     Process(tmp_path, 0, 0).report_failure(ValueError("\ud800"))
     assert "ValueError: \\ud800" in (tmp_path / "rank0.failed").read_text()

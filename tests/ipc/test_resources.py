@@ -13,7 +13,7 @@ from nbdist.ipc.resources import cores, memory_available, memory_limit
 @pytest.mark.parametrize(
     ("written", "limit"), [("max\n", 1000), ("400\n", 400), ("9000\n", 1000)]
 )
-def test_a_containers_memory_limit_counts(
+def test_the_memory_limit_of_a_container_counts(
     tmp_path: Path, written: str, limit: int
 ) -> None:
     file = tmp_path / "memory.max"
@@ -26,7 +26,7 @@ def test_a_containers_memory_limit_counts(
     ("limit", "current", "available"),
     [("max", "300", 500), ("400", "300", 130), ("400", "500", 0), ("9000", "1", 500)],
 )
-def test_what_a_container_has_left_is_available(
+def test_the_available_memory_of_a_container(
     tmp_path: Path, limit: str, current: str, available: int
 ) -> None:
     (tmp_path / "memory.max").write_text(f"{limit}\n")
@@ -40,7 +40,7 @@ def test_what_a_container_has_left_is_available(
     ("written", "expected"),
     [("max 100000\n", 6), ("200000 100000\n", 2), ("50000 100000\n", 1), ("x\n", 6)],
 )
-def test_a_containers_share_of_the_cores_counts(
+def test_the_cpu_quota_of_a_container_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(6)))

@@ -59,7 +59,9 @@ def test_there_are_dtypes_to_test():
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if usable(d)], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 4)], ids=str)
-def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]):
+def test_every_dtype_and_shape_makes_the_round_trip(
+    dtype: torch.dtype, shape: tuple[int, ...]
+):
     count = int(np.prod(shape)) * torch.zeros(1, dtype=dtype).element_size()
     raw = torch.arange(count, dtype=torch.uint8) % 2
     assert_same(sent(raw.view(dtype).reshape(shape)), raw.view(dtype).reshape(shape))
@@ -78,16 +80,16 @@ def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]):
     ],
     ids=["transposed", "strided", "expanded", "grad", "parameter", "frozen", "conj"],
 )
-def test_layouts_and_kinds(tensor: torch.Tensor):
+def test_every_layout_and_kind_makes_the_round_trip(tensor: torch.Tensor):
     assert_same(sent(tensor), tensor.resolve_conj())
 
 
-def test_the_result_of_a_computation_travels_without_its_graph():
+def test_the_result_of_a_computation_is_sent_without_its_graph():
     result = torch.ones(2, requires_grad=True) * 3
     assert_same(sent(result), result)
 
 
-def test_what_torch_packs_itself_still_travels():
+def test_tensors_that_torch_pickles_make_the_round_trip():
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(sent(sparse).to_dense(), torch.eye(3))  # type: ignore[attr-defined]
     meta = sent(torch.empty(3, 4, device="meta"))
@@ -106,7 +108,7 @@ def test_what_torch_packs_itself_still_travels():
     ],
     ids=lambda a: f"{a.dtype}{a.shape}",
 )  # fmt: skip
-def test_arrays(array: np.ndarray):
+def test_arrays_make_the_round_trip(array: np.ndarray):
     received = sent(array)
     assert isinstance(received, np.ndarray)
     assert received.dtype == array.dtype
@@ -114,7 +116,7 @@ def test_arrays(array: np.ndarray):
     assert received.flags.writeable
 
 
-def test_nested_containers_keep_their_form_and_identity():
+def test_nested_containers_keep_their_structure_and_identity():
     shared = torch.arange(3)
     value = {"a": [shared, (shared, None)], 5: {"b": np.ones(2)}, "c": {1, 2}}
     received = sent(value)
@@ -124,7 +126,7 @@ def test_nested_containers_keep_their_form_and_identity():
     assert received["c"] == {1, 2}
 
 
-def test_modules_and_functions_travel_by_value():
+def test_modules_and_functions_are_pickled_by_value():
     model = sent(torch.nn.Linear(2, 3))
     assert isinstance(model, torch.nn.Linear)
     offset = 4
@@ -145,7 +147,7 @@ def test_dumping_does_not_copy_a_contiguous_tensor():
     assert buffer[0] == 5
 
 
-def test_what_cannot_be_pickled_raises():
+def test_a_value_that_cannot_be_pickled_raises():
     with pytest.raises((TypeError, pickle.PicklingError)):
         serialization.dumps(iter_of_a_file())
 
@@ -162,12 +164,12 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_plain_values(value: object):
+def test_plain_values_make_the_round_trip(value: object):
     assert sent(value) == value
 
 
 @pytest.mark.parametrize("size", [10, 5_000_000])
-def test_a_shipment_is_each_receivers_own(size: int, tmp_path: Path):
+def test_each_receiver_has_its_own_copy_of_a_shipment(size: int, tmp_path: Path):
     run_dir = tmp_path / f"nbdist-{tmp_path.name}"
     run_dir.mkdir(mode=0o700)
     shipment = shm_payload.load(serialization.dumps(torch.zeros(size)), run_dir)
@@ -187,14 +189,14 @@ def test_a_shipment_is_each_receivers_own(size: int, tmp_path: Path):
     [torch.arange(4.0)[::4], torch.arange(6)[3::3], torch.tensor([1 + 2j]).conj().imag],
     ids=["strided", "offset", "negated"],
 )
-def test_one_element_with_a_stride_travels(tensor: torch.Tensor):
+def test_one_element_with_a_stride_makes_the_round_trip(tensor: torch.Tensor):
     received = sent(tensor)
     assert isinstance(received, torch.Tensor)
     assert (received.dtype, received.tolist()) == (tensor.dtype, tensor.tolist())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_travels():
+def test_a_nested_tensor_makes_the_round_trip():
     received = sent(torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]))
     assert isinstance(received, torch.Tensor)
     assert [part.tolist() for part in received.unbind()] == [[1.0] * 2, [0.0] * 3]

@@ -41,7 +41,7 @@ def sent(sender: Session, kind: str = "kind", **options: Any) -> list[bytes]:
     return wire.frames
 
 
-def test_a_genuine_message_passes_once_as_bytes_and_as_frames(
+def test_an_authentic_message_is_admitted_once_as_bytes_or_frames(
     sender: SignedSession, gate: Gate
 ):
     plain = sent(sender, ident=b"somebody", buffers=[b"one", memoryview(b"two")])
@@ -62,7 +62,7 @@ def test_a_genuine_message_passes_once_as_bytes_and_as_frames(
     ],
     ids=str,
 )
-def test_buffers_that_were_changed(
+def test_changed_buffers_are_refused(
     sender: SignedSession, gate: Gate, before: list[bytes], after: list[bytes]
 ):
     frames = sent(sender, buffers=before)
@@ -83,7 +83,7 @@ def test_another_address_or_type_and_plain_sessions_are_refused(sender: SignedSe
     assert not Gate(session).admits(sent(SignedSession(key=b"another key")))
 
 
-def test_messages_may_overtake_each_other_and_pass_once(
+def test_messages_may_arrive_in_another_order_and_are_admitted_once(
     sender: SignedSession, gate: Gate
 ):
     messages = [sent(sender) for _ in range(200)]
@@ -94,7 +94,7 @@ def test_messages_may_overtake_each_other_and_pass_once(
     assert not any(gate.admits(message) for message in messages)
 
 
-def test_what_was_sent_long_ago_is_refused_however_much_came_since(
+def test_an_old_message_is_refused_after_any_number_of_messages(
     sender: SignedSession, gate: Gate
 ):
     old, late = sent(sender), sent(sender)
@@ -132,7 +132,7 @@ def test_a_callback_that_raises_does_not_stop_the_stream(
     assert "what is this?" in caplog.text
 
 
-def test_text_that_utf8_cannot_hold_travels_as_its_escapes(sender: SignedSession):
+def test_text_that_utf8_cannot_encode_is_sent_escaped(sender: SignedSession):
     content = {"text": "kept é \ud800", "data": {"\udfff": ["\udbff", 1, None]}}
     assert sender.unpack(sender.pack(content)) == {
         "text": r"kept é \ud800",
@@ -140,7 +140,7 @@ def test_text_that_utf8_cannot_hold_travels_as_its_escapes(sender: SignedSession
     }
 
 
-def test_a_message_that_does_not_pass_send_is_authentic(
+def test_a_message_that_is_serialized_without_send_is_authentic(
     sender: SignedSession, gate: Gate
 ):
     welcome = sender.msg("iopub_welcome", {"subscription": ""})
@@ -153,7 +153,7 @@ def test_a_message_that_does_not_pass_send_is_authentic(
 @pytest.mark.parametrize(
     "number", [-(10**9), 10**30, 0.5, "1", None, [1]], ids=lambda number: repr(number)
 )
-def test_a_number_that_no_sender_counts_to_costs_nothing(
+def test_a_huge_message_number_takes_no_time_or_memory(
     sender: SignedSession, gate: Gate, number: object
 ):
     genuine = sender.msg("kind")

@@ -13,7 +13,7 @@ ENGINE = [Frame("/lib/runpy.py", 88, "_run_code"), Frame("/lib/asyncio.py", 3, "
 OURS = Frame("/site-packages/nbdist/collectives/group.py", 7, "start")
 
 
-def test_a_cell_begins_its_own_stack() -> None:
+def test_the_stack_begins_with_the_cell() -> None:
     cell = Frame("<ipython-input-12-0ab>", 4, "<module>", "load()")
     assert from_user_code([*ENGINE, cell, OURS]) == [cell, OURS]
     assert cell.location == "In[12] line 4"
@@ -21,7 +21,7 @@ def test_a_cell_begins_its_own_stack() -> None:
 
 
 @pytest.mark.parametrize("module", [calls, run_script])
-def test_a_script_or_function_begins_after_what_calls_it(module: object) -> None:
+def test_the_stack_begins_with_the_script_or_function(module: object) -> None:
     caller = Frame(inspect.getfile(module), 9, "_run")  # type: ignore[arg-type]
     script = Frame("/scripts/train.py", 3, "main")
     assert from_user_code([*ENGINE, caller, caller, script, OURS]) == [script, OURS]

@@ -124,7 +124,7 @@ def variables_are_broadcast() -> None:
 
 
 @case
-def ranks_that_begin_apart_end_alike() -> None:
+def ranks_with_different_weights_become_equal() -> None:
     x, y = samples(16 * hvd.size())
     net = model(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), seed=hvd.rank())
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]

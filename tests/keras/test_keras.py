@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("keras_digits.py")
 CASES = [
     "equals_one_process_on_the_full_batch", "a_wrapped_optimizer_keeps_its_state",
     "compressed_and_summed", "variables_are_broadcast",
-    "ranks_that_begin_apart_end_alike", "metrics_are_averaged",
+    "ranks_with_different_weights_become_equal", "metrics_are_averaged",
     "the_learning_rate_warms_up", "one_rank_saves",
 ]  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_keras(case: str) -> None:
     assert not found, found
 
 
-def test_the_classic_script_in_a_cell(cluster: Cluster) -> None:
+def test_a_keras_script_trains_in_a_cell(cluster: Cluster) -> None:
     result = cluster.execute(SCRIPT.read_text(encoding="utf-8"))
     printed = result[0].stdout
     found = re.search(r"test accuracy: ([\d.]+)%", printed)
@@ -66,7 +66,7 @@ print({"torch", "mpi4py"} & sys.modules.keys())
     assert done.stdout.strip() == "set()"
 
 
-def test_another_backend_is_refused() -> None:
+def test_a_backend_other_than_torch_is_refused() -> None:
     program = """
 import os, sys, types
 keras = types.ModuleType("keras")

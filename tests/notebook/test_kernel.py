@@ -153,11 +153,11 @@ def test_a_cell_is_shown_under_its_ranks(notebook: Notebook):
         ]
 
 
-def test_only_the_chosen_ranks(notebook: Notebook):
+def test_a_cell_runs_on_the_chosen_ranks_only(notebook: Notebook):
     assert "[0]" not in notebook.run("%%distributed -r 1\nprint('x')").text
 
 
-def test_a_figure_and_html_stand_under_their_rank(notebook: Notebook):
+def test_a_figure_and_html_are_shown_under_their_rank(notebook: Notebook):
     reply = notebook.run(
         "%%distributed\n%matplotlib inline\nimport matplotlib.pyplot as plt\n"
         "from IPython.display import HTML, display\n"
@@ -171,7 +171,7 @@ def test_a_figure_and_html_stand_under_their_rank(notebook: Notebook):
     assert "[1]" in reply.text
 
 
-def test_display_updates(notebook: Notebook):
+def test_a_display_is_updated(notebook: Notebook):
     reply = notebook.run(
         "%%distributed -r 0\nhandle = display('first', display_id=True)\n"
         "handle.update('second')"
@@ -203,7 +203,7 @@ def test_a_failed_cell_fails_and_shows_the_notebooks_lines(notebook: Notebook):
         ("%dist_inspect", ["expression"]),
     ],
 )
-def test_what_makes_no_sense_is_an_error_in_one_line(
+def test_an_invalid_line_is_an_error_of_one_line(
     notebook: Notebook, cell: str, parts: list[str]
 ):
     reply = notebook.run(cell)
@@ -212,13 +212,13 @@ def test_what_makes_no_sense_is_an_error_in_one_line(
     assert "Traceback" not in reply.traceback
 
 
-def test_ranks_functions_say_where_they_belong(notebook: Notebook):
+def test_functions_of_a_rank_raise_wrong_process_in_the_notebook(notebook: Notebook):
     reply = notebook.run("import nbdist\nnbdist.all_reduce(1)")
     assert reply.error == "WrongProcess"
     assert "%%distributed" in reply.text
 
 
-def test_push_pull_inspect_and_vars(notebook: Notebook):
+def test_push_pull_inspect_and_vars_work(notebook: Notebook):
     assert notebook.run("number = 5\n%dist_push number").status == "ok"
     notebook.run("%%distributed\nsquare = number * number + rank")
     assert notebook.run("%dist_pull square").status == "ok"
@@ -232,7 +232,7 @@ def test_push_pull_inspect_and_vars(notebook: Notebook):
     assert "rank 0-1" in notebook.run("%dist_stacks").text
 
 
-def test_an_interrupt_and_a_time_out_end_push_and_pull(
+def test_an_interrupt_and_a_timeout_end_push_and_pull(
     notebook: Notebook, tmp_path: Path
 ):
     slow = (
@@ -261,7 +261,7 @@ def test_an_interrupt_and_a_time_out_end_push_and_pull(
     assert notebook.run("x = 1\n%dist_push x --timeout 20").status == "ok"
 
 
-def test_a_time_out(notebook: Notebook):
+def test_a_timeout_ends_a_cell(notebook: Notebook):
     reply = notebook.run("%%distributed --timeout 0.5\nimport time; time.sleep(60)")
     assert reply.error == "CellTimeout"
     assert "0.5 s" in reply.text
@@ -338,7 +338,7 @@ def test_help_in_a_distributed_cell(notebook: Notebook):
     assert "Tensor" in notebook.run("%%distributed -r 0\ntorch.ones?").text
 
 
-def test_a_flood_is_cut_in_the_notebook_too(notebook: Notebook):
+def test_long_output_is_cut_in_the_notebook(notebook: Notebook):
     code = "for i in range(400_000): print('line', i)"
     reply = notebook.run(f"%%distributed\n{code}")
     assert reply.status == "ok"
@@ -346,7 +346,9 @@ def test_a_flood_is_cut_in_the_notebook_too(notebook: Notebook):
     assert "the full text is in" in reply.text
 
 
-def test_one_long_print_shows_its_first_part_and_where_the_rest_is(notebook: Notebook):
+def test_the_first_part_of_a_long_print_is_shown_with_the_path_of_its_file(
+    notebook: Notebook,
+):
     reply = notebook.run("%%distributed -r 1\nprint('0123456789' * 1_000_000)")
     assert reply.status == "ok"
     shown = re.sub(r"\x1b\[[\d;]*m", "", reply.stdout)
@@ -356,7 +358,7 @@ def test_one_long_print_shows_its_first_part_and_where_the_rest_is(notebook: Not
     assert Path(kept[1]).read_text() == "0123456789" * 1_000_000 + "\n"
 
 
-def test_an_error_whose_text_utf8_cannot_hold_is_shown(notebook: Notebook):
+def test_an_error_whose_text_utf8_cannot_encode_is_shown(notebook: Notebook):
     reply = notebook.run("%%distributed\nraise ValueError('bad ' + chr(0xd800))")
     assert reply.error == "CellError"
     assert r"ValueError: bad \ud800" in reply.text
@@ -380,7 +382,7 @@ def own_notebook(tmp_path: Path) -> Iterator[Notebook]:
         notebook.close()
 
 
-def test_dist_stop_and_start_again(own_notebook: Notebook):
+def test_a_cluster_starts_again_after_dist_stop(own_notebook: Notebook):
     footprint = own_notebook.footprint(fork_server=False)
     assert "stopped" in own_notebook.run("%dist_stop").text
     footprint.assert_gone()

@@ -18,17 +18,17 @@ from nbdist.wire import format_ranks
         (" 1 , 2 ", [1, 2]), ("1,1-2", [1, 2]),
     ],
 )  # fmt: skip
-def test_ranks(text: str | None, ranks: list[int] | None):
+def test_ranks_are_parsed(text: str | None, ranks: list[int] | None):
     assert parse_ranks(text) == ranks
 
 
 @pytest.mark.parametrize("text", ["", ",", "a", "1-", "-1", "1-2-3", "2-1", "1;2", "²"])
-def test_other_ranks_are_refused_with_the_text(text: str):
+def test_invalid_ranks_are_refused_with_their_text(text: str):
     with pytest.raises(UsageError, match="expected ranks such as") as refused:
         parse_ranks(text)
     assert repr(text) in str(refused.value)
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
-def test_what_is_shown_can_be_typed(ranks: set[int]):
+def test_ranks_in_messages_can_be_typed(ranks: set[int]):
     assert parse_ranks(format_ranks(ranks)) == sorted(ranks)

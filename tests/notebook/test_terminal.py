@@ -66,7 +66,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
         terminal.close()
 
 
-def test_the_status_is_one_line_that_is_drawn_again(terminal: Terminal) -> None:
+def test_the_progress_is_one_line_that_is_redrawn(terminal: Terminal) -> None:
     cell = "import time; [(time.sleep(1.2), print(i))[1] for i in range(4)]"
     received = terminal.run(
         f"get_ipython().run_cell_magic('distributed', '', {cell!r})"

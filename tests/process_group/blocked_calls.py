@@ -90,7 +90,7 @@ def mismatch_shows_each_rank_and_line() -> None:
     assert all(row.endswith(f"line {line}") for row in rows), (line, rows)
 
 
-def mismatch_reaches_who_waits_for_an_async_call() -> None:
+def mismatch_is_raised_by_the_wait_of_an_async_call() -> None:
     tensor = torch.zeros(2)
     if dist.get_rank() == 2:
         work = dist.broadcast(tensor, 0, async_op=True)
@@ -195,7 +195,7 @@ def async_calls_keep_their_order() -> None:
         assert bool((tensor == size * len(tensor)).all())
 
 
-def what_cannot_be_is_refused() -> None:
+def invalid_calls_are_refused() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with pytest.raises(UnsupportedCollective, match="bool"):
         dist.all_reduce(torch.ones(1, dtype=torch.bool), dist.ReduceOp.AVG)
@@ -215,14 +215,14 @@ CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         mismatch_shows_each_rank_and_line,
-        mismatch_reaches_who_waits_for_an_async_call,
+        mismatch_is_raised_by_the_wait_of_an_async_call,
         mismatch_in_backward,
         interrupt_in_barrier,
         interrupt_in_wait,
         interrupt_in_receive,
         release_from_backward,
         async_calls_keep_their_order,
-        what_cannot_be_is_refused,
+        invalid_calls_are_refused,
         timeout_names_the_missing,
     )
 }

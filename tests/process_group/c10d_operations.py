@@ -309,7 +309,7 @@ class Nccl:
         return "work"
 
 
-def batches_go_to_nccl_as_one() -> None:
+def batches_are_one_group_of_nccl() -> None:
     group: Any = dist.distributed_c10d._get_default_group()
     nccl = Nccl()
     with mock.patch.dict(group.__dict__, _nccl=nccl), FakeTensorMode():
@@ -328,6 +328,6 @@ CASES: dict[str, Callable[[], None]] = {
         premul_sum_everywhere,
         premul_sum_may_differ_and_be_asynchronous,
         batches_do_not_wait_for_their_own_receives,
-        batches_go_to_nccl_as_one,
+        batches_are_one_group_of_nccl,
     )
 }

@@ -11,14 +11,14 @@ from ranks import failures, launch
 CASES_FILE = str(Path(__file__).with_name("blocked_calls.py"))
 CASES = [
     "mismatch_shows_each_rank_and_line",
-    "mismatch_reaches_who_waits_for_an_async_call",
+    "mismatch_is_raised_by_the_wait_of_an_async_call",
     "mismatch_in_backward",
     "interrupt_in_barrier",
     "interrupt_in_wait",
     "interrupt_in_receive",
     "release_from_backward",
     "async_calls_keep_their_order",
-    "what_cannot_be_is_refused",
+    "invalid_calls_are_refused",
     "timeout_names_the_missing",
 ]
 
@@ -34,6 +34,6 @@ def test_every_case_is_listed() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_release(case: str) -> None:
+def test_a_blocked_call_ends(case: str) -> None:
     found = failures(outcomes(), case)
     assert not found, found

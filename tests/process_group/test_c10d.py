@@ -20,7 +20,7 @@ NOT_APPLICABLE = {
 LEAST_PASSED = 110
 
 
-def test_what_applies_passes() -> None:
+def test_pytorchs_cases_pass() -> None:
     outcomes = launch(3, CASES, "run_cases", NOT_APPLICABLE, deadline_s=150)
     failed = [
         f"{case}, rank {rank}: {why}"

@@ -15,7 +15,7 @@ CASES = [
     "premul_sum_everywhere",
     "premul_sum_may_differ_and_be_asynchronous",
     "batches_do_not_wait_for_their_own_receives",
-    "batches_go_to_nccl_as_one",
+    "batches_are_one_group_of_nccl",
 ]
 
 

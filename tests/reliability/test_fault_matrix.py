@@ -99,7 +99,9 @@ def _marked(case: Case) -> ParameterSet:
 
 
 @pytest.mark.parametrize("case", [_marked(case) for case in CASES])
-def test_a_fault(cluster: Cluster, case: Case, report: Report):
+def test_a_fault_ends_its_cell_and_names_the_rank(
+    cluster: Cluster, case: Case, report: Report
+):
     cluster.execute(KEEP)
     before = [info.pid for info in cluster.ranks]
     interrupter = Interrupter(

@@ -55,7 +55,7 @@ def genuine(cluster: Cluster) -> list[list[bytes]]:
     "count",
     [3000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
-def test_bad_messages_to_every_socket_cost_no_step(
+def test_invalid_messages_to_every_socket_do_not_disturb_a_training(
     cluster: Cluster, genuine: list[list[bytes]], count: int, tmp_path: Path
 ):
     print(f"NBDIST_SEED={SEED}")
@@ -90,7 +90,7 @@ def test_bad_messages_to_every_socket_cost_no_step(
     assert cluster.died() == {}
 
 
-def test_the_status_says_how_many_messages_were_refused(
+def test_the_status_shows_the_number_of_refused_messages(
     cluster: Cluster, genuine: list[list[bytes]]
 ):
     before = refused(cluster)
@@ -122,7 +122,7 @@ def test_a_request_that_is_sent_again_runs_once(cluster: Cluster):
     assert cluster["runs"] == [1] * 4
 
 
-def test_arguments_that_were_changed_on_the_way_are_not_unpickled(cluster: Cluster):
+def test_changed_arguments_are_not_unpickled(cluster: Cluster):
     stream = cluster._live().client._client._mux_stream
     send = stream.send_multipart
 
@@ -144,7 +144,7 @@ def test_arguments_that_were_changed_on_the_way_are_not_unpickled(cluster: Clust
     assert refused(cluster) == before + 4
 
 
-def test_bytes_of_no_protocol_lose_no_message(cluster: Cluster):
+def test_bytes_of_another_protocol_lose_no_message(cluster: Cluster):
     """Bytes of another protocol, as from a program that uses the wrong socket."""
     print(f"NBDIST_SEED={SEED}")
     rng = random.Random(SEED)

@@ -22,7 +22,7 @@ def homes() -> Iterator[tuple[Path, Path]]:
         yield owner, stranger
 
 
-def test_a_stranger_who_takes_every_name_gets_and_leaves_nothing(
+def test_another_user_who_takes_every_name_reads_and_leaves_nothing(
     homes: tuple[Path, Path],
 ) -> None:
     home, strange = homes

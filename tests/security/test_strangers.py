@@ -57,7 +57,7 @@ def any_cluster(request: pytest.FixtureRequest) -> Cluster:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_hears_nothing_and_changes_nothing(any_cluster: Cluster):
+def test_another_user_receives_nothing_and_changes_nothing(any_cluster: Cluster):
     run_dir = any_cluster._live().run_dir
     ports = {
         f"{end} {channel}": (info["interface"], port)
@@ -96,7 +96,7 @@ def test_another_user_hears_nothing_and_changes_nothing(any_cluster: Cluster):
     assert any_cluster.refused(after) == any_cluster.refused(before)
 
 
-def test_no_key_stands_on_a_command_line_or_in_an_environment(any_cluster: Cluster):
+def test_no_key_is_on_a_command_line_or_in_an_environment(any_cluster: Cluster):
     info = connection(any_cluster._live().run_dir, "client")
     keys = [info["key"], info["curve_serverkey"]]
     assert len(info["key"]) == 64
@@ -108,7 +108,9 @@ def test_no_key_stands_on_a_command_line_or_in_an_environment(any_cluster: Clust
         assert [key for key in keys if key and key in public] == []
 
 
-def test_over_tcp_too_bad_messages_of_who_has_the_key_are_refused(over_tcp: Cluster):
+def test_invalid_messages_of_a_holder_of_the_key_are_refused_over_tcp(
+    over_tcp: Cluster,
+):
     print(f"NBDIST_SEED={SEED}")
     before = refused(over_tcp)
     counted = attack(over_tcp, 1000, genuine_requests(over_tcp), SEED)
@@ -116,7 +118,7 @@ def test_over_tcp_too_bad_messages_of_who_has_the_key_are_refused(over_tcp: Clus
     wait_until(lambda: refused(over_tcp) == before + counted, DEADLINE_S)
 
 
-def test_over_tcp_a_rank_that_dies_is_replaced(over_tcp: Cluster):
+def test_a_rank_that_dies_is_replaced_over_tcp(over_tcp: Cluster):
     os.kill(over_tcp.infos[1].pid, signal.SIGKILL)
     wait_until(lambda: bool(over_tcp.died()), DEADLINE_S)
     over_tcp.execute("x = torch.ones(1); nbdist.all_reduce(x)", timeout_s=DEADLINE_S)

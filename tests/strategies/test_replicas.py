@@ -24,7 +24,7 @@ def found() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_equals_one_process_on_the_global_batches(case: str) -> None:
+def test_training_equals_one_process_on_the_global_batches(case: str) -> None:
     # float64, and a last batch of 93 samples over 4 ranks.
     assert [here[case]["distance"] < 1e-9 for here in found()] == [True] * RANKS
 
@@ -38,7 +38,7 @@ def test_the_mean_of_the_losses_is_the_global_one() -> None:
 @pytest.mark.parametrize(
     "name", ["Mirrored", "CentralStorage", "LocalSGD", "LocalSGD with state"]
 )
-def test_learns_digits_as_well_as_one_process(name: str) -> None:
+def test_the_accuracy_on_digits_is_that_of_one_process(name: str) -> None:
     for here in found():
         accuracies = here["accuracies"]
         assert accuracies["alone"] > 0.93
@@ -46,11 +46,11 @@ def test_learns_digits_as_well_as_one_process(name: str) -> None:
         assert accuracies[name] == found()[0]["accuracies"][name]
 
 
-def test_central_state_lives_once() -> None:
+def test_central_storage_keeps_one_optimizer_state() -> None:
     assert [here["central state"] for here in found()] == [4, 0, 0, 0]
 
 
-def test_local_models_drift_apart_and_meet_every_third_step() -> None:
+def test_local_models_diverge_and_are_averaged_every_third_step() -> None:
     expected = [False, False, True] * 2
     assert [here["drift"] for here in found()] == [expected] * RANKS
 
@@ -61,7 +61,7 @@ def test_reductions() -> None:
         assert here["reduce"] == expected
 
 
-def test_every_sample_is_in_one_share() -> None:
+def test_every_sample_is_in_exactly_one_part() -> None:
     shares = [here["shares"] for here in found()]
     assert [[own for own, _ in each] for each in shares] == [
         [2, 1], [2, 1], [2, 0], [2, 0],
@@ -69,7 +69,7 @@ def test_every_sample_is_in_one_share() -> None:
     assert [[whole for _, whole in each] for each in shares] == [[8, 2]] * RANKS
 
 
-def test_a_scheduler_steers_central_storage() -> None:
+def test_a_scheduler_changes_the_rate_of_central_storage() -> None:
     assert max(here["schedule"] for here in found()) < 1e-12
 
 

@@ -22,13 +22,15 @@ def found() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", ["sync sgd", "sync adam", "sync, 2 servers"])
-def test_sync_equals_one_process_on_the_global_batches(case: str) -> None:
+def test_synchronous_training_equals_one_process_on_the_global_batches(
+    case: str,
+) -> None:
     # As Mirrored does; in float64, on the servers too.
     assert [here[case] < 1e-9 for here in found()] == [True] * RANKS
 
 
 @pytest.mark.parametrize("name", ["sync", "sync, 2 of 3", "async", "async, bounded"])
-def test_learns_digits_as_well_as_one_process(name: str) -> None:
+def test_the_accuracy_on_digits_is_that_of_one_process(name: str) -> None:
     for here in found():
         accuracies = here["accuracies"]
         assert accuracies["alone"] > 0.9
@@ -47,7 +49,7 @@ def test_the_staleness_of_each_gradient_is_counted() -> None:
     assert [here["staleness"] for here in found()] == [dict(expected)] * RANKS
 
 
-def test_nobody_is_further_ahead_than_the_bound() -> None:
+def test_no_worker_is_ahead_by_more_than_the_bound() -> None:
     for rank, here in enumerate(found()):
         ahead, lead = here["bound"]
         watched = rank in (0, SERVER)  # worker 0 looks, and the server returns its word
@@ -68,7 +70,7 @@ def test_an_idle_server_sleeps() -> None:
     assert len(sleeps) < 30, "it wakes some 20 times before it sleeps its longest"
 
 
-def test_a_failed_worker_stops_nobody() -> None:
+def test_a_failed_worker_does_not_stop_the_others() -> None:
     for rank, here in enumerate(found()):
         sync_end, sync_again, sync_updates, end, again, updates = here["failure"]
         told = "worker 1 cannot" if rank == 1 else f"done by {rank % SERVER}"
@@ -78,7 +80,7 @@ def test_a_failed_worker_stops_nobody() -> None:
         assert updates == 5 + 2 + 5 + 3
 
 
-def test_a_scheduler_steers_the_servers() -> None:
+def test_a_scheduler_changes_the_rate_of_the_servers() -> None:
     assert max(here["schedule"] for here in found()) < 1e-12
 
 
@@ -90,7 +92,7 @@ def test_reductions_are_over_the_workers() -> None:
         assert local == (() if rank == SERVER else (rank,))
 
 
-def test_a_server_keeps_the_state_of_its_shard_alone() -> None:
+def test_a_server_keeps_only_the_state_of_its_shard() -> None:
     states = [here["memory"] for here in found()]
     assert states[:2] == [0, 0]
     assert sum(states[2:]) == 4

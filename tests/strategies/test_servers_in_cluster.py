@@ -88,7 +88,7 @@ def assert_trains_again(cluster: Cluster, mode: str, before: range) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_killed_worker_stops_nobody(cluster: Cluster, mode: str) -> None:
+def test_a_killed_worker_does_not_stop_the_others(cluster: Cluster, mode: str) -> None:
     cluster.execute(NEW.format(mode=mode))
     dying = f"finished = strategy.run(train, ({STEPS}, {KILLED_AT}, 1))"
     with pytest.raises(CellError, match=r"rank 1 \(pid \d+ .* died with SIGKILL"):
@@ -136,7 +136,7 @@ slow = pytest.mark.slow
         for step in (FIRST, MIDDLE, LAST)
     ],
 )
-def test_with_two_servers_any_rank_may_die_at_any_step(
+def test_with_two_servers_any_rank_can_die_at_any_step(
     cluster: Cluster, victim: int, step: int
 ) -> None:
     """Workers are 0 and 1. The lowest that lives kills a server, or itself."""
@@ -186,7 +186,7 @@ sgd, finished = plain, None
 """
 
 
-def test_an_interrupt_in_an_update_leaves_it_whole_and_counted(
+def test_an_update_that_is_interrupted_is_complete_and_counted(
     cluster: Cluster,
 ) -> None:
     cluster.execute(PRESSED_IN_STEP)

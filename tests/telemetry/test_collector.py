@@ -74,7 +74,7 @@ def test_a_snapshot_since_another_holds_only_the_change() -> None:
     assert collector.snapshot(second.cursor).deltas == []
 
 
-def test_a_change_of_the_past_is_sent_whole() -> None:
+def test_a_changed_history_is_sent_completely() -> None:
     collector = Collector(capacity=4)
     collector.receive(batch(0, 0, range(4)))
     before = collector.snapshot().cursor
@@ -193,7 +193,7 @@ def test_64_ranks_report_from_threads_while_a_view_reads() -> None:
     assert snapshot.lost == {}
 
 
-def test_it_imports_nothing_heavy() -> None:
+def test_the_collector_imports_neither_torch_nor_mpi() -> None:
     heavy = (
         "{'torch', 'numpy', 'mpi4py', 'ipywidgets', 'anywidget', 'psutil', 'pynvml'}"
     )

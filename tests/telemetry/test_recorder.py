@@ -42,7 +42,7 @@ def logged(**scalars: object) -> dict[str, float]:
     return sample.scalars
 
 
-def test_a_record_says_rank_step_time_and_scalars() -> None:
+def test_a_record_has_rank_step_time_and_scalars() -> None:
     batches: list[Batch] = []
     before = time.time()
     with recorder(batches.append) as made:
@@ -55,7 +55,7 @@ def test_a_record_says_rank_step_time_and_scalars() -> None:
     assert before <= sample.time <= time.time()
 
 
-def test_steps_count_on_from_the_last_one() -> None:
+def test_a_step_follows_the_previous_one() -> None:
     batches: list[Batch] = []
     with recorder(batches.append) as made:
         made.log(loss=1)
@@ -73,11 +73,11 @@ def test_steps_count_on_from_the_last_one() -> None:
      torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(2.0, requires_grad=True)],
     ids=repr,
 )  # fmt: skip
-def test_every_kind_of_number_is_taken(value: object) -> None:
+def test_every_kind_of_number_is_recorded(value: object) -> None:
     assert logged(x=value) == {"x": 2.0}
 
 
-def test_nan_and_infinity_are_taken() -> None:
+def test_nan_and_infinity_are_recorded() -> None:
     scalars = logged(a=math.nan, b=-math.inf, c=torch.tensor(math.nan))
     assert math.isnan(scalars["a"])
     assert scalars["b"] == -math.inf
@@ -94,7 +94,7 @@ def test_nan_and_infinity_are_taken() -> None:
      (torch.zeros((), device="meta"), "log a real number")],
     ids=lambda value: str(value)[:20],
 )  # fmt: skip
-def test_what_is_no_number_is_refused(value: object, said: str) -> None:
+def test_values_that_are_not_numbers_are_refused(value: object, said: str) -> None:
     batches: list[Batch] = []
     with recorder(batches.append) as made:
         with pytest.raises(UsageError, match=r"log\(loss=...\)") as caught:
@@ -104,7 +104,7 @@ def test_what_is_no_number_is_refused(value: object, said: str) -> None:
     assert batches == []
 
 
-def test_a_call_without_a_value_or_with_a_bad_step_is_refused() -> None:
+def test_a_call_without_a_value_or_with_an_invalid_step_is_refused() -> None:
     with recorder(lambda _: None) as made:
         with pytest.raises(UsageError, match="log\\(loss=x\\)"):
             made.log()
@@ -112,7 +112,7 @@ def test_a_call_without_a_value_or_with_a_bad_step_is_refused() -> None:
             made.log(step=0.5, loss=1.0)  # type: ignore[arg-type]
 
 
-def test_batches_are_numbered_and_name_their_recorder() -> None:
+def test_batches_have_a_number_and_the_name_of_their_recorder() -> None:
     batches: list[Batch] = []
     with recorder(batches.append) as first, recorder(batches.append) as second:
         for made in (first, first, second):
@@ -122,7 +122,7 @@ def test_batches_are_numbered_and_name_their_recorder() -> None:
     assert batches[0].source == batches[1].source != batches[2].source
 
 
-def test_at_most_one_batch_an_interval() -> None:
+def test_there_is_at_most_one_batch_in_an_interval() -> None:
     times: list[float] = []
     second = threading.Event()
 
@@ -137,7 +137,7 @@ def test_at_most_one_batch_an_interval() -> None:
     assert times[1] - times[0] >= 0.19
 
 
-def test_logging_waits_for_no_one_and_drops_the_oldest() -> None:
+def test_logging_does_not_wait_and_drops_the_oldest_records() -> None:
     arrived, go, batches = threading.Event(), threading.Event(), queue.SimpleQueue()
 
     def publish(batch: Batch) -> None:
@@ -159,7 +159,7 @@ def test_logging_waits_for_no_one_and_drops_the_oldest() -> None:
     assert [record.step for record in second.records] == list(range(16, 26))
 
 
-def test_a_failing_transport_is_said_once_and_recording_goes_on(
+def test_a_failing_transport_is_reported_once_and_recording_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     batches: list[Batch] = []
@@ -177,7 +177,7 @@ def test_a_failing_transport_is_said_once_and_recording_goes_on(
     assert caplog.text.count("do not reach the notebook") == 1
 
 
-def test_device_samples_travel_in_the_same_batches() -> None:
+def test_device_samples_are_in_the_same_batches() -> None:
     batches: list[Batch] = []
     with recorder(batches.append) as made:
         made.record(DEVICE)

@@ -60,7 +60,7 @@ def test_a_cpu_rank_reports_its_own_process() -> None:
     assert sample.memory_used < sample.memory_total
 
 
-def test_a_gpu_is_asked_by_its_uuid(nvml: FakeNvml) -> None:
+def test_a_gpu_is_found_by_its_uuid(nvml: FakeNvml) -> None:
     probe = GpuProbe("cuda:0", "GPU-1234")
     sample = probe.sample(1)
     probe.close()
@@ -78,7 +78,7 @@ def test_a_mig_device_has_memory_but_no_utilisation(nvml: FakeNvml) -> None:
 
 
 @pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
-def test_without_nvml_or_the_gpu_all_is_unavailable(
+def test_without_nvml_or_the_gpu_all_values_are_none(
     nvml: FakeNvml, broken: str
 ) -> None:
     nvml.answers[broken] = NVMLError("Driver Not Loaded")
@@ -89,12 +89,12 @@ def test_without_nvml_or_the_gpu_all_is_unavailable(
     assert sample.cpu >= 0
 
 
-def test_without_pynvml_all_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pynvml_all_values_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert GpuProbe("cuda:0", "GPU-1234").sample(0).memory_used is None
 
 
-def test_the_sampler_feeds_the_recorder_until_it_is_closed() -> None:
+def test_the_sampler_records_samples_until_it_is_closed() -> None:
     batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
     recorder = Recorder(5, batches.put, interval_s=0.01)
     sampler = Sampler(recorder, "cpu", None, interval_s=0.02)

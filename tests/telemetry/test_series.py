@@ -71,13 +71,13 @@ def test_values_of_one_step_are_averaged() -> None:
     )  # fmt: skip
 
 
-def test_a_nan_shows_but_hides_no_extreme() -> None:
+def test_a_nan_is_shown_and_does_not_hide_the_extremes() -> None:
     series = metric([math.nan, 1.0, math.nan, 3.0], capacity=1).series[0]
     assert math.isnan(series.means[0])
     assert (series.lows[0], series.highs[0]) == (1.0, 3.0)
 
 
-def test_negative_steps_have_their_place() -> None:
+def test_negative_steps_are_kept_in_order() -> None:
     made = Metric(2)
     for step in (-3, -2, -1, 0):
         made.append(0, step, 0.0, step)

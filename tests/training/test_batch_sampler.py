@@ -39,7 +39,7 @@ def hand_out(samplers: list[Sampler], batches: int | None = None) -> list[list[i
 
 
 @given(SIZES, LENGTHS, BATCHES, st.booleans(), st.integers(0, 3))
-def test_every_sample_comes_once(size, length, batch_size, shuffle, seed):
+def test_every_sample_is_taken_once(size, length, batch_size, shuffle, seed):
     samplers = world(size, length, batch_size, shuffle=shuffle, seed=seed)
     batches = hand_out(samplers)
     assert sorted(itertools.chain(*batches)) == list(range(length))
@@ -49,7 +49,7 @@ def test_every_sample_comes_once(size, length, batch_size, shuffle, seed):
 
 
 @given(SIZES, SIZES, LENGTHS, BATCHES, st.integers(0, 10))
-def test_every_sample_comes_once_after_a_resize_too(
+def test_every_sample_is_taken_once_after_a_resize(
     before, after, length, batch_size, taken
 ):
     samplers = world(before, length, batch_size)
@@ -70,7 +70,7 @@ def test_drop_last_leaves_out_less_than_a_batch(size, length, batch_size):
 
 
 @given(st.integers(0, 60), st.integers(0, 5), st.integers(0, 5))
-def test_the_order_depends_on_seed_and_epoch_alone(length, seed, epoch):
+def test_the_order_depends_only_on_seed_and_epoch(length, seed, epoch):
     order = epoch_order(length, seed, epoch, shuffle=True)
     assert order.tolist() == epoch_order(length, seed, epoch, shuffle=True).tolist()
     assert sorted(order) == list(range(length))
@@ -87,7 +87,7 @@ def test_other_seeds_and_epochs_give_other_orders():
 
 
 @given(LENGTHS, SIZES)
-def test_shares_are_one_after_the_other(length, size):
+def test_parts_of_a_batch_are_consecutive(length, size):
     shares = [share_of(length, rank, size) for rank in range(size)]
     assert shares[0].start == 0
     assert shares[-1].stop == length
@@ -104,7 +104,7 @@ def test_prefetching_does_not_move_the_position():
     assert next(iter(sampler)) == [4, 5, 6, 7]
 
 
-def test_an_epoch_begins_at_its_beginning_unless_it_has_begun():
+def test_an_epoch_continues_if_it_has_begun():
     sampler = Sampler(10, 4)
     sampler.advance()
     sampler.set_epoch(0)
@@ -118,7 +118,7 @@ def test_an_epoch_begins_at_its_beginning_unless_it_has_begun():
 @pytest.mark.parametrize(
     "arguments", [(-1, 4), (10, 0), (10, 2.5), ("ten", True), (10, "4")]
 )
-def test_bad_numbers_are_refused(arguments):
+def test_invalid_numbers_are_refused(arguments):
     with pytest.raises(UsageError, match=r"expected a whole number, [01] or more"):
         Sampler(*arguments)
 

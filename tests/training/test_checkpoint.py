@@ -32,7 +32,9 @@ def sealed(text: bytes, payload: bytes = b"", length: int | None = None) -> byte
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_at_once(
+    tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / "state"
     if kind == "a FIFO":
         os.mkfifo(path)
@@ -56,7 +58,7 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
 @example(b"[" * 100_000, b"")
 @example(b"\xff\xfe", b"")
 @example(b"1" * 5000, b"")
-def test_a_header_that_is_no_json_is_refused(
+def test_a_header_that_is_not_json_is_refused(
     tmp_path: Path, text: bytes, payload: bytes
 ) -> None:
     path = tmp_path / "state"
@@ -82,7 +84,7 @@ JSON = st.recursive(
 @example({**HEADER, "time": float("nan")})
 @example({**HEADER, "time": 1e300})
 @example({name: HEADER[name] for name in ("commit", "size", "names")})
-def test_a_header_with_a_wrong_field_is_refused_by_the_fields_name(
+def test_an_invalid_field_of_a_header_is_named(
     tmp_path: Path, header: dict[str, Any]
 ) -> None:
     path = tmp_path / "state"
@@ -94,7 +96,7 @@ def test_a_header_with_a_wrong_field_is_refused_by_the_fields_name(
 @one_file
 @given(st.integers(0, 2**32 - 1), st.integers(0, 300))
 @example(2**32 - 1, 300)
-def test_a_wrong_length_and_a_cut_file_are_refused(
+def test_a_wrong_length_and_a_truncated_file_are_refused(
     tmp_path: Path, length: int, size: int
 ) -> None:
     text = json.dumps(HEADER).encode()
@@ -107,7 +109,7 @@ def test_a_wrong_length_and_a_cut_file_are_refused(
         checkpoint.check(path)
 
 
-def test_a_header_that_names_what_the_file_does_not_hold_is_refused(
+def test_a_header_that_names_missing_data_is_refused(
     tmp_path: Path,
 ) -> None:
     State(step=1).save(tmp_path / "state")

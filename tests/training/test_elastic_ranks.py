@@ -53,7 +53,7 @@ def fail_in_the_middle(folder: str) -> list[int]:
     return [state.step, state.commits]
 
 
-def test_under_mpiexec_a_failure_raises_and_the_commit_stays(tmp_path: Path) -> None:
+def test_under_mpiexec_a_failure_raises_and_the_commit_is_kept(tmp_path: Path) -> None:
     results = launch(3, __file__, "fail_in_the_middle", str(tmp_path))
     # 1 + 6 commits of the first run, 1 + 3 of the second.
     assert results == [[3, 11]] * 3
@@ -62,7 +62,7 @@ def test_under_mpiexec_a_failure_raises_and_the_commit_stays(tmp_path: Path) -> 
     assert (state.step, state.fails_at) == (3, 3)
 
 
-def test_under_torchrun_it_trains(tmp_path: Path) -> None:
+def test_under_torchrun_an_elastic_run_trains(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         """

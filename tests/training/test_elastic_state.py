@@ -58,7 +58,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_restore_brings_back_the_last_commit_and_training_goes_on_equally() -> None:
+def test_training_after_a_restore_equals_training_after_the_commit() -> None:
     state = make()
     for _ in range(3):
         advance(state)
@@ -112,7 +112,7 @@ def test_only_named_values_are_attributes() -> None:
         State(save_every=0)
 
 
-def test_what_travels_to_a_newcomer_has_no_commit() -> None:
+def test_a_pickled_state_has_no_commit() -> None:
     state = make()
     state.commit()
     copied = pickle.loads(pickle.dumps(state))
@@ -120,7 +120,7 @@ def test_what_travels_to_a_newcomer_has_no_commit() -> None:
     assert same(values(copied), values(state))
 
 
-def test_a_file_restores_another_process_equally(tmp_path: Path) -> None:
+def test_a_state_loaded_in_another_process_is_equal(tmp_path: Path) -> None:
     state = make(path=tmp_path / "state", save_every=2)
     for _ in range(5):
         advance(state)
@@ -150,7 +150,7 @@ def two_saves(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cut", [0, 5, 30, 60, 500, -1])
-def test_a_half_written_file_is_refused_and_the_previous_one_used(
+def test_an_incomplete_file_is_refused_and_the_previous_one_is_used(
     two_saves: Path, cut: int
 ) -> None:
     two_saves.write_bytes(two_saves.read_bytes()[:cut])
@@ -161,7 +161,7 @@ def test_a_half_written_file_is_refused_and_the_previous_one_used(
 
 
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_any_changed_byte_is_noticed(where: float, flip: int) -> None:
+def test_every_changed_byte_is_noticed(where: float, flip: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +174,7 @@ def test_any_changed_byte_is_noticed(where: float, flip: int) -> None:
             checkpoint.check(path)
 
 
-def test_two_bad_files_are_both_named(two_saves: Path) -> None:
+def test_two_damaged_files_are_both_named(two_saves: Path) -> None:
     two_saves.write_bytes(b"NBDSTATE")
     checkpoint.previous(two_saves).write_text("something else entirely, not a state")
     with pytest.raises(CheckpointError, match=r"run\.state is .*state\.previous is"):
@@ -238,7 +238,7 @@ def test_run_without_ranks_calls_once_and_passes_errors() -> None:
     assert train.__name__ == "train"
 
 
-def test_run_refuses_what_cannot_work() -> None:
+def test_run_refuses_invalid_arguments() -> None:
     with pytest.raises(UsageError, match="min_ranks=0"):
         nbdist.elastic.run(min_ranks=0)
     with pytest.raises(UsageError, match="max_ranks=1"):

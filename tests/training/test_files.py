@@ -13,7 +13,7 @@ from nbdist.errors import SaveError
 from nbdist.training.files import load, save
 
 
-def test_in_a_plain_script_the_process_saves_itself(tmp_path):
+def test_in_a_plain_script_the_process_saves_the_file(tmp_path):
     save({"step": 3}, tmp_path / "state.pt")
     assert load(tmp_path / "state.pt") == {"step": 3}
     with pytest.raises(SaveError, match=r"nowhere/state\.pt was not saved"):
@@ -27,7 +27,7 @@ def test_loading_runs_no_code_unless_it_is_allowed(tmp_path):
     assert load(tmp_path / "object.pt", weights_only=False) == Path("a")
 
 
-def test_a_process_that_is_no_rank_saves_without_mpi(tmp_path):
+def test_a_process_that_is_not_a_rank_saves_without_mpi(tmp_path):
     program = (
         "import sys, nbdist\n"
         "nbdist.save([1], 'x.pt')\n"

@@ -30,14 +30,14 @@ def test_a_rate_that_is_a_tensor_is_scaled_in_place():
     torch.testing.assert_close(rate, torch.tensor(0.8))
 
 
-def test_after_a_scheduler_it_is_too_late():
+def test_scaling_after_a_scheduler_was_made_is_refused():
     late = optimizer()
     warmup(late, 10)
     with pytest.raises(UsageError, match="call scale_lr first"):
         scale_lr(late, 4)
 
 
-def test_the_rate_rises_evenly_and_another_schedule_follows():
+def test_the_rate_rises_linearly_and_another_schedule_follows():
     scaled = optimizer()
     scale_lr(scaled, 4)
     rising = warmup(scaled, 4, start_factor=1 / 4)
@@ -60,6 +60,6 @@ def test_the_rate_rises_evenly_and_another_schedule_follows():
         (lambda: warmup(optimizer(), 2, start_factor=2.0), "start_factor=2.0"),
     ],
 )
-def test_bad_numbers_are_refused(call, says):
+def test_invalid_numbers_are_refused(call, says):
     with pytest.raises(UsageError, match=says):
         call()

@@ -89,7 +89,7 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
 
 @settings(max_examples=40, deadline=None)
 @given(SIZES, SIZES, st.integers(0, 90), st.integers(1, 7), st.integers(0, 4))
-def test_every_sample_comes_once_an_epoch_after_a_resize_too(
+def test_every_sample_is_taken_once_an_epoch_after_a_resize(
     before, after, length, batch_size, steps
 ):
     for dataset in (Numbers(length), Stream(length)):
@@ -106,7 +106,9 @@ def test_every_sample_comes_once_an_epoch_after_a_resize_too(
 
 @settings(max_examples=20, deadline=None)
 @given(SIZES, st.integers(0, 60), st.integers(1, 30), st.booleans())
-def test_the_parts_of_a_step_weigh_what_they_hold(size, length, together, drop_last):
+def test_the_weight_of_a_part_is_its_number_of_samples(
+    size, length, together, drop_last
+):
     for dataset in (Numbers(length), Stream(length)):
         ranks = world(size, dataset, global_batch_size=together, drop_last=drop_last)
         for parts in zip(*ranks, strict=True):
@@ -123,7 +125,7 @@ def test_the_parts_of_a_step_weigh_what_they_hold(size, length, together, drop_l
             torch.testing.assert_close(sum(means), whole)
 
 
-def test_same_seed_same_order_and_a_new_one_each_epoch():
+def test_the_order_depends_on_the_seed_and_the_epoch():
     first, second = (world(2, Numbers(20), 3, seed=4) for _ in range(2))
     epochs = [hand_out(first) for _ in range(3)]
     assert [hand_out(second) for _ in range(3)] == epochs
@@ -136,14 +138,14 @@ def test_same_seed_same_order_and_a_new_one_each_epoch():
     assert [len(rank) for rank in third] == [4, 4]
 
 
-def test_a_loop_goes_on_where_it_was_left():
+def test_a_loop_continues_where_it_was_left():
     ranks = world(1, Numbers(10), 3, shuffle=False)
     assert flat(hand_out(ranks, 2)) == [0, 1, 2, 3, 4, 5]
     assert flat(hand_out(ranks)) == [6, 7, 8, 9]
     assert ranks[0].sampler.epoch == 1
 
 
-def test_a_copy_for_a_rank_that_joins_goes_on_there_too():
+def test_a_copy_for_a_rank_that_joins_continues_there():
     batches = loader(torch.arange(12), 2, shuffle=False, num_workers=0)
     loop = iter(batches)
     assert next(loop).tolist() == [0, 1]
@@ -152,7 +154,7 @@ def test_a_copy_for_a_rank_that_joins_goes_on_there_too():
 
 
 @pytest.mark.parametrize("dataset", [Numbers(7), Stream(7)])
-def test_with_join_a_rank_with_nothing_left_ends_early(dataset):
+def test_with_join_a_rank_without_samples_ends_early(dataset):
     steps = [list(rank) for rank in world(3, dataset, 2, shuffle=False, join=True)]
     assert [len(batches) for batches in steps] == [2, 1, 1]
     samples = torch.cat([torch.cat(batches) for batches in steps])
@@ -163,7 +165,7 @@ def test_with_join_a_rank_with_nothing_left_ends_early(dataset):
 @pytest.mark.parametrize(
     "dataset", [[torch.full((2,), i) for i in range(5)], iter([])], ids=["map", "iter"]
 )
-def test_batches_that_are_made_already_go_to_one_rank_each(dataset):
+def test_ready_batches_go_to_one_rank_each(dataset):
     if not isinstance(dataset, list):
         batches = [torch.full((2,), i) for i in range(5)]
         ranks = [world(2, iter(batches))[rank] for rank in range(2)]
@@ -173,7 +175,7 @@ def test_batches_that_are_made_already_go_to_one_rank_each(dataset):
     assert steps == [[[0, 0], [1, 1]], [[2, 2], [3, 3]], [[4, 4], []]]
 
 
-def test_a_tensor_dataset_is_fetched_as_torch_would():
+def test_a_tensor_dataset_is_fetched_as_by_torch():
     x, y = torch.randn(11, 3), torch.arange(11)
     fast = loader(TensorDataset(x, y), 4, seed=1)
     slow = loader([(x[i], y[i]) for i in range(11)], 4, seed=1)
@@ -183,7 +185,7 @@ def test_a_tensor_dataset_is_fetched_as_torch_would():
 
 
 @pytest.mark.parametrize("divides", [False, True])
-def test_workers_change_nothing(divides):
+def test_workers_do_not_change_the_batches(divides):
     numbers = [
         hand_out(world(2, Numbers(23), 4, num_workers=workers)) for workers in (0, 2)
     ]
@@ -218,7 +220,7 @@ def test_workers_end_at_once_when_a_loop_is_left():
     assert time.monotonic() - begun < 4  # torch alone takes 5 s for each
 
 
-def test_a_loop_that_an_error_keeps_alive_ends_with_the_next():
+def test_the_next_loop_ends_a_loop_that_an_error_keeps_alive():
     numbers = loader(Numbers(40), 4, num_workers=1)
     left = iter(numbers)  # as a traceback would hold it
     next(left)
@@ -301,7 +303,7 @@ def test_waiting_is_counted_and_recorded():
         (64, "4", TensorDataset(torch.zeros(9)), 0),
     ],
 )
-def test_auto_takes_the_cores_that_are_left(
+def test_auto_uses_the_cores_that_are_left(
     monkeypatch, cores, ranks_here, dataset, expected
 ):
     monkeypatch.setattr(loaders, "cores", lambda: cores)
@@ -320,12 +322,12 @@ def test_auto_takes_the_cores_that_are_left(
         ({"batch_size": 2, "seed": -1}, "seed=-1"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, says):
+def test_invalid_arguments_of_a_loader_are_refused(arguments, says):
     with pytest.raises(UsageError, match=says):
         loader(Numbers(9), **arguments)
 
 
-def test_a_batch_without_samples_keeps_its_form():
+def test_a_batch_without_samples_keeps_its_structure():
     Point = namedtuple("Point", "x name")
     batch = {
         "x": torch.ones(1, 3),
@@ -356,7 +358,7 @@ def test_batches_move_with_their_containers():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_a_gpu_batches_are_copied_beside_the_step():
+def test_batches_are_copied_to_a_gpu_during_the_step():
     x = torch.randn(64, 1 << 16)
     numbers = loader(TensorDataset(x), 8, shuffle=False, seed=0)
     assert numbers.device.type == "cuda"

@@ -33,7 +33,7 @@ except ValueError as error:
 """
 
 
-def test_a_cpu_rank_sees_its_own_memory():
+def test_the_memory_of_a_cpu_rank_is_that_of_its_process():
     now = memory(device="cpu")
     assert now.device == "cpu"
     resident = psutil.Process().memory_info().rss
@@ -43,7 +43,7 @@ def test_a_cpu_rank_sees_its_own_memory():
     assert "this rank holds" in str(now)
 
 
-def test_a_cap_holds_until_it_is_raised():
+def test_a_cap_is_enforced_until_it_is_raised():
     answer = subprocess.run(
         [sys.executable, "-c", CAPPED], capture_output=True, text=True, timeout=60
     )
@@ -51,7 +51,7 @@ def test_a_cap_holds_until_it_is_raised():
     assert "limit 1048576 is 1 MiB, and this rank holds" in answer.stdout
 
 
-def test_the_text_says_what_a_gpu_rank_holds():
+def test_the_text_shows_the_memory_of_a_gpu_rank():
     gib = 2**30
     now = Memory("cuda:0", 140 * gib, 100 * gib, 40 * gib, 39 * gib, 70 * gib)
     assert str(now) == (
@@ -61,14 +61,14 @@ def test_the_text_says_what_a_gpu_rank_holds():
 
 
 @pytest.mark.parametrize("limit", ["much", -1, 0, 2**60])
-def test_a_bad_limit_is_refused(limit):
+def test_an_invalid_limit_is_refused(limit):
     with pytest.raises(UsageError, match="limit"):
         memory(limit, device="cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_gpu_rank_is_capped():
+def test_the_memory_of_a_gpu_rank_is_capped():
     before = memory()
     held = torch.zeros(2**26, device="cuda")
     now = memory("1GiB", growth=True)

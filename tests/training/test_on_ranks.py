@@ -34,7 +34,7 @@ def trained_alone() -> list[np.ndarray]:
     return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
-def test_uneven_parts_train_as_one_process_would(world):
+def test_training_on_uneven_parts_equals_one_process(world):
     expected = trained_alone()
     for rank in (seen["uneven"] for seen in world):
         last = (1, 3.0) if rank["rank"] == 0 else (0, 0.0)
@@ -43,7 +43,7 @@ def test_uneven_parts_train_as_one_process_would(world):
             np.testing.assert_allclose(own, single, rtol=1e-12)
 
 
-def test_torchs_join_takes_ranks_that_end_early(world):
+def test_torchs_join_works_with_ranks_that_end_early(world):
     ranks = [seen["joined"] for seen in world]
     assert [rank["steps"] for rank in ranks] == [2, 1, 1]
     for rank in ranks[1:]:
@@ -51,7 +51,7 @@ def test_torchs_join_takes_ranks_that_end_early(world):
             np.testing.assert_array_equal(own, first)
 
 
-def test_ranks_make_the_same_model_and_then_draw_their_own(world):
+def test_ranks_make_equal_models_and_then_draw_different_numbers(world):
     ranks = [seen["seeded"] for seen in world]
     assert len({tuple(weights) for weights, _drawn in ranks}) == 1
     assert len({tuple(drawn) for _weights, drawn in ranks}) == 3
@@ -63,7 +63,7 @@ def test_a_state_that_was_saved_can_be_loaded_at_once_on_every_rank(world):
         assert "missing/state was not saved: FileNotFoundError" in seen["reason"]
 
 
-def test_rank_0_writes_and_all_learn_of_a_failure(world):
+def test_rank_0_writes_and_a_failure_raises_on_all_ranks(world):
     for seen in (rank["saved"] for rank in world):
         assert seen["there"]
         assert seen["loaded"]["rank"] == 0

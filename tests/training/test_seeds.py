@@ -37,7 +37,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, seed: int, extra: int):
     return alike, draw()
 
 
-def test_alike_first_and_then_each_its_own(monkeypatch):
+def test_ranks_draw_equal_numbers_first_and_different_numbers_then(monkeypatch):
     drawn = [as_rank(monkeypatch, rank, 7, rank) for rank in range(4)]
     assert len({alike for alike, _own in drawn}) == 1
     for each in zip(*(own for _alike, own in drawn), strict=True):
@@ -46,7 +46,7 @@ def test_alike_first_and_then_each_its_own(monkeypatch):
     assert as_rank(monkeypatch, 2, 8, 2)[1] != drawn[2][1]
 
 
-def test_what_is_alike_is_what_torch_would_draw():
+def test_the_equal_numbers_are_those_of_torch():
     seed_all(3)
     first = torch.rand(4)
     torch.manual_seed(3)
@@ -54,6 +54,6 @@ def test_what_is_alike_is_what_torch_would_draw():
 
 
 @pytest.mark.parametrize("seed", [-1, 0.5, "x", 2**64])
-def test_a_bad_seed_is_refused(seed):
+def test_an_invalid_seed_is_refused(seed):
     with pytest.raises(UsageError, match="expected a whole number, 0 or more"):
         seed_all(seed)

@@ -83,7 +83,7 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-def test_every_kind_of_value_is_read_as_it_was(folder: Path) -> None:
+def test_every_kind_of_value_is_read_unchanged(folder: Path) -> None:
     state = sharing(folder, **VALUES)
     for number in (1, 2, 3):
         state.commit()
@@ -104,7 +104,7 @@ def test_a_third_commit_allocates_no_file_and_no_tensor(folder: Path) -> None:
     assert len(seen[4][0]) == 3  # a record and two copies
 
 
-def test_shapes_that_change_are_laid_out_again(folder: Path) -> None:
+def test_a_commit_with_other_shapes_has_a_new_layout(folder: Path) -> None:
     state = sharing(folder, weights=[torch.zeros(3)])
     sizes = random.Random(1)
     for number in range(1, 30):
@@ -121,7 +121,7 @@ class Abandoned(BaseException):
     """Ends a commit where a SIGKILL would."""
 
 
-def test_a_commit_abandoned_at_any_step_leaves_the_one_before(
+def test_a_commit_abandoned_at_any_step_leaves_the_previous_commit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def abandon(*_args: object, **_options: object) -> None:
@@ -167,7 +167,7 @@ def commit_until_killed(folder: Path, told: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [90210, 4711, 7])
-def test_a_process_killed_at_any_moment_leaves_a_whole_commit(
+def test_a_process_killed_at_any_moment_leaves_a_complete_commit(
     folder: Path, seed: int
 ) -> None:
     print(f"seed {seed}")
@@ -217,7 +217,7 @@ def full(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     monkeypatch.setattr(shared_copies.shutil, "disk_usage", usage)
 
 
-def test_a_folder_without_room_is_passed_over(
+def test_a_folder_without_room_is_skipped(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
@@ -238,7 +238,7 @@ def test_a_folder_without_room_is_passed_over(
     assert not names(folder)
 
 
-def test_without_room_the_training_goes_on_and_says_so_once(
+def test_without_room_the_training_continues_and_warns_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = sharing(folder, weight=torch.ones(10))
@@ -256,7 +256,7 @@ def test_without_room_the_training_goes_on_and_says_so_once(
         assert state.weight.eq(value).all()
 
 
-def test_a_value_that_cannot_be_pickled_is_said_once(folder: Path) -> None:
+def test_a_value_that_cannot_be_pickled_is_reported_once(folder: Path) -> None:
     state = sharing(folder, rule=lambda step: step, step=1)
     with pytest.warns(UserWarning, match=r"will lose.*[Pp]ickl"):
         state.commit()
@@ -296,7 +296,7 @@ def test_a_record_becomes_an_ordinary_file(folder: Path, tmp_path: Path) -> None
     assert_equal(other._capture(), state._capture())
 
 
-def test_a_record_is_no_file_for_a_user(folder: Path) -> None:
+def test_a_user_cannot_load_a_record(folder: Path) -> None:
     state = sharing(folder, step=1)
     state.commit()
     with pytest.raises(CheckpointError, match="part of a running cluster"):
@@ -324,7 +324,7 @@ def notebook(folder: Path) -> Iterator[Folders]:
     coordinators.install(before)
 
 
-def test_a_run_keeps_its_commits_and_the_next_begins_from_them(
+def test_the_next_run_begins_from_the_kept_commits(
     folder: Path, notebook: Folders
 ) -> None:
     @nbdist.elastic.run

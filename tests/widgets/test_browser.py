@@ -143,7 +143,7 @@ def test_the_view_answers_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="needs npm ci in frontend/")
-def test_it_is_accessible(lab: Lab, tmp_path: Path) -> None:
+def test_the_monitor_is_accessible(lab: Lab, tmp_path: Path) -> None:
     run = Run(lab, tmp_path / "stop", ranks=4, at_once=200)
     lab.page.add_script_tag(path=AXE)
     check = "async () => (await axe.run('.nbdist-monitor')).violations.map(v => v.help)"
@@ -154,7 +154,7 @@ def test_it_is_accessible(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
-def test_many_ranks_are_a_band(lab: Lab, tmp_path: Path, theme: str) -> None:
+def test_many_ranks_are_drawn_as_a_band(lab: Lab, tmp_path: Path, theme: str) -> None:
     lab.set_theme(f"JupyterLab {theme}")
     run = Run(lab, tmp_path / "stop", ranks=24, at_once=300)
     label = lab.page.locator(PLANE).get_attribute("aria-label")

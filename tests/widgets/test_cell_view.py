@@ -92,7 +92,7 @@ def plain(text: str) -> list[str]:
     return ANSI.sub("", text).splitlines()
 
 
-def test_lines_stand_under_their_ranks(capsys: pytest.CaptureFixture[str]):
+def test_lines_are_shown_under_their_ranks(capsys: pytest.CaptureFixture[str]):
     cell = Cell(3)
     for rank in range(3):
         cell.say(rank, f"alike\nmine {rank}\nno newline")
@@ -116,7 +116,7 @@ def test_a_line_is_shown_before_the_cell_ends(capsys: pytest.CaptureFixture[str]
     assert plain(text) == ["[0] now"]
 
 
-def test_values_stand_beside_their_number(capsys: pytest.CaptureFixture[str]):
+def test_values_are_shown_beside_their_number(capsys: pytest.CaptureFixture[str]):
     cell = Cell(2)
     for rank in (0, 1):
         data = {"text/plain": str(rank)}
@@ -125,7 +125,7 @@ def test_values_stand_beside_their_number(capsys: pytest.CaptureFixture[str]):
     assert plain(capsys.readouterr().out) == ["[0] Out[7]: 0", "[1] Out[7]: 1"]
 
 
-def test_displays_that_are_alike_stand_once(screen: Screen):
+def test_equal_displays_are_shown_once(screen: Screen):
     cell = Cell(2)
     cell.show(0, "figure")
     cell.show(1, "figure")
@@ -135,7 +135,7 @@ def test_displays_that_are_alike_stand_once(screen: Screen):
     assert screen.texts == ["figure", "other"]
 
 
-def test_displays_with_names_are_each_ranks_own(screen: Screen):
+def test_displays_with_a_display_id_are_not_merged(screen: Screen):
     cell = Cell(2)
     cell.show(0, "0 %", "bar")
     cell.show(1, "0 %", "bar")
@@ -155,7 +155,7 @@ def test_a_later_cell_may_update_a_display(screen: Screen):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_rank_that_draws_anew_replaces_what_it_drew(screen: Screen, wait: bool):
+def test_clear_output_replaces_the_display_of_a_rank(screen: Screen, wait: bool):
     cell = Cell(2)
     for step in range(4):
         for rank in (0, 1):
@@ -165,7 +165,7 @@ def test_a_rank_that_draws_anew_replaces_what_it_drew(screen: Screen, wait: bool
     assert sorted(screen.texts) == ["rank 0 step 3", "rank 1 step 3"]
 
 
-def test_drawing_anew_over_what_was_alike(screen: Screen):
+def test_clear_output_replaces_a_merged_display(screen: Screen):
     cell = Cell(2)
     cell.show(0, "start")
     cell.show(1, "start")
@@ -176,7 +176,7 @@ def test_drawing_anew_over_what_was_alike(screen: Screen):
     assert sorted(screen.texts) == ["own 0", "own 1"]
 
 
-def test_drawing_anew_with_names(screen: Screen):
+def test_clear_output_replaces_displays_with_a_display_id(screen: Screen):
     cell = Cell(1)
     for step in range(3):
         cell.clear(0)
@@ -186,7 +186,7 @@ def test_drawing_anew_with_names(screen: Screen):
     assert screen.texts == ["step 2 done"]
 
 
-def test_clearing_at_once_leaves_nothing(screen: Screen):
+def test_clear_output_without_wait_clears_at_once(screen: Screen):
     cell = Cell(1)
     cell.show(0, "gone")
     cell.clear(0, wait=False)
@@ -194,7 +194,7 @@ def test_clearing_at_once_leaves_nothing(screen: Screen):
     assert screen.texts == []
 
 
-def test_a_long_cell_says_who_has_finished(
+def test_a_long_cell_shows_the_ranks_that_have_finished(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(cell_view, "STATUS_AFTER_S", 0.0)
@@ -212,7 +212,7 @@ def test_a_long_cell_says_who_has_finished(
     assert "rank 0-2 finished" in capsys.readouterr().out
 
 
-def test_the_last_line_says_how_each_rank_has_ended(
+def test_the_last_line_shows_the_outcome_of_each_rank(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(cell_view, "STATUS_AFTER_S", 0.0)
@@ -243,7 +243,7 @@ def test_the_last_line_says_how_each_rank_has_ended(
     ]
 
 
-def test_an_unfinished_line_is_cut_in_the_status_and_whole_in_the_text(
+def test_an_unfinished_line_is_cut_in_the_status_and_complete_in_the_text(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(cell_view, "STATUS_AFTER_S", 0.0)
@@ -257,7 +257,7 @@ def test_an_unfinished_line_is_cut_in_the_status_and_whole_in_the_text(
     assert "x" * 1_000_000 + "\n" in capsys.readouterr().out
 
 
-def test_a_notice_stands_in_the_status_until_it_is_taken_back(
+def test_a_notice_is_in_the_status_until_it_is_withdrawn(
     screen: Screen, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(cell_view, "STATUS_AFTER_S", 0.0)

@@ -23,25 +23,25 @@ def merged(*texts: str) -> list[tuple[list[int], str]]:
     return shown
 
 
-def test_what_all_print_stands_once():
+def test_a_line_of_all_ranks_is_shown_once():
     assert merged("ab", "ab", "ab") == [([0, 1, 2], "a"), ([0, 1, 2], "b")]
 
 
-def test_a_line_that_only_one_prints_does_not_part_the_others():
+def test_a_line_of_one_rank_does_not_split_the_lines_of_the_others():
     assert merged("ab", "axb") == [([0, 1], "a"), ([1], "x"), ([0, 1], "b")]
 
 
-def test_different_lines_stand_under_their_own_ranks():
+def test_different_lines_are_shown_under_their_ranks():
     assert merged("a", "b") == [([0], "a"), ([1], "b")]
 
 
-def test_a_stream_is_part_of_what_a_line_is():
+def test_equal_lines_of_different_streams_are_not_merged():
     queues = {0: deque([Item("stdout", "a")]), 1: deque([Item("stderr", "a")])}
     assert [ranks for ranks, _ in merge(queues)] == [[0], [1]]
 
 
 @given(st.lists(st.text("abc", max_size=12), min_size=1, max_size=4))
-def test_every_rank_finds_its_lines_in_its_order(texts: list[str]):
+def test_the_order_of_each_ranks_lines_is_kept(texts: list[str]):
     shown = merged(*texts)
     for rank, text in enumerate(texts):
         assert "".join(line for ranks, line in shown if rank in ranks) == text
@@ -81,7 +81,7 @@ LINES = 10_000
     ],
     ids=["each its own", "all the same", "one line", "one rank waits"],
 )
-def test_a_line_is_looked_at_a_few_times_however_many_there_are(texts: list[list[str]]):
+def test_merging_takes_linear_time(texts: list[list[str]]):
     queues = {
         rank: Counting(Item("stdout", line) for line in text)
         for rank, text in enumerate(texts)
@@ -93,21 +93,21 @@ def test_a_line_is_looked_at_a_few_times_however_many_there_are(texts: list[list
 
 
 @given(st.lists(st.text("ab\n", max_size=6)))
-def test_lines_do_not_depend_on_where_the_text_was_cut(pieces: list[str]):
+def test_lines_do_not_depend_on_the_chunks_of_the_text(pieces: list[str]):
     splitter = LineSplitter()
     lines = [line for piece in pieces for line in splitter.feed(piece)]
     assert "\n".join([*lines, splitter.unfinished]) == "".join(pieces)
 
 
 @given(st.lists(st.text("ab\r\n", max_size=6)))
-def test_carriage_returns_do_not_depend_on_it_either(pieces: list[str]):
+def test_carriage_returns_do_not_depend_on_the_chunks_of_the_text(pieces: list[str]):
     at_once, in_pieces = LineSplitter(), LineSplitter()
     expected = list(at_once.feed("".join(pieces)))
     actual = [line for piece in pieces for line in in_pieces.feed(piece)]
     assert actual == expected
 
 
-def test_a_carriage_return_starts_the_line_anew():
+def test_a_carriage_return_restarts_the_line():
     splitter = LineSplitter()
     assert list(splitter.feed("10%\r20%")) == []
     assert splitter.unfinished == "20%"

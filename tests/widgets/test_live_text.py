@@ -7,7 +7,7 @@ import pytest
 from nbdist.widgets.live_text import TerminalText, print_note
 
 
-def test_a_terminal_draws_its_last_line_again(capsys: pytest.CaptureFixture[str]):
+def test_a_terminal_redraws_its_last_line(capsys: pytest.CaptureFixture[str]):
     text = TerminalText(redraws=True)
     text.show("rank 0 running\n[0] 20%")
     assert capsys.readouterr().out == "\rrank 0 running   [0] 20%\x1b[K"

@@ -94,7 +94,9 @@ def test_messages_are_numbered_without_a_gap(
     assert numbers == [1, 2, 3, 4]
 
 
-def test_who_asks_gets_everything(monitor: SpyMonitor, collector: Collector) -> None:
+def test_a_front_end_that_asks_gets_the_whole_history(
+    monitor: SpyMonitor, collector: Collector
+) -> None:
     collector.receive(loss(0, 3.0, 2.0))
     monitor.next()
     monitor.hear("everything")
@@ -103,7 +105,7 @@ def test_who_asks_gets_everything(monitor: SpyMonitor, collector: Collector) -> 
     assert content["series"] == [["loss", 0, 1, 0, 2]]
 
 
-def test_ranks_devices_and_losses_travel_along(
+def test_a_message_has_ranks_devices_and_losses(
     monitor: SpyMonitor, collector: Collector
 ) -> None:
     sample = DeviceSample(0, 1.0, "cuda:0", None, 10, 20, 5, 99.0)
@@ -120,7 +122,7 @@ def test_ranks_devices_and_losses_travel_along(
     assert content["lost"] == [[0, 4]]
 
 
-def test_a_flood_is_sent_ten_times_a_second(
+def test_many_changes_are_sent_ten_times_a_second(
     monitor: SpyMonitor, collector: Collector
 ) -> None:
     done = threading.Event()
@@ -149,6 +151,6 @@ def test_close_ends_the_thread_and_the_subscription(collector: Collector) -> Non
     assert made.sent.empty()
 
 
-def test_choices_are_checked(collector: Collector) -> None:
+def test_invalid_choices_are_refused(collector: Collector) -> None:
     with pytest.raises(traitlets.TraitError, match="epoch"):
         Monitor(collector, x="epoch")

@@ -24,7 +24,7 @@ def pacer(clock: Clock) -> Pacer:
     return Pacer(clock)
 
 
-def test_an_answering_front_end_gets_ten_messages_a_second(
+def test_a_front_end_that_acknowledges_gets_ten_messages_a_second(
     pacer: Pacer, clock: Clock
 ) -> None:
     assert pacer.next_is_complete()
@@ -36,11 +36,13 @@ def test_an_answering_front_end_gets_ten_messages_a_second(
         assert not pacer.next_is_complete()
 
 
-def test_large_messages_come_less_often(pacer: Pacer) -> None:
+def test_large_messages_are_sent_less_often(pacer: Pacer) -> None:
     assert pacer.delay_s(8_000_000) == 2.0
 
 
-def test_the_pace_falls_with_the_silence(pacer: Pacer, clock: Clock) -> None:
+def test_messages_are_rarer_the_longer_no_acknowledgement_comes(
+    pacer: Pacer, clock: Clock
+) -> None:
     pacer.sent()
     delays, messages = [], 0
     while clock.now < 100 + 12 * 3600:
@@ -55,7 +57,9 @@ def test_the_pace_falls_with_the_silence(pacer: Pacer, clock: Clock) -> None:
     assert messages < 12 * 3600 / LONGEST_S + 2000
 
 
-def test_quiet_ranks_are_no_silence(pacer: Pacer, clock: Clock) -> None:
+def test_idle_ranks_do_not_count_as_missing_acknowledgements(
+    pacer: Pacer, clock: Clock
+) -> None:
     pacer.sent()
     pacer.acknowledged()
     clock.now += 3600
@@ -71,7 +75,7 @@ def test_a_request_is_answered_once(pacer: Pacer) -> None:
     assert not pacer.next_is_complete()
 
 
-def test_who_has_answered_is_sent_everything_only_after_a_minute(
+def test_a_front_end_that_has_acknowledged_gets_the_whole_history_after_a_minute(
     pacer: Pacer, clock: Clock
 ) -> None:
     pacer.next_is_complete()
@@ -84,7 +88,7 @@ def test_who_has_answered_is_sent_everything_only_after_a_minute(
     assert pacer.next_is_complete()
 
 
-def test_in_silence_everything_is_repeated_ever_more_rarely(
+def test_without_acknowledgements_the_history_is_repeated_ever_more_rarely(
     pacer: Pacer, clock: Clock
 ) -> None:
     pacer.next_is_complete()

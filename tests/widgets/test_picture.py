@@ -32,7 +32,7 @@ def chart(html: str) -> ElementTree.Element:
     return ElementTree.fromstring(base64.b64decode(source[1]))
 
 
-def test_up_to_12_ranks_are_lines() -> None:
+def test_up_to_12_ranks_are_drawn_as_lines() -> None:
     html = picture(collector(12, [3.0, 2.0, 1.0]).snapshot(), "loss", name="still")
     assert html.startswith('<div class="still">')
     lines = chart(html).findall(f"{SVG}polyline")
@@ -42,7 +42,7 @@ def test_up_to_12_ranks_are_lines() -> None:
     assert html.count("<tr>") == 13
 
 
-def test_more_ranks_are_a_median_within_a_band() -> None:
+def test_more_ranks_are_drawn_as_a_median_within_a_band() -> None:
     svg = chart(picture(collector(13, [3.0, 2.0]).snapshot(), "loss"))
     assert len(svg.findall(f"{SVG}polyline")) == 1
     assert len(svg.findall(f"{SVG}polygon")) == 1
@@ -62,7 +62,7 @@ def test_a_long_run_keeps_its_spike() -> None:
     "values", [[1.0], [2.0, 2.0], [math.nan], [math.inf, 1.0], [-1.0, 0.0], [1e-300]]
 )
 @pytest.mark.parametrize("log", [False, True])
-def test_awkward_values_draw(values: list[float], log: bool) -> None:
+def test_extreme_values_can_be_drawn(values: list[float], log: bool) -> None:
     for ranks in (1, 13):
         svg = chart(picture(collector(ranks, values).snapshot(), "loss", log=log))
         assert "nan" not in ElementTree.tostring(svg, encoding="unicode")
@@ -75,6 +75,6 @@ def test_names_are_escaped() -> None:
     assert chart(html).find(f"{SVG}text") is not None
 
 
-def test_an_unknown_metric_shows_another_and_nothing_says_so() -> None:
+def test_an_unknown_metric_is_replaced_by_another() -> None:
     assert "loss of 1 ranks" in picture(collector(1, [1.0]).snapshot(), "accuracy")
     assert "Nothing was logged" in picture(Collector().snapshot(), "loss")

@@ -7,14 +7,14 @@ import pytest
 from nbdist.widgets.table import Table, bytes_text, seconds_text
 
 
-def test_text_is_aligned_and_ends_with_the_caption():
+def test_the_text_is_aligned_and_ends_with_the_caption():
     table = Table(["rank", "state"], [[0, "idle"], [10, None]], "two ranks")
     assert repr(table).splitlines() == [
         "rank  state", "----  -----", "0     idle", "10", "two ranks",
     ]  # fmt: skip
 
 
-def test_html_escapes_what_users_have_named():
+def test_names_of_users_are_escaped_in_html():
     shown = Table(["<h>"], [["<script>"]], "a & b")._repr_html_()
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
@@ -30,7 +30,7 @@ def test_a_table_without_rows_still_has_its_header():
     ("size", "text"),
     [(None, ""), (0, "0 MiB"), (3 * 2**20, "3 MiB"), (2**30, "1.00 GiB")],
 )
-def test_bytes(size: int | None, text: str):
+def test_bytes_are_shown_in_units(size: int | None, text: str):
     assert bytes_text(size) == text
 
 
@@ -38,5 +38,5 @@ def test_bytes(size: int | None, text: str):
     ("seconds", "text"),
     [(None, ""), (0.04, "0.0 s"), (61, "1 min 01 s"), (7300, "2 h 01 min")],
 )
-def test_seconds(seconds: float | None, text: str):
+def test_seconds_are_shown_in_units(seconds: float | None, text: str):
     assert seconds_text(seconds) == text
