@@ -72,7 +72,7 @@ TRAIN = "state = make_state(); result = train(state)"
 
 
 def prepare(cluster: Cluster, folder: Path) -> None:
-    """Define the training on every rank. Each event happens once, on one rank."""
+    """Define the training on every rank. Each of its events happens once."""
     cluster.execute(SETUP)
     cluster.push(folder=str(folder))
 
@@ -83,7 +83,7 @@ def weights(cluster: Cluster) -> list[Any]:
 
 
 def assert_trained(cluster: Cluster, reference: Any) -> None:
-    """Check the weights against an undisturbed training, and that no sample is missing.
+    """Check that the weights equal an undisturbed training's and no sample is missing.
 
     In a world of another size, sums over ranks may round differently.
     """

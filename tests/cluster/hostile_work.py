@@ -1,8 +1,8 @@
-"""What a cluster does in each hostile environment: a program of its own.
+"""A program that uses a cluster in a hostile environment.
 
     python -m tests.cluster.hostile_work [clock | full]
 
-It prints "works" at the end; see test_hostile_environment.py.
+It prints "works" at the end. test_hostile_environment.py runs it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(during: str) -> None:
 
 
 def compute(cluster: Cluster) -> None:
-    """A cell with a collective, a small value and one that travels in a file."""
+    """Run a collective, and copy a small value and a value that is sent in a file."""
     result = cluster.execute(REDUCE + "\nprint('sum', int(x[0]))", timeout_s=60)
     assert [result[rank].stdout for rank in range(2)] == ["sum 3\n"] * 2, result
     cluster.push(small=[1, 2], large=b"x" * 3_000_000)
@@ -56,7 +56,7 @@ def compute(cluster: Cluster) -> None:
 
 
 def nothing(cluster: Cluster, times: int) -> None:
-    """The environment is as it was at the start."""
+    """Leave the environment as it is."""
 
 
 def fill_the_disk(cluster: Cluster, times: int) -> None:
@@ -88,7 +88,7 @@ def take_all_space() -> None:
 
 
 def move_the_clock(cluster: Cluster, times: int) -> None:
-    """Let the wall clock jump by some hours, while a rank waits in a collective."""
+    """Move the wall clock by some hours while a rank waits in a collective."""
 
     def jump() -> None:
         waits = threading.Event()
@@ -111,7 +111,7 @@ def move_the_clock(cluster: Cluster, times: int) -> None:
 
 
 def set_clock(offset_s: float) -> None:
-    """The offset that the preloaded library adds to the wall clock of all processes."""
+    """Set the offset that the preloaded library adds to every process's wall clock."""
     with open(os.environ["FAKE_CLOCK"], "r+b") as file:  # it is mapped: never shorter
         file.write(struct.pack("d", offset_s))
 

@@ -1,8 +1,8 @@
-"""Starts and stops clusters by magics, as a notebook does: a program of its own.
+"""A program that starts and stops clusters by magics, as a notebook does.
 
     python -m tests.cluster.leak_work TIMES
 
-After each stop it prints a line of JSON: what this process has then.
+After each stop it prints a line of JSON with the resources of this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CELL = "x = torch.ones(3); dist.all_reduce(x); nbdist.log(x=x[0]); print('sum')"
 
 
 def main(times: int) -> None:
-    """Start, use and stop a cluster; a new one each time."""
+    """Start, use and stop clusters, one after another."""
     shell = InteractiveShell.instance()
     shell.extension_manager.load_extension("nbdist")
     shell.user_ns["large"] = b"x" * 2_000_000
@@ -35,7 +35,7 @@ def main(times: int) -> None:
 
 
 def live(shell: InteractiveShell) -> Path:
-    """One cluster's life; its folder in memory."""
+    """Start, use and stop one cluster. Returns its folder in memory."""
     shell.run_line_magic("dist_start", "-n 2 --device cpu")
     magics = shell.magics_manager.registry["DistMagics"]
     run_dir = magics.session.cluster._live().run_dir
@@ -48,7 +48,7 @@ def live(shell: InteractiveShell) -> Path:
 
 
 def inventory(memory: Path) -> dict[str, object]:
-    """What there is of this process, and of the cluster that it has stopped."""
+    """The resources of this process, and the files of the stopped cluster."""
     this = psutil.Process()
     below = {*this.children(recursive=True)} - {fork_server()}
     return {

@@ -1,4 +1,4 @@
-"""The state of a process that a child inherits: functions that run on a rank."""
+"""Functions that describe the inherited state of a process. They run on ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = [
 
 
 def state() -> dict[str, Any]:
-    """Everything that two ranks of one program, started alike, have in common."""
+    """The inherited state that must be equal on two ranks of one program."""
     import asyncio
     import atexit
     import faulthandler
@@ -103,13 +103,13 @@ def open_files() -> dict[int, str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # that of the listing
+        except FileNotFoundError:  # the descriptor of the listing
             continue
     return found
 
 
 def random_states() -> tuple[object, ...]:
-    """A draw from each generator that a process has from its beginning."""
+    """A number from each unseeded random generator."""
     import multiprocessing
     import random
 
@@ -125,7 +125,7 @@ def random_states() -> tuple[object, ...]:
 
 
 def seeded_draws() -> tuple[object, ...]:
-    """The same from generators that were seeded."""
+    """A number from each seeded random generator."""
     import random
 
     import numpy as np
@@ -138,7 +138,7 @@ def seeded_draws() -> tuple[object, ...]:
 
 
 def threads_of_pools() -> tuple[int, int, int, list[int]]:
-    """torch's threads, also as a thread sees them, OpenMP's, and OpenBLAS's."""
+    """Threads of torch, here and in a new thread, of OpenMP and of OpenBLAS."""
     import threading
 
     import threadpoolctl

@@ -1,4 +1,4 @@
-"""What a call knows of its ranks. No ranks needed."""
+"""The elastic run in which a call has lost its ranks, with simulated ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN = ElasticCall("train", max_restarts=1, min_ranks=1, max_ranks=None, timeout_
 
 
 class Client:
-    """Keeps what is sent, and lets a test answer for the ranks."""
+    """Keeps the requests, and lets a test answer for the ranks."""
 
     def __init__(self) -> None:
         self.exchanges: dict[str, Exchange] = {}

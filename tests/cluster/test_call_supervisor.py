@@ -1,4 +1,4 @@
-"""A rank is released from a collective if a rank is missing that will not come."""
+"""A rank is released from a collective that another rank will not enter."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_rank_whose_peer_has_ended_is_released(ranks: Ranks) -> None:
 
 
 def test_a_rank_has_time_to_leave_a_collective_after_its_peer(ranks: Ranks) -> None:
-    """However long the two have been in it."""
+    """The time both ranks have spent in the collective before does not count."""
     ranks.look(10)
     ranks.busy = {1}
     ranks.look(STEADY_S - PROBE_S)

@@ -1,4 +1,4 @@
-"""Cells on four ranks: what they may hold, print, show and raise."""
+"""The code, output, displays and errors of cells on four ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fail(cluster: Cluster, code: str, **options: object) -> CellError:
     return failed.value
 
 
-# -- what a cell may hold ------------------------------------------------------------
+# -- code ----------------------------------------------------------------------------
 
 
 def test_the_names_of_every_cell_are_defined(cluster: Cluster):
@@ -238,7 +238,7 @@ def test_a_stream_that_a_cell_has_closed_does_not_delay_the_reply(cluster: Clust
     assert stdout(again) == ["here again\n"] * 4
 
 
-# -- what it prints ------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------
 
 
 def test_ten_thousand_lines_of_each_rank_arrive_complete_and_in_order(cluster: Cluster):
@@ -385,7 +385,7 @@ def test_the_file_of_long_output_stays_while_a_thread_prints(cluster: Cluster):
         assert sum(1 for _ in spill) >= 299_999
 
 
-# -- what it shows -------------------------------------------------------------------
+# -- displays ------------------------------------------------------------------------
 
 
 def test_rich_output_arrives(cluster: Cluster):
@@ -411,7 +411,7 @@ def test_a_figure_arrives(cluster: Cluster):
         assert any("image/png" in bundle for bundle in result[rank].outputs)
 
 
-# -- what it raises ------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------
 
 
 def test_a_failure_on_some_ranks_keeps_the_others_results(cluster: Cluster):
@@ -599,7 +599,7 @@ def test_a_timeout_must_be_above_zero(cluster: Cluster, seconds: float):
 
 
 class Outcomes(Quiet):
-    """Remembers how each rank's part has ended."""
+    """Keeps the outcome of each rank."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, str] = {}

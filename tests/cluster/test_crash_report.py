@@ -1,4 +1,4 @@
-"""Reading what faulthandler has written of a rank's crash."""
+"""The report of faulthandler about a rank's crash is read."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def cluster(_elastic_cluster: Cluster, notes: list[str], tmp_path: Path) -> Cluster:
-    """Four ranks that know how to train."""
+    """Four ranks with the training defined."""
     _elastic_cluster.scale(4, drop=True)
     _elastic_cluster.on_note = notes.append
     prepare(_elastic_cluster, tmp_path)
@@ -176,7 +176,7 @@ def count(state):
 def test_a_request_from_another_thread_does_not_end_the_run(
     cluster: Cluster, reference: Any
 ) -> None:
-    """A look from another thread, which waits for its ranks, while a rank dies."""
+    """The request comes from another thread, and waits for its ranks while one dies."""
     cluster.execute("if rank == 1: events = [(9, 'forward', die)]")
     over = threading.Event()
     refused: list[UsageError] = []

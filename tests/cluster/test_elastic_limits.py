@@ -1,4 +1,4 @@
-"""Where an elastic run cannot simply go on: it says so, and leaves all in order."""
+"""An elastic run that cannot continue raises, and its ranks work afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _limited_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(_limited_cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
-    """Three ranks that know how to train; whatever happens, they work afterwards."""
+    """Three ranks with the training defined, which must work after each test."""
     _limited_cluster.scale(3, drop=True)
     _limited_cluster.on_note = lambda _note: None
     prepare(_limited_cluster, tmp_path)
@@ -102,7 +102,7 @@ def test_a_newcomer_skips_the_runs_that_have_ended(cluster: Cluster) -> None:
 def test_a_newcomer_knows_what_to_join_before_its_cell_begins(
     cluster: Cluster,
 ) -> None:
-    """They come on two channels, of which one may be slow."""
+    """The run to join and the cell come on two channels, of which one may be slow."""
     cluster.execute(
         "import time\n"
         "import nbdist.engine.elastic as _elastic\n"
@@ -119,7 +119,7 @@ def test_a_newcomer_knows_what_to_join_before_its_cell_begins(
 
 def test_two_ranks_that_die_at_once_are_replaced(cluster: Cluster) -> None:
     cluster.execute("if rank > 0: events = [(5, 'commit', die)]")
-    # Each rank that is to die has a name of its own for it.
+    # An event happens once, by its name: each rank that dies needs another name.
     cluster.execute("die.__name__ = f'die{rank}'")
     cluster.execute(TRAIN, timeout_s=60)
     assert cluster["result"] == [STEPS] * 3
@@ -152,7 +152,7 @@ def test_a_resize_beyond_the_limits_is_refused_at_once(cluster: Cluster) -> None
 
 
 def test_an_interrupt_during_a_recovery_is_delivered_after_it(cluster: Cluster) -> None:
-    """As Jupyter's button does: SIGINT to the process that waits for the cell."""
+    """Jupyter's button sends SIGINT to the process that waits for the cell."""
     before = [info.pid for info in cluster.ranks]
     begun = threading.Event()
 

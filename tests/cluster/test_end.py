@@ -1,4 +1,4 @@
-"""Ends: however a cluster or its notebook ends, nothing of it is left in 10 seconds."""
+"""However a cluster or its notebook ends, nothing of it is left after 10 seconds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENDINGS = {
 
 
 def run_dir_of(program: Program) -> Path:
-    """The folder of a program's cluster, once that is up."""
+    """The run folder of a program's cluster, once the cluster is up."""
     run_dir = Path(program.line())
     assert run_dir.is_dir()
     return run_dir
@@ -71,7 +71,7 @@ def test_nothing_is_left_when_the_notebook_is_killed(work: str):
 
 
 def test_nothing_is_left_when_a_notebook_with_a_forked_child_is_killed():
-    """The child holds open what the notebook had open, and lives as it likes."""
+    """The child inherits the notebook's descriptors and continues to run."""
     fork = "child = os.fork()\nchild and print(child, flush=True)\ntime.sleep(100)"
     with Program(START + fork) as program:
         run_dir = run_dir_of(program)

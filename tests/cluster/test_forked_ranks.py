@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process: like others, and gone when they should be."""
+"""Forked ranks have the state of started ranks, and end with their cluster."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def alone(two: Cluster) -> Iterator[Cluster]:
 # -- what a rank has ---------------------------------------------------------------
 
 
-def test_a_forked_rank_has_what_one_has_that_was_started_alone(
+def test_a_forked_rank_has_the_same_state_as_a_started_rank(
     two: Cluster, alone: Cluster
 ) -> None:
     forked, plain = two.run(state)[0], alone.run(state)[0]
@@ -103,7 +103,7 @@ def test_a_forked_rank_has_what_one_has_that_was_started_alone(
     assert different == {}
 
 
-def test_a_forked_rank_takes_over_folder_mask_limits_and_cores(
+def test_a_forked_rank_has_the_folder_umask_limits_and_cores_of_its_parent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import resource
@@ -129,11 +129,11 @@ def test_a_forked_rank_takes_over_folder_mask_limits_and_cores(
 
 
 def kinds(opened: dict[int, str]) -> set[str]:
-    """What is open, without the names of one process."""
+    """The targets of open descriptors, without numbers and names of the process."""
     return {re.sub(r"/nbdist-\w+|\d+", "", target) for target in opened.values()}
 
 
-def test_no_descriptor_of_the_servers_is_open_in_a_rank(
+def test_no_descriptor_of_the_fork_server_is_open_in_a_rank(
     two: Cluster, alone: Cluster
 ) -> None:
     host = rank_host(two).pid
@@ -147,7 +147,7 @@ def test_no_descriptor_of_the_servers_is_open_in_a_rank(
     assert kinds(forked) == kinds(plain)
 
 
-def test_a_rank_has_its_descriptors_under_the_parents_numbers() -> None:
+def test_a_rank_has_its_descriptors_at_the_numbers_of_its_parent() -> None:
     program = (
         "import os\n"
         "from nbdist.ipc.fork_server import _renumber\n"
@@ -177,23 +177,25 @@ def test_random_states_differ_unless_seeded(two: Cluster) -> None:
     assert [str(each) for each in two.run(seeded_draws)] == [plain.stdout.strip()] * 2
 
 
-def test_thread_pools_have_the_ranks_size(two: Cluster, alone: Cluster) -> None:
+def test_thread_pools_have_the_number_of_threads_of_the_rank(
+    two: Cluster, alone: Cluster
+) -> None:
     assert two.run(threads_of_pools) == [(2, 2, 2, [2])] * 2
     assert alone.run(threads_of_pools) == [(2, 2, 2, [2])] * 2
 
 
-def test_the_hash_seed_is_one_for_all_ranks(two: Cluster, alone: Cluster) -> None:
+def test_all_ranks_have_the_same_hash_seed(two: Cluster, alone: Cluster) -> None:
     hashes = [*two.run(hash, "a text"), *alone.run(hash, "a text")]
     assert len(set(hashes)) == 1
 
 
-def test_locks_of_the_servers_are_free(two: Cluster) -> None:
-    """No thread runs where ranks are forked, so that none can hold a lock."""
+def test_no_lock_is_held_in_a_forked_rank(two: Cluster) -> None:
+    """The processes that fork have one thread, so that no other can hold a lock."""
     for pid in (rank_host(two).pid, server_pid()):
         assert os.listdir(f"/proc/{pid}/task") == [str(pid)]
 
 
-def test_ps_shows_which_rank_a_process_is(two: Cluster, alone: Cluster) -> None:
+def test_ps_shows_the_rank_of_a_process(two: Cluster, alone: Cluster) -> None:
     for cluster in (two, alone):
         for info in cluster.infos:
             process = psutil.Process(info.pid)
@@ -206,7 +208,7 @@ def test_ps_shows_which_rank_a_process_is(two: Cluster, alone: Cluster) -> None:
 # -- what works in a rank ----------------------------------------------------------
 
 
-def test_workers_of_a_data_loader(two: Cluster) -> None:
+def test_workers_of_a_data_loader_run_in_a_forked_rank(two: Cluster) -> None:
     for context in ("fork", "spawn", "forkserver"):
         two.execute(
             f"""
@@ -220,7 +222,7 @@ def test_workers_of_a_data_loader(two: Cluster) -> None:
         )
 
 
-def test_mp_spawn(two: Cluster, tmp_path: Path) -> None:
+def test_mp_spawn_runs_in_a_forked_rank(two: Cluster, tmp_path: Path) -> None:
     (tmp_path / "spawned_work.py").write_text(
         "import os\ndef work(index, folder):\n"
         "    open(os.path.join(folder, f'{os.getpid()}.{index}'), 'w').close()\n"
@@ -236,7 +238,7 @@ def test_mp_spawn(two: Cluster, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_openmp_mkl_and_openblas_compute(two: Cluster) -> None:
+def test_openmp_mkl_and_openblas_run_in_a_forked_rank(two: Cluster) -> None:
     two.execute(
         "import numpy as np\n"
         "a = torch.rand(600, 600)\n"
@@ -249,7 +251,7 @@ def test_openmp_mkl_and_openblas_compute(two: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_torch_compile(two: Cluster) -> None:
+def test_torch_compile_runs_in_a_forked_rank(two: Cluster) -> None:
     two.execute(
         "f = torch.compile(lambda x: (x * 2 + 1).sum())\n"
         "assert float(f(torch.ones(1000))) == 3000",
@@ -271,7 +273,7 @@ print(cluster.infos[0].pid, flush=True)
 
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
-def test_nothing_is_left_of_a_program(ending: str) -> None:
+def test_nothing_is_left_after_the_end_of_a_program(ending: str) -> None:
     rest = "sys.stdin.readline(); cluster.stop(); print('over', flush=True)\n"
     with Program(START + rest + "time.sleep(100)") as program:
         run_dir = Path(program.line())
@@ -293,7 +295,7 @@ def test_nothing_is_left_of_a_program(ending: str) -> None:
         whole.assert_gone()
 
 
-def test_the_end_of_a_rank_is_told_with_its_code() -> None:
+def test_the_exit_code_of_a_forked_rank_is_reported() -> None:
     with (
         Cluster(2, device="cpu", on_failure="stop") as cluster,
         pytest.raises(CellError, match="exit code 7"),
@@ -321,7 +323,7 @@ def test_replaced_and_added_ranks_are_forked() -> None:
         assert started(cluster) == [FORKED] * 3
 
 
-def test_kill_9_of_the_rank_host_ends_all_ranks(two: Cluster) -> None:
+def test_killing_the_rank_host_ends_all_ranks(two: Cluster) -> None:
     with Cluster(2, device="cpu", threads=1) as cluster:
         cluster.execute("import subprocess; subprocess.Popen(['sleep', '1000'])")
         host = rank_host(cluster)
@@ -333,7 +335,7 @@ def test_kill_9_of_the_rank_host_ends_all_ranks(two: Cluster) -> None:
         assert started(cluster) == [FORKED] * 2
 
 
-def test_kill_9_of_the_fork_server_costs_no_rank() -> None:
+def test_killing_the_fork_server_ends_no_rank() -> None:
     with Cluster(2, device="cpu", threads=1) as cluster:
         before = server_pid()
         os.kill(before, signal.SIGKILL)
@@ -363,7 +365,7 @@ def test_a_rank_host_that_is_killed_during_a_start_is_named() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after", "importing"])
-def test_a_stopped_fork_server_delays_no_start(when: str) -> None:
+def test_a_stopped_fork_server_does_not_delay_a_start(when: str) -> None:
     if when == "importing":
         fork_server_client.close()
         fork_server_client.prepare(os.environ)
@@ -399,7 +401,7 @@ def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "is_ready", [True, pytest.param(False, marks=pytest.mark.not_forked)]
 )
-def test_a_fork_server_that_is_killed_during_a_start_costs_no_rank(
+def test_killing_the_fork_server_during_a_start_ends_no_rank(
     is_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork_server_client.close()
@@ -420,7 +422,7 @@ def test_a_fork_server_that_is_killed_during_a_start_costs_no_rank(
         cluster.execute(SUM)
         ways = started(cluster)
     if is_ready:
-        assert ways == [FORKED] * 2, "the rank host was there"
+        assert ways == [FORKED] * 2, "the rank host had started"
     else:
         assert all("the fork server" in way for way in ways)
         with Cluster(1, device="cpu") as another:
@@ -466,7 +468,7 @@ def module(folder: Path, name: str, text: str) -> None:
     (folder / f"{name}.py").write_text(textwrap.dedent(text))
 
 
-def test_a_preloaded_package_that_changes_is_seen(
+def test_a_preloaded_package_that_has_changed_is_loaded_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     name = f"preloaded_{random.randrange(10**9)}"
@@ -488,7 +490,7 @@ def test_a_preloaded_package_that_changes_is_seen(
 
 
 @pytest.mark.not_forked
-def test_a_sitecustomize_of_the_users_runs_in_each_rank(
+def test_a_sitecustomize_of_the_user_runs_in_each_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module(
@@ -507,7 +509,7 @@ def test_a_sitecustomize_of_the_users_runs_in_each_rank(
 
 
 @pytest.mark.not_forked
-def test_a_users_module_of_a_preloaded_name_is_not_replaced(
+def test_a_module_of_the_user_is_not_replaced_by_a_preloaded_module(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import decorator  # ipyparallel imports it
@@ -530,7 +532,7 @@ def test_a_users_module_of_a_preloaded_name_is_not_replaced(
         ("import os\nos._exit(3)\n", "the fork server has ended with exit code 3"),
     ],
 )  # fmt: skip
-def test_a_preload_that_cannot_be_forked(
+def test_ranks_are_started_if_a_preload_prevents_the_fork(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, why: str
 ) -> None:
     name = f"preloaded_{random.randrange(10**9)}"
@@ -549,7 +551,7 @@ def test_a_preload_that_cannot_be_forked(
         session.stop()
 
 
-def test_a_cluster_whose_folder_has_a_long_path(
+def test_ranks_are_forked_in_a_folder_with_a_long_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / ("x" * 120)
@@ -560,7 +562,7 @@ def test_a_cluster_whose_folder_has_a_long_path(
         assert ClusterProcesses.of(cluster).run_dir.is_relative_to(folder)
 
 
-def test_the_status_says_how_many_ranks_were_forked(
+def test_the_status_shows_how_many_ranks_were_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     session = Session()
@@ -576,7 +578,7 @@ def test_the_status_says_how_many_ranks_were_forked(
             session.stop()
 
 
-def test_another_environment_has_another_server(
+def test_another_environment_has_another_fork_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Cluster(1, device="cpu") as cluster:
@@ -587,13 +589,13 @@ def test_another_environment_has_another_server(
         cluster.execute(SUM)
         assert before.is_running(), "it collects the rank host's exit"
     wait_until(lambda: not before.is_running(), 5)
-    assert not psutil.pid_exists(before.pid), "it is no zombie"
+    assert not psutil.pid_exists(before.pid), "it is a zombie"
 
 
-def test_a_server_that_was_prepared_serves_outside_a_virtual_environment(
+def test_a_prepared_fork_server_serves_outside_a_virtual_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The launcher adds the path of its MPI library to the ranks' environment there."""
+    """The launcher adds the path of its MPI library to the ranks' environment."""
     monkeypatch.setattr(sys, "base_prefix", sys.prefix)
     assert "LD_LIBRARY_PATH" in library_of_wheel()
     # It would outlast the test: rank-only names raise in a notebook's process.
@@ -606,7 +608,7 @@ def test_a_server_that_was_prepared_serves_outside_a_virtual_environment(
 
 
 @pytest.mark.skipif(MPICH is None, reason="no MPICH is installed")
-def test_clusters_with_a_mpi_of_the_system_have_one_server() -> None:
+def test_clusters_with_the_mpi_of_the_system_have_one_fork_server() -> None:
     servers = []
     for _ in range(2):
         with Cluster(1, device="cpu", mpiexec=MPICH) as cluster:
@@ -616,7 +618,7 @@ def test_clusters_with_a_mpi_of_the_system_have_one_server() -> None:
     assert servers[0] == servers[1]
 
 
-def test_a_server_ends_with_its_program_while_it_imports() -> None:
+def test_a_fork_server_ends_with_its_program_during_its_imports() -> None:
     begin = (
         "import os, time\n"
         "from nbdist.cluster import fork_server_client as client\n"

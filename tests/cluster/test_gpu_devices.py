@@ -67,7 +67,7 @@ def test_a_joined_rank_of_horovod_takes_part_on_its_own_gpu(cluster: Cluster) ->
 
 
 def test_a_release_creates_no_nccl_communicator(cluster: Cluster) -> None:
-    """Otherwise the renewal would destroy the user's process groups."""
+    """With one, the renewal would destroy the user's process groups."""
     cluster.execute("import torch.distributed as dist; own = dist.new_group()")
     with pytest.raises(CellTimeout):
         cluster.execute(

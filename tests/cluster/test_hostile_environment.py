@@ -1,7 +1,7 @@
-"""In an environment that lacks something, a cluster works or says what is missing.
+"""In an environment that lacks something, a cluster works or its error names it.
 
-Each case is a program of its own (hostile_work.py) with its own mount points, limits
-and variables. Mount points need root.
+Each case runs hostile_work.py with its own mount points, limits and variables. Mount
+points need root.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ mount --rbind $dev /dev && cd / && ! test -e /dev/shm
 
 
 def full(folder: str) -> tuple[str, ...]:
-    """Shell commands that have a folder be a file system without room."""
+    """Shell commands that mount a full file system over a folder."""
     return cover(folder, SMALL), FULL.format(folder)
 
 
 @functools.cache
 def why_no_mounts() -> str:
-    """Why this process cannot have mount points of its own; "" if it can."""
+    """Why this process cannot make mount points; "" if it can."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return "needs root and unshare"
     tried = subprocess.run(
@@ -62,8 +62,8 @@ def why_no_mounts() -> str:
 def cover(folder: str, option: str) -> str:
     """Shell commands that mount an empty file system over a folder.
 
-    What the work needs of this repository, of the virtual environment and of Python is
-    there afterwards, where it lies in that folder.
+    If this repository, the virtual environment or Python lie in the folder, they stay
+    visible.
     """
     needed = {
         path.resolve()
@@ -91,13 +91,13 @@ def work(
     descriptors: int | None = None,
     folder: str | Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run hostile_work.py; what it printed.
+    """Run hostile_work.py. Returns its output.
 
     Args:
         mounts: shell commands that run first, in a mount namespace.
         environment: variables; None removes one.
         descriptors: as for `ulimit -n`.
-        folder: to work in.
+        folder: its working folder.
     """
     command = [*WORK, *arguments]
     if mounts:
@@ -134,7 +134,7 @@ def test_tmp_becomes_full() -> None:
 
 
 def test_tmp_is_full_at_the_start() -> None:
-    # Else Python's tempfile goes to /var/tmp.
+    # Otherwise Python's tempfile uses /var/tmp.
     assert_works(work(mounts=(*full("/tmp"), *full("/var/tmp"))))
 
 
@@ -187,7 +187,7 @@ def clock(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_clock_that_jumps_does_not_change_a_wait(clock: dict[str, str]) -> None:
-    """An hour forth, then three hours back, each time while a rank waits."""
+    """It jumps one hour forward, then three hours back, while a rank waits."""
     assert_works(work("clock", environment=clock))
 
 

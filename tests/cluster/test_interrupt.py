@@ -1,4 +1,4 @@
-"""The interrupt button: wherever the ranks are, the cell ends and the next one runs."""
+"""An interrupt ends a cell wherever its ranks are, and the next cell runs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_twenty_times_in_a_row(cluster: Cluster, name: str):
 def test_an_interrupt_at_any_moment_of_a_cell_is_delivered(
     cluster: Cluster, code: str, step_s: float
 ):
-    """Also before a rank has begun, and after it has ended; none is lost or late."""
+    """Also before a rank has begun and after it has ended. None is lost or late."""
     for number in range(40):
         after_s = number * step_s
         timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
@@ -128,7 +128,7 @@ def test_an_interrupt_at_any_moment_of_a_cell_is_delivered(
         try:
             timer.start()
             cluster.execute(code)
-        except KeyboardInterrupt:  # what is pressed before the cell begins is Python's
+        except KeyboardInterrupt:  # Python raises it if the cell has not begun
             pass
         timer.join()
         assert time.monotonic() - begin < WITHIN_S
@@ -157,7 +157,7 @@ def test_a_release_after_the_end_of_the_cell_has_no_effect(
 
 
 def doing(cluster: Cluster) -> list[str | None]:
-    """What each rank works on; None for an idle one."""
+    """The request of each rank; None for an idle rank."""
     return [None if s is None else s["what"] for s in cluster.status().values()]
 
 
@@ -282,7 +282,7 @@ signal.signal(signal.SIGUSR1, handle)
 
 
 def test_a_signal_handler_of_a_cell_raises_in_user_code_only(cluster: Cluster):
-    """As torch's for SIGCHLD does, when a loader's worker dies between two cells."""
+    """torch's handler of SIGCHLD raises if a loader's worker dies between two cells."""
     cluster.execute(HANDLES)
     try:
         for info in cluster.ranks:

@@ -1,4 +1,4 @@
-"""The notebook's end of the messages, with a controller and without ranks."""
+"""The notebook's client, with a controller and without ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHIN_S = 30.0
 
 
 def started(run_dir: Path) -> subprocess.Popen[bytes]:
-    """A controller that has written its files."""
+    """Start a controller, and wait until it has written its files."""
     run_dir.mkdir(mode=0o700)
     controller = subprocess.Popen(
         [sys.executable, "-m", "nbdist.cluster.ipcontroller", str(run_dir)]
@@ -44,7 +44,7 @@ def controller(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_connection_file_appears_complete(tmp_path: Path) -> None:
-    """A rank that waits for it reads it at once."""
+    """A rank that waits for the file reads it at once."""
     path = tmp_path / "ipcontroller-engine.json"
     path.write_text("what another reader has open")
     app = SimpleNamespace(profile_dir=SimpleNamespace(security_dir=str(tmp_path)))
@@ -57,7 +57,7 @@ def test_a_connection_file_appears_complete(tmp_path: Path) -> None:
 
 
 def events() -> int:
-    """The number of eventfds of this process; each of zmq's sockets has one."""
+    """The number of eventfds of this process. Each socket of zmq has one."""
     paths = Path("/proc/self/fd").iterdir()
     return sum(p.is_symlink() and "eventfd" in os.readlink(p) for p in paths)
 

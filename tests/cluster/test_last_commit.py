@@ -1,4 +1,4 @@
-"""A commit's files go from a cluster that ends to the next one. No ranks needed."""
+"""The files of a commit pass from a cluster to the next one. No ranks needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clusters:
         self._folder = folder
 
     def begin(self) -> Path:
-        """A new cluster's run folder."""
+        """Make the folders of a new cluster. Returns its run folder."""
         run_dir = Path(tempfile.mkdtemp(dir=self._folder))
         private_files.make_memory_folder(run_dir, private_files.new_memory_folder())
         private_files.make_commit_folders(run_dir)

@@ -17,7 +17,7 @@ EACH_WITHIN_S = 60.0
 
 
 def after_each_stop(times: int, temporary: Path) -> list[dict[str, Any]]:
-    """The counts of leak_work.py."""
+    """The counts that leak_work.py prints after each stop."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.cluster.leak_work", str(times)],
         env={**os.environ, "TMPDIR": str(temporary)},

@@ -71,7 +71,7 @@ def test_a_script_does_not_end_the_groups_of_the_cells(cluster: Cluster, tmp_pat
     assert_whole(cluster)
 
 
-# -- groups that only some ranks have made, or ended -----------------------------------
+# -- groups that only some ranks have made or destroyed --------------------------------
 
 
 @pytest.mark.parametrize("backend", ["nbdist", "gloo"])

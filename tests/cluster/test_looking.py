@@ -20,7 +20,7 @@ DEADLINE_S = 10.0
 
 
 class Begun(Quiet):
-    """An observer that knows when every rank has printed."""
+    """An observer that sets `event` when every rank has printed."""
 
     def __init__(self, ranks: int) -> None:
         self._left = ranks
@@ -35,7 +35,7 @@ class Begun(Quiet):
 
 @contextmanager
 def running(cluster: Cluster, code: str, ranks: list[int]) -> Iterator[None]:
-    """The cell runs in another thread; it is interrupted at the end."""
+    """Run the cell in another thread, and interrupt it at the end of the block."""
     begun = Begun(len(ranks))
 
     def run() -> None:

@@ -1,5 +1,5 @@
-"""Deaths that a single replacement does not mend: of all ranks, of helper processes,
-and of ranks while the others change the world."""
+"""Deaths that one replacement does not repair: of all ranks, of helper processes, and
+of ranks while the others change the world."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def cluster(_lasting: Cluster, notes: list[str]) -> Cluster:
-    """Three ranks, whatever the test before has done to them."""
+    """Three ranks, started again if an earlier test has ended them."""
     running = _lasting
     running.repair()
     if running.size != 3:
@@ -61,7 +61,7 @@ def cluster(_lasting: Cluster, notes: list[str]) -> Cluster:
 
 @pytest.fixture
 def setup_fails(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
-    """A setup cell fails while this file exists."""
+    """A file. A setup cell fails while it exists."""
     flag = tmp_path / "fails"
     code = (
         f"import os\nif os.path.exists({str(flag)!r}): raise ValueError('no data set')"
@@ -72,7 +72,7 @@ def setup_fails(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
 
 
 def helper_pid(cluster: Cluster, name: str) -> int:
-    """The process id of the process supervisor, the controller or mpiexec."""
+    """The pid of the process supervisor, the controller or mpiexec."""
     helper = ClusterProcesses.of(cluster).helper(name)
     assert helper is not None
     return helper.pid
@@ -263,7 +263,7 @@ def test_ranks_continue_after_the_death_of_a_rank_that_was_spawned_with_them(
     cluster: Cluster, notes: list[str]
 ) -> None:
     def strike(*ranks: int) -> float:
-        """Kill these ranks; the seconds until the others have replaced them."""
+        """Kill these ranks. Returns the seconds until they are replaced."""
         for rank in ranks:
             os.kill(cluster.infos[rank].pid, signal.SIGKILL)
         wait_until(lambda: cluster.died().keys() == set(ranks), 10)
@@ -284,7 +284,7 @@ def test_ranks_continue_after_the_death_of_a_rank_that_was_spawned_with_them(
 
 
 def test_no_process_maps_a_file_in_the_temporary_folder(cluster: Cluster) -> None:
-    """A page of it that is new when the disk is full would be a SIGBUS."""
+    """The first use of a page raises SIGBUS if the disk is full."""
     run_dir = cluster._live().run_dir
     if memory_folder(run_dir) == run_dir:
         pytest.skip("there is no room in /dev/shm")
@@ -343,7 +343,7 @@ def test_a_cluster_with_a_stopped_process_supervisor_can_be_stopped() -> None:
 
 
 def at_stage(cluster: Cluster, name: str, stage: str, act: Callable[[int], Any]) -> Any:
-    """Call `act(pid)` once a process of the cluster has come to a stage."""
+    """Call `act(pid)` once a process of the cluster has reached a stage."""
     assert cluster._started is not None
     path = cluster._started.process_supervisor.run_dir / f"{name}.stage"
 
@@ -381,7 +381,7 @@ def test_a_rank_dies_while_the_world_grows(
         cluster.scale(4)
     ended = time.monotonic()
     watcher.join()
-    # Nobody waits for a time-out: the longest is a replacement.
+    # No rank waits for a timeout. The longest step is a replacement.
     assert ended - times[0] < 20
     assert cluster.size == 3
     cluster.execute(SUM, timeout_s=DEADLINE_S)
@@ -402,7 +402,7 @@ def test_all_ranks_die_while_the_world_grows(cluster: Cluster) -> None:
 
 
 def _next(cluster: Cluster, generation: int) -> int:
-    """The generation that the next change will have."""
+    """The generation of the next change."""
     assert cluster._recovery is not None
     return max(generation, cluster._recovery._membership._generation + 1)
 
@@ -432,7 +432,7 @@ def test_another_rank_dies_during_a_recovery(
 def test_a_newcomer_that_does_not_start_is_abandoned(
     cluster: Cluster, notes: list[str]
 ) -> None:
-    """Two tries; then the others go on without it."""
+    """There are two attempts. Then the others continue without it."""
     assert cluster._started is not None
     run_dir = cluster._started.process_supervisor.run_dir
     seen = set(run_dir.glob("rank2-*.stage"))
@@ -482,7 +482,7 @@ def test_an_interrupted_recovery_is_resumed_by_the_next_cell(
 def test_survivors_that_cannot_rebuild_the_world_are_restarted_with_their_variables(
     cluster: Cluster, setup_fails: Path
 ) -> None:
-    """Rank 0 hangs in foreign code when the ranks are to meet; its agent answers."""
+    """Rank 0 hangs in C code during the change. Its control thread answers."""
     setup_fails.touch()
     hang = "import nbdist.engine.membership as m, threading\n"
     hang += "m._carry_out = lambda plan, attempt: threading.Event().wait()"

@@ -46,9 +46,9 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def cluster(_mortal_cluster: Cluster, notes: list[str]) -> Iterator[Cluster]:
-    """Four ranks, however many deaths the tests before have brought about.
+    """Four ranks, repaired if an earlier test has killed some.
 
-    None of their messages may have been refused in the end.
+    No message of theirs may have been refused.
     """
     running = _mortal_cluster
     running.scale(4, drop=True)
@@ -63,7 +63,7 @@ def pids(cluster: Cluster) -> list[int]:
 
 
 def kill(cluster: Cluster, rank: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Kill a rank's process, and wait until that is known."""
+    """Kill a rank's process, and wait until the cluster knows it."""
     os.kill(cluster.ranks[rank].pid, signum)
     with pytest.raises(CellError):
         cluster.execute("nbdist.barrier()", timeout_s=60)

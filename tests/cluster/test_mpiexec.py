@@ -1,4 +1,4 @@
-"""Which MPI launcher is taken, and which library of MPI the ranks load with it."""
+"""The MPI launcher that is used, and the MPI library that the ranks load with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process has ended first, and what is therefore said of ranks."""
+"""The first process that has ended is named as the cause of a rank's death."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if child == 0:
     print(os.getpid(), flush=True)
 signal.pause()
 """
-"""Prints the pid of its child, which ends when it does."""
+"""Prints the pid of its child, which ends with it."""
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "pidfd_open"), reason="needs Linux's process descriptors"
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Family:
-    """A process and its child, which ends when it does."""
+    """A process and its child, which ends with it."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -98,7 +98,7 @@ def test_a_process_that_is_not_watched_keeps_no_descriptor(
 
 
 class _NoMonitor:
-    """A monitor that is late with every death."""
+    """A monitor that notices no death."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -111,7 +111,7 @@ class _NoMonitor:
 def registry(
     families: list[Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RankRegistry]:
-    """Two ranks of an mpiexec, which is the first family. Nobody hears of deaths."""
+    """Two ranks of an mpiexec, which is the first family. No death is noticed."""
     monkeypatch.setattr(rank_registry, "ExitMonitor", _NoMonitor)
     mpiexec, *ranks = families
     started: Any = SimpleNamespace(
@@ -171,7 +171,7 @@ def test_ranks_that_end_before_mpiexec_have_their_own_exit(
 def test_ranks_that_end_after_mpiexec_name_mpiexec(
     families: list[Family], registry: RankRegistry
 ) -> None:
-    """Also where their ends are heard of before that of mpiexec."""
+    """Also if their ends are noticed before that of mpiexec."""
     mpiexec, *ranks = families
     ranks[1].kill()
     registry._on_death(1)

@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 @pytest.fixture
 def script(tmp_path: Path):
-    """Writes a script; its path."""
+    """A function that writes a script and returns its path."""
 
     def write(text: str, name: str = "train.py") -> Path:
         path = tmp_path / name
@@ -30,7 +30,7 @@ def script(tmp_path: Path):
 
 
 def assert_whole(cluster: Cluster) -> None:
-    """The ranks are as they were: one world, whose collectives work."""
+    """Check that all ranks are in one world whose collectives work."""
     cluster.execute("x = torch.ones(1); dist.all_reduce(x); assert x.item() == 4")
 
 

@@ -58,7 +58,7 @@ def _made(kind, *args):
 
 @contextmanager
 def pressed_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """Press the interrupt button when the condition holds; what follows ends soon."""
+    """Interrupt when the condition holds. The block must end soon after that."""
     at: list[float] = []
 
     def press() -> None:

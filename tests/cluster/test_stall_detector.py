@@ -1,4 +1,4 @@
-"""The notice under a cell without progress: where each rank is, and who waits."""
+"""The notice of a cell without progress: where each rank is, and which ranks wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbdist.wire import CollectiveCall, ProgressSnapshot
 
 
 class Notices(Quiet):
-    """Keeps the notices; interrupts the cell at the first, if that is wanted."""
+    """Keeps the notices. Interrupts the cell at the first one, if requested."""
 
     def __init__(self, interrupt: bool) -> None:
         self.texts: list[str] = []

@@ -1,4 +1,4 @@
-"""Starting: what comes up, what is refused, and what a failed start leaves behind."""
+"""Starts of clusters: refused options, progress, failures, and what failures leave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GONE_WITHIN_S = 10.0
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary folder in which, like below this process, nothing may be left."""
+    """A temporary folder. A test must leave no file in it and no child process."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -153,7 +153,7 @@ import os, sys, time
 if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
     {action}
 """
-# Found in the place of the real one, which it then loads.
+# A module `torch` that is found before the real one. It then loads the real one.
 TORCH = (
     BREAK
     + """
@@ -166,7 +166,7 @@ import torch
 
 @pytest.fixture
 def break_rank_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Has rank 1 do something, where it would load torch or else before all."""
+    """A function that makes rank 1 run code before it loads torch, or at its start."""
 
     def do(action: str, before_all: bool = False) -> None:
         folder = tmp_path / "site"
@@ -278,5 +278,5 @@ def test_the_first_cells_run_right_after_a_start(traces: Path):
 
 
 def test_ranks_register_without_a_file(cluster: Cluster):
-    """On a full disk, a file of the controller's would end a registration halfway."""
+    """On a full disk, the controller could not write a file for each registration."""
     assert list((cluster._live().run_dir / "log").iterdir()) == []

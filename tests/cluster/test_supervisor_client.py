@@ -1,4 +1,4 @@
-"""The folders of a process supervisor are removed, whoever ends and when."""
+"""The folders of a process supervisor are removed, whichever process ends first."""
 
 from __future__ import annotations
 

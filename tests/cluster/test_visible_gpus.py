@@ -32,7 +32,7 @@ class NoPermission(NVMLError):
 
 @dataclass
 class Card:
-    """A GPU of the machine; an exception is raised instead of the answer."""
+    """A GPU of the machine. A value that is an exception is raised."""
 
     uuid: str
     name: str = "Card"

@@ -1,4 +1,4 @@
-"""Workers run, report how they ended, and end with the notebook."""
+"""Workers run, report their ends, and end with the notebook."""
 
 from __future__ import annotations
 

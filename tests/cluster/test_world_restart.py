@@ -1,4 +1,4 @@
-"""A lost world is started again, and continues from its last commit."""
+"""A world that is lost is restarted, and continues from its last commit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.processes import wait_until
 
 
 def open_files() -> list[str]:
-    """The files that this process has open, also those that were removed."""
+    """The open files of this process, with those that were removed."""
     names = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself
@@ -149,7 +149,7 @@ def test_the_last_commit_outlives_the_death_of_all_ranks_at_once(
         assert note.endswith("steps continues from its commit")
         for process in processes:
             assert re.search(rf"pid {process.pid} .* SIGKILL", note)
-        # From the commit that was told last, or the one that was under way.
+        # From the last commit that was recorded, or the commit that was under way.
         assert committed.stat().st_size in (STEPS, STEPS - 1), (told, moment)
         assert told[0] < STEPS
 
@@ -235,7 +235,7 @@ def test_ranks_may_die_before_they_enter_the_run_again(
 def test_a_recovery_that_fails_while_only_a_newcomer_lives_keeps_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the run nor its commit is lost, although no rank is paused in it."""
+    """The run and its commit are kept, although no rank is paused in it."""
     recover = Recovery.recover
 
     def fail(recovery: Recovery, ask: Any = None) -> str:
