@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import contract
 import pytest
@@ -252,6 +253,36 @@ def memory_that_a_rank_cannot_open() -> None:
         COMM.Barrier()
     torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated() < 2 * size
+
+
+class Lying:
+    """An opened event that always gives one answer."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+
+    def query(self) -> bool:
+        return self.answer
+
+
+def events_that_lie(answer: bool) -> None:
+    """Events of another process that do not tell when its work is done are not used."""
+    torch.cuda.set_device(0)
+    honest = cuda_peers._open_handles
+
+    def open_lying(*arguments: Any) -> Any:
+        opened = honest(*arguments)
+        if RANK == 0:
+            return [(Lying(answer), Lying(answer)) for _ in opened or ()]
+        return opened
+
+    for opening in (open_lying, honest):
+        cuda_peers._open_handles = opening
+        found = cuda_peers.open_events(RANK, COMM.allgather)
+        assert (found is None) == (opening is open_lying)
+        if found is not None:
+            cuda_peers.keep_events(found[0])
+        COMM.Barrier()
 
 
 CASES: dict[str, Callable[[nc.Group], None]] = {

@@ -91,6 +91,11 @@ def test_memory_that_a_rank_cannot_open_is_released() -> None:
     launch(3, CASES_FILE, "memory_that_a_rank_cannot_open")
 
 
+@pytest.mark.parametrize("answer", [True, False])
+def test_events_that_lie_are_not_used(answer: bool) -> None:
+    launch(3, CASES_FILE, "events_that_lie", answer)
+
+
 @pytest.mark.parametrize(
     ("transport", "words"),
     [("auto", r"CUDA IPC \(CUDA\)"), ("staged", r"staged .* \(CUDA\)")],

@@ -30,6 +30,9 @@ Events = tuple[Event, Event]
 MemoryHandle = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 _PROBED_BYTES = 64 * 1024
+_PROBE_TICKS = (2_000_000, 20_000_000, 200_000_000)
+"""Clock ticks for which a GPU is kept busy while its events are queried: about 1, 10
+and 100 ms."""
 _spare: dict[int, list[Events]] = {}
 """Unused events by device. They are used again, because older drivers have blocked when
 events were created and destroyed."""
@@ -159,7 +162,7 @@ def open_events(rank: int, swap: Swap) -> tuple[Events, list[Events]] | None:
 
     Returns:
         This rank's events, and those of each other rank; None, on all ranks, if events
-        cannot be shared.
+        cannot be shared, or do not tell when another rank's work is done.
     """
     device = torch.cuda.current_device()
     spare = _spare.setdefault(device, [])
@@ -167,9 +170,33 @@ def open_events(rank: int, swap: Swap) -> tuple[Events, list[Events]] | None:
     handles = swap(_handles(mine))
     theirs = None if None in handles else _open_handles(handles, rank, device)
     if all(swap(theirs is not None)) and theirs is not None:
-        return mine, theirs
+        opened = [event for events in theirs for event in events]
+        if _all_tell_right(mine, opened, swap):
+            return mine, theirs
     spare.append(mine)
     return None
+
+
+def _all_tell_right(mine: Events, theirs: Sequence[Event], swap: Swap) -> bool:
+    """Whether each rank's events are done for the others when its work is.
+
+    Every rank must call. An opened event that always says that it is done would let
+    ranks read memory that is not written yet.
+    """
+    for ticks in _PROBE_TICKS:
+        torch.cuda._sleep(ticks)
+        for event in mine:
+            event.record()
+        swap(None)  # all ranks have recorded
+        early = any(event.query() for event in theirs)
+        early = any(swap(early))  # all ranks have queried
+        was_busy = all(swap(not any(event.query() for event in mine)))
+        if was_busy or not early:
+            break
+    torch.cuda.current_stream().synchronize()
+    swap(None)  # all ranks' work is done
+    late = not all(event.query() for event in theirs)
+    return not (any(swap(late)) or early)
 
 
 def keep_events(mine: Events) -> None:
