@@ -28,7 +28,7 @@ from nbdist.collectives.registry import leave_notes, live
 from nbdist.collectives.signature import Signature, signature
 from nbdist.collectives.sync.cuda_events import on_side_stream
 from nbdist.collectives.sync.shared_barrier import SharedBarrier
-from nbdist.collectives.sync.wait import Hooks, seconds, wait_until
+from nbdist.collectives.sync.wait import Check, Hooks, seconds, wait_until
 from nbdist.collectives.transports.base import Transport
 from nbdist.collectives.transports.native import QuickCalls
 from nbdist.collectives.transports.select import Connection, connect
@@ -473,6 +473,11 @@ class Group:
         return self._sequence + (0 if self.quick is None else self.quick.count)
 
     @property
+    def gpu(self) -> torch.device | None:
+        """The GPU of this rank's calls; None before the first call for a GPU."""
+        return self._connection.gpu
+
+    @property
     def hosts(self) -> tuple[int, ...]:
         """For each member, the number of its host. Hosts are numbered from 0."""
         return self._connection.hosts
@@ -487,22 +492,41 @@ class Group:
 
     def finish(self) -> None:
         """Wait for the work that finished calls have queued on this rank's GPU."""
+        with contextlib.suppress(_OutOfTime):
+            self._connection.finish(self._finish_check())
+
+    def _finish_check(self) -> Check:
         end = time.monotonic() + _FINISH_WITHIN_S
 
         def check() -> None:
             if self.broken or time.monotonic() > end:
                 raise _OutOfTime
 
-        with contextlib.suppress(_OutOfTime):
-            self._connection.finish(check)
+        return check
 
     def close(self) -> None:
-        """Free the group's resources. Later calls raise. Safe to call twice."""
+        """Free the group's resources. Later calls raise. Safe to call twice.
+
+        Every member must call. With NCCL this rank waits until the work of all members
+        is done, but not for a member that does not call within 10 s.
+        """
         self.finish()
+        self._end_together()
         self.abort(CollectiveAborted("this group of ranks was closed"))
         self._worker.stop()
         self._connection.close()
         live.discard(self)
+
+    def _end_together(self) -> None:
+        """Close the transports that all members must close together, if all come."""
+        if self.broken or self._worker.busy or not self._turn.acquire(blocking=False):
+            return  # a call is running, and is aborted
+        try:
+            self._connection.end_together(self._finish_check())
+        except (_OutOfTime, CollectiveAborted, MPI.Exception):
+            self._connection.barrier.leave("it was closed")
+        finally:
+            self._turn.release()
 
     def give_up(self, error: BaseException) -> None:
         """Close the group without its other members. Later calls raise `error`."""

@@ -11,7 +11,11 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives import default_group
-from nbdist.collectives.torch_backend.process_group import nccl_of, register
+from nbdist.collectives.torch_backend.process_group import (
+    ProcessGroup,
+    nccl_of,
+    register,
+)
 from nbdist.engine import shared_default_group
 from nbdist.ipc.private_files import rendezvous_folder
 
@@ -101,4 +105,7 @@ def abort() -> bool:
 
 def stop() -> None:
     """Destroy all process groups, the user's included. Waits for no other rank."""
+    for group in list(distributed_c10d._world.pg_names):
+        if isinstance(group, ProcessGroup):
+            group.abort()
     shared_default_group.destroy()

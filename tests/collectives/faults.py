@@ -10,13 +10,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 
 import nbdist.collectives as nc
+from nbdist.collectives import group as group_module
+from nbdist.collectives.sync.wait import Check
 from nbdist.collectives.transports import select
+from nbdist.collectives.transports.local import LocalTransport
 from nbdist.config import CollectiveConfig
 from nbdist.errors import (
     CollectiveAborted,
@@ -259,6 +264,58 @@ def fail_on_a_gpu(transport: str, failing: int) -> None:
         assert str(failed.value).startswith(
             f"rank {failing} could not connect its GPU: RuntimeError"
         )
+
+
+class Ending(LocalTransport):
+    """A transport that must end on all ranks together, and writes down how it ends."""
+
+    ends_together: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, float]] = []
+
+    def finish(self, check: Check) -> None:
+        token = np.zeros(1)
+        if RANK == SIZE - 1:  # the last to finish
+            for peer in range(SIZE - 1):
+                COMM.Recv(token, peer)
+        else:
+            COMM.Send(token, SIZE - 1)
+        self._tell("finish")
+
+    def abort(self) -> None:
+        self._tell("abort")
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def _tell(self, what: str) -> None:
+        self.log.append((what, time.monotonic()))
+
+
+def close_together(transport: str) -> list[tuple[str, float]]:
+    """How a transport ends that all ranks must end together."""
+    group = make_group(transport)
+    ending = Ending()
+    group._connection.transports["cuda"] = {"auto": ending}
+    group.close()
+    return ending.log
+
+
+def close_alone(transport: str) -> list[tuple[str, float]]:
+    """The same where one rank does not close the group before the others have."""
+    group = make_group(transport)
+    ending = Ending()
+    ending.finish = lambda check: None
+    group._connection.transports["cuda"] = {"auto": ending}
+    group_module._FINISH_WITHIN_S = 0.2
+    if RANK == SIZE - 1:
+        COMM.Barrier()
+    group.close()
+    if RANK != SIZE - 1:
+        COMM.Barrier()
+    group_module._FINISH_WITHIN_S = 10.0
+    return ending.log
 
 
 def count_messages() -> list[tuple[int, int, int]]:

@@ -34,6 +34,11 @@ CALLS: list[tuple[str, tuple[object, ...]]] = [
         for how in ("mpi", "shared")
         for rank in (0, 2, 3)
     ],
+    *[
+        (name, (how,))
+        for name in ("close_together", "close_alone")
+        for how in ("mpi", "shared")
+    ],
 ]
 
 
@@ -79,6 +84,25 @@ def test_a_rank_that_cannot_connect_its_gpu_ends_the_connection_of_all(
     outcome: Outcome, transport: str, failing: int
 ) -> None:
     outcome("fail_on_a_gpu", transport, failing)
+
+
+@pytest.mark.parametrize("transport", ["mpi", "shared"])
+def test_a_group_is_closed_when_all_ranks_have_finished(
+    outcome: Outcome, transport: str
+) -> None:
+    logs = outcome("close_together", transport)
+    for log in logs:
+        assert [what for what, _ in log][:2] == ["finish", "close"], log
+    last = max(log[0][1] for log in logs)
+    assert last <= min(log[1][1] for log in logs)
+
+
+@pytest.mark.parametrize("transport", ["mpi", "shared"])
+def test_a_group_is_aborted_when_a_rank_does_not_close_it(
+    outcome: Outcome, transport: str
+) -> None:
+    for log in outcome("close_alone", transport):
+        assert log[0][0] == "abort", log
 
 
 @pytest.mark.parametrize("transport", SHARED)

@@ -26,6 +26,8 @@ class Transport(ABC):
 
     description: ClassVar[str]
     """The transport's name in `%dist_status`."""
+    ends_together: ClassVar[bool] = False
+    """Whether all ranks must have finished before a rank closes the transport."""
     has_barrier: ClassVar[bool] = False
     """Whether each operation passes the group's barrier before it changes data."""
 

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives.reduction import REDUCE_OPS
-from nbdist.collectives.sync.wait import Check, Swap, wait_until
+from nbdist.collectives.sync.cuda_events import await_device
+from nbdist.collectives.sync.wait import Check, Swap
 from nbdist.collectives.transports.base import Transport
 
 __all__ = ["NcclTransport"]
@@ -47,6 +48,7 @@ class NcclTransport(Transport):
     """An NCCL communicator of the group. Work is queued on the current stream."""
 
     description: ClassVar[str] = "NCCL"
+    ends_together: ClassVar[bool] = True
 
     @classmethod
     def connect(
@@ -103,6 +105,7 @@ class NcclTransport(Transport):
         self._fallback = fallback
         self._last: Any = None
         """The work queued last."""
+        self._is_closed = False
 
     def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         numbers = _as_nccl(tensor, op)
@@ -168,16 +171,19 @@ class NcclTransport(Transport):
 
     def finish(self, check: Check) -> None:
         if self._last is not None:
-            wait_until(self._last.is_completed, check)
+            await_device(self._last.is_completed, check)
             self._last = None
 
     def abort(self) -> None:
         self._last = None
-        self._group.abort()
+        if not self._is_closed:
+            self._group.abort()
 
     def close(self) -> None:
         self._last = None
-        self._group.shutdown()
+        if not self._is_closed:
+            self._is_closed = True
+            self._group.shutdown()
 
     def _works(self, check: Check) -> bool:
         """Whether NCCL connects the ranks' devices. Every rank must call."""

@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from nbdist.collectives.signature import signature
 from nbdist.collectives.sync.barrier import Barrier, MessageBarrier
 from nbdist.collectives.sync.cuda_aware import takes_device_memory
 from nbdist.collectives.sync.cuda_events import settle
@@ -56,6 +57,7 @@ _SPINS_IN_C = 20
 """Number of checks that the compiled barrier makes in the time of one in Python."""
 _MESSAGES = frozenset({"mpi", "ring"})
 """Transports that send messages and share no memory."""
+_END = signature("close", None, None, None, (), "none").fingerprint
 _TRANSPORTS = frozenset({"auto", "shared", "nccl", "ipc", "staged"}) | _MESSAGES
 
 
@@ -150,6 +152,22 @@ class Connection:
         """Wait for the work that the transports have queued on devices."""
         for transport in self._all_transports():
             transport.finish(check)
+
+    def end_together(self, check: Check) -> None:
+        """Close the transports that all ranks must close together.
+
+        Every rank must call.
+
+        Args:
+            check: called while waiting for the other ranks; ends the wait by raising.
+        """
+        ending = [each for each in self._all_transports() if each.ends_together]
+        if not ending:
+            return
+        # A rank that has given up waiting in the first barrier is not in the second.
+        if all(self.barrier.arrive(_END, check) for _ in range(2)):
+            for transport in ending:
+                transport.close()
 
     def abort(self) -> None:
         """Release this process's waiting thread. Any thread may call."""
