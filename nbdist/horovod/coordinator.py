@@ -79,9 +79,8 @@ class Coordinator:
         """
         self._add(request)
         if self._thread is None:
-            gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
             self._thread = threading.Thread(
-                target=self._serve, args=(gpu,), name="nbdist horovod", daemon=True
+                target=self._serve, name="nbdist horovod", daemon=True
             )
             self._thread.start()
         self._work.put(True)
@@ -150,6 +149,7 @@ class Coordinator:
 
     def _add(self, request: Request) -> None:
         self._refresh()
+        request.use_gpu(self.group.gpu)
         with self._changed:
             if request.name in self._pending:
                 raise UsageError(
@@ -187,9 +187,7 @@ class Coordinator:
 
     # -- turns ---------------------------------------------------------------------
 
-    def _serve(self, gpu: int | None) -> None:
-        if gpu is not None:  # a new thread begins with GPU 0
-            torch.cuda.set_device(gpu)
+    def _serve(self) -> None:
         while self._work.get():
             while self._pending:
                 with self._turn:
@@ -303,10 +301,14 @@ class Coordinator:
     def _stand_in(self, name: str, offer: Offer) -> Request:
         """The request with which a joined rank takes part in the others' reduction."""
         assert offer.stand_in is not None
-        body = offer.stand_in.body(self.group.transport(offer.stand_in.device))
-        return Request(
+        device, gpu = offer.stand_in.device, self.group.gpu
+        own = gpu if device == "cuda" and gpu is not None else torch.device(device)
+        body = offer.stand_in.body(self.group.transport(own), own)
+        request = Request(
             name, offer.kind, body, self.abort, has_barrier=offer.has_barrier
         )
+        request.use_gpu(gpu)
+        return request
 
     def _end_join(self, last: int) -> None:
         self._joined = frozenset()

@@ -51,9 +51,13 @@ class StandIn:
         parts = tuple((each.dtype, each.numel()) for each in tensors)
         return cls(op, parts, tensors[0].device.type)
 
-    def body(self, transport: Transport) -> Callable[[], None]:
-        """A function that reduces elements that do not change the result."""
-        device = torch.device(self.device)
+    def body(self, transport: Transport, device: torch.device) -> Callable[[], None]:
+        """A function that reduces elements that do not change the result.
+
+        Args:
+            transport: Reduces tensors on the device.
+            device: This rank's device of the type `self.device`.
+        """
         tensors = [
             torch.full(
                 (length,), neutral_element(self.op, dtype), dtype=dtype, device=device
@@ -105,9 +109,18 @@ class Request:
         self.name, self.kind = name, kind
         self.has_barrier, self.reduces = has_barrier, reduces
         self.handle = Handle(kind.operation, on_leave)
-        on_gpu = kind.device == "cuda"
-        self.body = on_side_stream(body, _nothing) if on_gpu else body
+        self.body = body
         self.call_site: CallSite = find_call_site(sys._getframe())
+
+    def use_gpu(self, gpu: torch.device | None) -> None:
+        """Let any thread make the call, after the work that is queued on the GPU now.
+
+        Args:
+            gpu: The GPU of the call's group. A call on host memory ignores it.
+        """
+        if self.kind.device == "cuda":
+            with torch.cuda.device(gpu):
+                self.body = on_side_stream(self.body, _nothing)
 
     @property
     def offer(self) -> Offer:

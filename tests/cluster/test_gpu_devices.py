@@ -66,6 +66,28 @@ def test_a_joined_rank_of_horovod_takes_part_on_its_own_gpu(cluster: Cluster) ->
     assert cluster.pull("y.tolist()", [0]) == [[1.0, 1.0]]
 
 
+def test_the_gpu_of_a_call_is_not_that_of_an_earlier_call(cluster: Cluster) -> None:
+    """The thread of asynchronous calls began while another GPU was current."""
+    cluster.execute(
+        "import nbdist.horovod as hvd\n"
+        "hvd.init()\n"
+        "hvd.shutdown()\n"
+        "hvd.init()\n"
+        "x = torch.full((2,), rank + 1.0, device=device)\n"
+        "with torch.cuda.device(1 - local_rank):\n"
+        "    hvd.synchronize(hvd.allreduce_async(torch.ones(1)))\n"
+        "    y = hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum))\n"
+        "handle = hvd.allreduce_async(torch.ones(1), name='before the join')\n"
+        "if rank == 0:\n"
+        "    z = hvd.allreduce(x, op=hvd.Sum)\n"
+        "hvd.join()\n"
+        "hvd.synchronize(handle)\n",
+        timeout_s=100,
+    )
+    assert cluster["(y.tolist(), y.get_device())"] == [([3.0] * 2, 0), ([3.0] * 2, 1)]
+    assert cluster.pull("z.tolist()", [0]) == [[1.0, 1.0]]
+
+
 def test_a_release_creates_no_nccl_communicator(cluster: Cluster) -> None:
     """With one, the renewal would destroy the user's process groups."""
     cluster.execute("import torch.distributed as dist; own = dist.new_group()")
