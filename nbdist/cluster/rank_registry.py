@@ -22,7 +22,7 @@ from nbdist.cluster.startup import Started
 from nbdist.cluster.startup_status import ends_within, runs
 from nbdist.cluster.supervisor_client import Loss
 from nbdist.errors import ClusterError, RankDied, UsageError
-from nbdist.ipc.process_files import read_exit_report
+from nbdist.ipc.process_files import read_exit_report, read_reason
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["ANSWER_TIMEOUT_S", "RankRegistry"]
@@ -294,6 +294,8 @@ class RankRegistry:
         who = f"rank {rank} (pid {info.pid} on {info.host})"
         if info.name in self._ended_on_request:
             return RankDied(f"{who} was ended, as requested")
+        if (reason := read_reason(self.run_dir, info.name)) is not None:
+            return RankDied(f"{who} has ended itself: {reason}")
         summary = f"{who} has died with {ending}"
         text = ""
         with contextlib.suppress(OSError):  # the folder has been removed

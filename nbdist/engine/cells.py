@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbdist.collectives.torch_backend.process_group import original_error
-from nbdist.engine import cell_names
+from nbdist.engine import cell_names, cuda_context
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import end_forked_child
@@ -225,11 +225,8 @@ def _failure(result: Any) -> Failure | None:
     if isinstance(error, asyncio.CancelledError):
         name = "KeyboardInterrupt"
     shell = this_rank().shell
-    return Failure(
-        info.rank,
-        info.host,
-        name,
-        message_of(error),
-        location,
-        tuple(map(encodable, getattr(shell, "_last_traceback", None) or ())),
-    )
+    message = message_of(error)
+    lines = [*map(encodable, getattr(shell, "_last_traceback", None) or ())]
+    if advice := cuda_context.advice():
+        message, lines = f"{message}\n{advice}", [*lines, advice]
+    return Failure(info.rank, info.host, name, message, location, tuple(lines))

@@ -6,6 +6,7 @@ thread, and never wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -66,7 +67,7 @@ def memory() -> dict[str, int | None]:
     `resident` is this process's host memory. A rank on a GPU has more entries:
     `reserved` and `allocated` of torch's allocator, and its cap `limit`; `total` and
     `used` of the whole GPU; and `process`, the part that the driver counts for this
-    process.
+    process. A rank whose CUDA context has failed has none of them.
     """
     import psutil
     import torch
@@ -77,15 +78,16 @@ def memory() -> dict[str, int | None]:
         from nbdist.telemetry.probes import process_memory
         from nbdist.training.memory import device_memory
 
-        now = device_memory(torch.device(info.device))
-        sizes |= {
-            "reserved": now.held,
-            "allocated": now.tensors,
-            "total": now.total,
-            "used": now.used,
-            "limit": now.limit,
-            "process": process_memory(info.device_uuid, os.getpid()),
-        }
+        with contextlib.suppress(RuntimeError):  # the CUDA context has failed
+            now = device_memory(torch.device(info.device))
+            sizes |= {
+                "reserved": now.held,
+                "allocated": now.tensors,
+                "total": now.total,
+                "used": now.used,
+                "limit": now.limit,
+                "process": process_memory(info.device_uuid, os.getpid()),
+            }
     return sizes
 
 

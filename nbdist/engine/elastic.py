@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nbdist.engine import cuda_context
 from nbdist.engine.calls import export_variables
 from nbdist.engine.rank import this_rank
 from nbdist.engine.rpc_server import describe, function_of
@@ -100,6 +101,10 @@ class NotebookCoordinator:
         call, self._call = self._call, None
         assert call is not None
         this_rank().notify(Notice("left", call))
+
+    def end_rank(self, reason: str) -> None:
+        """See `Coordinator`."""
+        cuda_context.end_rank(reason)
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """See `Coordinator`. Interrupts are deferred from the first order on."""

@@ -29,8 +29,8 @@ import torch
 import zmq
 from jupyter_client.session import extract_header
 
-from nbdist.engine import torch_group, world
-from nbdist.engine.rank import Activity, this_rank
+from nbdist.engine import cuda_context, torch_group, world
+from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import encodable, message_of
 from nbdist.ipc import endpoints, serialization
@@ -220,12 +220,18 @@ def function_of(target: str) -> Callable[..., Any]:
 
 
 def describe(error: BaseException) -> tuple[str, str, list[str]]:
-    """(class, message, traceback lines) of an error, without nbdist's first frames."""
+    """(class, message, traceback lines) of an error, without nbdist's first frames.
+
+    If this rank's CUDA context has failed, the message and the lines end with advice.
+    """
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next
     lines = traceback.format_exception(type(error), error, frames, chain=False)
-    return type(error).__name__, message_of(error), [*map(encodable, lines)]
+    message, described = message_of(error), [*map(encodable, lines)]
+    if is_rank() and (advice := cuda_context.advice()):
+        message, described = f"{message}\n{advice}", [*described, advice]
+    return type(error).__name__, message, described
 
 
 def _is_ours(frames: TracebackType) -> bool:

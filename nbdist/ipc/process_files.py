@@ -6,6 +6,7 @@ They are in the cluster's run folder. Each name begins with the process's name, 
     rank2.stage            the stage of the start, as JSON
     rank2.failed           the traceback of a start that has failed
     rank2.exit             the exit code, written by the rank's parent process
+    rank2.reason           why the rank has ended itself
     rank2.refused          exists if the ranks no longer wait for this newcomer
     rank2.stdout, .stderr  the output to descriptors 1 and 2
 """
@@ -32,6 +33,8 @@ __all__ = [
     "describe_exit",
     "process_name",
     "read_exit_report",
+    "read_reason",
+    "report_reason",
 ]
 
 EXIT_REPORT_BYTES = 16
@@ -150,3 +153,22 @@ def describe_exit(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:  # a real-time signal has no name
         return f"signal {-code}"
+
+
+def report_reason(run_dir: Path, name: str, reason: str) -> None:
+    """Report why a rank is about to end itself. Arguments as for `read_exit_report`."""
+    with contextlib.suppress(OSError):  # no room, or the folder has been removed
+        write_atomically(
+            run_dir / f"{name}.reason",
+            lambda file: file.write(reason.encode("utf-8", "backslashreplace")),
+            mode=0o600,
+            durable=False,
+        )
+
+
+def read_reason(run_dir: Path, name: str) -> str | None:
+    """Why a rank has ended itself; None if it did not report it."""
+    try:
+        return (run_dir / f"{name}.reason").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None

@@ -42,6 +42,15 @@ def first_time(event):
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
+class Failed:
+    def query(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def lose_context():
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.current_stream = lambda *_: Failed()
+    Failed().query()
+
 def step_of(state, ddp, indices):
     weight = nbdist.size() * len(indices) / 12  # DDP's mean is over ranks
     loss = (ddp(inputs[indices]) - targets[indices]).square().mean() * weight

@@ -66,6 +66,35 @@ def test_a_killed_rank_is_replaced_within_the_cell(
     assert_trained(cluster, reference)
 
 
+def test_a_rank_whose_cuda_context_has_failed_is_replaced(
+    cluster: Cluster, reference: Any, notes: list[str]
+) -> None:
+    before = [info.pid for info in cluster.ranks]
+    cluster.execute("if rank == 1: events = [(5, 'forward', lose_context)]")
+    cluster.execute(TRAIN, timeout_s=60)
+    after = [info.pid for info in cluster.ranks]
+    assert [r for r in range(4) if after[r] != before[r]] == [1]
+    assert "its CUDA context on CPU has failed (CUDA error: an illegal" in notes[0]
+    assert_trained(cluster, reference)
+
+
+def test_an_error_of_a_failed_cuda_context_says_what_to_do(cluster: Cluster) -> None:
+    before = [info.pid for info in cluster.ranks]
+    with pytest.raises(
+        CellError, match=r"rank 2 of 4.*illegal memory access"
+    ) as failed:
+        cluster.execute("kept = rank\nif rank == 2: lose_context()")
+    text = "\n".join(failed.value.rendered)
+    assert "The CUDA context of rank 2 on CPU has failed" in text
+    assert "%dist_restart -r 2" in text
+    with pytest.raises(CellError, match="illegal memory access"):
+        cluster["torch.cuda.current_stream().query() if rank == 2 else True"]
+    assert cluster["kept"] == [0, 1, 2, 3]  # its host memory can be pulled
+    cluster.replace([2])
+    after = [info.pid for info in cluster.ranks]
+    assert [r for r in range(4) if after[r] != before[r]] == [2]
+
+
 def test_the_world_is_resized_while_the_cell_runs(
     cluster: Cluster, reference: Any
 ) -> None:

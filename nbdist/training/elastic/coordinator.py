@@ -44,6 +44,13 @@ class Coordinator(Protocol):
     def leave(self) -> None:
         """Report that the run has ended on this rank, with or without an error."""
 
+    def end_rank(self, reason: str) -> None:
+        """End this process if it can be replaced; else return.
+
+        Args:
+            reason: the error of this process's CUDA context.
+        """
+
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """Report that this rank cannot continue alone, and wait for the verdict.
 
@@ -69,6 +76,9 @@ class NoCoordinator:
 
     def leave(self) -> None:
         """Do nothing."""
+
+    def end_rank(self, reason: str) -> None:
+        """Return, because no other process can take this rank's place."""
 
     def pause(self, reason: str, commit: int, error: BaseException | None) -> Verdict:
         """Give up, so that the error is raised."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.errors import CollectiveAborted, RestartsSpent, UsageError
+from nbdist.training.device import context_error
 from nbdist.training.elastic.coordinator import coordinator
 from nbdist.training.elastic.ranks import ranks
 from nbdist.training.elastic.state import SizeChange, State
@@ -54,7 +55,10 @@ def run(
     notebook replaces or drops it, as the option `--on-failure` says. Then all ranks
     restore the last commit and call the function again. The function should therefore
     read its progress from the state. It should also wrap modules in DDP itself, because
-    a DDP module communicates with the ranks that existed when it was made. A resize by
+    a DDP module communicates with the ranks that existed when it was made. A rank whose
+    CUDA context has failed, for instance by an illegal memory access, ends and is
+    replaced or dropped in the same way, because no later call of CUDA in its process
+    works. A resize by
     `cluster.scale` takes place at the next commit, and no step is lost.
 
     Under a plain `mpiexec` or `torchrun`, a failure is raised. The state keeps its last
@@ -158,6 +162,8 @@ class _Run:
             except SizeChange:
                 reason = "resize"
             except Exception as error:
+                if (failed := context_error()) is not None:
+                    coordinator().end_rank(failed)
                 released = _release_of(error)
                 if released is None:
                     raise
