@@ -103,7 +103,10 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def install(name: str, group: nc.Group) -> None:
-    """Have a group use a simulated transport for all tensors. Every rank must call."""
+    """Have a group use a simulated transport for all tensors. Every rank must call.
+
+    No name is that of a transport: a test of the real one would pass without it.
+    """
     group.quick = None  # or small all-reduces would pass by the simulated transport
     transports = group._connection.transports["cpu"]
     made = MAKERS[name](group, transports["auto"], transports["mpi"])
@@ -155,8 +158,8 @@ def _nothing() -> None:
 
 
 MAKERS: dict[str, Callable[[nc.Group, Transport, Transport], Transport]] = {
-    "peer": _peer,
-    "staged": _staged,
-    "staged-mpi": _staged_mpi,
-    "direct": _direct,
+    "ipc-simulated": _peer,
+    "staged-simulated": _staged,
+    "mpi-simulated": _staged_mpi,
+    "direct-simulated": _direct,
 }

@@ -8,7 +8,7 @@ import pytest
 from ranks import assert_clean, launch
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
-STAND_INS = ["peer", "staged", "staged-mpi", "direct"]
+STAND_INS = ["ipc-simulated", "staged-simulated", "mpi-simulated", "direct-simulated"]
 
 pytestmark = pytest.mark.timeout(400)
 Errors = dict[str, dict[str, list[str | None]]]
