@@ -7,10 +7,17 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
+# The environment of the simulated GPUs (tests/simgpu): another one may be named, which is
+# then used as it is.
+SIMGPU_VENV ?= .venv-simgpu
+SIMGPU_TORCH ?= torch==2.14.1
+SIMGPU_SEEDS ?= 1 2 3
+SIMGPU_MINUTES ?= 60
+
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab test soak bench reliability lint docs clean
+.PHONY: help demo lab test soak simgpu bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -18,6 +25,7 @@ help:
 	@echo "make lab    open it in JupyterLab"
 	@echo "make test   every test but the long ones"
 	@echo "make soak   the long ones"
+	@echo "make simgpu  the CUDA tests on simulated GPUs; installs 6 GB in $(SIMGPU_VENV)"
 	@echo "make bench  measure, and write docs/benchmarks.md"
 	@echo "make reliability  run the fault matrix and the random faults, and write docs/reliability.md"
 	@echo "make lint   ruff and mypy"
@@ -39,6 +47,11 @@ test: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(RUN) -m pytest -m slow
+
+simgpu: | $(SIMGPU_VENV)/bin/python
+	tests/simgpu/build.sh $(SIMGPU_VENV)/bin/python out/simgpu
+	$(SIMGPU_VENV)/bin/python tests/simgpu/run_tests.py out/simgpu \
+		--seeds $(SIMGPU_SEEDS) --minutes $(SIMGPU_MINUTES)
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks
@@ -62,6 +75,11 @@ clean:
 $(VENV)/.%: pyproject.toml nbdist/collectives/_native.c | $(VENV)/.torch
 	$(RUN) -m pip install --quiet --editable '.[$*]'
 	@touch $@
+
+$(SIMGPU_VENV)/bin/python:
+	$(PYTHON) -m venv $(SIMGPU_VENV)
+	$@ -m pip install $(SIMGPU_TORCH)
+	$@ -m pip install --quiet --editable '.[test]'
 
 $(VENV)/.torch: | $(RUN)
 	$(RUN) -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)

@@ -1,0 +1,115 @@
+"""Runs the tests marked `gpu` on 1, 2 and 4 simulated GPUs, for several seeds.
+
+A test runs on the fewest GPUs on which it is not skipped. `make simgpu` calls this
+file; its output says how to repeat a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+RUN = Path(__file__).with_name("run.sh")
+MARKED = "gpu and not gpu_real"
+FEWEST_S = 60.0
+"""A run with less time left is not begun."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of pytest has found."""
+
+    passed: int
+    failed: Sequence[str]
+    """The tests that failed, as `file::name`."""
+    skipped: Sequence[str]
+    """The tests that were skipped."""
+    is_complete: bool
+    """Whether pytest ended by itself, within its time."""
+
+
+def run(
+    out: Path, cards: int, seed: int, tests: Sequence[str], left_s: float
+) -> Outcome:
+    """Run tests on a number of simulated GPUs.
+
+    Args:
+        out: The folder of build.sh.
+        cards: Number of GPUs.
+        seed: The seed of the streams' order.
+        tests: Files, folders, or tests as `file::name`.
+        left_s: The longest time that the run may take.
+    """
+    environment = {**os.environ, "SIMGPU_COUNT": str(cards), "SIMGPU_SEED": str(seed)}
+    environment["PYTHONPATH"] = str(ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        pytest = [sys.executable, "-m", "pytest", "-q", "-m", MARKED]
+        command = [str(RUN), str(out), *pytest, f"--junitxml={report}", *tests]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        try:
+            process.wait(left_s)
+            is_complete = process.returncode in (0, 1, 5)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            is_complete = False
+        return _read(report, is_complete)
+
+
+def _read(report: Path, is_complete: bool) -> Outcome:
+    passed, failed, skipped = 0, [], []
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            path = case.get("classname", "").replace(".", "/") + ".py"
+            name = f"{path}::{case.get('name')}"
+            if case.find("failure") is not None or case.find("error") is not None:
+                failed.append(name)
+            elif case.find("skipped") is not None:
+                skipped.append(name)
+            else:
+                passed += 1
+    return Outcome(passed, failed, skipped, is_complete)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="the folder of build.sh")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--cards", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("tests", nargs="*", default=["tests"])
+    given = parser.parse_args()
+    end = time.monotonic() + 60 * given.minutes
+    lines, is_good = [], True
+    for seed in given.seeds:
+        tests: Sequence[str] = given.tests
+        for cards in given.cards:
+            left_s = end - time.monotonic()
+            if not tests or left_s < FEWEST_S:
+                break
+            print(f"-- SIMGPU_COUNT={cards} SIMGPU_SEED={seed}", flush=True)
+            found = run(given.out, cards, seed, tests, left_s)
+            ending = "" if found.is_complete else ", ended by its time limit"
+            lines.append(
+                f"{cards} GPUs, seed {seed}: {found.passed} passed, "
+                f"{len(found.failed)} failed, {len(found.skipped)} skipped{ending}"
+            )
+            lines += [f"    {name}" for name in found.failed]
+            is_good &= not found.failed
+            tests = found.skipped
+    print(*lines, sep="\n")
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+// NVML (libnvidia-ml.so.1): what nbdist and torch ask of it. NVML counts all cards, also
+// those that CUDA_VISIBLE_DEVICES hides.
+#include <cstring>
+
+#include "ledger.h"
+#include "runtime.h"
+
+using namespace simgpu;
+
+namespace {
+
+enum Result {
+  SUCCESS = 0,
+  INVALID_ARGUMENT = 2,
+  NOT_SUPPORTED = 3,
+  NOT_FOUND = 6,
+  INSUFFICIENT_SIZE = 7,
+};
+
+struct Device {
+  Unit unit;
+};
+
+// The cards, and after them the MIG devices.
+Device* devices() {
+  static auto* made = [] {
+    auto* array = new Device[MOST_CARDS + MOST_SLICES];
+    for (int card = 0; card < MOST_CARDS; card++) array[card].unit = {card, -1};
+    for (int slice = 0; slice < MOST_SLICES; slice++)
+      array[MOST_CARDS + slice].unit = {0, slice};
+    return array;
+  }();
+  return made;
+}
+
+// nvmlMemory_t, nvmlUtilization_t and nvmlProcessInfo_t.
+struct Memory {
+  unsigned long long total, free, used;
+};
+struct Utilization {
+  unsigned gpu, memory;
+};
+struct ProcessInfo {
+  unsigned pid;
+  unsigned long long used;
+  unsigned gpu_instance, compute_instance;
+};
+
+bool has_mig(const Device* device) {
+  return device->unit.card == 0 && device->unit.slice < 0 && slice_count() > 0;
+}
+
+// The units of a device: a card with MIG has several.
+std::vector<Unit> units_of(const Device* device) {
+  if (!has_mig(device)) return {device->unit};
+  std::vector<Unit> found;
+  for (int slice = 0; slice < slice_count(); slice++) found.push_back({0, slice});
+  return found;
+}
+
+}  // namespace
+
+SIMGPU_EXPORT int nvmlInit() { return SUCCESS; }
+SIMGPU_EXPORT int nvmlInit_v2() { return SUCCESS; }
+SIMGPU_EXPORT int nvmlInitWithFlags(unsigned) { return SUCCESS; }
+SIMGPU_EXPORT int nvmlShutdown() { return SUCCESS; }
+
+SIMGPU_EXPORT const char* nvmlErrorString(int error) {
+  switch (error) {
+    case NOT_SUPPORTED: return "Not Supported";
+    case NOT_FOUND: return "Not Found";
+    default: return "an error of the simulated NVML";
+  }
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetCount_v2(unsigned* count) {
+  *count = unsigned(card_count());
+  return SUCCESS;
+}
+SIMGPU_EXPORT int nvmlDeviceGetCount(unsigned* count) {
+  return nvmlDeviceGetCount_v2(count);
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device** device) {
+  if (int(index) >= card_count()) return INVALID_ARGUMENT;
+  *device = &devices()[index];
+  return SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetHandleByUUID(const char* uuid, Device** device) {
+  for (int i = 0; i < MOST_CARDS + MOST_SLICES; i++) {
+    Unit unit = devices()[i].unit;
+    bool is_there = unit.slice < 0 ? unit.card < card_count() : unit.slice < slice_count();
+    if (!is_there || unit.uuid() != uuid) continue;
+    *device = &devices()[i];
+    return SUCCESS;
+  }
+  return NOT_FOUND;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetUUID(Device* device, char* text, unsigned size) {
+  snprintf(text, size, "%s", device->unit.uuid().c_str());
+  return SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetName(Device* device, char* text, unsigned size) {
+  snprintf(text, size, "Simulated GPU %d", device->unit.card);
+  return SUCCESS;
+}
+
+// A machine whose CPU and GPU share memory, such as a GB10, does not support it.
+SIMGPU_EXPORT int nvmlDeviceGetMemoryInfo(Device* device, Memory* memory) {
+  if (is_set("SIMGPU_UMA")) return NOT_SUPPORTED;
+  *memory = {};
+  for (const Unit& unit : units_of(device)) {
+    memory->total += unit.bytes();
+    memory->used += used_bytes(unit);
+  }
+  memory->free = memory->total - memory->used;
+  return SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetMigMode(Device* device, unsigned* now, unsigned* later) {
+  if (slice_count() == 0) return NOT_SUPPORTED;
+  *now = *later = has_mig(device);
+  return SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetMaxMigDeviceCount(Device* device, unsigned* count) {
+  *count = has_mig(device) ? MOST_SLICES : 0;
+  return SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetMigDeviceHandleByIndex(Device* device, unsigned index,
+                                                      Device** slice) {
+  if (!has_mig(device)) return NOT_SUPPORTED;
+  if (int(index) >= slice_count()) return NOT_FOUND;
+  *slice = &devices()[MOST_CARDS + index];
+  return SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetP2PStatus(Device*, Device*, int, int* status) {
+  *status = is_set("SIMGPU_NO_P2P");  // NVML_P2P_STATUS_OK is 0
+  return SUCCESS;
+}
+
+// Not supported for a MIG device.
+SIMGPU_EXPORT int nvmlDeviceGetUtilizationRates(Device* device, Utilization* rates) {
+  if (device->unit.slice >= 0 || has_mig(device)) return NOT_SUPPORTED;
+  *rates = {42, 7};
+  return SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Device* device, unsigned* count,
+                                                          ProcessInfo* processes) {
+  unsigned room = processes ? *count : 0;
+  *count = 0;
+  for (const Unit& unit : units_of(device))
+    for (const Use& use : uses(unit)) {
+      if (*count < room)
+        processes[*count] = {unsigned(use.pid), use.bytes, 0xFFFFFFFF, 0xFFFFFFFF};
+      ++*count;
+    }
+  return *count > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlSystemGetDriverVersion(char* text, unsigned size) {
+  snprintf(text, size, "580.00");
+  return SUCCESS;
+}
