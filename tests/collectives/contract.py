@@ -1,7 +1,8 @@
-"""What every transport must do. `test_contract.py` runs this file on ranks.
+"""The contract of every transport. `test_contract.py` runs this file on ranks.
 
-Inputs come from per-rank seeds: each rank can compute everybody's, and a dropped or
-doubled contribution shows. After each case the ranks compare notes over plain MPI.
+Each rank's inputs come from its seed, so that every rank can compute the inputs of all
+ranks, and a missing or doubled contribution is noticed. After each case the ranks
+exchange their results over plain MPI.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def run_on_transports(
 
 
 def run_cases(transport: str) -> dict[str, list[str | None]]:
-    """Run all cases; per case, what went wrong on each rank."""
-    stand_in = transport in simulated_transports.MAKERS
-    name, _, how = ("auto" if stand_in else transport).partition(", ")
+    """Run all cases. Returns each rank's error, by case."""
+    is_simulated = transport in simulated_transports.MAKERS
+    name, _, how = ("auto" if is_simulated else transport).partition(", ")
     config = CollectiveConfig(name, timeout_s=20.0, compiled=how != "in Python")
     group = nc.Group(COMM, config=config)
-    if stand_in:
+    if is_simulated:
         simulated_transports.install(transport, group)
     nc.set_default_group(group)
     outcomes = {}
@@ -74,7 +75,7 @@ def run_cases(transport: str) -> dict[str, list[str | None]]:
         outcomes[name] = COMM.allgather(error)
         if any(COMM.allgather(group.broken)):
             group.renew(group.generation + 1)
-            if stand_in:
+            if is_simulated:
                 simulated_transports.install(transport, group)
     group.close()
     return outcomes
@@ -86,7 +87,7 @@ def run_cases(transport: str) -> dict[str, list[str | None]]:
 def input_of(
     shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int = 0
 ) -> Tensor:
-    """The input of a rank, which any rank can make."""
+    """The input of a rank, which every rank can compute."""
     seed = torch.Generator("cpu").manual_seed(1000 * salt + rank)
     return _random(shape, dtype, seed).to(torch.get_default_device())
 
@@ -480,7 +481,7 @@ def undefined_operations_are_refused_before_anything_is_sent(group: nc.Group) ->
 
 
 class Named(Tensor):
-    """A subclass with memory of its own, as a parameter is one."""
+    """A subclass of Tensor with memory, like Parameter."""
 
 
 @case

@@ -40,7 +40,7 @@ PROMPT_S = 1.0
 def run_functions(
     calls: list[tuple[str, tuple[object, ...]]], device: str = "cpu"
 ) -> list[object]:
-    """Run several of the functions below in turn: what each returned, or its error."""
+    """Run functions of this file in turn. Returns each result or error."""
     torch.set_default_device(device)
     torch.ones(1)  # a device takes its time to begin
     outcomes = []
@@ -101,7 +101,7 @@ BLOCKING: dict[str, Callable[[], object]] = {
 
 
 def abort(transport: str) -> None:
-    """All ranks but one block, and are aborted from another thread."""
+    """All ranks except one block, and are aborted from another thread."""
     group = make_group(transport)
     for call in BLOCKING.values():
         COMM.Barrier()
@@ -123,7 +123,7 @@ def abort(transport: str) -> None:
 
 
 def interrupt(transport: str) -> None:
-    """SIGINT ends a blocked call with KeyboardInterrupt, as the first rank sees it."""
+    """SIGINT ends a blocked call of the first rank with KeyboardInterrupt."""
     group = make_group(transport)
     for call in BLOCKING.values():
         COMM.Barrier()
@@ -166,7 +166,7 @@ def time_out(transport: str) -> str:
     part = group.new([SIZE - 2, SIZE - 1])
     message = ""
     COMM.Barrier()
-    if RANK == SIZE - 1:  # waits elsewhere, for one who does not come
+    if RANK == SIZE - 1:  # waits in another call, which no other rank makes
         with pytest.raises(CollectiveError):
             nc.all_reduce(torch.ones(7), group=part, timeout=2.0)
     elif RANK != SIZE - 2:
@@ -203,7 +203,7 @@ def a_message_of_another_shape() -> None:
 
 
 def tell_where() -> tuple[str, int | None, int | None]:
-    """Another thread sees the call, with cell and line."""
+    """Another thread reads the current call, with its cell and line."""
     group = make_group("auto")
     seen = []
 
@@ -239,7 +239,7 @@ def die(device: str = "cpu") -> None:
 
 
 def fail_on_a_gpu(transport: str, failing: int) -> None:
-    """One rank fails while the ranks connect their GPUs, which a function replaces."""
+    """One rank fails while the ranks connect their GPUs, which are simulated."""
     group = make_group(transport)
     original = select.gpu_transports
 

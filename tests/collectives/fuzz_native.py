@@ -1,9 +1,9 @@
-"""Call everything that the compiled part has, with arguments drawn from a seed.
+"""Calls every function of the compiled part with random arguments.
 
     python fuzz_native.py CALLS SEED
 
-Prints how many calls returned. Ends by an exception that no call may raise, or by a
-signal where something has crashed.
+Prints how many calls returned. Ends with an exception that a call must not raise, or by
+the signal of a crash.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Subclass(torch.Tensor):
 
 
 class Liar(torch.Tensor):
-    """Answers as a tensor whose memory is at address 8."""
+    """Has the methods of a tensor, and the address 8."""
 
     dtype = torch.float32
     nbytes = 16
@@ -144,7 +144,7 @@ class Fuzzer:
             getattr(target, name)(*(self.draw() for _ in range(arity)))
 
     def sensible(self) -> object:
-        """An object that can do something."""
+        """A valid Barrier, Reduction or QuickCalls."""
         alone = [each for each in self.made if type(each) is native.Barrier]
         kind = self.random.randrange(4)
         if kind == 0 or not alone:

@@ -1,7 +1,7 @@
 """Streams, events and memory of GPUs. `test_gpu.py` runs this file on ranks.
 
-Kernels that take long are queued first, so that what does not wait for them sees old
-values. `test_gpu.py` launches it.
+Long kernels are queued first, so that an operation that does not wait for them reads
+old values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROMPT_S = 2.0
 def run_cases(
     transport: str, names: list[str], own_gpus: bool = False
 ) -> dict[str, str | None]:
-    """The named cases over one transport; what went wrong on this rank, by case."""
+    """Run the named cases over one transport. Returns this rank's errors, by case."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.cuda.set_device(RANK if own_gpus else 0)
     torch.set_default_device("cuda")
@@ -66,7 +66,7 @@ def run_cases(
 
 
 def late(length: int, scale: float = 1.0) -> Tensor:
-    """`scale * (rank + 1)`, which the current stream computes after a long kernel."""
+    """A tensor of `scale * (rank + 1)`, which is computed after a long kernel."""
     tensor = torch.zeros(length)
     torch.cuda._sleep(LONG)
     return tensor.add_(scale * (RANK + 1))
@@ -96,7 +96,7 @@ def a_stream_of_the_users(group: nc.Group) -> None:
 
 
 def calls_on_many_streams(group: nc.Group) -> None:
-    """Only the group orders the calls. Each call uses the slots of the previous one."""
+    """The group alone orders the calls. Each call reuses the previous call's slots."""
     streams = [torch.cuda.Stream() for _ in range(3)]
     results: list[tuple[int, Tensor]] = []
     for step in range(12):
@@ -171,7 +171,7 @@ def a_wait_for_a_busy_device_can_be_released(group: nc.Group) -> None:
         tensor = torch.ones(1000)
         if RANK == 0:
             with contextlib.suppress(CollectiveTimeout, CollectiveAborted):
-                nc.all_reduce(tensor, timeout=1.0)  # over IPC it need not wait itself
+                nc.all_reduce(tensor, timeout=1.0)  # over IPC this rank does not wait
         else:
             _leave(group, how, tensor)
             assert time.monotonic() - begun < PROMPT_S, how
@@ -201,7 +201,7 @@ def _leave(group: nc.Group, how: str, tensor: Tensor) -> None:
 
 def _let_it_come() -> None:
     try:
-        time.sleep(0.6)  # the signal of a rank that another one has let out
+        time.sleep(0.6)  # the signal of a rank that another rank has released
     except KeyboardInterrupt:
         return
 
@@ -243,7 +243,7 @@ def groups_release_their_memory(group: nc.Group) -> None:
 
 
 def memory_that_a_rank_cannot_open() -> None:
-    """Its owner gets it back."""
+    """Its owner releases it."""
     torch.cuda.set_device(0)
     if RANK == SIZE - 1:
         cuda_peers._open = lambda handle: None
@@ -316,7 +316,7 @@ def described(transport: str) -> str:
 
 
 def nccl_alone() -> None:
-    """Every operation of NCCL's, with a world of one: one GPU is enough for that."""
+    """Every operation of NCCL in a world of one rank, for which one GPU is enough."""
     torch.set_default_device("cuda")
     with tempfile.TemporaryDirectory() as folder:
         store = FileStore(str(Path(folder) / "store"), 1)
@@ -357,7 +357,7 @@ def _move(nccl: NcclTransport, given: Tensor) -> None:
 
 
 class _Unused(nc.Transport):
-    """No operation of a test that has it needs another transport."""
+    """A transport that the test must not use."""
 
 
 _Unused.__abstractmethods__ = frozenset()

@@ -1,7 +1,8 @@
-"""Run a function on N ranks with a deadline, and return the results of all ranks.
+"""Runs a function on N ranks with a deadline, and returns the results of all ranks.
 
-`launch` starts `mpiexec python ranks.py FILE FUNCTION ...`; this file is both ends. A
-rank that is late prints where it stands and exits, so that nothing outlives a test.
+`launch` starts `mpiexec python ranks.py FILE FUNCTION ...`: this file runs in the test
+and on the ranks. A rank that is late prints its stack and exits, so that no process
+outlives a test.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ def launch(
     environment: dict[str, str] | None = None,
     may_die: bool = False,
 ) -> list[Any]:
-    """Call `function(*arguments)` of a file on `n` ranks.
+    """Call `function(*arguments)`, which a file defines, on `n` ranks.
 
     Returns:
-        What each returned, in rank order; None for a rank that died, with `may_die`.
+        The results in rank order; None for a rank that died, with `may_die`.
     """
     with ExitStack() as stack:
         made = tempfile.TemporaryDirectory(prefix="nb")
         folder = Path(stack.enter_context(made))
-        # Open MPI removes the files that ranks map only if every rank ends well.
+        # Open MPI removes the files that ranks map only if every rank finalizes.
         mapped = tempfile.TemporaryDirectory(prefix="nb", dir=_memory())
         own = {"OMPI_MCA_btl_sm_backing_directory": stack.enter_context(mapped)}
         (folder / "call").write_bytes(pickle.dumps((file, function, arguments)))
@@ -63,10 +64,10 @@ def launch(
 
 
 def failures(outcomes: Sequence[Mapping[str, str | None]], case: str) -> str:
-    """Which ranks failed in a case, and how; "" if none has.
+    """The ranks that failed in a case, with their errors; "" if none has.
 
     Args:
-        outcomes: What each rank returned: by case, its error or None.
+        outcomes: For each rank, its error or None, by case.
     """
     found = enumerate(each[case] for each in outcomes)
     return "\n".join(f"rank {rank}: {error}" for rank, error in found if error)
@@ -76,8 +77,8 @@ def assert_clean(errors: Mapping[str, Sequence[str | None]], what: str) -> None:
     """Fail if there is no case, or if a case failed on a rank.
 
     Args:
-        errors: By case, each rank's error or None.
-        what: What the cases tested, for the message.
+        errors: The error or None of each rank, by case.
+        what: The subject of the cases, for the message.
     """
     failed = [
         f"{what}, {case}, rank {rank}:\n{error}"
@@ -113,7 +114,7 @@ def _run(n: int, folder: Path, deadline_s: float, extra: dict[str, str]) -> str:
 
 
 def _memory() -> Path | None:
-    """The folder of shared memory; None, which is the temporary folder, without one."""
+    """The folder of shared memory; None, for the temporary folder, if there is none."""
     folder = Path("/dev/shm")
     return folder if folder.is_dir() else None
 

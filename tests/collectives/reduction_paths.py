@@ -56,7 +56,7 @@ PATHS: dict[str, Path] = {
 
 
 def used_plans() -> dict[str, bool]:
-    """Call each API with a tensor of its own length; whether C reduced it."""
+    """Call each API with a tensor of its own length. Returns whether C reduced it."""
     torch.manual_seed(0)
     hvd.init()
     if not dist.is_initialized():
@@ -70,7 +70,7 @@ def used_plans() -> dict[str, bool]:
 
 
 def planned_lengths() -> set[int]:
-    """Of the tensors that a group of this process has compiled a reduction for."""
+    """The lengths of the tensors for which a group has a compiled reduction."""
     return {
         key[3]
         for group in registry.live
@@ -80,7 +80,7 @@ def planned_lengths() -> set[int]:
 
 
 def frames() -> list[str]:
-    """The Python functions that run before the compiled part in a small all-reduce."""
+    """The Python functions that a small all-reduce calls before the compiled part."""
     hvd.init()
     tensor = torch.ones(1)
     nbdist.all_reduce(tensor)

@@ -1,8 +1,8 @@
-"""The transports for CUDA tensors, with CPU tensors and without a GPU.
+"""Runs the transports for CUDA tensors on CPU tensors, without a GPU.
 
-Only CUDA itself is replaced: device memory by shared memory, copies between device and
-host by copies that are delayed until something waits for them, and the order of streams
-by that of the host.
+Only CUDA is replaced. Shared memory replaces device memory. Copies between device and
+host are delayed until something waits for them. The order of the host replaces the
+order of streams.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECE_BYTES = 40_000
 
 
 class Alternating(Order):
-    """Checks that each step is announced once, before the barrier."""
+    """Checks that each step is announced once, before its barrier."""
 
     def __init__(self) -> None:
         self.open = False
@@ -39,16 +39,16 @@ class Alternating(Order):
         self.open = True
 
     def after(self) -> None:
-        assert self.open, "a step was completed that nobody had announced"
+        assert self.open, "a step was completed before it was announced"
         self.open = False
         self.steps += 1
 
 
 class PutOff(Copier):
-    """Delays each copy until something waits for it, so that a missing wait shows.
+    """Delays each copy until something waits for it, so that a missing wait is noticed.
 
-    Copies are done in the order in which they were started. Memory that a copy reads
-    must not change before it, and a comparison shows if it has.
+    Copies are made in the order in which they were started. Memory that a copy reads
+    must not change before the copy, which is checked by a comparison.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def install(name: str, group: nc.Group) -> None:
-    """Have a group use a simulated transport for all tensors. Every rank must call.
+    """Make a group use a simulated transport for all tensors. Every rank must call.
 
     No name is that of a transport: a test of the real one would pass without it.
     """
@@ -149,7 +149,7 @@ def _through(host: Transport, group: nc.Group) -> Transport:
 
 
 def _direct(group: nc.Group, best: Transport, mpi: Transport) -> Transport:
-    """MPI takes any address here; what counts is that each is settled before."""
+    """The transport of CUDA-aware MPI. MPI accepts the address of any CPU tensor."""
     return DirectTransport(group._connection.inner, group._check, _nothing)
 
 

@@ -11,7 +11,7 @@ CONTRACT = str(Path(__file__).with_name("contract.py"))
 TRANSPORTS = ["shared", "mpi", "ring"]
 
 
-# Eight ranks on two busy cores take their time.
+# Eight ranks on two busy cores are slow.
 pytestmark = pytest.mark.timeout(300)
 Errors = dict[str, dict[str, list[str | None]]]
 

@@ -1,4 +1,4 @@
-"""Staging in pieces: what is copied when, and what becomes of it, without ranks."""
+"""The order and the results of the copies of the pipeline, without ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from nbdist.collectives.transports.copy_pipeline import Piece, Pipeline, WaitForCopy
 
 
-class Told(PutOff):
-    """Writes down what is begun and what is waited for."""
+class Recorder(PutOff):
+    """Records the copies that are started and waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,12 +23,12 @@ class Told(PutOff):
         self._count = itertools.count()
 
     def fetch(self, source: Tensor, target: Tensor) -> WaitForCopy:
-        return self._told("fetch", super().fetch(source, target))
+        return self._recorded("fetch", super().fetch(source, target))
 
     def store(self, source: Tensor, target: Tensor) -> WaitForCopy:
-        return self._told("store", super().store(source, target))
+        return self._recorded("store", super().store(source, target))
 
-    def _told(self, what: str, ticket: WaitForCopy) -> WaitForCopy:
+    def _recorded(self, what: str, ticket: WaitForCopy) -> WaitForCopy:
         name = f"{what} {next(self._count)}"
         self.log.append(name)
 
@@ -49,7 +49,7 @@ def doubling(tensor: Tensor, size: int, log: list[str] | None = None) -> list[Pi
 
 
 def test_the_neighbours_are_copied_while_a_piece_is_moved() -> None:
-    copier = Told()
+    copier = Recorder()
     tensor = torch.arange(30.0)
     Pipeline(copier, 40).run(doubling(tensor, 10, copier.log))
     assert torch.equal(tensor, torch.arange(30.0) * 2)
@@ -61,7 +61,7 @@ def test_the_neighbours_are_copied_while_a_piece_is_moved() -> None:
 
 
 def test_memory_is_allocated_once_and_not_overwritten_while_it_is_read() -> None:
-    copier = Told()
+    copier = Recorder()
     pipeline = Pipeline(copier, 40)
     for _ in range(3):
         tensor = torch.arange(95.0)
@@ -73,7 +73,7 @@ def test_memory_is_allocated_once_and_not_overwritten_while_it_is_read() -> None
 
 
 def test_one_piece_takes_one_copy_in_each_direction() -> None:
-    copier = Told()
+    copier = Recorder()
     Pipeline(copier, 400).run(doubling(torch.ones(3), 10))
     assert copier.log == ["fetch 0", "await fetch 0", "store 1"]
 

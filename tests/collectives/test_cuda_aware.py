@@ -1,4 +1,4 @@
-"""CUDA-aware MPI: how it is detected, and what precedes each message."""
+"""CUDA-aware MPI is detected, and the device is synchronized before each message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THIS_FILE = str(Path(__file__))
 
 
 @pytest.fixture(autouse=True)
-def _ask_anew() -> None:
+def _forget_answers() -> None:
     cuda_aware.takes_device_memory.cache_clear()
 
 
@@ -74,7 +74,7 @@ def test_mvapich_must_be_enabled(
 
 
 def installed() -> tuple[bool, int, str]:
-    """On a rank: what is detected, how many libraries were asked, what is shown."""
+    """On a rank: what is detected, the number of libraries asked, the description."""
     from mpi4py import MPI
 
     import nbdist.collectives as nc

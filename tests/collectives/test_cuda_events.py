@@ -1,4 +1,4 @@
-"""The order of devices by events, with events that the test completes."""
+"""Events order the work of devices. The test completes the events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbdist.errors import CollectiveAborted
 
 
 class Stream:
-    """A CUDA stream that does nothing, and counts who waits for it."""
+    """A CUDA stream without work, which counts the waits for it."""
 
     def __init__(self) -> None:
         self.waited = 0
@@ -28,7 +28,7 @@ class Stream:
 
 
 class Event:
-    """Done when it is told so."""
+    """A CUDA event that `finish` completes."""
 
     def __init__(self, done: bool = False) -> None:
         self.recorded: list[object] = []
@@ -107,7 +107,7 @@ def test_a_wait_for_an_event_can_be_released(stream: Stream) -> None:
 
 
 def test_a_step_that_ended_in_a_mismatch_is_announced_again(stream: Stream) -> None:
-    """After a mismatch all ranks are where they were."""
+    """A mismatch does not advance the step of any rank."""
     mine: Any = (Event(True), Event())
     theirs: Any = [(Event(True), Event(True))]
     both = order.EventOrder(mine, theirs, nothing)

@@ -15,7 +15,7 @@ from nbdist.collectives.sync import cuda_peers as peers
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two that this process sees, of which the first is current."""
+    """Two GPUs that this process sees. The first is current."""
     names = ["a", "b"]
     access = {(0, 1): True}
     cuda = torch.cuda
@@ -47,7 +47,7 @@ def test_access_to_an_invisible_gpu_is_tried(gpus: list[str]) -> None:
 
 
 def test_memory_is_mapped_for_this_rank_s_device(gpus: list[str]) -> None:
-    """Whatever number the device has where the memory lies."""
+    """The device may have another number on the rank that owns the memory."""
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
     given = {name: f"the sender's {name}" for name in names}
     taken: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def test_memory_with_unexpected_content_is_not_used(
 
 
 def mapped(monkeypatch: pytest.MonkeyPatch, answers: Any) -> list[torch.Tensor] | None:
-    """The result on rank 0 of two, for an answer of rank 1."""
+    """The result on rank 0 of two ranks, for an answer of rank 1."""
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(peers, "_withdraw", lambda handle: None)

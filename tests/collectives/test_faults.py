@@ -1,4 +1,4 @@
-"""Every wait can be released, and says why it was."""
+"""Every wait can be released, with an error that has the reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Outcome = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    """Return what a function returned on each rank. All functions run in one launch."""
+    """A function's results in rank order. All functions run in one launch."""
     everything = launch(SIZE, FAULTS, "run_functions", CALLS, deadline_s=100)
 
     def ask(name: str, *arguments: object) -> list[Any]:
@@ -151,6 +151,6 @@ def test_a_killed_rank_leaves_no_shared_memory() -> None:
 
 
 def _left_behind() -> set[str]:
-    # The folders are those of clusters that run beside this test.
+    # The folders belong to clusters that run at the same time.
     found = Path("/dev/shm").glob("*nbdist*")
     return {path.name for path in found if not path.is_dir()}

@@ -138,5 +138,5 @@ def test_contract_on_gpus_of_their_own(size: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["nccl", "ipc", "staged"])
 def test_case_on_gpus_of_their_own(transport: str, case: str) -> None:
     if transport == "nccl" and case == "a_wait_for_a_busy_device_can_be_released":
-        pytest.skip("the host does not wait for NCCL: it has no wait to be let out of")
+        pytest.skip("the host does not wait for NCCL, so there is no wait to release")
     case_holds(2, transport, case, own_gpus=True)

@@ -1,4 +1,4 @@
-"""The compiled part exists, and computes the same results as torch."""
+"""The compiled part is installed, and computes the same results as torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ BUILD = "from setuptools import setup; setup()"
 FUZZ = Path(__file__).with_name("fuzz_native.py")
 AT_ONCE_BYTES = 1024
 SLOT_BYTES = 4096
-"""Per rank. Small, so that tensors of some thousand elements need many blocks."""
+"""Bytes of a rank's slot, so few that tensors of 1000 elements have many blocks."""
 FINGERPRINT = 12345
 
 
 @pytest.fixture(scope="module")
 def native() -> ModuleType:
-    """Installed with the package, where there is a compiler."""
+    """The compiled module, which is installed if there is a compiler."""
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         pytest.skip("needs a C compiler")
     found = find_compiled()
@@ -40,14 +40,14 @@ def native() -> ModuleType:
 
 
 def kernels() -> list[tuple[str, torch.dtype]]:
-    """Each op and dtype that was compiled."""
+    """The ops and dtypes of the compiled kernels."""
     found = find_compiled()
     names = [] if found is None else [name.split() for name in found.KERNELS]
     return [(op, getattr(torch, dtype)) for op, dtype in names]
 
 
 def barriers(native: ModuleType, size: int) -> list[Any]:
-    """One for each rank, all of this process. None of them waits for a late rank."""
+    """A barrier for each rank, all in this process. None waits for a late rank."""
     head = 64 * (1 + 2 * size + size * size)
     bytes_needed = head + 2 * (size + 1) * SLOT_BYTES * size
     descriptor = os.memfd_create("test")
@@ -65,7 +65,7 @@ def barriers(native: ModuleType, size: int) -> list[Any]:
 def reductions(
     native: ModuleType, op: str, dtype: torch.dtype, size: int, length: int, **how: Any
 ) -> list[Any]:
-    """The same reduction for each rank."""
+    """A reduction for each rank."""
     kernel = native.KERNELS.index(f"{op} {str(dtype).removeprefix('torch.')}")
     operation = how.get("operation", native.ALL_REDUCE)
     root = how.get("root", 0)
@@ -78,7 +78,7 @@ def reductions(
 def complete_calls(
     reductions: list[Any], begin: Callable[[int], bool | None]
 ) -> list[bool]:
-    """Begin a call on each rank and see all of them to their end, in turns."""
+    """Start a call on each rank, and resume the calls in turn until all have ended."""
     outcomes = [begin(rank) for rank in range(len(reductions))]
     for _ in range(1000):
         if None not in outcomes:
@@ -307,7 +307,7 @@ def test_invalid_arguments_are_refused(native: ModuleType) -> None:
 
 
 def test_no_call_from_python_crashes_the_process() -> None:
-    """100,000 calls of everything that C has, with arguments that are drawn."""
+    """100,000 calls of functions of the compiled part, with random arguments."""
     answer = subprocess.run(
         [sys.executable, "-X", "faulthandler", str(FUZZ), "100000", "4711"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -321,7 +321,7 @@ def test_no_call_from_python_crashes_the_process() -> None:
 
 
 def test_without_a_compiler_the_build_succeeds(tmp_path: Path) -> None:
-    """`pip install` runs this build. The package then uses its Python twin."""
+    """`pip install` runs this build. The package then runs its Python code."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     sources = tmp_path / "nbdist" / "collectives"

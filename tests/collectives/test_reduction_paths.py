@@ -1,4 +1,4 @@
-"""Every public all-reduce takes the compiled part, and a small one takes it at once."""
+"""Every public all-reduce uses the compiled part, and a small one after few frames."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_chunks_cover_everything_once_and_evenly(length: int, chunks: int) -> No
 
 @given(size=SIZES)
 def test_every_rank_ends_with_every_contribution_once(size: int) -> None:
-    """holds[rank][chunk] lists whose contributions are in it."""
+    """holds[rank][chunk] lists the ranks whose contributions are in the chunk."""
     holds = [[[rank] for _ in range(size)] for rank in range(size)]
     for step in range(2 * (size - 1)):
         moves = [move for move in ring_steps(size) if move.step == step]

@@ -1,4 +1,4 @@
-"""The transport of CUDA tensors, by what the machine has."""
+"""The transport of CUDA tensors that is chosen for a machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEVERAL_HOSTS: Any = None
 
 
 class Machine:
-    """A simulated machine with two ranks, on which both find the same devices."""
+    """A simulated machine with two ranks, which find the same devices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cards = ["a", "b"]

@@ -1,4 +1,4 @@
-"""The barrier in shared memory, where a rank leaves while another one is late."""
+"""The barrier in shared memory, if a rank leaves while another one is late."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FINGERPRINT = 12345
 
 
 def never() -> None:
-    """As `check`: nothing ends the wait."""
+    """A `check` that never ends the wait."""
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: "compiled" if kind else "in Python")
 def barriers(request: pytest.FixtureRequest) -> list[SharedBarrier]:
-    """One for each rank, all of this process."""
+    """A barrier for each rank, all in this process."""
     native: ModuleType | None = request.param
     head = -(-SharedBarrier.bytes_needed(SIZE) // 64) * 64
     segment = Segment.create(head)

@@ -1,4 +1,4 @@
-"""Shared memory without a name, and semaphores in it, between two processes."""
+"""Shared memory without a name, and semaphores in it, in two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures agree between processes; the tables of calls can be read."""
+"""Signatures are equal in all processes, and the tables of calls show the calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract, over what runs on GPUs with the CUDA in it replaced."""
+"""The contract, over the transports for GPUs with a simulated CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from ranks import assert_clean, launch
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
-STAND_INS = ["ipc-simulated", "staged-simulated", "mpi-simulated", "direct-simulated"]
+SIMULATED = ["ipc-simulated", "staged-simulated", "mpi-simulated", "direct-simulated"]
 
 pytestmark = pytest.mark.timeout(400)
 Errors = dict[str, dict[str, list[str | None]]]
@@ -16,13 +16,13 @@ Errors = dict[str, dict[str, list[str | None]]]
 
 @pytest.fixture(scope="module", params=[2, 3])
 def errors(request: pytest.FixtureRequest) -> Errors:
-    """Per stand-in and case, each rank's error: one launch for each world size."""
+    """Each rank's error, by transport and case. Each world size is launched once."""
     results: list[Errors] = launch(
-        request.param, CONTRACT, "run_on_transports", STAND_INS, deadline_s=350
+        request.param, CONTRACT, "run_on_transports", SIMULATED, deadline_s=350
     )
     return results[0]
 
 
-@pytest.mark.parametrize("stand_in", STAND_INS)
-def test_contract(errors: Errors, stand_in: str) -> None:
-    assert_clean(errors[stand_in], stand_in)
+@pytest.mark.parametrize("transport", SIMULATED)
+def test_contract(errors: Errors, transport: str) -> None:
+    assert_clean(errors[transport], transport)

@@ -1,4 +1,4 @@
-"""What a rank prints is shown up to a cap and kept in a file, on a full disk too."""
+"""The text that a rank prints is shown up to a cap and kept in a file."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def shown(tmp_path: Path) -> Iterator[Shown]:
     yield one
     one.output.close()
     one.output._end_spill()
-    for tail in one.output._tails:  # a rank has them open to its end
+    for tail in one.output._tails:  # a rank keeps them open until its end
         tail._file.close()
 
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing beyond so many bytes of a file fails, as it does on a full disk."""
+    """Make writes beyond a size of a file fail, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""`nbdist.init()` under torchrun joins processes to MPI that MPI did not start."""
+"""`nbdist.init()` under torchrun joins MPI from processes that MPI has not started."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def modes_while_writing(path: Path) -> list[int]:
-    """The modes of the files beside `path`, as they are while it is written."""
+    """The modes of all files in the folder of `path` while it is written."""
     seen: list[int] = []
 
     def look(file: BinaryIO) -> None:

@@ -1,4 +1,4 @@
-"""Every endpoint is a function of the ranks."""
+"""Every endpoint is a function of `nbdist.engine`."""
 
 import pytest
 

@@ -12,7 +12,7 @@ from nbdist.ipc.interrupts import defer_interrupts
 
 
 def press(then: Callable[[], object]) -> None:
-    """An interrupt, and something after it, both within."""
+    """Interrupt this process in the block, and call `then` in the rest of the block."""
     with defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         then()

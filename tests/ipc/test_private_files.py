@@ -1,4 +1,4 @@
-"""The folders of a cluster: nobody else's are used, and all of them are removed."""
+"""The folders of a cluster: those of other users are refused, and all are removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in memory of a cluster, in a stand-in for /dev/shm."""
+    """The folder in memory of a cluster. A temporary folder replaces /dev/shm."""
     shared = tmp_path / "shm"
     shared.mkdir(mode=0o777)
     monkeypatch.setattr(private_files, "MEMORY_FOLDER", shared)
@@ -98,7 +98,7 @@ def test_a_folder_of_another_user_is_refused_and_not_removed(
 
 
 def plant(path: Path, what: str) -> None:
-    """Put at `path` what a cluster does not write."""
+    """Put something at `path` that is not a private regular file."""
     if what == "a link":
         path.with_name("real").touch(mode=0o600)
         path.symlink_to("real")

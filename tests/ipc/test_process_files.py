@@ -1,4 +1,4 @@
-"""The notebook reads the files that a rank's process writes."""
+"""The files through which a rank's process reports are written and read."""
 
 from __future__ import annotations
 

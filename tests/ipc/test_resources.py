@@ -1,4 +1,4 @@
-"""A process may use less than the machine has."""
+"""The cores and memory of a process in a container."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DTYPES = [
 
 
 def usable(dtype: torch.dtype) -> bool:
-    """Whether this torch can make, compare and view such a tensor on the CPU."""
+    """Whether this torch can make, compare and view a CPU tensor of this dtype."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # half-precision complex is experimental

@@ -16,7 +16,7 @@ KEY = b"a key of this cluster"
 
 
 class Wire:
-    """Stands for a socket; keeps what is sent."""
+    """Replaces a socket, and keeps the frames that are sent."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []

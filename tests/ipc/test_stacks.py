@@ -1,4 +1,4 @@
-"""Where the user's code begins in a stack of a rank."""
+"""The first frame of the user's code in a rank's stack is found."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PICTURE = "document.querySelector('.nbdist-monitor canvas').toDataURL()"
 
 
 def texts(outputs: list[dict[str, object]]) -> str:
-    """All that a cell printed or displayed as text."""
+    """The text that a cell has printed or displayed."""
     parts = []
     for output in outputs:
         data = output.get("data", {})
@@ -44,7 +44,7 @@ def test_a_cluster_is_started_used_watched_and_stopped(lab: Lab) -> None:
     lab.start_cell(TRAINING)
     lab.wait("() => document.querySelector('.nbdist-monitor canvas') !== null")
     lab.wait(f"() => {{ window.before = {PICTURE}; return true; }}")
-    # The cell is still running: what changes the picture arrives while it does.
+    # The cell still runs, so the picture changes while it runs.
     lab.wait(f"() => window.before !== {PICTURE}", timeout=5)
     lab.screenshot("jupyterlab-running")
     done = texts(lab.wait_cell(TRAINING))

@@ -1,4 +1,4 @@
-"""The magics in a kernel that is driven as by a notebook."""
+"""The magics in a kernel, to which the tests send what a notebook sends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN_DIR = (
 
 @dataclass
 class Reply:
-    """The output of a cell as a notebook shows it."""
+    """The output of a cell, as a notebook shows it."""
 
     status: str = ""
     error: str = ""
@@ -39,13 +39,13 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Everything, without colours."""
+        """All output, without colours."""
         shown = [self.stdout, self.stderr, *(d["text/plain"] for d in self.displays)]
         return re.sub(r"\x1b\[[\d;]*m", "", "\n".join([*shown, self.traceback]))
 
 
 class Notebook:
-    """A kernel, and cells that are run in it."""
+    """A kernel, and methods that run cells in it."""
 
     def __init__(self, folder: Path) -> None:
         self.manager = KernelManager()
@@ -63,7 +63,7 @@ class Notebook:
     def finish(
         self, request: str, on_output: Callable[[Reply], None] = lambda _: None
     ) -> Reply:
-        """Read what a request shows until it has ended."""
+        """Read the output of a request until the request has ended."""
         reply, deadline = Reply(), time.monotonic() + CELL_S
         while True:
             message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
@@ -102,7 +102,7 @@ class Notebook:
         return self.finish(self.send(code), press)
 
     def footprint(self, *, fork_server: bool = True) -> Footprint:
-        """What the kernel has started, with its fork server or without."""
+        """The processes that the kernel started, with or without its fork server."""
         run_dir = self.run(RUN_DIR).displays[-1]["text/plain"]
         path = re.search(r"Path\('(.*)'\)", run_dir)
         assert path is not None, run_dir
@@ -308,7 +308,7 @@ def test_completion_in_a_distributed_cell(notebook: Notebook):
 
 
 def inspect(notebook: Notebook, code: str, cursor: int | None = None) -> str:
-    """What Shift-Tab at the cursor shows, by default at the end of the code."""
+    """The text of Shift-Tab at a cursor, by default at the end of the code."""
     notebook.client.inspect(code, len(code) if cursor is None else cursor)
     answer = notebook.client.get_shell_msg(timeout=CELL_S)
     while answer["msg_type"] != "inspect_reply":

@@ -30,7 +30,7 @@ class Terminal:
         self._prompt(START_S)
 
     def run(self, line: str, timeout_s: float = CELL_S) -> str:
-        """What the terminal receives for a line, until the next prompt."""
+        """Type a line. Returns what the terminal receives until the next prompt."""
         self._process.sendline(line)
         return self._prompt(timeout_s)
 
@@ -44,7 +44,7 @@ class Terminal:
 
 
 def screen(received: str) -> list[str]:
-    """The lines that remain to be seen, without colours."""
+    """The lines that remain on the screen, without colours."""
     text = re.sub(r"\x1b\[[\d;]*m", "", received).replace("\r\n", "\n")
     lines = [re.split(r"\r|\x1b\[K", line) for line in text.split("\n")]
     return [parts[-1] for parts in lines if parts[-1]]

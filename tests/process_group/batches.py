@@ -1,4 +1,4 @@
-"""Messages of CUDA tensors in one batch, each rank sending before it receives."""
+"""Messages of CUDA tensors in one batch. Each rank sends before it receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 
 def exchange(own_gpus: bool) -> None:
-    """Around a ring, in batches of messages that no link takes at once."""
+    """Send around a ring, in batches of messages that are larger than any buffer."""
     world = MPI.COMM_WORLD
     torch.cuda.set_device(world.rank if own_gpus else 0)
     backend = "cpu:nbdist,cuda:nccl" if own_gpus else "nbdist"

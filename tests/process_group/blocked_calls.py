@@ -33,7 +33,7 @@ PROMPT_S = 2.0
 
 
 def run_all_cases() -> dict[str, str | None]:
-    """Every case; what went wrong on this rank, by case. Every rank must call."""
+    """Run every case. Returns this rank's errors, by case. Every rank must call."""
     import torch._dynamo  # DDP does so at first, which can take longer than a body may
 
     torch.set_num_threads(1)

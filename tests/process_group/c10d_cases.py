@@ -1,7 +1,7 @@
-"""PyTorch's own test cases for a backend of torch.distributed, run on these ranks.
+"""Runs PyTorch's own test cases for a backend of torch.distributed.
 
-They are written for processes that are spawned for each case. Here the ranks of one
-launch run all of them, each case with a world and a default process group of its own.
+PyTorch spawns processes for each case. Here the ranks of one launch run all cases, each
+with its own world and default process group.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ APPLIES = {
 """Reasons for which a case is skipped on backends other than those it names, and that
 do not hold for this one."""
 Outcome = tuple[str, str]
-"""("passed", "skipped", "excluded" or "failed"; why)."""
+"""("passed", "skipped", "excluded" or "failed"; the reason)."""
 
 
 def run_cases(excluded: dict[str, str]) -> dict[str, Outcome]:
-    """Run every case but those excluded. Every rank must call.
+    """Run every case that is not excluded. Every rank must call.
 
     Args:
-        excluded: why not, by a regular expression for names; the first that fits.
+        excluded: Reasons, by a regular expression for names. The first match counts.
 
     Returns:
         The outcome on this rank, by case.
@@ -60,7 +60,7 @@ def _reason(name: str, excluded: dict[str, str]) -> Outcome | None:
 
 
 def _load(folder: str) -> Any:
-    """The module of the cases, told that this backend can do what gloo can."""
+    """The module of the cases, patched so that this backend has gloo's abilities."""
     world = MPI.COMM_WORLD
     os.environ |= {
         "BACKEND": "nbdist",

@@ -33,11 +33,11 @@ NO_OPERATION = {
 
 
 def run_all_cases() -> dict[str, str | None]:
-    """Every case; what went wrong on this rank, by case. Every rank must call."""
+    """Run every case. Returns this rank's errors, by case. Every rank must call."""
     return run_cases(CASES)
 
 
-# -- the walk --------------------------------------------------------------------------
+# -- all operations --------------------------------------------------------------------
 
 
 def ones(count: int = 2) -> Tensor:
@@ -220,7 +220,7 @@ def every_operation_is_answered_or_refused() -> None:
     offered = set(dir(dist.ProcessGroup)) - set(dir(object)) - {"__module__"}
     # Older versions of torch have fewer.
     more = offered - NO_OPERATION - CALLS.keys() - REFUSED
-    assert not more, f"c10d has more than is tried here: {sorted(more)}"
+    assert not more, f"c10d has operations that are not tested: {sorted(more)}"
     for name in REFUSED:
         with pytest.raises(NotImplementedError, match=name):
             getattr(group, name)()

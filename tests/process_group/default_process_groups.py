@@ -1,4 +1,4 @@
-"""A world and a default process group for each of several test cases on one rank."""
+"""Runs test cases on a rank, each with its own world and default process group."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DEADLINE_S = 20.0
 
 @contextlib.contextmanager
 def process_group(store: Path, backend: str = "nbdist") -> Iterator[Group]:
-    """A default process group that lets go of its ranks after the deadline.
+    """A default process group that releases its ranks after the deadline.
 
-    Every rank must enter. `store` is a file that is not there yet.
+    Every rank must enter. `store` is a file that does not exist yet.
     """
     world = MPI.COMM_WORLD
     group = Group(world)
@@ -50,7 +50,7 @@ def process_group(store: Path, backend: str = "nbdist") -> Iterator[Group]:
 
 
 def run_cases(cases: Mapping[str, Callable[[], None]]) -> dict[str, str | None]:
-    """Run each case in a process group of its own. Every rank must call.
+    """Run each case in its own process group. Every rank must call.
 
     Returns:
         The traceback of each case that failed on this rank, else None, by case.
@@ -75,7 +75,7 @@ def _run(case: Callable[[], None], store: Path) -> str | None:
 
 
 def meet() -> None:
-    """A barrier that ends: the ranks of a failed body come late."""
+    """A barrier with a long timeout, because the ranks of a failed body arrive late."""
     request = MPI.COMM_WORLD.Ibarrier()
     end = time.monotonic() + 2 * DEADLINE_S
     while not request.Test():

@@ -19,7 +19,7 @@ def test_backends_by_device() -> None:
 
 
 def answers() -> None:
-    """On a rank: of the default group, without NCCL and with a stand-in for it."""
+    """On a rank: the default group's backends, without and with a simulated NCCL."""
     from default_process_groups import process_group  # initialises MPI
 
     cpu, cuda = torch.device("cpu"), torch.device("cuda")

@@ -1,4 +1,4 @@
-"""No call of torch.distributed hangs."""
+"""Calls of torch.distributed that cannot complete end with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on GPUs over the backend: the ranks share one, or have one each."""
+"""Training on GPUs over the backend. The ranks share a GPU, or have one each."""
 
 from __future__ import annotations
 

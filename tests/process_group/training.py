@@ -1,7 +1,7 @@
-"""Training with PyTorch's parallelisms, compared with a single process.
+"""Training with PyTorch's parallel modules, compared with a single process.
 
-Each case runs on every rank of one launch, and compares in float64, so that a dropped
-or doubled contribution cannot hide in rounding.
+Each case runs on every rank of one launch and compares in float64, so that rounding
+does not hide a missing or doubled contribution.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _device = torch.device("cpu")
 
 
 def run_all_cases(device: str = "cpu", own_gpus: bool = False) -> dict[str, str | None]:
-    """Every case; what went wrong on this rank, by case. Every rank must call.
+    """Run every case. Returns this rank's errors, by case. Every rank must call.
 
     Args:
         device: the kind of device to train on.
-        own_gpus: whether each rank has a GPU for itself.
+        own_gpus: whether each rank has its own GPU.
     """
     global _device
     backend = "cpu:nbdist,cuda:nccl" if own_gpus else "nbdist"
@@ -84,7 +84,7 @@ def _run(case: Callable[[Path], None], place: Path, backend: str) -> str | None:
 
 
 def model() -> nn.Module:
-    """The same on every rank."""
+    """A model, equal on every rank."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 3)
@@ -92,7 +92,7 @@ def model() -> nn.Module:
 
 
 def samples(count: int) -> tuple[Tensor, Tensor]:
-    """The same on every rank."""
+    """Samples and targets, equal on every rank."""
     torch.manual_seed(2)
     inputs, targets = torch.randn(count, 6), torch.randn(count, 3)
     return inputs.to(_device), targets.to(_device)
@@ -164,12 +164,12 @@ def ddp_joins_uneven_inputs(_: Path) -> None:
                 rows = inputs.chunk(size)[peer], targets.chunk(size)[peer]
                 (F.mse_loss(reference(rows[0]), rows[1]) / size).backward()
         single.step()
-    # A joined rank stays as it was at its last step, until the last to join tells it.
+    # A joined rank keeps its parameters until the last rank to join broadcasts its own.
     assert_equal(net.module, reference)
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, another one on odd ranks."""
+    """Uses one of two layers: the first on even ranks, the second on odd ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def tensor_parallel_matches(_: Path) -> None:
 
 
 def pipeline_matches(schedule: type[Any]) -> Callable[[Path], None]:
-    """One layer on each rank, micro-batches passed along."""
+    """One layer on each rank, with micro-batches."""
 
     def case(_: Path) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()

@@ -1,4 +1,4 @@
-"""A training step in which a fault can strike one rank; runs as a setup cell.
+"""A training step in which one rank can have a fault. Runs as a setup cell.
 
 `step(place, fault, victim)` runs the step on every rank. `matrix.py` has the places and
 the faults.

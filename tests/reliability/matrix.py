@@ -18,7 +18,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong on one rank.
+    """A fault of one rank.
 
     `says` is a pattern for the error, with `{rank}` for the rank of the fault. The cell
     must end `within_s` seconds after the fault, or after the interrupt if the user has
@@ -32,7 +32,7 @@ class Fault:
     """How many ranks print "here" before the user presses the interrupt button."""
     dies: bool = False
     idle: bool = True
-    """Whether the fault can happen between cells."""
+    """Whether the fault can occur between cells."""
 
 
 _DIED = r"rank {rank} \(pid \d+ on .*\) has died with "
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def prints(self) -> int:
-        """How many ranks print "here" before the user interrupts; 0 if none does."""
+        """The number of ranks that print "here" before the user interrupts."""
         return 0 if self.released else self.fault.prints
 
     @property

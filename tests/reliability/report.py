@@ -17,7 +17,7 @@ class Report:
         self._said: dict[tuple[str, str], str] = {}
 
     def add(self, case: Case, seconds: float, error: BaseException) -> None:
-        """Note how a case has ended."""
+        """Record the result of a case."""
         key = case.fault.name, case.place
         self._seconds.setdefault(key, []).append(seconds)
         if isinstance(error, CellError):
@@ -45,5 +45,5 @@ class Report:
         return f"{len(seconds)} of {len(RANKS)}, {max(seconds):.2f} s"
 
     def write(self) -> None:
-        """Put the table in its place on the page."""
+        """Replace the table on the page."""
         put("matrix", f"\n{self.table()}\n\n")

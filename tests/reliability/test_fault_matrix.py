@@ -1,6 +1,6 @@
-"""Every fault, on every rank, at every place of a training step.
+"""Every fault on every rank, at every place of a training step.
 
-Each cell must end in time, name the right rank and leave the notebook usable.
+Each cell must end in time and name the right rank, and the next cell must work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STOPPED_WITHIN_S = 10.0
 
 
 class SharedRanks:
-    """Three ranks with the training step. After a failed case new ones are started."""
+    """Three ranks with the training step, which are started again after a failure."""
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None

@@ -1,4 +1,4 @@
-"""Trains digits with DistributedDataParallel, as a script for torchrun does."""
+"""A script for torchrun that trains digits with DistributedDataParallel."""
 
 import argparse
 import os

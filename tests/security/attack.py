@@ -1,4 +1,4 @@
-"""Messages that no part of a cluster has sent, for every socket of its controller."""
+"""Sends foreign messages to every socket of a cluster's controller."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ LARGE = 4 * 2**20
 
 @dataclass(frozen=True)
 class Target:
-    """A socket of the controller, and the way to one that reads behind it."""
+    """A socket of the controller, and the route to a receiver behind it."""
 
     name: str
     url: str
     kind: int
-    """The type of socket that can speak to it."""
+    """The type of socket that can connect to it."""
     route: tuple[bytes, ...] = ()
     counted: bool = False
-    """Whether some part of the cluster reads what is sent on this route."""
+    """Whether a process of the cluster reads messages on this route."""
 
 
 def targets(run_dir: Path, engine_uuids: Sequence[str]) -> list[Target]:
@@ -54,8 +54,8 @@ def targets(run_dir: Path, engine_uuids: Sequence[str]) -> list[Target]:
         Target("iopub of the ranks", url(engine, "iopub"), zmq.XPUB, (), True),
         Target("mux of the ranks", url(engine, "mux"), zmq.DEALER, (b"?",)),
         Target("control of the ranks", url(engine, "control"), zmq.DEALER, (b"?",)),
-        Target("mux to nobody", url(client, "mux"), zmq.DEALER),
-        Target("control to nobody", url(client, "control"), zmq.DEALER),
+        Target("mux to no engine", url(client, "mux"), zmq.DEALER),
+        Target("control to no engine", url(client, "control"), zmq.DEALER),
         Target("hb_pong", url(engine, "hb_pong"), zmq.DEALER),
         Target("hb_ping", url(engine, "hb_ping"), zmq.XSUB),
         Target("iopub", url(client, "iopub"), zmq.XSUB),
@@ -72,7 +72,7 @@ def targets(run_dir: Path, engine_uuids: Sequence[str]) -> list[Target]:
 
 
 def connection(run_dir: Path, end: str) -> dict[str, Any]:
-    """What the "client" or an "engine" of a cluster reads to connect."""
+    """The connection file of the "client" or an "engine" of a cluster."""
     path = run_dir / "security" / f"ipcontroller-{end}.json"
     info: dict[str, Any] = json.loads(path.read_text())
     return info
@@ -115,11 +115,11 @@ class Sender:
 
 
 class Recorder:
-    """Genuine messages: those that pass through some ZMQStreams, and copies of them."""
+    """Records authentic messages, which pass through some ZMQStreams."""
 
     def __init__(self, *streams: Any) -> None:
         self.sent: list[list[bytes]] = []
-        """Each from the routing identity on."""
+        """The messages, each from the routing identity on."""
         self._streams = streams
         for stream in streams:
             send = stream.send_multipart
@@ -137,10 +137,10 @@ class Recorder:
 
 
 def bad_body(rng: random.Random, genuine: Sequence[Sequence[bytes]]) -> list[bytes]:
-    """Frames, from the delimiter on, that nobody may take for a message.
+    """Frames from the delimiter on, which every receiver must refuse.
 
     Args:
-        genuine: Messages that were taken before, by other sockets too.
+        genuine: Messages that some socket has admitted before.
     """
     body = list(rng.choice(genuine))
     kind = rng.choice(
@@ -172,7 +172,7 @@ def bad_body(rng: random.Random, genuine: Sequence[Sequence[bytes]]) -> list[byt
 
 
 def genuine_requests(cluster: Cluster) -> list[list[bytes]]:
-    """Requests that were sent and carried out, each from the delimiter on."""
+    """Requests that ranks have carried out, each from the delimiter on."""
     client = cluster._live().client._client
     with Recorder(client._mux_stream, client._control_stream) as recorder:
         cluster.execute("kept = 1")
@@ -183,7 +183,7 @@ def genuine_requests(cluster: Cluster) -> list[list[bytes]]:
 def attack(
     cluster: Cluster, count: int, genuine: Sequence[Sequence[bytes]], seed: int
 ) -> int:
-    """Send bad messages to every socket in turn; how many must be counted."""
+    """Send invalid messages to every socket. Returns how many must be counted."""
     registry = cluster._live()
     found = targets(registry.run_dir, [info.engine_uuid for info in registry.infos])
     rng = random.Random(seed)
@@ -197,5 +197,5 @@ def attack(
 
 
 def refused(cluster: Cluster) -> int:
-    """How many messages the cluster has refused so far."""
+    """The number of messages that the cluster has refused so far."""
     return cluster.refused(cluster.status())

@@ -1,7 +1,7 @@
-"""A program that runs a cluster as the user who is attacked.
+"""A program that runs a cluster, as the user whose files are attacked.
 
-It starts a cluster, commits, loses a rank within an elastic run, begins another State
-from the kept commit, pushes and pulls. It prints what came of it as one line of JSON.
+It starts a cluster, commits, loses a rank in an elastic run, begins another State from
+the kept commit, pushes and pulls. It prints its results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CALL = ElasticCall("train", 3, 1, None, 600.0)
 
 
 def readable(folder: Path) -> list[str]:
-    """The path and its mode, if other users have any permission on it."""
+    """The path and its mode, if other users have a permission on it."""
     mode = stat.S_IMODE(folder.stat().st_mode)
     return [f"{folder}: {mode:o}"] if mode & 0o077 else []
 
 
 def opened(folder: Path) -> list[str]:
-    """The paths in a folder of commits, and its parent, that others can open."""
+    """The paths that others can open: a folder of commits, its parent and its files."""
     paths = [folder.parent, folder, *folder.iterdir()]
     return [each for path in paths for each in readable(path)]
 
@@ -54,14 +54,14 @@ def own_names() -> set[str]:
     for folder in ("/tmp", "/dev/shm"):
         for name in os.listdir(folder):
             path = f"{folder}/{name}"
-            with contextlib.suppress(FileNotFoundError):  # another user's, gone again
+            with contextlib.suppress(FileNotFoundError):  # another user has removed it
                 if os.lstat(path).st_uid == os.getuid():
                     own.add(path)
     return own
 
 
 def main() -> None:
-    """Live a cluster's life."""
+    """Use a cluster from its start to its stop."""
     before = own_names()
     with nbdist.Cluster(n=2, device="cpu", threads=1) as cluster:
         cluster.on_note = lambda note: print(note, file=sys.stderr)

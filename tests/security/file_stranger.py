@@ -2,9 +2,9 @@
 
     python -m tests.security.file_stranger MARKER
 
-Until its standard input closes, it looks at the names in /tmp and /dev/shm and at the
-command lines of all processes, and takes, links and opens every name that it finds or
-can think of. Then it prints one line of JSON: what it got hold of.
+Until its standard input closes, it reads the names in /tmp and /dev/shm and the command
+lines of all processes. It creates, links and opens every name that it finds or can
+guess. Then it prints one line of JSON: what it could read or replace.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Code:
 
 
 class Stranger:
-    """Takes part in nothing, and takes what it can."""
+    """Attacks files, and records what it could read or replace."""
 
     def __init__(self, marker: str) -> None:
         payload = io.BytesIO()
@@ -66,7 +66,7 @@ class Stranger:
             self._take(Path(f"/dev/shm/open_mpi.{number:04}"))
 
     def look_and_take(self) -> None:
-        """Once over all names that there are now."""
+        """Attack all names that exist now."""
         for name in set(self._names()):
             for folder in SHARED:
                 self._enter(folder / name)
@@ -93,7 +93,7 @@ class Stranger:
             yield f".{name}-{ending}"
 
     def _take(self, path: Path) -> None:
-        """Put a forged file, open to all, where the cluster may want to put one."""
+        """Create a forged file where the cluster may create one."""
         if path in self._own:
             return
         self.tried += 1
@@ -108,7 +108,7 @@ class Stranger:
             self._own.add(path)
 
     def _enter(self, folder: Path) -> None:
-        """Read, change or replace what a folder of the cluster's holds."""
+        """Read, change or replace the files in a folder of the cluster."""
         if folder in self._own or not os.path.lexists(folder):
             return
         for name in INSIDE:
@@ -125,13 +125,13 @@ class Stranger:
             self.got.add(f"renamed {folder}")
 
     def clean_up(self) -> None:
-        """Remove what was planted."""
+        """Remove the forged files."""
         for path in self._own:
             path.unlink(missing_ok=True)
 
 
 def main() -> None:
-    """Take what there is until the input closes."""
+    """Attack until the standard input closes."""
     stranger = Stranger(sys.argv[1])
     print("looks", flush=True)
     try:

@@ -1,4 +1,4 @@
-"""Programs that run as other Unix users, which only root can start."""
+"""Runs programs as other Unix users. Only root can start them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def interpreters() -> list[tuple[str, list[str]]]:
 
 @functools.cache
 def found() -> tuple[str, list[str]] | str:
-    """A Python that another user can run, and its path; or why there is none."""
+    """A Python that another user can run, and its path, or the reason for none."""
     if os.geteuid() != 0:
         return "only root can become another user"
     said = ""
@@ -54,13 +54,13 @@ def found() -> tuple[str, list[str]] | str:
 
 
 def why_not() -> str:
-    """Why no program can run as another user; "" where one can."""
+    """Why no program can run as another user; "" if one can."""
     here = found()
     return here if isinstance(here, str) else ""
 
 
 def start(uid: int, home: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    """Start a Python program as another user; it is spoken with line by line."""
+    """Start a Python program as another user, with pipes for lines of text."""
     here = found()
     assert not isinstance(here, str), here
     interpreter, path = here
@@ -94,7 +94,7 @@ def _as_user(uid: int, home: Path, path: Sequence[str]) -> dict[str, object]:
 
 @contextmanager
 def home_of(uid: int) -> Iterator[Path]:
-    """A private folder of another user's, removed in the end."""
+    """A private folder of another user. It is removed at the end."""
     made = Path(tempfile.mkdtemp(prefix="home-"))
     try:
         os.chown(made, uid, uid)

@@ -2,8 +2,9 @@
 
     python stranger.py
 
-Reads one line of JSON: "run_dir", "urls" (by channel), "pids", "uid" and "listen_s".
-Becomes that user. Prints "listens", then a line of JSON: a list of what it got hold of.
+It reads one line of JSON: "run_dir", "urls" (by channel), "pids", "uid" and "listen_s".
+It becomes that user, prints "listens", and then a line of JSON: a list of what it could
+read and which sockets answered.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 
 def main() -> None:
-    """Try everything, and report."""
+    """Try all attacks, and report the results."""
     order = json.loads(sys.stdin.readline())
     os.setgroups([])
     os.setgid(order["uid"])
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def read_files(run_dir: Path, pids: list[int]) -> list[str]:
-    """The readable files of the folder, and readable environments of its processes."""
+    """The readable files of the folder and environments of its processes."""
     got = []
     for folder in (run_dir, run_dir / "security"):
         with contextlib.suppress(PermissionError):
@@ -47,7 +48,7 @@ def read_files(run_dir: Path, pids: list[int]) -> list[str]:
 
 
 def speak(urls: dict[str, str], listen_s: float) -> list[str]:
-    """Connect to every socket, listen, and send; what was heard, or shook hands."""
+    """Connect to every socket, listen, and send. Returns the sockets that answered."""
     got: list[str] = []
     context = zmq.Context()
     poller = zmq.Poller()
@@ -88,7 +89,7 @@ def speak(urls: dict[str, str], listen_s: float) -> list[str]:
 
 
 def kind(name: str) -> int:
-    """The type of socket that a channel of the controller would speak to."""
+    """The type of socket that a channel of the controller accepts."""
     if name in ("client iopub", "client notification", "engine hb_ping"):
         return zmq.SUB
     return zmq.PUB if name == "engine iopub" else zmq.DEALER

@@ -145,10 +145,10 @@ def test_changed_arguments_are_not_unpickled(cluster: Cluster):
 
 
 def test_bytes_of_another_protocol_lose_no_message(cluster: Cluster):
-    """Bytes of another protocol, as from a program that uses the wrong socket."""
+    """A program may send bytes of another protocol to the wrong socket."""
     print(f"NBDIST_SEED={SEED}")
     rng = random.Random(SEED)
-    # The oldest of ZeroMQ's protocols needs no handshake: no name, then one frame.
+    # ZeroMQ's oldest protocol has no handshake: an empty name, then one frame.
     alone = b"\x01\x00" + b"\x02\x00x"
     paths = sorted(map(str, cluster._live().run_dir.glob("zmq:*")))
     assert len(paths) > 10

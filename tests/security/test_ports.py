@@ -1,4 +1,4 @@
-"""Which ports a cluster opens, and who can reach them."""
+"""The ports that a cluster opens can be reached only from this host."""
 
 from __future__ import annotations
 

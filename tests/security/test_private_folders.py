@@ -1,4 +1,4 @@
-"""A second Unix user can neither read a cluster's files nor have his own loaded."""
+"""Another Unix user can neither read a cluster's files nor make it load others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_another_user_who_takes_every_name_reads_and_leaves_nothing(
         taken = json.loads(stranger.stdout.readline())
     assert not marker.exists()
     assert taken["got"] == []
-    assert taken["tried"] > 150  # it was there, and saw names
+    assert taken["tried"] > 150  # the other user's program ran and found names
     report = json.loads(told.splitlines()[-1])
     assert report == {
         "steps": [40, 40],

@@ -36,7 +36,7 @@ MOST_OF_A_SOCKET_PATH = 107
 
 @pytest.fixture(scope="module")
 def over_tcp() -> Iterator[Cluster]:
-    """A cluster whose folder has too long a name for Unix sockets."""
+    """A cluster whose folder's name is too long for Unix sockets."""
     folder = Path(tempfile.mkdtemp(prefix="x" * MOST_OF_A_SOCKET_PATH))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
@@ -48,7 +48,7 @@ def over_tcp() -> Iterator[Cluster]:
 
 @pytest.fixture(params=["ipc", "tcp"])
 def any_cluster(request: pytest.FixtureRequest) -> Cluster:
-    """A cluster with either transport."""
+    """A cluster with Unix sockets, and a cluster with TCP."""
     name = "cluster" if request.param == "ipc" else "over_tcp"
     cluster: Cluster = request.getfixturevalue(name)
     info = connection(cluster._live().run_dir, "client")
