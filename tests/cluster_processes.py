@@ -1,7 +1,7 @@
-"""The processes of a cluster, by what they are.
+"""Finds the processes of a cluster by their kind.
 
-Ranks are forked from a rank host or are children of their rank parents: a test finds
-them here, and never by a command line.
+Ranks are forked from a rank host or are children of their rank parents. Tests find them
+by these functions and not by a command line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fork_server() -> psutil.Process | None:
 
 
 def is_fork_server(process: psutil.Process) -> bool:
-    """Whether a process is a fork server, of whichever process."""
+    """Whether a process is the fork server of any process."""
     words = _command(process)[1:2]
     return [Path(word).name for word in words] == ["fork_server.py"]
 
@@ -83,7 +83,7 @@ class ClusterProcesses:
 
     @classmethod
     def of(cls, cluster: Cluster) -> ClusterProcesses:
-        """Those of a running cluster; this process may have others.
+        """The processes of a running cluster. This process may have other clusters.
 
         Raises:
             NotRunning, psutil.NoSuchProcess: It has ended.
@@ -96,7 +96,8 @@ class ClusterProcesses:
         """ "process supervisor", "controller", "mpiexec" or "rank host".
 
         Returns:
-            None before it runs; a cluster whose ranks are not forked has no rank host.
+            None if it does not run. A cluster whose ranks are not forked has no rank
+            host.
         """
         if name == "process supervisor":
             return self.supervisor
@@ -107,22 +108,22 @@ class ClusterProcesses:
 
     @property
     def rank_host(self) -> psutil.Process | None:
-        """The process that has forked the ranks; None where there is none."""
+        """The process that has forked the ranks; None if there is none."""
         log = str(self.run_dir / f"{RANK_HOST}.log")
-        # Below the fork server; where that has ended, below whoever adopts orphans.
+        # A child of the fork server, or of the process that adopts orphans.
         for process in psutil.process_iter(["name"]):
             if process.info["name"] == HOST_NAME and _target(process, 1) == log:
                 return process
         return None
 
     def all(self) -> set[psutil.Process]:
-        """Each process that runs."""
+        """All running processes."""
         roots = [self.supervisor, self.rank_host]
         found = {process for root in roots if root for process in _tree(root)}
         return {process for process in found if runs(process)}
 
     def census(self) -> Counter[str]:
-        """How many processes of each kind run."""
+        """The number of running processes of each kind."""
         return Counter(map(self._kind, self.all()))
 
     def _kind(self, process: psutil.Process) -> str:
@@ -139,7 +140,7 @@ class ClusterProcesses:
         return "rank parent" if "-S" in command else " ".join(command)
 
     def describe(self) -> str:
-        """The processes that run, for a message."""
+        """The running processes, for a message."""
         return f"running: {dict(self.census())}"
 
     def in_memory(self) -> set[str]:
@@ -151,20 +152,20 @@ class ClusterProcesses:
 
     @cached_property
     def memory(self) -> Path:
-        """Its folder in shared memory, or else its run folder.
+        """Its folder in shared memory, or its run folder.
 
-        Looked up for the first time while the cluster runs.
+        The first call must be made while the cluster runs.
         """
         return memory_folder(self.run_dir)
 
 
 class ComingRank:
-    """A rank on its way up, as its file in the cluster's folder shows it.
+    """A rank that starts, described by its file in the cluster's folder.
 
     Args:
         run_dir: the cluster's folder.
         rank: its number.
-        again: whether processes of this number that were there before do not count.
+        again: whether earlier processes with this number are ignored.
     """
 
     def __init__(self, run_dir: Path, rank: int, *, again: bool = True) -> None:
@@ -173,7 +174,7 @@ class ComingRank:
 
     @property
     def stage(self) -> str | None:
-        """What it does; None where it has not begun."""
+        """The stage of its start; None if it has not begun."""
         record = self._record()
         return None if record is None else record["stage"]
 
@@ -183,9 +184,9 @@ class ComingRank:
         return None if record is None else psutil.Process(record["parent_pid"])
 
     def process(self) -> psutil.Process | None:
-        """The rank itself; None as long as its parent is alone.
+        """The process of the rank; None if only its parent runs.
 
-        A forked rank is seen at its second stage, a few milliseconds after the fork.
+        A forked rank reports its second stage a few milliseconds after the fork.
         """
         record = self._record()
         if record is None:
@@ -200,13 +201,13 @@ class ComingRank:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Whether a process is a rank, or one that a rank has forked."""
+    """Whether a process is a rank, or was forked by a rank."""
     command = _command(process)
     return command[:2] == ["nbdist", "rank"] and command[2] != "host"
 
 
 def census(infos: Sequence[RankInfo]) -> dict[str, int]:
-    """The processes of a cluster of these ranks, which have no children, by kind."""
+    """The expected `ClusterProcesses.census`, if the ranks have no children."""
     of_all = {"process supervisor": 1, "controller": 1, "mpiexec": 1}
     of_ranks = {"rank": len(infos), "rank parent": len(infos)}
     is_forked = any(info.started == FORKED for info in infos)
@@ -221,7 +222,7 @@ def _tree(root: psutil.Process) -> list[psutil.Process]:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """The command line; empty where the process has ended."""
+    """The command line; empty if the process has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -229,7 +230,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _target(process: psutil.Process, descriptor: int) -> str:
-    """What a descriptor of a process refers to; "" where the process has ended."""
+    """The target of a descriptor of a process; "" if the process has ended."""
     try:
         return os.readlink(f"/proc/{process.pid}/fd/{descriptor}")
     except OSError:  # or another user's

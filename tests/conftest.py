@@ -1,4 +1,4 @@
-"""What tests of several folders share: a cluster of four CPU ranks, a JupyterLab."""
+"""Fixtures of several folders: a cluster of four CPU ranks, and a JupyterLab."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def _shared_cluster() -> Iterator[SharedCluster]:
 
 @pytest.fixture
 def cluster(_shared_cluster: SharedCluster) -> Iterator[Cluster]:
-    """Four ranks. Afterwards all must live and be idle; their variables are removed."""
+    """Four ranks, which must live and be idle after the test. Variables are removed."""
     yield _shared_cluster.ready()
     _shared_cluster.tidy()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _importable() -> Iterator[None]:
-    """Processes that a test starts import nbdist from this checkout."""
+    """Make processes that a test starts import nbdist from this checkout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         yield
@@ -59,7 +59,7 @@ def _importable() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _starts() -> Iterator[list[tuple[str, str]]]:
-    """How each rank should have been started, and how it was (`RankInfo.started`)."""
+    """The expected and the actual `RankInfo.started` of each rank."""
     starts: list[tuple[str, str]] = []
 
     def recorded(*args: Any, **options: Any) -> startup.Started:

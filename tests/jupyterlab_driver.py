@@ -44,7 +44,7 @@ CHROMIUM_OPTIONS = [
 
 
 class LabServer:
-    """JupyterLab on a loopback port, with a home directory of its own.
+    """JupyterLab on a loopback port, with its own home directory.
 
     Its kernels import nbdist from this repository. It ends with `close`, and with the
     process that started it.
@@ -115,7 +115,7 @@ class LabServer:
                 self.log.append(line)
                 if "is running at" in line:
                     self._ready.set()
-        self._ready.set()  # it ended: let go of who waits
+        self._ready.set()  # it has ended: release the waiting thread
 
 
 class Lab:
@@ -124,7 +124,7 @@ class Lab:
     def __init__(self, server: LabServer, page: Page) -> None:
         self.page = page
         self.errors: list[str] = []
-        """What widgets' JavaScript raised, with its stack, but not JupyterLab's own."""
+        """Errors that the JavaScript of widgets has raised, with their stacks."""
         self._server = server
         self._count = 0
         page.on("pageerror", lambda error: self._note(error.stack or str(error)))
@@ -133,7 +133,7 @@ class Lab:
         self._run("await jupyterapp.restored; jupyterapp.shell.collapseLeft();")
 
     def open_notebook(self, cells: list[str]) -> Path:
-        """Open a new notebook of these code cells, its kernel running; its path."""
+        """Open a new notebook, and start its kernel. Returns the notebook's path."""
         self._count += 1
         notebook = nbformat.v4.new_notebook(
             cells=[nbformat.v4.new_code_cell(source) for source in cells],
@@ -145,7 +145,7 @@ class Lab:
         return path
 
     def show_notebook(self, path: Path) -> None:
-        """Open a notebook that is there already, its kernel running."""
+        """Open an existing notebook, and start its kernel."""
         self._run(
             """
             const panel = await jupyterapp.commands.execute(
@@ -170,24 +170,24 @@ class Lab:
         )
 
     def wait_cell(self, index: int, timeout: float = 60) -> list[dict[str, Any]]:
-        """Wait for the end of a started cell; its outputs, in nbformat's form."""
+        """Wait for the end of a started cell. Returns its outputs, as of nbformat."""
         self._run("await nbdistTest.runs[argument];", index, timeout)
         return self.outputs(index)
 
     def run_cell(self, index: int, timeout: float = 60) -> list[dict[str, Any]]:
-        """Run a cell to its end; its outputs, in nbformat's form."""
+        """Run a cell to its end. Returns its outputs, as of nbformat."""
         self.start_cell(index)
         return self.wait_cell(index, timeout)
 
     def outputs(self, index: int) -> list[dict[str, Any]]:
-        """A cell's outputs as they are now, in nbformat's form."""
+        """The current outputs of a cell, as of nbformat."""
         cell = "nbdistTest.panel.content.widgets[argument]"
         return self._run(f"return {cell}.model.outputs.toJSON();", index)
 
     def wait(self, condition: str, timeout: float = 30) -> None:
         """Wait until a JavaScript function returns a true value.
 
-        If it never does, out/screenshots/timed-out.png shows the page.
+        At the timeout, the page is saved as out/screenshots/timed-out.png.
         """
         try:
             self.page.wait_for_function(condition, timeout=timeout * 1000)
@@ -210,7 +210,7 @@ class Lab:
         return path
 
     def save_notebook(self) -> None:
-        """Write the notebook with its outputs to its file."""
+        """Save the notebook, with its outputs."""
         self._run("await nbdistTest.panel.context.save();")
 
     def close_notebook(self) -> None:
@@ -230,7 +230,7 @@ class Lab:
             self.errors.append(error)
 
     def _run(self, body: str, argument: Any = None, timeout: float = 60) -> Any:
-        """Run the body of an async JavaScript function; what it returns."""
+        """Run the body of an async JavaScript function. Returns its value."""
         return self.page.evaluate(
             f"""([argument, milliseconds]) => Promise.race([
               (async () => {{ {body} }})(),

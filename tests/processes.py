@@ -1,4 +1,7 @@
-"""What a process has started, and whether it is gone. Never by name: others run too."""
+"""Finds the processes that a process has started, and waits for their end.
+
+Processes are not found by name, because other clusters may run.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ GONE_WITHIN_S = 10.0
 
 
 class Footprint:
-    """Everything below some processes, and the files that they have open or mapped.
+    """The descendants of processes, and the files that they have open or mapped.
 
-    Taken while they live; `assert_gone` then knows exactly what to look for.
+    It is taken while they live, so that `assert_gone` knows what must be gone.
     """
 
     def __init__(self, pids: Iterable[int], *paths: Path) -> None:
@@ -38,7 +41,7 @@ class Footprint:
         return mapped
 
     def assert_gone(self, within_s: float = GONE_WITHIN_S) -> None:
-        """No process runs and no file is left, at the latest after so many seconds.
+        """Check that no process and no file is left after some seconds.
 
         Polled, because `psutil.wait_procs` would take the exit code of a child of this
         process away from the `subprocess.Popen` that waits for it.
@@ -61,7 +64,7 @@ def wait_until(
     within_s: float,
     explain: Callable[[], str] = lambda: "it did not come",
 ) -> None:
-    """Poll for something outside this process that raises no event here."""
+    """Poll for a condition that raises no event in this process."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"after {within_s} s: {explain()}"
@@ -69,7 +72,7 @@ def wait_until(
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a process exists; a stopped one does, a zombie does not."""
+    """Whether a process exists. A stopped process does; a zombie does not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -77,7 +80,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 class Program:
-    """A Python program that is spoken with line by line; it is killed at the end."""
+    """A Python program with pipes for lines of text. It is killed at the end."""
 
     def __init__(self, code: str) -> None:
         self._process = subprocess.Popen(
@@ -96,13 +99,13 @@ class Program:
         self.kill()
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Kill the program with SIGKILL."""
         self._process.kill()
         with self._process:
             pass
 
     def line(self, within_s: float = 60.0) -> str:
-        """The next line that it prints."""
+        """The next line that the program prints."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)

@@ -9,7 +9,7 @@ from nbdist.wire import RankInfo
 
 
 def rank_info(rank: int, size: int = 2, **fields: Any) -> RankInfo:
-    """A CPU rank of a world on one host, but for the fields that are given."""
+    """The description of a CPU rank of a world on one host; `fields` replace some."""
     info = RankInfo(
         rank=rank,
         world_size=size,

@@ -1,4 +1,4 @@
-"""Removes what cells have left on a rank. Ranks import this: it imports no tests."""
+"""Removes the variables of cells on a rank. Ranks import it; it imports no tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that many tests share, so that not every test starts its own."""
+"""A cluster that many tests share, because a start takes seconds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class SharedCluster:
         self._cluster: Cluster | None = None
 
     def ready(self) -> Cluster:
-        """The cluster for the next test: a new one where a test has spoilt the last."""
+        """The cluster for the next test, started again if a test has damaged it."""
         if self._cluster is None:
             self._cluster = Cluster(self._n, device="cpu").start()
         return self._cluster
 
     def tidy(self) -> None:
-        """Remove the variables of a test from the ranks, which must live and be idle.
+        """Remove a test's variables from the ranks, which must live and be idle.
 
-        Where they do not, this stops the cluster, so that one test's fault fails no
-        other test.
+        Otherwise this stops the cluster, so that the fault of one test does not fail
+        other tests.
 
         Raises:
             AssertionError: A rank has died, does not answer or is busy.

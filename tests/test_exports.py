@@ -1,4 +1,4 @@
-"""The public surface is what it says."""
+"""The public names exist, with the types that type checkers see."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_unknown_name_is_an_attribute_error(face: ModuleType):
 
 
 def imports_for_type_checkers(face: ModuleType) -> dict[str, str]:
-    """The module that each name comes from in a face's TYPE_CHECKING block."""
+    """The module of each name in the TYPE_CHECKING block of a package."""
     tree = ast.parse(Path(str(face.__file__)).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and node.orelse]
     assert ast.unparse(block.test) == "TYPE_CHECKING"
@@ -70,12 +70,12 @@ def test_type_checkers_see_the_names_of_a_program(face: ModuleType):
 
 
 OWN_NAMES = {"__version__", "load_ipython_extension"}
-"""Written in nbdist/__init__.py itself."""
+"""Names that nbdist/__init__.py itself defines."""
 
 
 @pytest.fixture(scope="session")
 def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What mypy says in a user's file of each expression: its type, or an error."""
+    """mypy's answer for each expression in a user's file: its type, or an error."""
     expressions = [
         *(f"{face.__name__}.{name}" for face, name in FACE_NAMES),
         "nbdist.all_redcue",

@@ -24,7 +24,7 @@ LAYERS = [
 NOTEBOOK_SIDE = {"", "magics", "session", "cluster", "widgets"} | SHARED
 RANK_SIDE = {"torch", "mpi4py", "nbdist.engine", "nbdist.collectives"}
 ON_DEMAND = {
-    # Unpickles a tensor of a rank when the user asks for one.
+    # Unpickles a tensor that the user pulls.
     ("nbdist.ipc.serialization", "torch"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -45,7 +45,7 @@ def layer(module: str) -> str:
 
 
 def nodes(tree: ast.AST, *, type_checking: bool) -> Iterator[ast.AST]:
-    """All nodes below one, with or without what stands under `TYPE_CHECKING`."""
+    """All nodes below a node, with or without those under `TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         yield node
         if (
@@ -62,7 +62,7 @@ def nodes(tree: ast.AST, *, type_checking: bool) -> Iterator[ast.AST]:
 
 @cache
 def imports(module: str, *, type_checking: bool = False) -> frozenset[str]:
-    """The modules that a module names in its imports, as fully as they exist."""
+    """The modules that a module imports, with their full names."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     names: set[str] = set()
@@ -79,7 +79,7 @@ def imports(module: str, *, type_checking: bool = False) -> frozenset[str]:
 
 
 def loaded_with(module: str) -> Iterator[str]:
-    """The modules that importing this one runs: its packages, and itself."""
+    """The modules that an import of this one runs: its packages, and itself."""
     parts = module.split(".")
     yield from (".".join(parts[: n + 1]) for n in range(len(parts)))
 
@@ -88,7 +88,7 @@ def loaded_with(module: str) -> Iterator[str]:
 def test_imports_run_one_way(module: str) -> None:
     own = layer(module)
     if own == "":
-        return  # nbdist itself names every layer, and loads it at first use
+        return  # `nbdist` names every layer, and loads it at first use
     assert own in SHARED or own in LAYERS, f"{own} is not in LAYERS"
     named = imports(module, type_checking=True)
     layers = {layer(name) for name in named if name.startswith("nbdist.")}

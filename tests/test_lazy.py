@@ -1,4 +1,4 @@
-"""Names that are loaded at first use are stored, or refused in the notebook."""
+"""Names are loaded and stored at their first use, or refused in the notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages agree with the repository, and the extension loads little."""
+"""The pages agree with the code, and the extension loads few modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbdist.magics import DistMagics
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pytest brings it on 3.10
+    import tomli as tomllib  # pytest depends on it on 3.10
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]

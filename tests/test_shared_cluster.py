@@ -1,4 +1,4 @@
-"""The cluster that tests share: one test's fault fails no other test."""
+"""The fault of one test does not fail other tests with the shared cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kill(cluster: Cluster) -> None:
 
 
 def hang(cluster: Cluster) -> None:
-    """Leave a cell behind that no interrupt ends."""
+    """Start a cell that no interrupt ends, and leave it running."""
     endless = (
         "import time\n"
         "while True:\n"

@@ -1,4 +1,4 @@
-"""The cost model's formulas, against values that were computed by hand."""
+"""The formulas of the cost model, compared with values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/frames.py counts."""
+"""The counts of benchmarks/frames.py."""
 
 from benchmarks.frames import circles, frames_of, modules
 from nbdist.wire import format_ranks

@@ -54,7 +54,7 @@ def run():
 
 
 def names_in(path: Path) -> set[str]:
-    """Functions, classes and methods of a file, methods with their class."""
+    """Functions and classes of a file, and methods as `Class.method`."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

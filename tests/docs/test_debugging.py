@@ -1,6 +1,6 @@
-"""docs/debugging.md and docs/reliability.md: their cells end as the pages say.
+"""The cells of docs/debugging.md and docs/reliability.md end as the pages say.
 
-tests/cluster has the cells that take long or end a rank.
+tests/cluster tests the cells that take long or end a rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEADLINE_S = 60
 
 
 def cell_with(text: str) -> str:
-    """The one cell of the pages that contains a text."""
+    """The cell of the pages that contains a text."""
     (block,) = (each for each in BLOCKS if text in each)
     return block
 

@@ -1,4 +1,4 @@
-"""The magics accept every line with which the pages call them."""
+"""The magics accept every line of the pages that calls them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The Python blocks of README.md and docs/, run in order as a reader would type them.
+"""Runs the Python blocks of README.md and docs/ in order, as a reader would type them.
 
-A page leaves out what every reader has: a model, data, a step of training. `GIVEN` adds
-that, page by page, and nothing else. Blocks with `%%distributed` run on four ranks, the
-others in a notebook's namespace.
+A page omits what every reader has: a model, data, a step of training. `GIVEN` defines
+that for each page. Blocks with `%%distributed` run on four ranks, the others in a
+notebook's namespace.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def train_step():
     "torch-backend.md": DIGITS,
 }  # fmt: skip
 ON_RANKS = {"data.md", "horovod.md"}
-"""Pages whose blocks without a magic are part of a cell, too."""
+"""Pages whose blocks without a magic are cells, too."""
 
 
 def blocks_of(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    # Keras takes longer to load than all pages to run; tests/keras has what it shows.
+    # Loading Keras takes longer than running all pages. tests/keras tests the same.
     return [block for block in blocks if "nbdist.keras" not in block]
 
 

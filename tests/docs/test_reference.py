@@ -38,7 +38,7 @@ ELSEWHERE = {
     "nbdist.keras.callbacks": "nbdist.keras.ModelCheckpoint",
     "nbdist.elastic.Sampler": "nbdist.Sampler",
 }
-"""Modules, and names of what has another entry: an entry that stands for each."""
+"""The entry that documents a module, or a name that has no entry of its own."""
 INTERNAL = {
     "nbdist.errors.encodable",
     "nbdist.errors.message_of",
@@ -52,7 +52,7 @@ DATA = re.compile(r"\.\. data:: |^ {10}(?=\w)")
 
 
 def entries() -> set[str]:
-    """The full names that the pages of docs/api have an entry for."""
+    """The full names that have an entry in docs/api."""
     found = set()
     for page in PAGES:
         module = ""
@@ -78,7 +78,7 @@ def test_every_public_name_has_an_entry(face: ModuleType):
     named = {f"{face.__name__}.{name}" for name in face.__all__} - INTERNAL
     present = entries()
     missing = {name for name in named if ELSEWHERE.get(name, name) not in present}
-    # An error that nbdist itself has is written there, as users type it.
+    # An error that `nbdist` exports has its entry there, as users type it.
     public = {f"nbdist.errors.{name}" for name in nbdist.__all__}
     assert missing - public == set()
 

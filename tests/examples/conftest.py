@@ -1,4 +1,4 @@
-"""Running an example notebook as `examples/run.py` does."""
+"""Runs an example notebook as `examples/run.py` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIME_LIMIT_S = 150
 
 @pytest.fixture
 def run_example() -> Callable[[str], str]:
-    """Runs a notebook by its name, from its first cell to its last; what it prints."""
+    """A function that runs a notebook, given its name, and returns what it prints."""
 
     def run(name: str) -> str:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The notebook of the slow data set."""
+"""The notebook with the slow data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook of the parameter server and its slow worker."""
+"""The notebook with the parameter server and its slow worker."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def report() -> str:
 
 @pytest.fixture(scope="module")
 def executed(report: str) -> NotebookNode:
-    """The notebook that the run left, found where the report says it lies."""
+    """The executed notebook, at the path that the report names."""
     found = re.search(r"^executed notebook: +(.+)$", report, re.MULTILINE)
     assert found is not None
     return nbformat.read(found[1], as_version=4)

@@ -1,7 +1,7 @@
 """Horovod's functions. `test_horovod_functions.py` runs this file on ranks.
 
-Every rank can make every rank's input, and so knows each result. Inputs are small whole
-numbers, so that all dtypes hold every sum exactly.
+Every rank can compute the inputs of all ranks, and therefore each result. Inputs are
+small whole numbers, so that every sum is exact in all dtypes.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def grouped_allreduce() -> None:
 @case
 def allreduce_adasum() -> None:
     def tree(rows: list[Tensor]) -> Tensor:
-        """The paper's recursion, with whole vectors."""
+        """The recursion of the paper, with whole vectors."""
         while len(rows) > 1:
             pairs = zip(rows[::2], rows[1::2], strict=False)
             rest = rows[len(rows) // 2 * 2 :]
@@ -374,7 +374,7 @@ def reducescatter() -> None:
 
 
 def leaves(shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """One input for each rank, the same everywhere, in double precision."""
+    """One input for each rank, equal on all ranks, in double precision."""
     return [
         input_of(shape, torch.float64, rank).requires_grad_()
         for rank, shape in enumerate(shapes)
@@ -382,7 +382,7 @@ def leaves(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def weights(shape: tuple[int, ...]) -> list[Tensor]:
-    """A factor for each rank's result, which is the gradient of its loss."""
+    """A factor for each rank's result. It is the gradient of the rank's loss."""
     return [input_of(shape, torch.float64, rank, salt=9) for rank in range(hvd.size())]
 
 
@@ -392,10 +392,10 @@ def assert_gradients(
     on_one: Callable[[list[Tensor]], list[Tensor]],
     loss: Callable[[Tensor], Tensor],
 ) -> None:
-    """Compare with autograd on one process.
+    """Compare the gradients with autograd in one process.
 
-    `on_one` computes all ranks' results from all ranks' inputs; `loss` makes one loss
-    from those of the ranks.
+    `on_one` computes the results of all ranks from the inputs of all ranks. `loss`
+    combines the losses of the ranks.
     """
     rank = hvd.rank()
     everything = leaves(shapes)
@@ -527,7 +527,7 @@ def one_rank_is_late_with_a_name() -> None:
     first, second = ("early", "late") if hvd.rank() else ("late", "early")
     handle = hvd.allreduce_async(torch.ones(1), name=first)
     if hvd.rank() == 0:
-        time.sleep(0.1)  # the others have told what they have, and wait for more
+        time.sleep(0.1)  # the others have sent their requests, and wait
     other = hvd.allreduce_async(torch.ones(1), name=second)
     assert hvd.synchronize(other).tolist() == [1.0]
     assert hvd.synchronize(handle).tolist() == [1.0]

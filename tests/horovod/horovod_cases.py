@@ -1,4 +1,4 @@
-"""Run many test cases in one launch of ranks."""
+"""Runs many test cases in one launch of ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import nbdist.horovod as hvd
 
 Case = Callable[[], None]
 DEADLINE_S = 40.0
-"""Longer than the time-out of collectives, after which the other ranks continue."""
+"""Longer than the timeout of collectives, after which the other ranks continue."""
 
 
 def run_cases(cases: dict[str, Case]) -> dict[str, str | None]:
-    """Run each case between `init` and `shutdown`; return its traceback or None."""
+    """Run each case between `init` and `shutdown`. Returns its traceback or None."""
     torch.set_num_threads(1)
     nbdist.init()
     outcomes: dict[str, str | None] = {}

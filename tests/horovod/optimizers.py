@@ -1,7 +1,7 @@
 """DistributedOptimizer on ranks, compared with one process on the full batch.
 
-`test_distributed_optimizer.py` launches this file. In double precision, so that a
-dropped or doubled contribution cannot hide in rounding.
+`test_distributed_optimizer.py` launches this file. All is in double precision, so that
+rounding does not hide a missing or doubled contribution.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def assert_equal(net: nn.Module, reference: nn.Module, rtol: float = 1e-10) -> N
 
 
 def assert_same_everywhere(net: nn.Module) -> None:
-    """To the last bit."""
+    """Check that all ranks have the same bits."""
     for parameter in net.parameters():
         everybody = hvd.allgather(parameter.detach()[None])
         assert all(torch.equal(each, parameter) for each in everybody)
@@ -241,7 +241,7 @@ def with_a_closure() -> None:
         optimizer.step(evaluate(net, optimizer, mine(inputs), mine(targets)))
         single.step(evaluate(reference, single, inputs, targets))
     assert_same_everywhere(net)
-    # The stopping rules look at each rank's loss; the weights go the same way.
+    # The stopping rules use each rank's own loss; the weights are equal.
     assert_equal(net, reference, rtol=1e-6)
 
 
@@ -293,7 +293,7 @@ def wrapped_again() -> None:
 
 
 class Branches(nn.Module):
-    """Uses one of two layers; a third never; a fourth is frozen."""
+    """Uses one of two layers. A third is never used, a fourth is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ def uneven_data() -> None:
             x, y = inputs.chunk(size)[peer], targets.chunk(size)[peer]
             (F.mse_loss(reference(x), y) / size).backward()
         single.step()
-    # A rank stays as it was at its last step, until the last one tells it.
+    # A rank keeps its parameters until the last rank broadcasts its own.
     hvd.broadcast_parameters(net.state_dict(), root_rank=size - 1)
     assert_equal(net, reference)
 

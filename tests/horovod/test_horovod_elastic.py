@@ -77,7 +77,7 @@ def test_a_rank_dies_and_is_replaced(tmp_path: Path) -> None:
 
 
 class Places:
-    """Stands for the world: this process's number and the number of all."""
+    """Replaces the world: the number of this process, and the number of processes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = (0, 1)

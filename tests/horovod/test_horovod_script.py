@@ -19,7 +19,7 @@ TIME_LIMIT_S = 100
 
 
 def check(printed: str) -> str:
-    """What it printed, once it is seen to have learned."""
+    """Check that the script has learned. Returns the lines that it printed."""
     found = re.search(rf"ranks: {N}, loss: [\d.]+, accuracy: ([\d.]+)%", printed)
     assert found is not None, printed
     assert float(found[1]) > 90

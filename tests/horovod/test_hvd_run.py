@@ -15,7 +15,7 @@ from nbdist.horovod import launch
 
 @pytest.fixture
 def running(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """The shared cluster stands for the notebook's."""
+    """Make the shared cluster the notebook's running cluster."""
     monkeypatch.setattr(launch, "running_cluster", lambda: cluster)
     return cluster
 

@@ -1,4 +1,4 @@
-"""Keras on ranks. `test_keras.py` runs this file on ranks."""
+"""Cases of Keras. `test_keras.py` runs this file on ranks."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def metrics_are_averaged() -> None:
 
 
 class Rates(keras.callbacks.Callback):
-    """Notes the learning rate and momentum of each batch."""
+    """Records the learning rate and momentum of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def the_learning_rate_warms_up() -> None:
     got = [rate for rate, _ in rates.seen]
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     np.testing.assert_allclose(history.history["lr"][-1], 0.5e-4, rtol=1e-5)
-    # Scaled for the batch after a change (here at most 1), and as it was before.
+    # Momentum is scaled for one batch after a change (here to at most 1).
     assert rates.seen[3][1] == pytest.approx(min(1, 0.9 * ramp[3] / ramp[2]), rel=1e-4)
     assert rates.seen[12][1] == pytest.approx(0.9e-3, rel=1e-4)
     assert rates.seen[13][1] == net.optimizer.momentum == 0.9

@@ -1,4 +1,4 @@
-"""The classic Keras script of Horovod's users, for the digits of scikit-learn."""
+"""The Keras script of Horovod's documentation, for the digits of scikit-learn."""
 
 import tempfile
 from pathlib import Path

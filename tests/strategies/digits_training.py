@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 TRAIN = 1437
-"""Training samples of the 1797, not divisible by the batch. The rest is for tests."""
+"""Training samples of the 1797; the others are the test set. No multiple of `BATCH`."""
 BATCH = 96
 EPOCHS = 20
 Make = Callable[[Iterator[nn.Parameter]], Optimizer]
@@ -21,7 +21,7 @@ Make = Callable[[Iterator[nn.Parameter]], Optimizer]
 
 @functools.cache
 def samples() -> tuple[TensorDataset, Tensor, Tensor]:
-    """The training set, and the images and labels to test with."""
+    """The training set, and the images and labels of the test set."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -50,7 +50,7 @@ def accuracy(model: nn.Module) -> float:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters of a model, one after the other."""
+    """All parameters of a model in one tensor."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

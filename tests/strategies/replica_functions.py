@@ -32,7 +32,7 @@ Found = dict[str, Any]
 
 
 def start() -> Group:
-    """A world in double precision, with a default process group."""
+    """Set double precision, and make the default process group."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     world = MPI.COMM_WORLD
@@ -54,7 +54,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def compare(strategy: Any, make: Callable[[Any], Any]) -> Found:
-    """The distance to one process on the same batches, and the mean losses."""
+    """The difference from one process on the same batches, and the mean losses."""
     model, losses = train(strategy, 2, make)
     alone = train_alone(2, make)
     found = float((flat(model) - flat(alone)).abs().max())

@@ -31,7 +31,7 @@ from nbdist.training.strategies import Mirrored, ParameterServer
 
 Found = dict[str, Any]
 LONGEST_SLEEP_S = 0.05
-"""How long a rank that waits for messages sleeps at most."""
+"""The longest sleep, in seconds, of a rank that waits for messages."""
 
 
 def run_all_functions() -> Found:
@@ -69,7 +69,7 @@ def accuracies() -> dict[str, float]:
         "async": ParameterServer(mode="async"),
         "async, bounded": ParameterServer(n_ps=2, mode="async", max_staleness=2),
     }.items():
-        # Where gradients are dropped, as many samples have to be used.
+        # If gradients are dropped, more steps use as many samples.
         used = strategy.replicas / 3 if getattr(strategy, "replicas", None) else 1
         model, _ = train_with(strategy, round(epochs / used), plain)
         found[name] = accuracy(model)
@@ -77,14 +77,14 @@ def accuracies() -> dict[str, float]:
 
 
 class Turns:
-    """Workers that act one at a time, in the order of a script."""
+    """Lets workers act one at a time, in the order of a script."""
 
     def __init__(self, script: list[int]) -> None:
         self._comm = MPI.COMM_WORLD.Dup()
         self._script = script
 
     def play(self, act: Callable[[], None]) -> None:
-        """Act whenever it is this rank's turn in the script."""
+        """Act at each turn of this rank in the script."""
         token, rank = bytearray(1), self._comm.rank
         for place, who in enumerate(self._script):
             if who != rank:
@@ -110,7 +110,7 @@ SCRIPT = [0, 0, 1, 2, 0, 1, 1, 2, 2, 2, 0, 2, 1]
 
 
 def scripted(rank: int) -> dict[int, int]:
-    """The histogram of asynchronous pushes in the order of the script."""
+    """The histogram of the staleness of pushes in the order of the script."""
     strategy, turns = ParameterServer(mode="async"), Turns(SCRIPT)
     model = make_model()
     act = one_step(*strategy.setup(model, plain(model.parameters())))
@@ -150,7 +150,7 @@ def bounded(rank: int, bound: int = 2) -> Any:
             if rank == 0:
                 done = int(counts[0])
                 until(lambda done=done: min(counts[1:3]) >= min(done + bound, 6))
-                time.sleep(0.05)  # would they come further, they would now
+                time.sleep(0.05)  # without the bound, they would continue now
                 seen.append(int(max(counts[1:3])) - done)
             act()
             counts[rank] += 1
@@ -185,7 +185,7 @@ def backup(rank: int) -> tuple[int, int, dict[int, int]]:
 
 
 def idle(rank: int, naps: int = 3) -> list[float]:
-    """Hold the workers until the server has slept `naps` times for as long as it may.
+    """Hold the workers until the server has slept for the longest time `naps` times.
 
     Returns:
         The seconds of each of the server's sleeps, from the last message on.
@@ -210,7 +210,7 @@ def idle(rank: int, naps: int = 3) -> list[float]:
 
 
 def failure(rank: int) -> Any:
-    """Raise on one worker; the other workers and the next run continue."""
+    """Raise on one worker. The other workers and the next run continue."""
     outcomes = []
     for mode in ("sync", "async"):
         strategy = ParameterServer(mode=mode)

@@ -77,13 +77,13 @@ def updates(cluster: Cluster) -> int:
 
 
 def assert_trains_again(cluster: Cluster, mode: str, before: range) -> None:
-    """One more run on all ranks, which goes on from so many updates."""
+    """Run once more on all ranks, continuing after a number of updates."""
     cluster.execute(f"finished = None\n{AGAIN}", timeout_s=DEADLINE_S)
     assert cluster["finished"] == [STEPS] * 4
     after = updates(cluster)
     assert after - STEPS * (1 if mode == "sync" else WORKERS) in before
     assert cluster[FLAT] == [cluster[FLAT][0]] * 4
-    if mode == "sync" and len(before) == 1:  # momentum too is what it was
+    if mode == "sync" and len(before) == 1:  # the momentum is unchanged, too
         assert max(cluster[f"distance_to_one_process({after})"]) < 1e-5
 
 
@@ -139,7 +139,7 @@ slow = pytest.mark.slow
 def test_with_two_servers_any_rank_can_die_at_any_step(
     cluster: Cluster, victim: int, step: int
 ) -> None:
-    """Workers are 0 and 1. The lowest that lives kills a server, or itself."""
+    """Workers are 0 and 1. The lowest living worker kills a server or itself."""
     cluster.execute(TWO_SERVERS)
     killer = victim if victim < 2 else 0
     dying = f"""

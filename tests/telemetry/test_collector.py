@@ -164,7 +164,7 @@ def test_endless_metric_names_do_not_fill_the_memory(
 
 
 def test_64_ranks_report_from_threads_while_a_view_reads() -> None:
-    """100,000 steps a rank in all, at a width that leaves nothing out."""
+    """100,000 steps of each rank, at a width that keeps every step."""
     collector = Collector(capacity=64)
     rounds, steps = 4, 100_000 // 50
 

@@ -21,7 +21,7 @@ class NVMLError(Exception):
 
 
 class FakeNvml(SimpleNamespace):
-    """One GPU, whose answers a test sets; an exception is raised."""
+    """NVML with one GPU, whose answers a test sets. An exception is raised."""
 
     def __init__(self, **answers: object) -> None:
         super().__init__(NVMLError=NVMLError, answers=answers, calls=[])

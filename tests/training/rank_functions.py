@@ -42,7 +42,7 @@ def join() -> Group:
 
 
 def save_and_load(folder: str) -> dict[str, Any]:
-    """Save, load and fail to save; what this rank has seen of each."""
+    """Save, load, and fail to save. Returns this rank's results and errors."""
     rank = join().rank
     path = Path(folder) / "model.pt"
     files.save({"rank": rank, "weight": torch.full((3,), float(rank))}, path)
@@ -50,7 +50,7 @@ def save_and_load(folder: str) -> dict[str, Any]:
     barrier()
     reasons = []
     for bad in ("missing/model.pt", "model.pt"):
-        try:  # the second time, on rank 0, of what cannot be pickled
+        try:  # the second time, rank 0 saves a value that cannot be pickled
             files.save(None if bad != "model.pt" else lambda: None, path.parent / bad)
         except SaveError as error:
             reasons.append(str(error))
@@ -128,7 +128,7 @@ def samples() -> TensorDataset:
 
 
 def seeded() -> tuple[list[float], list[float]]:
-    """The weights of a model that all ranks seed equally, and numbers drawn later."""
+    """The weights of an equally seeded model, and numbers that are drawn later."""
     with seed_all(5):
         model = torch.nn.Linear(3, 1)
     return model.weight.flatten().tolist(), torch.rand(3).tolist()

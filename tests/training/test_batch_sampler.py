@@ -1,4 +1,4 @@
-"""Every sample goes to exactly one rank, once an epoch, in worlds of any size."""
+"""Every sample goes to exactly one rank in each epoch, in worlds of any size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def world(size: int, length: int, batch_size: int, **options) -> list[Sampler]:
 
 
 def hand_out(samplers: list[Sampler], batches: int | None = None) -> list[list[int]]:
-    """Take some global batches on all ranks; the ranks' parts put together."""
+    """Take global batches on all ranks. Returns the joined parts of the ranks."""
     steps = zip(*(iter(sampler) for sampler in samplers), strict=True)
     taken = []
     for parts in itertools.islice(steps, batches):

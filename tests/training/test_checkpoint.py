@@ -1,4 +1,4 @@
-"""A file of saved state is complete, or it is refused by its path."""
+"""A file of saved state that is incomplete or damaged is refused by its path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ one_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def sealed(text: bytes, payload: bytes = b"", length: int | None = None) -> bytes:
-    """A file with the right checksum, whatever its header is."""
+    """A file with a valid checksum and any header."""
     digest = checkpoint._digest(text)
     digest.update(payload)
     length = len(text) if length is None else length

@@ -26,7 +26,7 @@ class Slow(Dataset):
 
 
 def recorded(cluster: Cluster) -> list[int]:
-    """The number of steps per rank whose waiting time the notebook has."""
+    """The number of steps of each rank whose waiting time has arrived."""
     history = cluster.collector.history("data_wait_s")
     return [len(history[rank][1]) if rank in history else 0 for rank in range(4)]
 

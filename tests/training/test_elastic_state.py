@@ -20,7 +20,7 @@ from nbdist.training.elastic.state import State
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step, so that the optimizer has a state."""
+    """Take one step, so that the optimizer has state."""
     optimizer.zero_grad()
     model(torch.ones(2, 3)).square().sum().backward()
     optimizer.step()
@@ -192,7 +192,7 @@ def test_the_file_of_another_state_is_refused(two_saves: Path) -> None:
 
 
 class Plain:
-    """Something that is no tensor, number or container."""
+    """An object of a user's class."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plain)

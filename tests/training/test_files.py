@@ -1,4 +1,4 @@
-"""A file is saved completely or not at all, and every rank learns which."""
+"""A file is saved completely or not at all, and a failure raises on every rank."""
 
 from __future__ import annotations
 

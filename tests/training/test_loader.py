@@ -1,7 +1,6 @@
-"""A loader hands every sample to one rank, once an epoch, and says how long it took.
+"""A loader gives every sample to one rank in each epoch, and measures the waits.
 
-The ranks of a world only differ in their number here; tests/training/test_on_ranks.py
-has real ones.
+The ranks of a world are simulated here. tests/training/test_on_ranks.py has real ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SIZES = st.integers(1, 8)
 
 
 class Numbers(Dataset):
-    """Sample i is the number i; made to be fetched one by one."""
+    """Sample i is the number i. Samples are fetched one by one."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -51,7 +50,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """The numbers below `length`; divides them among its workers itself, or not."""
+    """The numbers below `length`. It can divide them among its workers."""
 
     def __init__(self, length: int, *, divides: bool = False) -> None:
         self.length, self.divides = length, divides
@@ -75,7 +74,7 @@ def world(size: int, dataset, *args, **options) -> list[Loader]:
 
 
 def hand_out(loaders: list[Loader], steps: int | None = None) -> list[list[list[int]]]:
-    """Some steps of all ranks: each rank's samples in each step."""
+    """Take steps on all ranks. Returns each rank's samples in each step."""
     batches = zip(*loaders, strict=True)
     return [
         [part.tolist() for part in parts]
@@ -116,7 +115,7 @@ def test_the_weight_of_a_part_is_its_number_of_samples(
             assert not drop_last or total == together
             for rank, part in zip(ranks, parts, strict=True):
                 assert rank.weight == pytest.approx(len(part) * size / total)
-            # What DDP does with the ranks' parts of the mean.
+            # DDP averages the ranks' weighted means in this way.
             means = [
                 rank.average(part.double()) / size
                 for rank, part in zip(ranks, parts, strict=True)
@@ -197,7 +196,7 @@ def test_workers_do_not_change_the_batches(divides):
 
 
 class Stuck(Numbers):
-    """The first worker's third batch never ends."""
+    """Fetching the first worker's third batch never ends."""
 
     def __getitem__(self, index: int) -> int:
         if index >= 8:
@@ -258,7 +257,7 @@ def test_workers_die_with_their_rank():
         pids = {int(rank.stdout.readline()) for _ in range(2)}
         workers = [psutil.Process(pid) for pid in pids]
         os.kill(rank.pid, signal.SIGKILL)
-        # Left to themselves they look for their parent every 5 s, between samples.
+        # torch's workers look for their parent every 5 s, between samples.
         wait_until(lambda: not any(map(runs, workers)), 4)
 
 

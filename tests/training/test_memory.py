@@ -1,4 +1,4 @@
-"""A rank reads the memory of its device, and limits its own use of it."""
+"""A rank reads the memory of its device, and limits its own use."""
 
 from __future__ import annotations
 

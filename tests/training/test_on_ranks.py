@@ -1,4 +1,4 @@
-"""Data and random numbers on real ranks."""
+"""Loaders, files and random numbers on real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks draw equal numbers at first, and different ones after the split."""
+"""Ranks draw equal numbers first, and different numbers after the split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files hold a complete commit, whenever their process is killed."""
+"""The files have a complete commit at whatever moment their process is killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def sharing(folder: Path, *others: Path, **values: Any) -> State:
-    """A state whose copies are in files, as on rank 0 of an elastic run."""
+    """A state whose commits are in files, as on rank 0 of an elastic run."""
     state = State(**values)
     state._share([folder, *others])
     return state
@@ -118,7 +118,7 @@ def test_a_commit_with_other_shapes_has_a_new_layout(folder: Path) -> None:
 
 
 class Abandoned(BaseException):
-    """Ends a commit where a SIGKILL would."""
+    """Ends a commit at the point at which a SIGKILL would."""
 
 
 def test_a_commit_abandoned_at_any_step_leaves_the_previous_commit(
@@ -152,7 +152,7 @@ COMMITS = 200
 
 
 def commit_until_killed(folder: Path, told: int, seed: int) -> None:
-    """In a child: make commits whose values all equal their number."""
+    """Make commits whose values all equal their number. Runs in a child."""
     torch.set_num_threads(1)
     sizes = random.Random(seed)
     count, size = 1, 100
@@ -209,7 +209,7 @@ def test_another_rank_0_takes_over_with_its_first_commit(folder: Path) -> None:
 
 
 def full(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """Make folders report too little free space."""
+    """Make the folders report too little free space."""
 
     def usage(path: Path) -> Usage:
         return Usage(1, 1, 0 if path in folders else 1 << 40)
@@ -309,7 +309,7 @@ def test_a_user_cannot_load_a_record(folder: Path) -> None:
 
 
 class Folders(coordinators.NoCoordinator):
-    """A notebook that wants commits kept."""
+    """A coordinator whose notebook keeps commits."""
 
     def __init__(self, *folders: Path) -> None:
         self.commit_folders = folders

@@ -1,6 +1,6 @@
-"""The monitor in JupyterLab: live while a cell blocks, usable, and saved.
+"""The monitor in JupyterLab is live while a cell blocks, usable, and saved.
 
-Screenshots are left in out/screenshots/.
+Screenshots are in out/screenshots/.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a distributed cell shows, from the messages of ranks that are made up."""
+"""The output of a distributed cell, from the messages of simulated ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbdist.widgets.cell_view import CellView
 
 
 class Screen:
-    """Stands for the notebook under the cell: text, and displays by their names."""
+    """Replaces the notebook's output area: text, and displays by display id."""
 
     def __init__(self) -> None:
         self.shown: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class Screen:
 
     @property
     def texts(self) -> list[str]:
-        """What the displays show now, blank ones left out, in their order."""
+        """The current texts of the displays that are not blank, in their order."""
         texts = [data["text/plain"] for data in self.shown.values()]
         return [text for text in texts if text]
 
@@ -50,7 +50,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
 
 
 class Cell:
-    """A view, and ranks that send to it."""
+    """A view, and simulated ranks that send messages to it."""
 
     count = 0
 

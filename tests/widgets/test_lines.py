@@ -1,4 +1,4 @@
-"""Merged lines of several ranks: none is lost, and each rank's order is kept."""
+"""Lines of several ranks are merged: none is lost, and each rank's order is kept."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_equal_texts_merge_completely(text: str, ranks: int):
 
 
 class Counting(deque[Item]):
-    """Counts how many of its items are looked at."""
+    """Counts the accesses to its items."""
 
     looks = 0
 

@@ -1,4 +1,4 @@
-"""A text that changes, in a terminal and where there is none."""
+"""A text that changes, in a terminal and in other output."""
 
 from __future__ import annotations
 

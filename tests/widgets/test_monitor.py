@@ -1,4 +1,4 @@
-"""The kernel side of the monitor: its messages, their rate, and its end."""
+"""The monitor in the kernel: its messages, their rate, and its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Sent = tuple[dict[str, Any], bytes]
 
 
 class SpyMonitor(Monitor):
-    """Keeps what would go to the browser."""
+    """Keeps the messages to the browser."""
 
     def __init__(self, collector: Collector) -> None:
         self.sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
@@ -31,7 +31,7 @@ class SpyMonitor(Monitor):
         self.sent.put((content, buffers[0]))
 
     def hear(self, kind: str) -> None:
-        """Deliver a message as a front end sends it."""
+        """Deliver a message of a front end."""
         self._handle_custom_msg({"kind": kind}, [])
 
     def next(self) -> Sent:
