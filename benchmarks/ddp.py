@@ -77,7 +77,7 @@ def measure(folder: str, repeats: int) -> None:
     from mpi4py import MPI
 
     from nbdist.collectives import Group, set_default_group
-    from nbdist.collectives.torch_backend.process_group import register
+    from nbdist.collectives.torch_backend.registration import register
 
     torch.set_num_threads(1)
     world = Group(MPI.COMM_WORLD)

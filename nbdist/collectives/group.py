@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch._C import _AutoDispatchBelowADInplaceOrView as BelowAutograd
 
 from nbdist.collectives.call import Call, describe_mismatch, describe_timeout
 from nbdist.collectives.call_site import CallSite, find_call_site
@@ -337,7 +338,10 @@ class Group:
         try:
             if not has_barrier:
                 self._pass_barrier()
-            body()
+            # The result is no part of an autograd graph. It may be a view, a leaf or an
+            # inference tensor.
+            with BelowAutograd():
+                body()
         except CollectiveMismatch:
             raise
         except BaseException as error:  # noqa: BLE001 - the other ranks must get it

@@ -11,11 +11,8 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives import default_group
-from nbdist.collectives.torch_backend.process_group import (
-    ProcessGroup,
-    nccl_of,
-    register,
-)
+from nbdist.collectives.torch_backend.process_group import ProcessGroup, nccl_of
+from nbdist.collectives.torch_backend.registration import register
 from nbdist.engine import shared_default_group
 from nbdist.ipc.private_files import rendezvous_folder
 

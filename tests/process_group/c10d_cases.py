@@ -19,7 +19,7 @@ import torch
 from default_process_groups import meet, process_group
 from mpi4py import MPI
 
-from nbdist.collectives.torch_backend.process_group import register
+from nbdist.collectives.torch_backend.registration import register
 
 APPLIES = {
     "Only MPI supports CPU all_to_all_single",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from nbdist.collectives import Group, set_default_group
-from nbdist.collectives.torch_backend.process_group import register
+from nbdist.collectives.torch_backend.registration import register
 
 DEADLINE_S = 20.0
 

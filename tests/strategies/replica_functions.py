@@ -24,7 +24,7 @@ from torch import nn
 
 import nbdist
 from nbdist.collectives import Group, set_default_group
-from nbdist.collectives.torch_backend.process_group import register
+from nbdist.collectives.torch_backend.registration import register
 from nbdist.errors import UsageError
 from nbdist.training.strategies import CentralStorage, LocalSGD, Mirrored
 

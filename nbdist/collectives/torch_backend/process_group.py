@@ -1,21 +1,21 @@
 """The backend "nbdist" of torch.distributed, built on `nbdist.collectives`.
 
-After `register()`, `dist.init_process_group("nbdist")` works on every rank of a world.
-With "cpu:nbdist,cuda:nccl", NCCL does the operations on GPU tensors.
+`registration.register` makes it known to torch. With "cpu:nbdist,cuda:nccl", NCCL does
+the operations on GPU tensors.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d
 
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
@@ -36,9 +36,10 @@ from nbdist.collectives.ops.premul_sum import (
 from nbdist.collectives.ops.reduce import reduce
 from nbdist.collectives.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from nbdist.collectives.ops.scatter import scatter
+from nbdist.collectives.ops.sparse_all_reduce import sparse_all_reduce
 from nbdist.collectives.ops.validation import split_evenly
 from nbdist.collectives.reduction import c10d_name
-from nbdist.collectives.torch_backend.rendezvous import members_of
+from nbdist.collectives.torch_backend.dispatcher import observed, through_dispatcher
 from nbdist.collectives.torch_backend.work import (
     CollectiveWork,
     MessageWork,
@@ -51,47 +52,60 @@ from nbdist.errors import CollectiveAborted, UsageError
 __all__ = [
     "CollectiveWork",
     "ProcessGroup",
-    "coalesce_batches",
     "nccl_of",
     "original_error",
-    "register",
 ]
 
 NAME = "nbdist"
+_c10d: Any = torch._C._distributed_c10d
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _Type = dist.ProcessGroup.BackendType
 _Operation = Callable[..., dist.Work]
 _Call = Callable[..., Handle | None]
 
 
-def register() -> None:
-    """Register the backend with torch.distributed. Safe to call twice."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(
-            NAME, _create, extended_api=True, devices=["cpu", "cuda"]
-        )
-        coalesce_batches()
-
-
-def _create(options: Any, _: object) -> ProcessGroup:
-    """Make a process group on this rank. torch.distributed calls this."""
-    ranks = options.global_ranks_in_group
-    members = members_of(ranks, options.group_rank, options.group_size)
-    owned = members if ranks else None
-    return ProcessGroup(options.store, members, options.timeout, owned)
-
-
 def _by_device(operation: _Operation) -> _Operation:
     """Delegate CUDA tensors to NCCL if it is the group's backend for CUDA."""
 
+    name = operation.__name__
+
     @functools.wraps(operation)
-    def chosen(self: ProcessGroup, tensors: Any, *args: Any, **options: Any) -> Any:
+    def chosen(self: ProcessGroup, tensors: Any, *args: Any, **keywords: Any) -> Any:
         native = self._native(tensors)
-        if native is None:
-            return operation(self, tensors, *args, **options)
-        return getattr(native, operation.__name__)(tensors, *args, **options)
+        if native is not None:
+            return getattr(native, name)(tensors, *args, **keywords)
+        if keywords and not _OPTIONS.isdisjoint(keywords):
+            args, keywords = _with_options(args, keywords)
+        if observed():
+            call = functools.partial(operation, self, tensors, *args, **keywords)
+            work = through_dispatcher(name, [tensors, *args], call)
+            return CollectiveWork(None, []) if work is None else work
+        return operation(self, tensors, *args, **keywords)
 
     return chosen
+
+
+_OPTIONS = {"op", "root", "timeout"}
+
+
+@dataclass(slots=True)
+class _Options:
+    """The options that c10d's short forms take as keywords."""
+
+    reduceOp: Any = None
+    rootRank: int = 0
+    timeout: timedelta | None = None
+    asyncOp: bool = True
+
+
+def _with_options(
+    args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace c10d's keywords "op", "root" and "timeout" by an options object."""
+    options = _Options(
+        keywords.pop("op", None), keywords.pop("root", 0), keywords.pop("timeout", None)
+    )
+    return (*args, options), keywords
 
 
 def _refuse(name: str, instead: str) -> Callable[..., NoReturn]:
@@ -157,8 +171,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Reduce a tensor over all ranks, in place."""
+        """Reduce a tensor over all ranks, in place. It may be a sparse COO tensor."""
         tensor = _one(tensors)
+        if tensor.is_sparse:
+            return self._sparse_allreduce(tensor, opts)
         call = _reduction(opts, all_reduce, premul_sum_all_reduce, tensor)
         return self._run(call, opts, [tensor])
 
@@ -168,16 +184,29 @@ class ProcessGroup(dist.ProcessGroup):
         return WorkList([self.allreduce(tensor, opts) for tensor in tensors])
 
     @_by_device
-    def reduce(self, tensors: Any, opts: Any) -> dist.Work:
-        """Reduce into one rank's tensor, in place."""
+    def reduce(self, tensors: Any, opts: Any, op: Any = None) -> dist.Work:
+        """Reduce into one rank's tensor, in place.
+
+        Args:
+            tensors: a tensor, or a list of one.
+            opts: c10d's options, or the root.
+            op: the reduce-op, if `opts` is the root.
+        """
+        if op is not None:
+            opts = _Options(op, opts)
         tensor, root = _one(tensors), self._root(opts)
         call = _reduction(opts, reduce, premul_sum_reduce, tensor, root)
         return self._run(call, opts, [tensor])
 
     @_by_device
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Reduce `inputs[0][r]` of all ranks into rank r's output."""
+        """Reduce `inputs[0][r]` of all ranks into rank r's output.
+
+        The tensors of a list may differ in shape.
+        """
         output, pieces = _one(outputs), _only_list(inputs)
+        if len({piece.shape for piece in pieces}) > 1:
+            return self._uneven_reduce_scatter(output, pieces, opts)
         kinds = reduce_scatter, premul_sum_reduce_scatter
         call = _reduction(opts, *kinds, output, pieces)
         return self._run(call, opts, [output])
@@ -316,9 +345,15 @@ class ProcessGroup(dist.ProcessGroup):
         tensor = _contiguous(tensors)
         return self._message(irecv(tensor, group=self.members, tag=tag))
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(  # type: ignore[override] # torch's stub has an overload for each
+        self, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Wait for every member."""
-        return self._run(barrier, opts, [])
+        if timeout is not None:
+            opts = _Options(timeout=timeout)
+        call = functools.partial(self._run, barrier, opts, [])
+        work = through_dispatcher("barrier", [], call) if observed() else call()
+        return CollectiveWork(None, []) if work is None else work
 
     # -- coalescing ----------------------------------------------------------------
 
@@ -335,6 +370,33 @@ class ProcessGroup(dist.ProcessGroup):
         return WorkList(works or [])
 
     # -- common to all operations --------------------------------------------------
+
+    def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> dist.Work:
+        """All-reduce a sparse COO tensor before returning."""
+        op, timeout = getattr(opts, "reduceOp", opts), self._timeout_of(opts)
+        sparse_all_reduce(tensor, op or "sum", group=self.members, timeout=timeout)
+        return self._collect(CollectiveWork(None, [tensor]))
+
+    def _uneven_reduce_scatter(
+        self, output: Tensor, pieces: Sequence[Tensor], opts: Any
+    ) -> dist.Work:
+        """Reduce each piece into its rank's output, one after the other."""
+        if len(pieces) != self.members.size:
+            raise UsageError(f"expected {self.members.size} tensors, got {len(pieces)}")
+        mine = pieces[self.members.rank]
+        if mine.shape != output.shape:
+            raise UsageError(
+                f"an output of shape {tuple(output.shape)}: expected that of this "
+                f"rank's input, {tuple(mine.shape)}"
+            )
+        works = []
+        for root, piece in enumerate(pieces):
+            if root == self.members.rank:
+                piece = output.copy_(piece)
+            target = self.members.ranks[root]
+            call = _reduction(opts, reduce, premul_sum_reduce, piece, target)
+            works.append(self._run(call, opts, [piece]))
+        return WorkList(works)
 
     def _run(self, call: _Call, opts: Any, result: Sequence[Tensor]) -> dist.Work:
         handle = call(
@@ -360,6 +422,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _root(self, opts: Any) -> int:
         root: int = getattr(opts, "rootRank", opts)
+        if not 0 <= root < self.members.size:
+            raise UsageError(
+                f"root {root}: expected 0 to {self.members.size - 1}, the ranks of "
+                "the process group"
+            )
         return self.members.ranks[root]
 
     def _native(self, tensors: Any) -> dist.ProcessGroup | None:
@@ -383,6 +450,11 @@ class ProcessGroup(dist.ProcessGroup):
         group._set_default_backend(_Type.NCCL)
         group._register_backend(_CUDA, _Type.NCCL, nccl)
         return group
+
+    @property
+    def options(self) -> Any:
+        """The options of the group's backend: its name and its time-out."""
+        return _c10d.Backend.Options(NAME, self._timeout)
 
     # torch.distributed reads these before it uses a feature that only NCCL has.
     supports_coalescing = supports_splitting = supports_shrinking = False
@@ -543,47 +615,3 @@ def _reduction(
         factor = op.__getstate__()[1]  # c10d has no public accessor
         return functools.partial(premultiplied, *arguments, factor)
     raise NotImplementedError(f"nbdist has no reduce-op {kind}")
-
-
-if TYPE_CHECKING:
-    from nbdist.collectives.group import Group
-
-
-def coalesce_batches() -> None:
-    """Make `dist.batch_isend_irecv` coalesce the messages of our process groups.
-
-    torch coalesces only for its own class of group. For other classes it starts the
-    messages one after the other. With NCCL, each message would wait for its peer, and
-    two ranks that both send first would deadlock. Safe to call twice.
-    """
-    if distributed_c10d.batch_isend_irecv is not _batch_isend_irecv:
-        distributed_c10d.batch_isend_irecv = _batch_isend_irecv
-        dist.batch_isend_irecv = _batch_isend_irecv
-
-
-_one_by_one = distributed_c10d.batch_isend_irecv
-
-
-@functools.wraps(_one_by_one)
-def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-    first: Any = p2p_op_list[0] if p2p_op_list else None
-    group: Any = getattr(first, "group", None) or distributed_c10d._get_default_group()
-    ours = isinstance(first, dist.P2POp) and isinstance(group, ProcessGroup)
-    works: list[dist.Work]
-    if not ours or group._native(first.tensor) is None:
-        works = _one_by_one(p2p_op_list)  # nbdist's messages do not wait at their start
-        return works
-    distributed_c10d._check_p2p_op_list(p2p_op_list)
-    device = first.tensor.device
-    coalescing: Any = distributed_c10d._coalescing_manager
-    with coalescing(group, device, async_ops=True) as batch:
-        for each in p2p_op_list:
-            peer = "group_dst" if each.op is dist.isend else "group_src"
-            each.op(
-                each.tensor,
-                group=each.group,
-                tag=each.tag,
-                **{peer: each.group_peer},
-            )
-    works = batch.works
-    return works
