@@ -36,10 +36,13 @@ def run():
     tensor = torch.tensor([1.0, float(group.rank)])
     scan(tensor)
     found["scan"] = tensor.tolist()
-    tensor = torch.full((3,), group.rank + 1.0)
+    tensor = torch.full((3, 2), group.rank + 1.0).t()  # not contiguous
     transport = GatherTransport(group._connection.inner, group._check)
     transport.all_reduce(tensor, "mean")
-    found["all_reduce"] = tensor.tolist()
+    found["all_reduce"] = tensor.unique().tolist()
+    alone = torch.ones(3)
+    GatherTransport(MPI.COMM_SELF, group._check).all_reduce(alone, "sum")
+    found["alone"] = alone.tolist()
     model = torch.nn.Linear(1, 1, bias=False)
     model, optimizer = SignVote().setup(
         model, torch.optim.SGD(model.parameters(), lr=0.5)
@@ -115,7 +118,8 @@ def test_the_operation_works(found: list[dict[str, Any]]):
 
 
 def test_the_transport_works(found: list[dict[str, Any]]):
-    assert [each["all_reduce"] for each in found] == [[2.0] * 3] * 3
+    assert [each["all_reduce"] for each in found] == [[2.0]] * 3
+    assert [each["alone"] for each in found] == [[1.0] * 3] * 3
 
 
 def test_the_strategy_works(found: list[dict[str, Any]]):
