@@ -14,9 +14,11 @@ headers=(-isystem "$(ls -d "$packages"/nvidia/cu*/include | head -1)"
     -isystem "$packages/triton/backends/nvidia/include"
     -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include")
 
+# nccl.h includes headers of narrow numbers, which need nvcc; it uses none of them.
+headers+=(-D__CUDA_FP16_H__ -D__CUDA_BF16_H__ -D__CUDA_FP8_H__)
+
 runtime=("$here"/src/{config,ledger,runtime}.h "$here"/src/{ledger,devices,errors}.cpp
-    "$here"/src/{streams,events,memory,kernels,driver,nvml}.cpp)
-if [ -d "$here/src/nccl" ]; then runtime+=("$here"/src/nccl/*); fi
+    "$here"/src/{streams,events,memory,kernels,driver,nvml}.cpp "$here"/src/nccl/*)
 
 newer() {  # TARGET SOURCE...: whether a source is newer than the target
     local target=$1 source

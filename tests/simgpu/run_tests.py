@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 RUN = Path(__file__).with_name("run.sh")
 MARKED = "gpu and not gpu_real"
+LATE = "ended by its time limit"
 FEWEST_S = 60.0
 """A run with less time left is not begun."""
 
@@ -33,8 +34,13 @@ class Outcome:
     """The tests that failed, as `file::name`."""
     skipped: Sequence[str]
     """The tests that were skipped."""
-    is_complete: bool
-    """Whether pytest ended by itself, within its time."""
+    ending: str
+    """Why the run is not whole, in words; "" if it is."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether no test has failed, and pytest has run."""
+        return not self.failed and self.ending in ("", LATE)
 
 
 def run(
@@ -58,15 +64,16 @@ def run(
         process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
             process.wait(left_s)
-            is_complete = process.returncode in (0, 1, 5)
+            code = process.returncode
+            ending = "" if code in (0, 1, 5) else f"pytest ended with {code}"
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait()
-            is_complete = False
-        return _read(report, is_complete)
+            ending = LATE
+        return _read(report, ending)
 
 
-def _read(report: Path, is_complete: bool) -> Outcome:
+def _read(report: Path, ending: str) -> Outcome:
     passed, failed, skipped = 0, [], []
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
@@ -78,7 +85,7 @@ def _read(report: Path, is_complete: bool) -> Outcome:
                 skipped.append(name)
             else:
                 passed += 1
-    return Outcome(passed, failed, skipped, is_complete)
+    return Outcome(passed, failed, skipped, ending)
 
 
 def main() -> int:
@@ -99,13 +106,13 @@ def main() -> int:
                 break
             print(f"-- SIMGPU_COUNT={cards} SIMGPU_SEED={seed}", flush=True)
             found = run(given.out, cards, seed, tests, left_s)
-            ending = "" if found.is_complete else ", ended by its time limit"
+            ending = found.ending and f", {found.ending}"
             lines.append(
                 f"{cards} GPUs, seed {seed}: {found.passed} passed, "
                 f"{len(found.failed)} failed, {len(found.skipped)} skipped{ending}"
             )
             lines += [f"    {name}" for name in found.failed]
-            is_good &= not found.failed
+            is_good &= found.is_good
             tests = found.skipped
     print(*lines, sep="\n")
     return 0 if is_good else 1

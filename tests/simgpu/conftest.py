@@ -1,0 +1,8 @@
+"""The simulator's tests launch ranks as the collectives' tests do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "collectives"))
