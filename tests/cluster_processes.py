@@ -36,8 +36,9 @@ __all__ = [
     "rank_parent",
 ]
 
-HELPERS = {"controller": "nbdist.cluster.ipcontroller", "mpiexec": "--with-ft"}
-"""A word in the command line of each program that a process supervisor starts."""
+HELPERS = {"controller": "controller", "mpiexec": "--with-ft"}
+"""A word in the command line of each program that a process supervisor starts, or has
+the rank host fork."""
 HOST_NAME = "nbdist rank hos"
 """The name of a rank host, of which Linux keeps 15 characters."""
 
@@ -103,7 +104,9 @@ class ClusterProcesses:
             return self.supervisor
         if name == "rank host":
             return self.rank_host
-        found = [p for p in self.supervisor.children() if HELPERS[name] in _command(p)]
+        parents = filter(None, [self.supervisor, self.rank_host])
+        below = [process for parent in parents for process in parent.children()]
+        found = [process for process in below if HELPERS[name] in _command(process)]
         return found[0] if found else None
 
     @property

@@ -17,19 +17,22 @@ import secrets
 import socket
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import zmq
 from ipyparallel import util
 from ipyparallel.controller.app import IPController
-from ipyparallel.controller.heartmonitor import start_heartmonitor
 from jupyter_client.session import Session
 from tornado.ioloop import PeriodicCallback
 from traitlets import default
 from traitlets.config import Config
+from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.ipc.atomic_files import write_atomically
+from nbdist.ipc.prctl import name_process
 from nbdist.ipc.signed_messages import Gate, SignedSession, refusals
 from nbdist.wire import REFUSED
 
@@ -44,7 +47,6 @@ MOST_BYTES = 256 * 2**20
 """The largest frame that is received; a peer that sends more is disconnected."""
 TELL_REFUSALS_MS = 500
 QUERIES = {"connection_request", "registration_request", "unregistration_request"}
-BEATS = {"new_heart", "stopped_heart"}
 
 
 class Controller(IPController):  # type: ignore[misc]
@@ -93,35 +95,19 @@ class Controller(IPController):  # type: ignore[misc]
     # -- sockets and threads -------------------------------------------------------
 
     def init_hub(self) -> None:
-        super().init_hub()
+        with _no_pause():
+            super().init_hub()
         hub = self.hub
         # Write no file of the engines. On a full disk, the write would fail in the
         # middle of an engine's registration.
         hub.engine_state_file = ""
-        # The hub receives only heartbeats. Otherwise it would store each message's id.
+        # The hub receives no copies of messages. It would store each message's id.
         hub.monitor.setsockopt(zmq.UNSUBSCRIBE, b"")
-        hub.monitor.setsockopt(zmq.SUBSCRIBE, b"heartmonitor")
         queries = Gate(self.session, types=QUERIES)
         hub.query.on_recv(queries.before(hub.dispatch_query))
-        beats = Gate(self.session, types=BEATS)
-        hub.monitor.on_recv(beats.before(hub.dispatch_monitor_traffic))
-        self._tell_refusals([queries, beats])
-        # The heart is a thread, because a separate process could be killed by itself.
-        self.heartmonitor_process = threading.Thread(
-            target=start_heartmonitor,
-            kwargs={
-                "ping_url": self.engine_url("hb_ping"),
-                "pong_url": self.engine_url("hb_pong"),
-                "monitor_url": self.monitor_url,
-                "config": self.config,
-                "log_level": self.log_level,
-                "session": SignedSession(parent=self),
-                "curve_publickey": self.curve_publickey,
-                "curve_secretkey": self.curve_secretkey,
-            },
-            name="heart",
-            daemon=True,
-        )
+        self._tell_refusals([queries])
+        # A separate process, as in ipyparallel, could be killed by itself.
+        self.heartmonitor_process = Arrivals(self)
 
     def init_schedulers(self) -> None:
         super().init_schedulers()
@@ -178,6 +164,59 @@ class Controller(IPController):  # type: ignore[misc]
 
         self._teller = PeriodicCallback(tell, TELL_REFUSALS_MS)
         self._teller.start()
+
+
+class Arrivals:
+    """Tells the hub of each engine that has connected, in place of a heart monitor.
+
+    An engine connects its heart last, when it can receive requests. The heart returns
+    each message that it receives. ipyparallel's heart monitor sends a message every few
+    seconds, so that an engine counts as registered only seconds after it has connected.
+    This class sends a message when a heart connects, and none later: the rank registry
+    decides which ranks have died.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        self._hub = controller.hub
+        self._hearts = self._stream(controller, zmq.XPUB, "hb_ping")
+        # A message for each heart: all of them subscribe to the same.
+        self._hearts.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._answers = self._stream(controller, zmq.ROUTER, "hb_pong")
+
+    @staticmethod
+    def _stream(controller: Controller, kind: int, channel: str) -> Any:
+        end = controller.context.socket(kind)
+        util.set_hwm(end, 0)
+        controller.bind(end, controller.engine_url(channel))
+        return ZMQStream(end, controller.loop)
+
+    def start(self) -> None:
+        """Begin to receive. IPController calls this with the schedulers' threads."""
+        self._hearts.on_recv(self._on_heart)
+        self._answers.on_recv(self._on_answer)
+
+    def _on_heart(self, _frames: list[bytes]) -> None:
+        if self._hub.incoming_registrations:
+            self._hearts.send(b"")
+
+    def _on_answer(self, frames: list[bytes]) -> None:
+        heart = frames[0]
+        if heart in self._hub.incoming_registrations:
+            self._hub.finish_registration(heart)
+
+
+@contextlib.contextmanager
+def _no_pause() -> Iterator[None]:
+    """Make `time.sleep` return at once, while this process has one thread.
+
+    ipyparallel gives its database 0.25 s to connect, and there is no database.
+    """
+    sleep = time.sleep
+    time.sleep = lambda _seconds: None
+    try:
+        yield
+    finally:
+        time.sleep = sleep
 
 
 class Relay(threading.Thread):
@@ -242,22 +281,22 @@ def configuration(run_dir: Path) -> Config:
         controller.ip = "127.0.0.1"
         controller.enable_curve = True
     controller.location = "127.0.0.1"
+    # The default is the folder in which ipyparallel's module was imported.
+    controller.work_dir = os.getcwd()
     # One process instead of nine.
     controller.use_threads = True
     controller.broadcast_scheduler_depth = 0
     controller.db_class = "NoDB"
     controller.log_level = "ERROR"
-    # The hub counts an engine as registered only at its next heartbeat.
-    config.HeartMonitor.period = 100
-    # A suspended rank is alive. The rank registry decides which ranks have died.
-    config.HeartMonitor.max_heartmonitor_misses = 36_000
     return config
 
 
 def main() -> None:
     """Run until the process supervisor ends this process, or until a thread fails."""
     threading.excepthook = _end
-    Controller.launch_instance(argv=[], config=configuration(Path(sys.argv[1])))
+    run_dir = Path(sys.argv[1])
+    name_process(f"nbdist controller of {run_dir}")
+    Controller.launch_instance(argv=[], config=configuration(run_dir))
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:

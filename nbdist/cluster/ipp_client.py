@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ __all__ = ["Answer", "Exchange", "IppClient"]
 CONNECT_TIMEOUT_S = 30
 MOST_AT_ONCE = 100
 """Messages that are received from one socket before the other sockets are polled."""
+
+ENGINES = "connection_reply"
+"""The type of the message that lists all engines."""
 
 Message = dict[str, Any]
 
@@ -120,9 +124,26 @@ class IppClient:
         """UUID of every registered engine, by ipyparallel's engine id."""
         return {number: self._client._engines[number] for number in self._client.ids}
 
-    def on_registration(self, callback: Callable[[Message], None]) -> None:
-        """Call back on the client's thread when an engine registers or unregisters."""
-        self._client._registration_callbacks.append(callback)
+    @contextlib.contextmanager
+    def on_registration(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call back on the client's thread when an engine registers, in a `with` block.
+
+        The controller's notice of an engine is lost if this client connects at the
+        same moment. `ask_for_engines` finds such an engine.
+        """
+
+        def on_event(_event: Message) -> None:
+            callback()
+
+        self._client._registration_callbacks.append(on_event)
+        try:
+            yield
+        finally:
+            self._client._registration_callbacks.remove(on_event)
+
+    def ask_for_engines(self) -> None:
+        """Have the controller send the list of engines, without a wait."""
+        self._client.ask_for_engines()
 
     def send(
         self,
@@ -218,11 +239,12 @@ class _Client(Client):  # type: ignore[misc]
             (self._mux_stream, {REPLY}, self._on_reply),
             (self._iopub_stream, None, self._on_iopub),
             (self._notification_stream, news, self._on_notification),
+            (self._query_stream, {ENGINES}, self._on_engines),
         ):
             gate = Gate(self.session, types=types)
             self.gates.append(gate)
             stream.on_recv(_draining(stream, gate.opening(_taking(handle))), copy=False)
-        for stream in (self._query_stream, self._task_stream, self._broadcast_stream):
+        for stream in (self._task_stream, self._broadcast_stream):
             stream.stop_on_recv()  # unused
 
     def activate(self, targets: object = "all", suffix: str = "") -> None:
@@ -292,6 +314,15 @@ class _Client(Client):  # type: ignore[misc]
             self.refused_by_controller = message["content"]["count"]
         else:
             self._notification_handlers[message["msg_type"]](message)
+
+    def ask_for_engines(self) -> None:
+        send = self.session.send
+        self._io_loop.add_callback(send, self._query_stream, "connection_request")
+
+    def _on_engines(self, message: Message) -> None:
+        self._update_engines(message["content"]["engines"])
+        for callback in list(self._registration_callbacks):
+            callback({"event": "register"})
 
     def _on_iopub(self, message: Message) -> None:
         if message["msg_type"] == TELEMETRY:

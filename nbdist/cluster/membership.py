@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -170,6 +171,8 @@ class _Attempt:
             for join in plan.joins
         ]
         self._replies: dict[int, Future[Answer]] = {}
+        self._changed = threading.Event()
+        """Set when a rank has answered or a newcomer has registered."""
 
     def carry_out(self, ask: Ask) -> tuple[list[RankInfo], list[RankInfo]]:
         """Make all ranks carry out the plan.
@@ -182,12 +185,16 @@ class _Attempt:
         """
         target = endpoints.CHANGE
         for info in self._living:
-            self._replies[info.rank] = ask(info, target, self._plan)
-        self._wait(lambda: len(self._arrived()) >= len(self._statuses))
+            self._replies[info.rank] = reply = ask(info, target, self._plan)
+            reply.add_done_callback(self._on_reply)
+        with self._registry.client.on_registration(self._changed.set):
+            self._wait(lambda: len(self._arrived()) >= len(self._statuses))
         hellos = [
             self._registry.client.send(uuid, endpoints.STATUS).reply
             for uuid in self._arrived()
         ]
+        for hello in hellos:
+            hello.add_done_callback(self._on_reply)
         answers = [*self._replies.values(), *hellos]
         self._wait(lambda: all(map(Future.done, answers)))
         stayed = [reply.result().value for reply in self._replies.values()]
@@ -230,8 +237,13 @@ class _Attempt:
             if self._is_interrupted():
                 raise KeyboardInterrupt
             self._check_time()
-            time.sleep(POLL_S)  # files of other processes raise no event
+            # Files of other processes raise no event.
+            self._changed.wait(POLL_S)
+            self._changed.clear()
         self._check_members()
+
+    def _on_reply(self, _reply: Future[Answer]) -> None:
+        self._changed.set()
 
     def _check_newcomers(self) -> None:
         for status in self._statuses:

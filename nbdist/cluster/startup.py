@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "Started", "start"]
 
 POLL_S = 0.02
+LOOK_S_PER_RANK = 0.005
+"""Seconds between two looks at the files and the process of a rank. A look takes about
+a twentieth of it."""
+ASK_S = 0.5
+"""Seconds between two questions which engines have registered."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,9 @@ class _Start:
             StartupStatus(self._run_dir, each.rank) for each in assignments
         ]
         self._ready = 0
+        self._changed = threading.Event()
+        """Set when an engine has registered or answered."""
+        self._look_s = LOOK_S_PER_RANK * len(assignments)
         self._shown: Progress | None = None
 
     def begin(self, launcher: Launcher) -> None:
@@ -153,16 +161,8 @@ class _Start:
         self._wait(connection.exists, timeout_s)
         client = IppClient(connection, on_telemetry)
         try:
-            changed = threading.Event()
-            client.on_registration(lambda _event: changed.set())
-
-            def all_here() -> bool:
-                self._ready = len(client.engines())
-                changed.wait(POLL_S)
-                changed.clear()
-                return self._ready >= len(self._assignments)
-
-            self._wait(all_here, timeout_s)
+            with client.on_registration(self._changed.set):
+                self._await_engines(client, timeout_s)
             infos = self._greet(client, timeout_s)
             launcher = self._process_supervisor.pid("mpiexec")
             if launcher is not None:
@@ -172,9 +172,25 @@ class _Start:
             client.close()
             raise
 
+    def _await_engines(self, client: IppClient, timeout_s: float) -> None:
+        """Wait until every rank has registered."""
+        asked = time.monotonic()
+
+        def all_here() -> bool:
+            nonlocal asked
+            if time.monotonic() > asked + ASK_S:
+                asked = time.monotonic()
+                client.ask_for_engines()
+            self._ready = len(client.engines())
+            return self._ready >= len(self._assignments)
+
+        self._wait(all_here, timeout_s)
+
     def _greet(self, client: IppClient, timeout_s: float) -> list[RankInfo]:
         uuids = client.engines().values()
         hellos = [client.send(uuid, endpoints.STATUS).reply for uuid in uuids]
+        for hello in hellos:
+            hello.add_done_callback(lambda _: self._changed.set())
         self._wait(lambda: all(map(Future.done, hellos)), timeout_s)
         infos = [hello.result().value["info"] for hello in hellos]
         return sorted(infos, key=lambda info: info.rank)
@@ -185,12 +201,17 @@ class _Start:
         Raises:
             StartError: A process has failed, or time is up.
         """
+        looked = 0.0
         while not condition():
-            self._show_progress()
-            self._check_failures()
+            if time.monotonic() >= looked + self._look_s:
+                self._show_progress()
+                self._check_failures()
+                looked = time.monotonic()
             if time.monotonic() > self._deadline:
                 raise StartError(self._late(timeout_s))
-            time.sleep(POLL_S)  # files and states of other processes raise no event
+            # Files and states of other processes raise no event.
+            self._changed.wait(POLL_S)
+            self._changed.clear()
         self._show_progress()
 
     def _show_progress(self) -> None:

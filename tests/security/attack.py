@@ -66,8 +66,7 @@ def targets(run_dir: Path, engine_uuids: Sequence[str]) -> list[Target]:
             found.append(Target(channel, url(end, channel), zmq.DEALER))
     known = {target.url for target in found}
     beside = {f"ipc://{path}" for path in run_dir.glob("zmq:*")} - known
-    route = (b"heartmonitor", b"")
-    found += [Target("monitor", each, zmq.XPUB, route, True) for each in beside]
+    found += [Target("monitor", each, zmq.PUB) for each in beside]
     return found
 
 
