@@ -72,6 +72,8 @@ class _ForkServer:
                     "PYTHONHASHSEED": hash_seed(),
                     # The import of numpy would start OpenBLAS's pool of threads.
                     "OPENBLAS_NUM_THREADS": "1",
+                    # As the ranks have it when they import debugpy.
+                    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
                 },
                 cwd="/",
                 start_new_session=True,

@@ -4,7 +4,9 @@
 from its standard input:
 
 - `{"start": name, "argv": [...], "env": {...}, "log": path}` starts a program. The
-  optional "cwd" is its working folder, and "memory" limits its bytes.
+  optional "cwd" is its working folder, and "memory" limits its bytes. The optional
+  "module" has a module and its arguments, which the cluster's rank host runs in a
+  forked process. Without a rank host, "argv" is run.
 - `{"stop": [name, ...]}` ends some programs.
 - `{"remove": path}` names one more folder to be removed at the end.
 - `{"rank_host": path}` connects to the cluster's rank host, which is then reported as a
@@ -34,17 +36,27 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from nbdist.ipc.fork_messages import RANK_HOST, receive, socket_address
+from nbdist.ipc.fork_messages import (
+    FORK_TIMEOUT_S,
+    RANK_HOST,
+    Request,
+    receive,
+    send,
+    socket_address,
+)
 from nbdist.ipc.prctl import adopt_orphans, die_with_parent
 from nbdist.ipc.private_files import remove_folders
 
 TERMINATE_GRACE_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
+HOST_TIMEOUT_S = 10.0
+"""Seconds in which a rank host that runs takes a request."""
 
 
 class ProcessSupervisor:
@@ -56,8 +68,15 @@ class ProcessSupervisor:
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._seen: set[psutil.Process] = set()
         self._selector = selectors.DefaultSelector()
+        self._host_socket = Path()
         self._host_connection: socket.socket | None = None
         self._rank_host: psutil.Process | None = None
+        self._forked: set[socket.socket] = set()
+        """The connections on which the rank host has forked a program."""
+        self._to_fork: list[dict[str, Any]] = []
+        """Orders to start programs that wait for the rank host."""
+        self._fork_by = 0.0
+        """When they are started without it, on the monotonic clock."""
 
     def serve(self) -> None:
         """Carry out orders from standard input until it closes, then end everything."""
@@ -86,12 +105,12 @@ class ProcessSupervisor:
     def _loop(self, selector: selectors.BaseSelector, wakeup: int) -> None:
         pending = b""
         while True:
-            for key, _ in selector.select():
+            for key, _ in selector.select(self._patience_s()):
                 if key.fd == wakeup:
                     os.read(wakeup, 4096)
                     continue
-                if key.fileobj is self._host_connection:
-                    self._hear_rank_host(self._host_connection)
+                if key.data is not None:
+                    key.data()
                     continue
                 received = os.read(0, 1 << 20) if key.fd == 0 else b""
                 if not received:
@@ -99,7 +118,15 @@ class ProcessSupervisor:
                 *lines, pending = (pending + received).split(b"\n")
                 for line in lines:
                     self._obey(json.loads(line))
+            if self._patience_s() == 0.0:
+                self._start_without_host()
             self._report_exits()
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for the rank host; None where nothing waits for it."""
+        if not self._to_fork:
+            return None
+        return max(0.0, self._fork_by - time.monotonic())
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "stop" in order:
@@ -108,6 +135,11 @@ class ProcessSupervisor:
             self._folders.append(Path(order["remove"]))
         elif "rank_host" in order:
             self._connect_rank_host(order["rank_host"])
+        elif "module" in order and self._host_connection is not None:
+            self._fork_by = time.monotonic() + FORK_TIMEOUT_S
+            self._to_fork.append(order)
+            if self._rank_host is not None:
+                self._fork_programs()
         else:
             self._start(order)
 
@@ -117,28 +149,106 @@ class ProcessSupervisor:
         It may be forked only later, and answers then. Where the fork server has ended,
         each rank parent starts its rank.
         """
+        self._host_socket = Path(path)
+        try:
+            self._host_connection = connection = self._connected()
+        except OSError:
+            return
+        self._await(connection, lambda: self._hear_rank_host(connection))
+
+    def _connected(self) -> socket.socket:
+        """A new connection with the rank host.
+
+        Raises:
+            OSError: It has ended.
+        """
         connection = socket.socket(socket.AF_UNIX)
         try:
-            with socket_address(Path(path)) as address:
+            with socket_address(self._host_socket) as address:
                 connection.connect(address)
         except OSError:
             connection.close()
-            return
-        self._host_connection = connection
-        self._selector.register(connection, selectors.EVENT_READ)
+            raise
+        return connection
+
+    def _await(self, connection: socket.socket, callback: Callable[[], None]) -> None:
+        """Have a function called for each message, and for the end of a connection."""
+        self._selector.register(connection, selectors.EVENT_READ, callback)
 
     def _hear_rank_host(self, connection: socket.socket) -> None:
-        """Its first message, or its end, with which the forked ranks end."""
+        """Its first message, or its end, with which all that it has forked ends."""
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if (received := receive(connection)) is not None:
                 self._rank_host = psutil.Process(received[0]["pid"])
                 self._tell({"started": RANK_HOST, "pid": self._rank_host.pid})
+                self._fork_programs()
                 return
         self._selector.unregister(connection)
         connection.close()
+        self._host_connection = None
+        self._start_without_host()
         if self._rank_host is not None:
             self._tell({"exited": RANK_HOST, "code": -signal.SIGKILL})
             self._end_processes()
+
+    def _fork_programs(self) -> None:
+        """Have the rank host fork the programs that wait for it."""
+        orders, self._to_fork = self._to_fork, []
+        for order in orders:
+            try:
+                self._fork(order)
+            except OSError:
+                self._start(order)
+
+    def _fork(self, order: dict[str, Any]) -> None:
+        """Ask the rank host for a program, which ends with this process.
+
+        Raises:
+            OSError: The rank host has ended, or does not answer.
+        """
+        module, *arguments = order["module"]
+        request = Request(
+            arguments, module, order["env"], folder=order.get("cwd", os.getcwd())
+        )
+        connection = self._connected()
+        connection.settimeout(HOST_TIMEOUT_S)
+        try:
+            with open(os.devnull) as nothing, open(order["log"], "ab") as log:
+                streams = [each.fileno() for each in (nothing, log, log)]
+                send(connection, request.message, streams)
+        except OSError:
+            connection.close()
+            raise
+        self._await(connection, lambda: self._hear_forked(order, connection))
+
+    def _hear_forked(self, order: dict[str, Any], connection: socket.socket) -> None:
+        """That a program was forked or refused, or how it has ended."""
+        message: dict[str, Any] = {}
+        with contextlib.suppress(OSError):
+            if (received := receive(connection, descriptors=1)) is not None:
+                message, handles = received
+                for handle in handles:
+                    os.close(handle)
+        if "pid" in message:
+            self._forked.add(connection)
+            self._tell({"started": order["start"], "pid": message["pid"]})
+            return
+        self._selector.unregister(connection)
+        connection.close()
+        if "code" in message:
+            self._tell({"exited": order["start"], "code": message["code"]})
+            if self._together:
+                self._end_processes()
+        elif connection not in self._forked:
+            self._start(order)
+        # Else the rank host has ended, whose own connection says so.
+        self._forked.discard(connection)
+
+    def _start_without_host(self) -> None:
+        """Start the programs that wait for the rank host."""
+        orders, self._to_fork = self._to_fork, []
+        for order in orders:
+            self._start(order)
 
     def _start(self, order: dict[str, Any]) -> None:
         with open(order["log"], "ab") as log:

@@ -118,12 +118,6 @@ class _Start:
     def begin(self, launcher: Launcher) -> None:
         """Start the controller and the ranks at the same time."""
         write_assignments(self._run_dir, self._assignments)
-        controller = "nbdist.cluster.ipcontroller"
-        self._process_supervisor.start(
-            "controller",
-            [sys.executable, "-m", controller, str(self._run_dir)],
-            dict(os.environ),
-        )
         n = len(self._assignments)
         added = launcher.environment(n, self._run_dir)
         try:
@@ -145,6 +139,13 @@ class _Start:
         }
         self._process_supervisor.start(
             "mpiexec", launcher.argv(n, rank_parent.command()), environment
+        )
+        controller = ["nbdist.cluster.ipcontroller", str(self._run_dir)]
+        self._process_supervisor.start(
+            "controller",
+            [sys.executable, "-m", *controller],
+            dict(os.environ),
+            module=controller,
         )
 
     def finish(self, on_telemetry: Callable[[Any], None], timeout_s: float) -> Started:

@@ -88,7 +88,9 @@ class SupervisorClient:
         Args:
             name: The name of the program for the other methods.
             argv, env: Its command line and environment.
-            options: `cwd`, its working folder; `memory`, the most bytes it may use.
+            options: `cwd`, its working folder; `memory`, the most bytes it may use;
+                `module`, a module and its arguments, which the cluster's rank host runs
+                in a forked process instead.
 
         Raises:
             ClusterError: The process supervisor has ended.

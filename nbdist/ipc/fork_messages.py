@@ -1,4 +1,4 @@
-"""Messages between rank parents, rank hosts, the fork server and the notebook's kernel.
+"""Messages of the fork server and its rank hosts with the processes that they serve.
 
 They travel on Unix sockets. Each message is a JSON object after its length, with
 descriptors as ancillary data. This module imports only the standard library, because a
@@ -22,7 +22,9 @@ from typing import Any
 from nbdist.ipc.atomic_files import umask
 
 __all__ = [
+    "ENGINE",
     "FORKED",
+    "FORK_TIMEOUT_S",
     "MAX_DESCRIPTORS",
     "RANK_HOST",
     "RANK_PARENT",
@@ -40,6 +42,10 @@ SOCKET = "forks"
 """The name of a cluster's socket in its run folder."""
 RANK_HOST = "the rank host"
 """The name of the process that forks a cluster's ranks, in messages and of its log."""
+ENGINE = "nbdist.engine"
+"""The module that a rank runs."""
+FORK_TIMEOUT_S = 60.0
+"""Seconds that the rank host may take to answer, with the fork server's imports."""
 RANK_PARENT = "NBDIST_RANK_PARENT"
 """Environment variable of a rank: the pid of its rank parent."""
 STARTED = "NBDIST_STARTED"
@@ -57,12 +63,14 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Request:
-    """The state of a rank parent, which the forked rank takes over.
+    """The state of the requesting process, which the forked process takes over.
 
     The descriptors are sent with the message.
     """
 
     arguments: list[str]
+    module: str = ENGINE
+    """The module that the forked process runs, as `python -m` does."""
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: str = field(default_factory=os.getcwd)
     umask: int = field(default_factory=umask)
@@ -71,7 +79,7 @@ class Request:
     cores: list[int] = field(default_factory=lambda: _cores())
     """The CPU affinity mask; empty if the system has none."""
     descriptors: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """The numbers in the rank of the descriptors that are sent with the message."""
+    """The numbers in the forked process of the descriptors sent with the message."""
 
     @classmethod
     def of_message(cls, message: dict[str, Any]) -> Request:

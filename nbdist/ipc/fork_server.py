@@ -8,9 +8,10 @@ input, and keeps the other end. The program runs as three kinds of process:
   kernel.
 - A rank host forks a rank for each rank parent of its cluster that requests one. It is
   the parent of these ranks, and sends each rank parent the exit code of its rank. Its
-  first client is the cluster's process supervisor. When the supervisor's connection
-  closes, the rank host kills all its ranks; when a rank parent's closes, that rank. A
-  rank dies with its rank host.
+  first client is the cluster's process supervisor, for which it forks the controller in
+  the same way. When the supervisor's first connection closes, the rank host kills all
+  that it has forked; when another connection closes, the process that was requested on
+  it. A forked process dies with its rank host.
 - A *rank* takes the environment, working folder, limits and descriptors of its rank
   parent, and runs `python -m nbdist.engine`.
 
@@ -33,6 +34,7 @@ import signal
 import site
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,6 +49,7 @@ if __name__ == "__main__":
     sys.path.append(str(ROOT))
 
 from nbdist.ipc.fork_messages import (  # noqa: E402
+    ENGINE,
     MAX_DESCRIPTORS,
     RANK_HOST,
     Request,
@@ -67,23 +70,35 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "IPython",
+    "IPython.core.completerlib",
+    "IPython.core.logger",
+    "IPython.core.oinspect",
+    "IPython.extensions.storemagic",
+    "ipykernel.debugger",
     "ipykernel.ipkernel",
     "ipykernel.zmqshell",
+    "ipyparallel.controller.app",
     "ipyparallel.engine.app",
+    "nbdist.collectives._native",
     "nbdist.engine.bootstrap",
+    "nbdist.engine.control_handlers",
     "nbdist.engine.kernel",
 )
+"""What a rank imports by the end of its first cell, and what the controller imports."""
 TEXT_BARS = "nbdist.engine.text_bars"
 REQUEST_TIMEOUT_S = 10.0
 """Seconds that a client may take to send its request after it has connected."""
 SUPERVISOR_TIMEOUT_S = 60.0
 """Seconds that a rank host waits for the cluster's process supervisor to connect."""
 LOG = f"{RANK_HOST}.log"
+CHECK_S = 1.0
+"""Seconds for which a rank host does not check the imported files again."""
 
 
 def main() -> None:
     """Serve the kernel at descriptor 0. In a forked rank, run the engine."""
     control = _take_control()
+    before = os.environ.copy()
     try:
         _preload(name for name in sys.argv[1].split(",") if name)
     except BaseException as error:  # noqa: BLE001 - any error is sent to the kernel
@@ -101,10 +116,11 @@ def main() -> None:
     listener = _Server(control, stamps).run()
     if listener is None:
         os._exit(0)
-    rank = _RankHost(listener, stamps).run()
-    if rank is None:
+    requested = _RankHost(listener, stamps).run()
+    if requested is None:
         os._exit(0)
-    _become_rank(*rank)
+    added = {k: v for k, v in os.environ.items() if k not in before}
+    _become(*requested, added)
 
 
 def _take_control() -> socket.socket:
@@ -257,8 +273,8 @@ def _is_module(folder: str, entry: str, suffix: str) -> bool:
 # -- the servers -------------------------------------------------------------------
 
 
-_Rank = tuple[Request, list[int]]
-"""The request for a rank, and the rank's descriptors."""
+_Requested = tuple[Request, list[int]]
+"""The request for a process, and the descriptors of the process."""
 
 
 class _Loop:
@@ -380,7 +396,7 @@ class _Server(_Loop):
 
 
 class _RankHost(_Loop):
-    """Forks the ranks of one cluster, and reports how they end.
+    """Forks the ranks and the controller of one cluster, and reports how they end.
 
     Args:
         listener: The socket to which the cluster's process supervisor connects first,
@@ -397,12 +413,14 @@ class _RankHost(_Loop):
         self._is_killing = False
         self._listener: socket.socket | None = listener
         self._supervisor: socket.socket | None = None
-        self._ranks: dict[int, socket.socket] = {}
-        """The connection with the rank parent of each rank, by the rank's pid."""
+        self._forked: dict[int, socket.socket] = {}
+        """The connection on which each process was requested, by its pid."""
+        self._checked: tuple[object, float] = (None, 0.0)
+        """What `_refusal` has last accepted, and when (monotonic clock)."""
         self.selector.register(listener, selectors.EVENT_READ)
 
-    def run(self) -> _Rank | None:
-        """Serve until all ranks have ended. Returns a request in a forked rank only."""
+    def run(self) -> _Requested | None:
+        """Serve until all children have ended. Returns a request in a forked child."""
         while self._listener is not None or _has_children():
             is_attended = self._supervisor is not None
             events = self.events(None if is_attended else SUPERVISOR_TIMEOUT_S)
@@ -410,15 +428,15 @@ class _RankHost(_Loop):
                 return None
             for ready in events:
                 if ready is self._listener:
-                    rank = self._accept()
-                    if rank is not None:
-                        return rank
+                    requested = self._accept()
+                    if requested is not None:
+                        return requested
                 elif ready is self._supervisor and self._supervisor is not None:
                     self.selector.unregister(self._supervisor)
                     self._begin_ending()
                     self._is_killing = True
                 else:
-                    self._end_rank_of(ready)
+                    self._end_process_of(ready)
             self._reap()
             if self._is_killing:
                 _kill_below()
@@ -431,7 +449,7 @@ class _RankHost(_Loop):
             self._listener.close()
             self._listener = None
 
-    def _accept(self) -> _Rank | None:
+    def _accept(self) -> _Requested | None:
         assert self._listener is not None
         connection, _ = self._listener.accept()
         if peer_user(connection) != os.geteuid():
@@ -450,14 +468,14 @@ class _RankHost(_Loop):
             if received is None or _is_closed(connection):
                 connection.close()
                 return None
-            return self._fork_rank(connection, *received)
+            return self._fork_for(connection, *received)
         except OSError:
             connection.close()
             return None
 
-    def _fork_rank(
+    def _fork_for(
         self, connection: socket.socket, message: dict[str, object], received: list[int]
-    ) -> _Rank | None:
+    ) -> _Requested | None:
         request = Request.of_message(message)
         if (refusal := self._refusal(request)) is not None:
             send(connection, {"refused": refusal})
@@ -476,46 +494,52 @@ class _RankHost(_Loop):
             return request, received
         for descriptor in received:
             os.close(descriptor)
-        self._ranks[child] = connection
+        self._forked[child] = connection
         self.selector.register(connection, selectors.EVENT_READ)
         handle = os.pidfd_open(child)
-        # If the rank parent has ended, the loop reads the end of its connection next.
+        # If the client has ended, the loop reads the end of its connection next.
         with contextlib.suppress(OSError):
             send(connection, {"pid": child}, [handle])
         os.close(handle)
         return None
 
     def _refusal(self, request: Request) -> str | None:
-        """Why a forked rank could import other code than a rank that is started.
+        """Why a forked process could import other code than one that is started.
 
         None if it could not.
         """
+        path = request.environment.get("NBDIST_PATH")
+        place = (request.module, request.environment.get("NBDIST_WORK_DIR"), path)
+        if self._checked[0] == place and time.monotonic() < self._checked[1] + CHECK_S:
+            return None
         if (changed := self._stamps.changed()) is not None:
             return f"{changed} has changed since the fork server read it"
-        if (found := self._shadows.found(request)) is not None:
+        # The controller does not have the notebook's path.
+        if request.module == ENGINE and (found := self._shadows.found(request)):
             return f"{found} hides a module that the fork server has imported"
+        self._checked = (place, time.monotonic())
         return None
 
     def _let_go(self) -> None:
-        """Close the rank host's connections. A forked rank calls this."""
-        for connection in (self._listener, self._supervisor, *self._ranks.values()):
+        """Close the rank host's connections. A forked child calls this."""
+        for connection in (self._listener, self._supervisor, *self._forked.values()):
             if connection is not None:
                 connection.close()
 
-    def _end_rank_of(self, connection: object) -> None:
-        """Kill the rank whose rank parent has ended."""
-        for pid, other in self._ranks.items():
+    def _end_process_of(self, connection: object) -> None:
+        """Kill the process that was requested on a connection, which has closed."""
+        for pid, other in self._forked.items():
             if other is connection:
                 self.selector.unregister(other)
                 os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         for pid, code in _ended_children():
-            connection = self._ranks.pop(pid, None)
+            connection = self._forked.pop(pid, None)
             if connection is not None:
                 with contextlib.suppress(KeyError):
                     self.selector.unregister(connection)
-                with contextlib.suppress(OSError):  # the rank parent has ended
+                with contextlib.suppress(OSError):  # the client has ended
                     send(connection, {"code": code})
                 connection.close()
 
@@ -562,21 +586,30 @@ def _log_to(path: Path) -> None:
         os.close(log)
 
 
-# -- a rank ------------------------------------------------------------------------
+# -- a requested process -----------------------------------------------------------
 
 
-def _become_rank(request: Request, descriptors: list[int]) -> None:
-    """Run the program that the rank parent would have started."""
+def _become(
+    request: Request, descriptors: list[int], of_imports: Mapping[str, str]
+) -> None:
+    """Run the program that the client would have started without a rank host.
+
+    Args:
+        of_imports: The environment variables that imported modules have set.
+    """
     _renumber(dict(zip(request.descriptors, descriptors, strict=True)))
     os.setpgid(0, 0)
     request.apply()
+    if request.module == ENGINE:
+        for name, value in of_imports.items():
+            os.environ.setdefault(name, value)
     _seed()
     importlib.invalidate_caches()
     sys.path_importer_cache.clear()
     sys.argv = ["-m", *request.arguments]
-    sys.orig_argv = [sys.executable, "-m", "nbdist.engine", *request.arguments]
+    sys.orig_argv = [sys.executable, "-m", request.module, *request.arguments]
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    runpy.run_module("nbdist.engine", run_name="__main__", alter_sys=True)
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 def _renumber(descriptors: Mapping[int, int]) -> None:

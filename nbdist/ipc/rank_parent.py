@@ -31,6 +31,7 @@ if __name__ == "__main__":
     sys.path.append(str(ROOT))
 
 from nbdist.ipc.fork_messages import (  # noqa: E402
+    FORK_TIMEOUT_S,
     FORKED,
     RANK_PARENT,
     SOCKET,
@@ -45,8 +46,6 @@ from nbdist.ipc.process_files import Process  # noqa: E402
 
 __all__ = ["command"]
 
-FORK_TIMEOUT_S = 60.0
-"""Seconds that the rank host may take to answer, with the fork server's imports."""
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 

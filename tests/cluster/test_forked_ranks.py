@@ -205,6 +205,21 @@ def test_ps_shows_the_rank_of_a_process(two: Cluster, alone: Cluster) -> None:
     assert host == f"nbdist rank host of {ClusterProcesses.of(two).run_dir}"
 
 
+def test_the_controller_is_forked_like_the_ranks(two: Cluster, alone: Cluster) -> None:
+    controller = ClusterProcesses.of(two).helper("controller")
+    plain = ClusterProcesses.of(alone).helper("controller")
+    assert controller is not None
+    assert plain is not None
+    assert controller.parent() == rank_host(two)
+    assert plain.parent() == ClusterProcesses.of(alone).supervisor
+    assert controller.cwd() == plain.cwd()
+    run_dir = ClusterProcesses.of(two).run_dir
+    log = str(run_dir / "controller.log")
+    targets = [os.readlink(f"/proc/{controller.pid}/fd/{n}") for n in range(3)]
+    assert targets == ["/dev/null", log, log]
+    assert " ".join(controller.cmdline()) == f"nbdist controller of {run_dir}"
+
+
 # -- what works in a rank ----------------------------------------------------------
 
 
@@ -315,7 +330,9 @@ def test_replaced_and_added_ranks_are_forked() -> None:
         cluster.scale(3)
         cluster.execute(SUM)
         assert started(cluster) == [FORKED] * 3
-        assert {info.pid for info in cluster.infos} == {
+        controller = ClusterProcesses.of(cluster).helper("controller")
+        assert controller is not None
+        assert {info.pid for info in cluster.infos} | {controller.pid} == {
             child.pid for child in rank_host(cluster).children()
         }
         cluster.restart()
