@@ -239,11 +239,11 @@ class CallSupervisor:
 
     def _end(self, call: Call, outcome: str = "interrupted") -> None:
         """Interrupt the ranks of a call, and wait a few seconds for them."""
-        begun = time.monotonic()
-        end = begun + INTERRUPT_GRACE_S
+        start = time.monotonic()
+        end = start + INTERRUPT_GRACE_S
         try:
             call.interrupt(outcome)
-            if not call.wait(begun + RELEASE_AFTER_S):
+            if not call.wait(start + RELEASE_AFTER_S):
                 # A rank that waits in C++, as in DDP's backward, handles no signal.
                 self._release("interrupted", [info.rank for info in call.unfinished])
             waiting: Waiting = {}

@@ -352,8 +352,8 @@ class Cluster:
             return
         if self._is_lost and self.config.on_failure == "replace":
             why = _whole_loss(died)
-            told = self._restart_after(why)
-            note = f"{why}. {self.size} ranks were started again, {told}"
+            outcome = self._restart_after(why)
+            note = f"{why}. {self.size} ranks were started again, {outcome}"
         else:
             note = self._recover()
             causes = {r: died[r] for r in died if died[r].summary not in note}
@@ -495,8 +495,8 @@ class Cluster:
         deaths = (death.summary for death in self._live().died.values())
         causes = "; ".join(dict.fromkeys([str(error), *deaths]))
         why = f"the ranks could not form a world again ({causes})"
-        told = self._restart_after(why, saved.variables)
-        return f"{why}, and all were started again; {told}"
+        outcome = self._restart_after(why, saved.variables)
+        return f"{why}, and all were started again; {outcome}"
 
     def _restart_after(
         self, why: str, variables: Mapping[int, SavedVariables] | None = None
@@ -523,8 +523,8 @@ class Cluster:
         try:
             self._run_setup()
         except CellError as error:
-            told = [] if _is_death(error) else [self._give_back(variables or {})]
-            again = ", ".join([f"{self.size} ranks were started again", *told])
+            outcome = [] if _is_death(error) else [self._give_back(variables or {})]
+            again = ", ".join([f"{self.size} ranks were started again", *outcome])
             _add_note(error, f"{why}. {again}, and a setup cell failed")
             raise
         return self._give_back(variables or {})
@@ -564,11 +564,11 @@ class Cluster:
                 self._call(target, (shipment,), [rank], "variables")
             finally:
                 discard(shipment)
-        told = f"rank {format_ranks(kept)} has its variables"
+        outcome = f"rank {format_ranks(kept)} has its variables"
         others = set(range(self.size)) - kept.keys()
         if others:
-            told += f", rank {format_ranks(others)} those of rank {lowest}"
-        return told
+            outcome += f", rank {format_ranks(others)} those of rank {lowest}"
+        return outcome
 
     def _begin_again(self, saved: SavedWorld, restarts: int) -> None:
         """Start a new world, to continue from what was saved of this one.
@@ -587,7 +587,7 @@ class Cluster:
         size, died = self.size, self._live().died
         lost = _whole_loss(died) if died else "the ranks could not form a world again"
         try:
-            told = self._start_from(saved, lost)
+            outcome = self._start_from(saved, lost)
         except CellError as error:
             if saved.commit is not None:
                 _add_note(error, saved.keep())
@@ -602,7 +602,8 @@ class Cluster:
             "begins again" if saved.commit is None else "continues from its commit"
         )
         self.on_note(
-            f"{lost}. All {size} ranks were started again, {told}; {name} {continues}"
+            f"{lost}. All {size} ranks were started again, {outcome}; "
+            f"{name} {continues}"
         )
 
     def _start_from(self, saved: SavedWorld, why: str) -> str:
@@ -621,9 +622,9 @@ class Cluster:
         while True:
             tries += 1
             try:
-                told = self._restart_after(why, saved.variables)
+                outcome = self._restart_after(why, saved.variables)
                 self._begin_from(saved.resume(self._live().run_dir) or self._resume)
-                return told
+                return outcome
             except (ClusterError, CellError) as error:
                 if tries == START_TRIES or not _is_death(error):
                     raise

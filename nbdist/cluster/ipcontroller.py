@@ -152,13 +152,13 @@ class Controller(IPController):  # type: ignore[misc]
 
     def _tell_refusals(self, gates: list[Gate]) -> None:
         """Send the notebook the number of refused messages whenever it changes."""
-        told = 0
+        reported = 0
 
         def tell() -> None:
-            nonlocal told
+            nonlocal reported
             count = refusals(gates)
-            if count != told:
-                told = count
+            if count != reported:
+                reported = count
                 content = {"count": count}
                 self.session.send(self.hub.notifier, REFUSED, content)
 

@@ -29,7 +29,7 @@ def explained(
         return list(failures)
     sizes = ask()
     cards = {info.rank: info.device_uuid for info in infos}
-    told = []
+    described = []
     for failure in failures:
         card = cards.get(failure.rank)
         if failure.ename == OUT_OF_MEMORY and card is not None:
@@ -40,8 +40,8 @@ def explained(
                 evalue=f"{failure.evalue}\n{text}",
                 traceback=(*failure.traceback, text) if failure.traceback else (),
             )
-        told.append(failure)
-    return told
+        described.append(failure)
+    return described
 
 
 def describe_card(

@@ -101,7 +101,7 @@ class Recovery:
                 interrupted the preparation of newcomers.
         """
         ask = ask or self._registry.send
-        told: list[str] = []
+        outcomes: list[str] = []
         # The caller reports these deaths.
         heard = [death.summary for death in self._registry.died.values()]
         problem = ""
@@ -110,10 +110,10 @@ class Recovery:
             died = self._registry.died.keys()
             try:
                 self._check_answers()
-                told += self._meet(ask, problem, heard)
-                told = self._bring_up_to_date(told, ask)
+                outcomes += self._meet(ask, problem, heard)
+                outcomes = self._bring_up_to_date(outcomes, ask)
                 if not self._registry.died:
-                    return "; ".join(told)
+                    return "; ".join(outcomes)
             except ChangeFailed as error:
                 failed += 1
                 if not self._may_succeed(error, died, failed):
@@ -121,8 +121,8 @@ class Recovery:
                 if error.newcomer and failed >= MOST_TRIES:
                     problem = str(error)
                 first_line = str(error).partition("\n")[0]
-                if error.newcomer and first_line not in told:
-                    told.append(first_line)
+                if error.newcomer and first_line not in outcomes:
+                    outcomes.append(first_line)
 
     @contextlib.contextmanager
     def interruptible(self, deadline: float | None) -> Iterator[None]:
@@ -289,8 +289,8 @@ class Recovery:
             raise ScaleFailed(f"{why}\n{self.recover(ask)}") from error
         self.is_broken = False
         self._on_change()
-        told = self._bring_up_to_date([f"the world has {size} ranks now"], ask)
-        return "; ".join(told)
+        outcomes = self._bring_up_to_date([f"the world has {size} ranks now"], ask)
+        return "; ".join(outcomes)
 
     def _wider(self, size: int) -> list[DeviceAssignment]:
         """The device assignments of the ranks that a larger world adds."""
@@ -374,8 +374,8 @@ class Newcomers:
             doing = "the copy of variables was"
             return ", ".join([self._copy_variables(newcomers, ask), *failed])
         except KeyboardInterrupt as interrupt:
-            told = f"{doing} {interrupt}"
-            raise CellInterrupted(", ".join([told, *failed])) from interrupt
+            outcome = f"{doing} {interrupt}"
+            raise CellInterrupted(", ".join([outcome, *failed])) from interrupt
 
     # -- setup cells ---------------------------------------------------------------
 
@@ -455,11 +455,11 @@ class Newcomers:
             if not refused:
                 break
             lost |= dict(refused)
-        told = f"it has the variables of rank {source.rank}"
+        outcome = f"it has the variables of rank {source.rank}"
         if lost:
             names = "; ".join(f"{name} ({why})" for name, why in lost.items())
-            told += f", but these cannot be copied: {names}"
-        return told
+            outcome += f", but these cannot be copied: {names}"
+        return outcome
 
     # -- waiting -------------------------------------------------------------------
 

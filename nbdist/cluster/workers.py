@@ -79,7 +79,7 @@ class Worker:
         self.process_supervisor = process_supervisor
         self.stopped = False
         """Whether `stop_workers` has ended it."""
-        self.told = False
+        self.reported = False
         """Whether `await_workers` has reported its end."""
         self._read = 0
 
@@ -299,10 +299,12 @@ def await_workers(
     """
     if timeout_seconds is not None and not timeout_seconds >= 0:
         raise UsageError(f"timeout_seconds={timeout_seconds!r}: expected 0 or more")
-    chosen = [w for w in _workers if not w.told] if workers is None else _find(workers)
+    chosen = (
+        [w for w in _workers if not w.reported] if workers is None else _find(workers)
+    )
     watch(chosen, wait_for_completion, timeout_seconds, show=show)
     for worker in chosen:
-        worker.told = worker.ended
+        worker.reported = worker.ended
     return WorkersResult([worker.report() for worker in chosen])
 
 

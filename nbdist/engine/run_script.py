@@ -42,7 +42,7 @@ def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellRep
             script fails.
     """
     rank = this_rank()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     name = Path(path).name
     release_variables_of_failure()
     with rank.output.during(name):
@@ -56,7 +56,7 @@ def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellRep
                 _leave_variables(module)
         del module
         gc.collect()  # models and buffers often lie in cycles
-    return failure, time.perf_counter() - begun
+    return failure, time.perf_counter() - start
 
 
 def _main_module(path: str) -> ModuleType:

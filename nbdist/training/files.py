@@ -46,8 +46,8 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
             return problem
         from nbdist.collectives import broadcast_object
 
-        told: str | None = broadcast_object(problem, 0, group=group)
-        return told
+        shared: str | None = broadcast_object(problem, 0, group=group)
+        return shared
 
     write_on_rank_0(path, write, 0 if group is None else group.rank, send)
 

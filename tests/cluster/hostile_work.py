@@ -101,9 +101,9 @@ def move_the_clock(cluster: Cluster, times: int) -> None:
     jumps.start()
     cluster.execute(
         "import time\n"
-        "before, begun = time.time(), time.monotonic()\n"
+        "before, start = time.time(), time.monotonic()\n"
         f"while rank == 1 and abs(time.time() - before) < {HOUR_S / 2}:\n"
-        "    assert time.monotonic() < begun + 30, 'the clock did not jump'\n"
+        "    assert time.monotonic() < start + 30, 'the clock did not jump'\n"
         "    time.sleep(0.02)\n" + REDUCE,
         timeout_s=60,
     )

@@ -415,11 +415,11 @@ def test_a_figure_arrives(cluster: Cluster):
 
 
 def test_a_failure_on_some_ranks_keeps_the_others_results(cluster: Cluster):
-    code = "print('begun', rank)\nif rank % 2: 1 / 0\nkept = rank\nrank"
+    code = "print('started', rank)\nif rank % 2: 1 / 0\nkept = rank\nrank"
     error = fail(cluster, code, number=6)
     who = "ranks 1,3 of 4 in In[6] line 3"
     assert str(error) == f"{who}: ZeroDivisionError: division by zero"
-    assert stdout(error.result) == [f"begun {rank}\n" for rank in range(4)]
+    assert stdout(error.result) == [f"started {rank}\n" for rank in range(4)]
     assert [error.result[rank].ok for rank in range(4)] == [True, False, True, False]
     assert cluster.pull("kept", [0, 2]) == [0, 2]
 
@@ -638,7 +638,7 @@ def work(number):
     print("worker", number)
     return handlers == [signal.default_int_handler, signal.SIG_DFL], os.getpid()
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    told = pool.map(work, range(4))
+    results = pool.map(work, range(4))
 """
 
 
@@ -648,7 +648,7 @@ def test_a_forked_pool_has_pythons_signal_handlers(cluster: Cluster):
         for part in result:
             printed = (part.stdout + part.stderr).split("\n")
             assert sorted(filter(None, printed)) == [f"worker {n}" for n in range(4)]
-    assert cluster["all(default for default, _pid in told)"] == [True] * 4
+    assert cluster["all(default for default, _pid in results)"] == [True] * 4
     cluster.execute("nbdist.barrier()")
 
 

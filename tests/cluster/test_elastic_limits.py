@@ -53,9 +53,9 @@ def test_a_setup_cell_with_a_collective_does_not_block_a_newcomer(
     cluster.execute("nbdist.barrier(); early = 1", setup=True)
     try:
         cluster.execute("if rank == 1: events = [(3, 'forward', die)]")
-        begun = time.monotonic()
+        start = time.monotonic()
         cluster.execute(TRAIN, timeout_s=60)
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - start < 30
     finally:
         cluster._setup.clear()
     assert "setup cell" in notes[0]
@@ -70,10 +70,10 @@ def test_an_elastic_run_on_some_ranks_is_refused(cluster: Cluster) -> None:
 def test_some_ranks_are_released_from_a_collective_of_all_ranks(
     cluster: Cluster,
 ) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(CellError, match="rank 1-2 was not asked to run it"):
         cluster.execute("nbdist.barrier()", [0], timeout_s=30)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5
 
 
 def test_a_state_with_ddp_is_refused_before_anything_is_sent(cluster: Cluster) -> None:
@@ -154,13 +154,13 @@ def test_a_resize_beyond_the_limits_is_refused_at_once(cluster: Cluster) -> None
 def test_an_interrupt_during_a_recovery_is_delivered_after_it(cluster: Cluster) -> None:
     """Jupyter's button sends SIGINT to the process that waits for the cell."""
     before = [info.pid for info in cluster.ranks]
-    begun = threading.Event()
+    interrupted = threading.Event()
 
     def interrupt() -> None:
         wait_until(lambda: bool(cluster.died()), 60)
         time.sleep(0.3)  # so that it comes in the middle
         os.kill(os.getpid(), signal.SIGINT)
-        begun.set()
+        interrupted.set()
 
     cluster.execute("if rank == 1: events = [(5, 'forward', die)]")
     other = threading.Thread(target=interrupt)
@@ -168,7 +168,7 @@ def test_an_interrupt_during_a_recovery_is_delivered_after_it(cluster: Cluster) 
     with pytest.raises(CellInterrupted):
         cluster.execute(TRAIN, timeout_s=60)
     other.join(10)
-    assert begun.is_set()
+    assert interrupted.is_set()
     after = [info.pid for info in cluster.ranks]
     assert [r for r in range(3) if after[r] != before[r]] == [1]
 
@@ -207,8 +207,8 @@ def test_an_interrupt_ends_the_copy_to_a_newcomer(
     notes: list[str] = []
     cluster.on_note = notes.append
     pid = cluster.infos[2].pid
-    begun = with_a_slow_variable(cluster, where, tmp_path)
-    with pytest.raises(CellInterrupted), pressed_when(begun.exists):
+    copying = with_a_slow_variable(cluster, where, tmp_path)
+    with pytest.raises(CellInterrupted), pressed_when(copying.exists):
         cluster.execute(TRAIN)
     assert notes[0].startswith(f"rank 2 (pid {pid}")
     assert f"the copy of variables was interrupted while {where} 'slow'" in notes[0]
@@ -221,10 +221,10 @@ def test_a_timeout_ends_the_copy_to_a_newcomer(
 ) -> None:
     timeout_s = 15.0
     copy_begun = with_a_slow_variable(cluster, "pickling", tmp_path)
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(CellTimeout, match="not finished after 15 s"):
         cluster.execute(TRAIN, timeout_s=timeout_s)
-    assert time.monotonic() - begun < timeout_s + WITHIN_S
+    assert time.monotonic() - start < timeout_s + WITHIN_S
     assert copy_begun.exists()
 
 

@@ -395,9 +395,9 @@ def test_a_stopped_fork_server_does_not_delay_a_start(when: str) -> None:
 
     if when == "before":
         stopped.suspend()
-    begun = time.monotonic()
+    start = time.monotonic()
     with cluster.start(stop if when != "before" else lambda _: None):
-        assert time.monotonic() - begun < 30  # a rank parent would wait 60 s
+        assert time.monotonic() - start < 30  # a rank parent would wait 60 s
         assert started(cluster) == [FORKED]
     stopped.resume()
 
@@ -645,7 +645,7 @@ def test_a_fork_server_ends_with_its_program_during_its_imports() -> None:
     )
     with Program(begin) as program:
         server = psutil.Process(int(program.line()))
-        begun = time.monotonic()
+        start = time.monotonic()
         program.kill()
         wait_until(lambda: not server.is_running(), 60)
-        assert time.monotonic() >= begun
+        assert time.monotonic() >= start

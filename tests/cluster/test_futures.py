@@ -81,14 +81,14 @@ def test_an_argument_that_cannot_be_pickled_raises_at_once(cluster: Cluster):
 def test_a_running_call_is_ended_by_interrupt_and_a_waiting_call_by_cancel(
     cluster: Cluster,
 ):
-    begun = cluster.run(wait_for_ever, wait=False)
+    running = cluster.run(wait_for_ever, wait=False)
     waits = cluster.run(my_rank, wait=False)
     wait_until(lambda: is_busy(cluster), DEADLINE_S)
-    assert not begun.cancel()
+    assert not running.cancel()
     assert waits.cancel()
     cluster.interrupt()
     with pytest.raises(CellError, match="KeyboardInterrupt"):
-        begun.result(DEADLINE_S)
+        running.result(DEADLINE_S)
     with pytest.raises(CancelledError):
         waits.result()
     assert cluster.run(my_rank) == [0, 1, 2, 3]
@@ -141,10 +141,10 @@ def test_a_start_that_is_cancelled_leaves_nothing_running(
     monkeypatch: pytest.MonkeyPatch,
 ):
     cluster = Cluster(1, device="cpu")
-    begun, go_on, stopped = threading.Event(), threading.Event(), threading.Event()
+    entered, go_on, stopped = threading.Event(), threading.Event(), threading.Event()
 
     def start() -> Cluster:
-        begun.set()
+        entered.set()
         assert go_on.wait(DEADLINE_S)
         return cluster
 
@@ -157,7 +157,7 @@ def test_a_start_that_is_cancelled_leaves_nothing_running(
                 pytest.fail("the start was cancelled")
 
         task = asyncio.create_task(enter())
-        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        await asyncio.to_thread(entered.wait, DEADLINE_S)
         task.cancel()
         asyncio.get_running_loop().call_later(0.05, go_on.set)
         with pytest.raises(asyncio.CancelledError):

@@ -199,6 +199,6 @@ def test_a_wait_is_not_longer_when_the_clock_is_set_back(
     semaphore.initialise(address)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 5)  # it was, a moment ago
-    begun = time.monotonic()
+    start = time.monotonic()
     assert not semaphore.wait(address, 0.05)
-    assert 0.03 < time.monotonic() - begun < 3
+    assert 0.03 < time.monotonic() - start < 3

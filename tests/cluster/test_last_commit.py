@@ -144,10 +144,10 @@ def test_a_kept_commit_is_an_ordinary_file(
     saved = SavedWorld(CALL, taken(run_dir))
     clusters.end(run_dir)
     monkeypatch.setattr(world_restart.tempfile, "tempdir", str(tmp_path))
-    told = saved.keep()
-    assert "number 1" in told
+    note = saved.keep()
+    assert "number 1" in note
     state = State(weight=torch.zeros(4), step=0)
-    state.load(told.rsplit(" ", 1)[1])
+    state.load(note.rsplit(" ", 1)[1])
     assert state.weight.tolist() == [0, 1, 2, 3]
     assert SavedWorld(CALL, None).keep() == "there was no commit yet"
 

@@ -24,7 +24,7 @@ def assert_whole(cluster: Cluster) -> None:
 
 
 def test_init_process_group_uses_the_default_group(cluster: Cluster):
-    begun = run(
+    ran = run(
         cluster,
         """
         from torch.distributed import destroy_process_group, init_process_group
@@ -39,7 +39,7 @@ def test_init_process_group_uses_the_default_group(cluster: Cluster):
         print(len(dist.distributed_c10d._world.pg_map))
         """,
     )
-    assert [begun[rank].stdout for rank in range(4)] == ["1\n"] * 4  # the parts ended
+    assert [ran[rank].stdout for rank in range(4)] == ["1\n"] * 4  # the parts ended
     assert_whole(cluster)
     with pytest.raises(CellError, match=r"rank=0, world_size=1.* leave both out"):
         run(cluster, "dist.init_process_group('gloo', rank=0, world_size=1)")

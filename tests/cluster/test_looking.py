@@ -19,7 +19,7 @@ from tests.processes import wait_until
 DEADLINE_S = 10.0
 
 
-class Begun(Quiet):
+class AllPrinted(Quiet):
     """An observer that sets `event` when every rank has printed."""
 
     def __init__(self, ranks: int) -> None:
@@ -36,16 +36,16 @@ class Begun(Quiet):
 @contextmanager
 def running(cluster: Cluster, code: str, ranks: list[int]) -> Iterator[None]:
     """Run the cell in another thread, and interrupt it at the end of the block."""
-    begun = Begun(len(ranks))
+    all_printed = AllPrinted(len(ranks))
 
     def run() -> None:
         with pytest.raises(CellError):
-            cluster.execute(f"print(1)\n{code}", ranks, number=31, observer=begun)
+            cluster.execute(f"print(1)\n{code}", ranks, number=31, observer=all_printed)
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert begun.event.wait(DEADLINE_S)
+        assert all_printed.event.wait(DEADLINE_S)
         yield
     finally:
         cluster.interrupt()

@@ -149,10 +149,10 @@ def test_all_ranks_that_end_in_a_cell_are_started_again(
 ) -> None:
     said = "import sys; print('last words', file=sys.stderr, flush=True)\n"
     said += "import time; time.sleep(0.2)\n"
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(CellError) as lost:
         cluster.execute(said + fault, timeout_s=DEADLINE_S)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5
     for info in range(3):
         assert f"rank {info} (pid " in str(lost.value)
     assert str(lost.value).count(f"has died with {how}") == 3
@@ -208,9 +208,9 @@ while time.monotonic() < end:
         cluster.execute(deaf, timeout_s=0.5)
     assert "%dist_restart starts all ranks again" in str(late.value)
     assert "%dist_restart -r" not in str(late.value)
-    begun = time.monotonic()
+    start = time.monotonic()
     cluster.restart()
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - start < 60
     cluster.execute(SUM)
 
 
@@ -267,9 +267,9 @@ def test_ranks_continue_after_the_death_of_a_rank_that_was_spawned_with_them(
         for rank in ranks:
             os.kill(cluster.infos[rank].pid, signal.SIGKILL)
         wait_until(lambda: cluster.died().keys() == set(ranks), 10)
-        begun = time.monotonic()
+        start = time.monotonic()
         cluster.execute(SUM)
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
     cluster.scale(1, drop=True)
     cluster.scale(4)  # ranks 1 to 3 are spawned together
@@ -313,10 +313,10 @@ def test_a_killed_helper_is_named_and_the_world_is_restarted(
 def test_a_killed_helper_ends_the_running_cell(cluster: Cluster) -> None:
     timer = threading.Timer(0.5, os.kill, (helper_pid(cluster, "mpiexec"), 9))
     timer.start()
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(CellError, match="mpiexec has ended with SIGKILL"):
         cluster.execute("import time; time.sleep(30)")
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10
     cluster.execute(SUM)
 
 

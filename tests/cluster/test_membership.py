@@ -135,9 +135,9 @@ def test_a_slow_variable_is_left_out_of_the_copy_and_named(
     )
     os.kill(cluster.ranks[2].pid, signal.SIGKILL)
     wait_until(lambda: bool(cluster.died()), 10)
-    begun = time.monotonic()
+    start = time.monotonic()
     cluster.repair()
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start < 30
     (note,) = notes
     assert "it has the variables of rank 0, but these cannot be copied: " in note
     assert "stuck (did not pickle within 5 s)" in note

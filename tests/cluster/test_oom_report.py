@@ -66,10 +66,10 @@ def test_only_out_of_memory_failures_are_explained():
     lines = ("Traceback",)
     short = Failure(1, "box", "OutOfMemoryError", "CUDA out of memory.", "", lines)
     other = Failure(2, "box", "ValueError", "no", "", lines)
-    told = explained([short, other], INFOS, lambda: {1: sizes(62, 10)})
-    assert told[1] is other
-    assert told[0].evalue.startswith("CUDA out of memory.\nMemory of NVIDIA H200")
-    assert "rank 0: does not answer" in told[0].traceback[-1]
+    reports = explained([short, other], INFOS, lambda: {1: sizes(62, 10)})
+    assert reports[1] is other
+    assert reports[0].evalue.startswith("CUDA out of memory.\nMemory of NVIDIA H200")
+    assert "rank 0: does not answer" in reports[0].traceback[-1]
 
     def never():
         raise AssertionError("nobody is asked without need")

@@ -150,11 +150,11 @@ def test_an_interrupt_ends_slow_pickling_in_this_process(
         "run's argument": lambda s: cluster.run(print, value, timeout_s=s),
         "run's result": lambda s: cluster.run(eval_there, "thing", timeout_s=s),
     }
-    begun = tmp_path / f"{where}-None"
+    running = tmp_path / f"{where}-None"
     with pytest.raises(CellInterrupted, match=where.split()[0]):  # noqa: SIM117
-        with pressed_when(begun.exists):
+        with pressed_when(running.exists):
             actions[how](None)
-    begun.unlink()
+    running.unlink()
     with pytest.raises(CellTimeout, match=r"after 0\.3 s.*in this process"):
         actions[how](0.3)
     assert [t.name for t in threading.enumerate() if "timer" in t.name] == []
@@ -238,14 +238,14 @@ def test_a_slow_repr_delays_neither_status_nor_interrupt(
         "        return 'slow'\n"
         "thing = Slow()"
     )
-    told: list[Any] = []
-    looking = threading.Thread(target=lambda: told.append(cluster.variables("thing")))
+    found: list[Any] = []
+    looking = threading.Thread(target=lambda: found.append(cluster.variables("thing")))
     looking.start()
     wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 20)
-    begun = time.monotonic()
+    start = time.monotonic()
     assert all(state is not None for state in cluster.status().values())
     with pytest.raises(CellTimeout):
         cluster.execute("time.sleep(60)", timeout_s=0.3)
-    assert time.monotonic() - begun < 3, "not after the variables were described"
+    assert time.monotonic() - start < 3, "not after the variables were described"
     looking.join()
-    assert [told[0][rank][0].value for rank in range(4)] == ["slow"] * 4
+    assert [found[0][rank][0].value for rank in range(4)] == ["slow"] * 4

@@ -92,14 +92,14 @@ def test_the_folders_of_a_supervisor_that_is_killed_while_it_ends_are_removed(
     memory = new_memory_folder()
     client.remove_at_end(memory)
     make_memory_folder(run_dir, memory)
-    ready, told = tmp_path / "ready", tmp_path / "told"
-    wont_end = f"trap 'touch {told}' TERM; touch {ready}; while :; do sleep 0.1; done"
+    ready, caught = tmp_path / "ready", tmp_path / "caught"
+    wont_end = f"trap 'touch {caught}' TERM; touch {ready}; while :; do sleep 0.1; done"
     client.start("stubborn", ["sh", "-c", wont_end], dict(os.environ))
     wait_until(ready.exists, WITHIN_S)
     supervisor = supervisor_of(run_dir)
 
     def kill() -> None:
-        wait_until(told.exists, WITHIN_S)
+        wait_until(caught.exists, WITHIN_S)
         supervisor.kill()
 
     killer = threading.Thread(target=kill)

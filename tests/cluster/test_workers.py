@@ -18,7 +18,7 @@ from nbdist.cluster import workers as office
 from nbdist.errors import UsageError
 from tests.processes import Footprint, Program, runs, wait_until
 
-FOR_EVER = "import time\nprint('begun')\nwhile True: time.sleep(60)"
+FOR_EVER = "import time\nprint('started')\nwhile True: time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +56,8 @@ def test_the_end_of_each_worker_is_reported_once():
     nbdist.await_workers()
     workers = nbdist.launch_workers(2, code="print('x')")
     wait_until(lambda: all(worker.ended for worker in workers), 20)
-    told = nbdist.await_workers(show=False)
-    assert [report.id for report in told.workers] == [w.id for w in workers]
+    result = nbdist.await_workers(show=False)
+    assert [report.id for report in result.workers] == [w.id for w in workers]
     assert nbdist.await_workers(show=False).workers == []
 
 
@@ -94,10 +94,10 @@ def test_a_wait_ends_at_its_timeout_and_stopping_ends_the_worker():
     )
     result = nbdist.await_workers(worker, wait_for_completion=False)
     assert [report.status for report in result.unfinished] == ["running"]
-    wait_until(lambda: "begun" in worker.output, 20)
-    begun = time.monotonic()
+    wait_until(lambda: "started" in worker.output, 20)
+    start = time.monotonic()
     result = nbdist.await_workers(worker, timeout_seconds=0.3)
-    assert 0.2 < time.monotonic() - begun < 5
+    assert 0.2 < time.monotonic() - start < 5
     assert [report.id for report in result.unfinished] == [worker.id]
     child = psutil.Process(worker.pid).children()[0]
     nbdist.stop_workers(worker)
@@ -113,7 +113,7 @@ def test_a_worker_that_ignores_sigterm_is_killed():
         code="import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         + FOR_EVER,
     )
-    wait_until(lambda: "begun" in deaf.output, 20)
+    wait_until(lambda: "started" in deaf.output, 20)
     nbdist.stop_workers(deaf.id)
     assert deaf.exit_code == -signal.SIGKILL
 
@@ -128,11 +128,11 @@ def test_workers_of_a_cluster_have_their_roles():
     )
     assert [member.role for member in members] == ["worker", "worker", "ps"]
     assert nbdist.await_workers(members, show=False).ok
-    told = [json.loads(member.output) for member in members]
-    assert [each[:3] for each in told] == [
+    printed = [json.loads(member.output) for member in members]
+    assert [each[:3] for each in printed] == [
         ["worker", "0", "2"], ["worker", "1", "2"], ["ps", "0", "1"],
     ]  # fmt: skip
-    configs = [json.loads(each[3]) for each in told]
+    configs = [json.loads(each[3]) for each in printed]
     assert configs[0]["cluster"] == configs[2]["cluster"]
     addresses = [*itertools.chain(*configs[0]["cluster"].values())]
     assert len(set(addresses)) == 3

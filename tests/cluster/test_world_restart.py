@@ -77,7 +77,7 @@ def while_recovering(cluster: Cluster, rank: int, act: object) -> threading.Thre
 
 
 @pytest.mark.parametrize("who", ["newcomer", "survivor"])
-def test_a_world_restart_follows_a_death_during_a_recovery(
+def test_a_second_death_during_a_recovery_is_repaired(
     cluster: Cluster, who: str
 ) -> None:
     survivor = psutil.Process(cluster.ranks[2].pid)
@@ -85,10 +85,10 @@ def test_a_world_restart_follows_a_death_during_a_recovery(
     other = while_recovering(
         cluster, 1, lambda new: (new if who == "newcomer" else survivor).kill()
     )
-    begun = time.monotonic()
+    start = time.monotonic()
     cluster.execute(TRAIN, timeout_s=100)
     other.join(10)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - start < 60
     assert cluster["result"] == [STEPS] * 3
     assert cluster["here_before"] == [1] * 3  # the variables of a survivor
     (note,) = notes_of(cluster)
@@ -130,14 +130,14 @@ def test_the_last_commit_outlives_the_death_of_all_ranks_at_once(
         committed.write_bytes(b"")
         killed.unlink()
         processes = [psutil.Process(info.pid) for info in cluster.ranks]
-        told = []
+        sizes = []
 
         def end_all() -> None:
             wait_until(lambda: committed.stat().st_size >= moment, 60)
             for process in processes:
                 process.kill()
             psutil.wait_procs(processes, 10)
-            told.append(committed.stat().st_size)
+            sizes.append(committed.stat().st_size)
             killed.touch()
 
         killer = threading.Thread(target=end_all)
@@ -150,8 +150,8 @@ def test_the_last_commit_outlives_the_death_of_all_ranks_at_once(
         for process in processes:
             assert re.search(rf"pid {process.pid} .* SIGKILL", note)
         # From the last commit that was recorded, or the commit that was under way.
-        assert committed.stat().st_size in (STEPS, STEPS - 1), (told, moment)
-        assert told[0] < STEPS
+        assert committed.stat().st_size in (STEPS, STEPS - 1), (sizes, moment)
+        assert sizes[0] < STEPS
 
 
 def test_the_last_commit_is_kept_when_the_ranks_do_not_start_again(
@@ -271,14 +271,14 @@ state = nbdist.elastic.State(step=0)
 
 @nbdist.elastic.run(max_restarts=1)
 def count(state):
-    begun = state.step
+    first_step = state.step
     while state.step < 10:
         state.step += 1
         if state.step in dies_at and rank == 1:
             open({str(tmp_path / "died")!r}, "a").close()
             os.kill(os.getpid(), signal.SIGKILL)
         state.commit()
-    return begun
+    return first_step
 
 result = count(state)
 """

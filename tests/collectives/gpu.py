@@ -167,14 +167,14 @@ def a_wait_for_a_busy_device_can_be_released(group: nc.Group) -> None:
         if RANK == 0:
             torch.cuda._sleep(30 * LONG)
         COMM.Barrier()
-        begun = time.monotonic()
+        start = time.monotonic()
         tensor = torch.ones(1000)
         if RANK == 0:
             with contextlib.suppress(CollectiveTimeout, CollectiveAborted):
                 nc.all_reduce(tensor, timeout=1.0)  # over IPC this rank does not wait
         else:
             _leave(group, how, tensor)
-            assert time.monotonic() - begun < PROMPT_S, how
+            assert time.monotonic() - start < PROMPT_S, how
         COMM.Barrier()
         group.renew(group.generation + 1)
         tensor = torch.ones(1000)

@@ -316,8 +316,8 @@ def test_no_call_from_python_crashes_the_process() -> None:
         timeout=150,
     )
     assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-4000:]
-    begun = int(answer.stdout.split()[0])
-    assert begun > 100  # it got far enough to reduce something
+    calls = int(answer.stdout.split()[0])
+    assert calls > 100  # enough to reduce something
 
 
 def test_without_a_compiler_the_build_succeeds(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def run():
         model, torch.optim.SGD(model.parameters(), lr=0.5)
     )
     (model.weight * (-3.0 if group.rank == 0 else 2.0)).sum().backward()
-    begun = model.weight.detach().clone()
+    before = model.weight.detach().clone()
     optimizer.step()
-    found["moved"] = (model.weight - begun).item()
+    found["moved"] = (model.weight - before).item()
     group.close()
     return found
 """

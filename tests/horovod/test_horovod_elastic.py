@@ -27,12 +27,12 @@ sampler = hvd.elastic.ElasticSampler(inputs)
 state = hvd.elastic.TorchState(
     model=model, optimizer=optimizer, sampler=sampler, epoch=0, losses=[]
 )
-begun, resets = [], []
+sizes, resets = [], []
 state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
 @hvd.elastic.run
 def train(state):
-    begun.append(hvd.size())
+    sizes.append(hvd.size())
     for state.epoch in range(state.epoch, 4):
         batches = torch.utils.data.DataLoader(inputs, 5, sampler=state.sampler)
         order = iter(list(state.sampler))
@@ -72,7 +72,7 @@ def test_a_rank_dies_and_is_replaced(tmp_path: Path) -> None:
         assert got[0] == pytest.approx(expected, rel=1e-5)
         for each in cluster["weights"]:
             assert abs(each - weights).max() < 1e-6
-        assert cluster.pull("begun", [0]) == [[3, 3]]
+        assert cluster.pull("sizes", [0]) == [[3, 3]]
         assert cluster.pull("resets", [0]) == [[3]]
 
 

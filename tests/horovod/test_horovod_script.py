@@ -60,7 +60,7 @@ def test_the_script_trains_under_a_launcher(command: object, tmp_path: Path) -> 
 
 def test_the_script_trains_in_a_cell(cluster: Cluster) -> None:
     first = cluster.execute(SCRIPT.read_text(encoding="utf-8"))
-    told = check(first[0].stdout)
+    printed = check(first[0].stdout)
     assert [first[rank].stdout for rank in range(1, N)] == ["", "", ""]
     again = cluster.execute(SCRIPT.read_text(encoding="utf-8"))  # run once more
-    assert check(again[0].stdout) == told
+    assert check(again[0].stdout) == printed

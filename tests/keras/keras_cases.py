@@ -163,8 +163,8 @@ def the_learning_rate_warms_up() -> None:
     staircase = hvd.callbacks.LearningRateScheduleCallback(
         0.5, lambda epoch: 0.1**epoch, start_epoch=3
     )
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         history = net.fit(
             x,
             y,
@@ -182,7 +182,7 @@ def the_learning_rate_warms_up() -> None:
     assert rates.seen[3][1] == pytest.approx(min(1, 0.9 * ramp[3] / ramp[2]), rel=1e-4)
     assert rates.seen[12][1] == pytest.approx(0.9e-3, rel=1e-4)
     assert rates.seen[13][1] == net.optimizer.momentum == 0.9
-    assert ("has reached 0.5" in told.getvalue()) == (hvd.rank() == 0)
+    assert ("has reached 0.5" in printed.getvalue()) == (hvd.rank() == 0)
 
 
 @case

@@ -107,10 +107,10 @@ def test_a_fault_ends_its_cell_and_names_the_rank(
     interrupter = Interrupter(
         case.prints, lambda: _has_happened(case, before[case.rank])
     )
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(NbdistError) as ended:
         _inject(cluster, case, interrupter, before[case.rank])
-    seconds = _ended(case, interrupter) - (interrupter.at or begun)
+    seconds = _ended(case, interrupter) - (interrupter.at or start)
     said = str(ended.value) + "\n".join(getattr(ended.value, "rendered", ()))
     assert re.search(case.says, said), said
     assert seconds < case.fault.within_s, said

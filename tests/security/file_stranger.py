@@ -62,7 +62,7 @@ class Stranger:
         self._own: set[Path] = set()
         self.got: set[str] = set()
         self.tried = 0
-        for number in range(128):  # Open MPI's, if it is not told otherwise
+        for number in range(128):  # Open MPI's names by default
             self._take(Path(f"/dev/shm/open_mpi.{number:04}"))
 
     def look_and_take(self) -> None:

@@ -35,7 +35,7 @@ def test_another_user_who_takes_every_name_reads_and_leaves_nothing(
         try:
             assert stranger.stdout.readline() == "looks\n"
             with start(OWNER, home, ["-m", "tests.security.file_owner"]) as owner:
-                told, _ = owner.communicate(timeout=150)
+                output, _ = owner.communicate(timeout=150)
             assert owner.returncode == 0
         finally:
             stranger.stdin.close()
@@ -43,7 +43,7 @@ def test_another_user_who_takes_every_name_reads_and_leaves_nothing(
     assert not marker.exists()
     assert taken["got"] == []
     assert taken["tried"] > 150  # the other user's program ran and found names
-    report = json.loads(told.splitlines()[-1])
+    report = json.loads(output.splitlines()[-1])
     assert report == {
         "steps": [40, 40],
         "resumed": [40, 40],

@@ -73,8 +73,8 @@ def test_an_idle_server_sleeps() -> None:
 def test_a_failed_worker_does_not_stop_the_others() -> None:
     for rank, here in enumerate(found()):
         sync_end, sync_again, sync_updates, end, again, updates = here["failure"]
-        told = "worker 1 cannot" if rank == 1 else f"done by {rank % SERVER}"
-        assert (sync_end, end) == (told, told)
+        expected = "worker 1 cannot" if rank == 1 else f"done by {rank % SERVER}"
+        assert (sync_end, end) == (expected, expected)
         assert sync_again == again == "again"
         assert sync_updates == 5 + 1  # all five, and one of all three again
         assert updates == 5 + 2 + 5 + 3

@@ -46,7 +46,7 @@ def test_a_rank_fetches_with_workers_and_reports_its_waits(cluster: Cluster):
 
 def test_a_rank_that_waits_for_data_is_interrupted(cluster: Cluster):
     cluster.execute(SLOW)
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(CellTimeout):
         cluster.execute(
             "class Stuck(Slow):\n"
@@ -55,6 +55,6 @@ def test_a_rank_that_waits_for_data_is_interrupted(cluster: Cluster):
             "for batch in nbdist.loader(Stuck(), 4, num_workers=1): pass",
             timeout_s=1.5,
         )
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10
     children = "len(__import__('psutil').Process().children())"
     assert cluster.pull(children) == [0] * 4

@@ -93,14 +93,14 @@ def test_every_sample_is_taken_once_an_epoch_after_a_resize(
 ):
     for dataset in (Numbers(length), Stream(length)):
         first = world(before, dataset, batch_size)
-        begun = flat(hand_out(first, steps))
+        first_part = flat(hand_out(first, steps))
         state = first[0].state_dict()
         assert all(each.state_dict() == state for each in first)
         resized = world(after, dataset, global_batch_size=before * batch_size, seed=5)
         for each in resized:
             each.load_state_dict(state)
-        rest = flat(hand_out(resized)) if len(begun) < length or not steps else []
-        assert sorted(begun + rest) == list(range(length))
+        rest = flat(hand_out(resized)) if len(first_part) < length or not steps else []
+        assert sorted(first_part + rest) == list(range(length))
 
 
 @settings(max_examples=20, deadline=None)
@@ -212,11 +212,11 @@ def test_workers_end_at_once_when_a_loop_is_left():
     assert next(batches).tolist() == [0, 1, 2, 3]
     workers = set(me.children()) - before
     assert len(workers) == 2
-    begun = time.monotonic()
+    start = time.monotonic()
     batches.close()
     _, living = psutil.wait_procs(workers, timeout=4)
     assert not living
-    assert time.monotonic() - begun < 4  # torch alone takes 5 s for each
+    assert time.monotonic() - start < 4  # torch alone takes 5 s for each
 
 
 def test_the_next_loop_ends_a_loop_that_an_error_keeps_alive():

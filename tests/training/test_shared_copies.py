@@ -151,7 +151,7 @@ def test_a_commit_abandoned_at_any_step_leaves_the_previous_commit(
 COMMITS = 200
 
 
-def commit_until_killed(folder: Path, told: int, seed: int) -> None:
+def commit_until_killed(folder: Path, committed: int, seed: int) -> None:
     """Make commits whose values all equal their number. Runs in a child."""
     torch.set_num_threads(1)
     sizes = random.Random(seed)
@@ -163,7 +163,7 @@ def commit_until_killed(folder: Path, told: int, seed: int) -> None:
         state.parts = [torch.full((size,), number) for _ in range(count)]
         state.number = number
         state.commit()
-        os.write(told, bytes([number]))
+        os.write(committed, bytes([number]))
 
 
 @pytest.mark.parametrize("seed", [90210, 4711, 7])
@@ -183,15 +183,15 @@ def test_a_process_killed_at_any_moment_leaves_a_complete_commit(
             finally:
                 os._exit(0)
         os.close(writing)
-        told = os.read(reading, 1)[0]  # the first commit is there
+        committed = os.read(reading, 1)[0]  # the first commit is there
         time.sleep(moments.uniform(0, 0.1))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         while said := os.read(reading, 256):
-            told = said[-1]
+            committed = said[-1]
         os.close(reading)
         number, values = kept(folder)
-        assert number in (told, told + 1), (seed, turn)
+        assert number in (committed, committed + 1), (seed, turn)
         assert values["number"] == number
         assert all(part.eq(number).all() for part in values["parts"]), (seed, turn)
 
