@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nbdist.training.strategies import (
+    TPU,
     CentralStorage,
     LocalSGD,
     Mirrored,
@@ -10,4 +11,11 @@ from nbdist.training.strategies import (
     Strategy,
 )
 
-__all__ = ["CentralStorage", "LocalSGD", "Mirrored", "ParameterServer", "Strategy"]
+__all__ = [
+    "TPU",
+    "CentralStorage",
+    "LocalSGD",
+    "Mirrored",
+    "ParameterServer",
+    "Strategy",
+]

@@ -12,6 +12,10 @@ from nbdist.errors import UnsupportedCollective, UsageError
 __all__ = ["Flat", "check_memory", "is_plain", "unwrapped"]
 
 
+_WITHOUT_ADDRESSES = frozenset({"lazy", "xla"})
+"""Devices whose tensors have no address, because their work may not have begun."""
+
+
 def unwrapped(tensor: Tensor) -> Tensor:
     """The plain tensor with the memory of a tensor, which may be of a subclass.
 
@@ -39,6 +43,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 def check_memory(tensor: Tensor) -> None:
     """Raise UsageError for a strided tensor whose storage is not allocated."""
+    if tensor.device.type in _WITHOUT_ADDRESSES:
+        return
     if not tensor.data_ptr() and tensor.numel():
         raise UsageError(
             f"a tensor of {tensor.numel()} elements on {tensor.device} has no memory: "

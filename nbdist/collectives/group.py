@@ -27,7 +27,7 @@ from nbdist.collectives.mailbox import Mailbox, MailHooks, Message
 from nbdist.collectives.reduction import ReduceOp
 from nbdist.collectives.registry import leave_notes, live
 from nbdist.collectives.signature import Signature, signature
-from nbdist.collectives.sync.cuda_events import on_side_stream
+from nbdist.collectives.sync.device_work import for_any_thread
 from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.wait import Check, Hooks, seconds, wait_until
 from nbdist.collectives.transports.base import Transport
@@ -139,7 +139,10 @@ class Group:
         """
         kind = device if isinstance(device, str) else device.type
         if kind not in self._connection.transports:
-            self._add_gpu(torch.device(device))
+            if kind == "cuda":
+                self._add_gpu(torch.device(device))
+            else:
+                self._connection.add_device(kind)
         if kind == "cuda":
             self._check_gpu(torch.device(device))
         return self._connection.transport(kind, algorithm)
@@ -241,8 +244,6 @@ class Group:
             )
 
     def _add_gpu(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise UsageError(f"a tensor on {device}: expected one on cpu or cuda")
         kind = signature("first_on_gpu", None, None, None, (), device.type)
         with torch.cuda.device(device):
             self.run(kind, self._connection.add_gpu)
@@ -296,8 +297,7 @@ class Group:
                 return None
             call.call_site = call.call_site or find_call_site(sys._getframe())
             handle = Handle(call.kind.operation, self.abort)
-            if call.kind.device == "cuda":
-                body = on_side_stream(body, self._check)
+            body = for_any_thread(body, call.kind.device, self._check)
             if self.quick is not None:
                 self._hold(self.quick)
                 handle.add_done_callback(partial(_release, self.quick))

@@ -195,7 +195,7 @@ class Mailbox:
     def _flat(self, tensor: Tensor, filled: bool) -> Flat:
         """The memory of a tensor that MPI may read and write at once."""
         if not tensor.is_cuda:
-            return Flat(tensor, filled=filled)
+            return Flat(tensor, on_host=True, filled=filled)
         with torch.cuda.device(tensor.device):
             settle(self._hooks.check)  # MPI ignores streams
             flat = Flat(tensor, on_host=not takes_device_memory(), filled=filled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from nbdist.collectives import Handle, Signature, signature
 from nbdist.collectives.call_site import CallSite, find_call_site
 from nbdist.collectives.reduction import neutral_element
-from nbdist.collectives.sync.cuda_events import on_side_stream
+from nbdist.collectives.sync.device_work import for_any_thread
 from nbdist.collectives.transports.base import Transport
 from nbdist.errors import CollectiveMismatch, UnsupportedCollective, UsageError
 
@@ -113,14 +114,15 @@ class Request:
         self.call_site: CallSite = find_call_site(sys._getframe())
 
     def use_gpu(self, gpu: torch.device | None) -> None:
-        """Let any thread make the call, after the work that is queued on the GPU now.
+        """Let any thread make the call, after the work that is queued on its device.
 
         Args:
-            gpu: The GPU of the call's group. A call on host memory ignores it.
+            gpu: The GPU of the call's group, for a call on CUDA tensors.
         """
-        if self.kind.device == "cuda":
-            with torch.cuda.device(gpu):
-                self.body = on_side_stream(self.body, _nothing)
+        kind = self.kind.device
+        on_gpu = torch.cuda.device(gpu) if kind == "cuda" else contextlib.nullcontext()
+        with on_gpu:
+            self.body = for_any_thread(self.body, kind, _nothing)
 
     @property
     def offer(self) -> Offer:

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from simulated_transports import PutOff
 from torch import Tensor
 
-from nbdist.collectives.transports.copy_pipeline import Piece, Pipeline, WaitForCopy
+from nbdist.collectives.transports.copy_pipeline import (
+    BlockingCopier,
+    Piece,
+    Pipeline,
+    WaitForCopy,
+)
 
 
 class Recorder(PutOff):
@@ -125,3 +130,24 @@ def test_tensors_of_any_length_go_to_and_from_the_host(
     assert torch.equal(targets[0], sources[0] + 1)
     assert torch.equal(targets[1][: length // 2], sources[1])
     assert (targets[1][length // 2 :] == 0).all()
+
+
+@given(length=st.integers(0, 50), size=st.integers(1, 20))
+def test_any_device_is_copied_by_blocking_copies(length: int, size: int) -> None:
+    tensor = torch.arange(float(length))
+    Pipeline(BlockingCopier(), 40).run(doubling(tensor, size))
+    assert torch.equal(tensor, torch.arange(float(length)) * 2)
+
+
+class ReadsLater:
+    """A tensor of a device that reads what it is copied from when it is needed."""
+
+    def copy_(self, source: Tensor) -> None:
+        self.source = source
+
+
+def test_a_device_may_read_the_host_memory_after_the_copy() -> None:
+    host, device = torch.ones(3), ReadsLater()
+    BlockingCopier().store(host, device)()  # type: ignore[arg-type]
+    host.zero_()  # the next piece
+    assert device.source.tolist() == [1.0] * 3

@@ -65,8 +65,10 @@ ON_RANKS = {"data.md", "horovod.md"}
 def blocks_of(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    # Loading Keras takes longer than running all pages. tests/keras tests the same.
-    return [block for block in blocks if "nbdist.keras" not in block]
+    # Loading Keras takes longer than running all pages, and TPU needs torch_xla.
+    # tests/keras and tests/strategies/test_xla.py test the same.
+    elsewhere = ("nbdist.keras", "strategies.TPU")
+    return [block for block in blocks if not any(name in block for name in elsewhere)]
 
 
 @pytest.mark.parametrize("page", sorted(GIVEN))

@@ -72,11 +72,15 @@ def train_alone(epochs: int, make: Make = sgd) -> nn.Module:
 
 
 def train_with(
-    strategy: Any, epochs: int, make: Make = sgd, before_step: Any = None
+    strategy: Any,
+    epochs: int,
+    make: Make = sgd,
+    before_step: Any = None,
+    device: torch.device | str = "cpu",
 ) -> tuple[nn.Module, list[float]]:
     """Train with a strategy; return the model, and the mean loss of each epoch."""
     data, _, _ = samples()
-    model = make_model(seed=strategy.replica or 0)
+    model = make_model(seed=strategy.replica or 0).to(device)
     model, optimizer = strategy.setup(model, make(model.parameters()))
     batches = strategy.distribute(data, BATCH, shuffle=True, seed=5)
 
@@ -84,7 +88,8 @@ def train_with(
         means = []
         for _epoch in range(epochs):
             losses = []
-            for images, labels in batches:
+            for batch in batches:
+                images, labels = (each.to(device) for each in batch)
                 optimizer.zero_grad()
                 losses_here = cross_entropy(model(images), labels, reduction="none")
                 loss = strategy.average_loss(losses_here)

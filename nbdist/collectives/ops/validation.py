@@ -60,8 +60,7 @@ def resolve(tensor: object, group: Group | None) -> Group:
     """Check that a tensor can be sent, and return the group of the call.
 
     Raises:
-        UsageError: `tensor` is not a tensor, or is neither on the CPU nor on a CUDA
-            device.
+        UsageError: `tensor` is not a tensor, or is on the meta device.
         UnsupportedCollective: It is sparse or quantized, or has no memory.
         WrongProcess: This process is not a rank.
     """
@@ -73,8 +72,8 @@ def resolve(tensor: object, group: Group | None) -> Group:
             f"a {tensor.layout} {tensor.dtype} tensor: expected a dense one; "
             "pass tensor.to_dense(), or the tensors of which it consists"
         )
-    if not (tensor.is_cpu or tensor.is_cuda):
-        raise UsageError(f"a tensor on {tensor.device}: expected one on cpu or cuda")
+    if tensor.is_meta:
+        raise UsageError("a tensor on meta has no values: expected one on a device")
     return group if group is not None else default_group()
 
 

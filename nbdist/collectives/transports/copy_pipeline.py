@@ -1,11 +1,12 @@
-"""Moves a long GPU tensor through host memory in pieces.
+"""Moves a long device tensor through host memory in pieces.
 
 While one piece is moved between the ranks, the next piece is copied from the GPU and
-the previous piece is copied to the GPU.
+the previous piece is copied to the GPU. On other devices the host waits for each copy.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,9 @@ from nbdist.collectives.sync.cuda_events import await_device
 from nbdist.collectives.sync.wait import Check
 
 __all__ = [
+    "BlockingCopier",
     "Copier",
+    "CudaCopier",
     "Move",
     "Piece",
     "Pipeline",
@@ -26,6 +29,8 @@ __all__ = [
 _BUFFERS = 3
 """Pieces in host memory at a time: one is fetched, one is moved, one is stored."""
 Move = Callable[[list[Tensor], list[Tensor]], None]
+WaitForCopy = Callable[[], None]
+"""Waits for a copy: returns when the copy is done."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,9 @@ class Piece:
     """The work of one call of the host transport."""
 
     to_host: Sequence[Tensor]
-    """GPU tensors that are copied to the host."""
+    """Device tensors that are copied to the host."""
     from_host: Sequence[Tensor]
-    """GPU tensors that are copied from the host."""
+    """Device tensors that are copied from the host."""
     move: Move
     """Called with the host memory of `to_host` and that of `from_host`."""
     in_place: bool = False
@@ -50,7 +55,7 @@ class Pipeline:
         """Make a pipeline.
 
         Args:
-            copier: copies between GPU and host.
+            copier: copies between device and host.
             size: bytes of host memory for a piece's `to_host`, and as many for its
                 `from_host`. The memory grows for a larger piece.
         """
@@ -61,7 +66,7 @@ class Pipeline:
     def run(self, pieces: Sequence[Piece]) -> None:
         """Move the pieces in order, until the end or an error of `move`.
 
-        The GPU tensors do not change before the first `move` has returned.
+        The device tensors do not change before the first `move` has returned.
         """
         self._copier.begin(overlap=len(pieces) > 1)
         try:
@@ -154,11 +159,60 @@ class _HostMemory:
         ]
 
 
-WaitForCopy = Callable[[], None]
-"""Waits for a copy: returns when the copy is done."""
+class Copier(ABC):
+    """Copies between a device and host memory."""
+
+    @abstractmethod
+    def allocate(self, size: int) -> Tensor:
+        """New host memory of `size` bytes."""
+
+    @abstractmethod
+    def begin(self, overlap: bool) -> None:
+        """Begin a collective. With `overlap`, both directions are copied at once."""
+
+    @abstractmethod
+    def fetch(self, source: Tensor, target: Tensor) -> WaitForCopy:
+        """Start a copy from the device to the host."""
+
+    @abstractmethod
+    def store(self, source: Tensor, target: Tensor) -> WaitForCopy:
+        """Start a copy to the device.
+
+        `source` must not change before the copy is done.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the collective, after success or an error."""
 
 
-class Copier:
+class BlockingCopier(Copier):
+    """Copies between any device and the host. The host waits for each copy."""
+
+    def allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def begin(self, overlap: bool) -> None:
+        pass
+
+    def fetch(self, source: Tensor, target: Tensor) -> WaitForCopy:
+        target.copy_(source)
+        return _nothing
+
+    def store(self, source: Tensor, target: Tensor) -> WaitForCopy:
+        # Not the source itself: XLA may read it after the copy has returned.
+        target.copy_(source.clone())
+        return _nothing
+
+    def end(self) -> None:
+        pass
+
+
+def _nothing() -> None:
+    pass
+
+
+class CudaCopier(Copier):
     """Copies between a GPU and pinned host memory, with a stream for each direction.
 
     The copies of one direction run in order. Each `fetch` runs after the work queued
@@ -179,11 +233,9 @@ class Copier:
         self._up: torch.cuda.Stream | None = None
 
     def allocate(self, size: int) -> Tensor:
-        """New pinned host memory of `size` bytes."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def begin(self, overlap: bool) -> None:
-        """Begin a collective. With `overlap`, both directions are copied at once."""
         current = self._current = torch.cuda.current_stream()
         self._down = self._up = current
         if overlap:
@@ -193,15 +245,12 @@ class Copier:
                 side.wait_stream(current)
 
     def fetch(self, source: Tensor, target: Tensor) -> WaitForCopy:
-        """Start a copy from the GPU to the host."""
         return self._copy(self._down, source, target)
 
     def store(self, source: Tensor, target: Tensor) -> WaitForCopy:
-        """Start a copy to the GPU. `source` must not change before the copy is done."""
         return self._copy(self._up, source, target)
 
     def end(self) -> None:
-        """End the collective, after success or an error."""
         # The current stream also waits for copies that only read. The tensors belong to
         # this stream, and the allocator may reuse their memory on it.
         for side in (self._down, self._up):

@@ -26,7 +26,12 @@ from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.shared_segment import host_identity, share
 from nbdist.collectives.sync.wait import Check, Hooks, Swap, complete
 from nbdist.collectives.transports.base import Transport
-from nbdist.collectives.transports.copy_pipeline import Copier, Pipeline
+from nbdist.collectives.transports.copy_pipeline import (
+    BlockingCopier,
+    Copier,
+    CudaCopier,
+    Pipeline,
+)
 from nbdist.collectives.transports.cuda_ipc import DeviceTransport
 from nbdist.collectives.transports.local import LocalTransport
 from nbdist.collectives.transports.mpi import (
@@ -131,6 +136,13 @@ class Connection:
             raise
         self.transports["cuda"] = found
         self.gpu = torch.device("cuda", torch.cuda.current_device())
+
+    def add_device(self, kind: str) -> None:
+        """Make the transports for a type of device that is neither "cpu" nor "cuda"."""
+        rank, size = self.inner.rank, self.inner.size
+        self.transports[kind] = staged_transports(
+            self.transports["cpu"], BlockingCopier(), self.config, rank, size
+        )
 
     def largest(self, number: int) -> int:
         """The largest number that any rank has passed. Every rank must call."""
@@ -361,15 +373,9 @@ def gpu_transports(
     Raises:
         UsageError: The configured transport cannot be used here.
     """
-    rank, size, piece = comm.rank, comm.size, config.staging_bytes
-    pipeline = Pipeline(Copier(hooks.check), piece)
-    found: dict[str, Transport] = {
-        name: StagedTransport(transport, pipeline, piece, rank, size)
-        for name, transport in host.items()
-    }
-    found["staged"] = found["auto"]
+    rank, size = comm.rank, comm.size
+    found = staged_transports(host, CudaCopier(hooks.check), config, rank, size)
     if size == 1:
-        found["auto"] = LocalTransport()
         return found
     one_host = isinstance(barrier, SharedBarrier)
     direct = all(swap(takes_device_memory()))
@@ -390,6 +396,34 @@ def gpu_transports(
     between_hosts = ["mpi"] if direct and not one_host else []
     best_first = ["nccl", "ipc", *between_hosts, "staged"]
     found["auto"] = found[_chosen(wanted, best_first, found)]
+    return found
+
+
+def staged_transports(
+    host: Mapping[str, Transport],
+    copier: Copier,
+    config: CollectiveConfig,
+    rank: int,
+    size: int,
+) -> dict[str, Transport]:
+    """Transports through host memory, by algorithm, for one kind of device.
+
+    Args:
+        host: the transports for CPU tensors, by algorithm.
+        copier: copies between the device and the host.
+        config: the group's configuration, equal on all ranks.
+        rank: this process's rank in the group.
+        size: number of ranks in the group.
+    """
+    piece = config.staging_bytes
+    pipeline = Pipeline(copier, piece)
+    found: dict[str, Transport] = {
+        name: StagedTransport(transport, pipeline, piece, rank, size)
+        for name, transport in host.items()
+    }
+    found["staged"] = found["auto"]
+    if size == 1:
+        found["auto"] = LocalTransport()
     return found
 
 

@@ -1,4 +1,4 @@
-"""Collectives on device tensors through pinned host memory."""
+"""Collectives on device tensors through host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StagedTransport(Transport):
     transport on all ranks.
     """
 
-    description: ClassVar[str] = "staged through pinned host memory"
+    description: ClassVar[str] = "staged through host memory"
 
     def __init__(
         self, host: Transport, pipeline: Pipeline, piece: int, rank: int, size: int

@@ -7,5 +7,13 @@ from nbdist.training.strategies.central_storage import CentralStorage
 from nbdist.training.strategies.local_sgd import LocalSGD
 from nbdist.training.strategies.mirrored import Mirrored
 from nbdist.training.strategies.parameter_server import ParameterServer
+from nbdist.training.strategies.tpu import TPU
 
-__all__ = ["CentralStorage", "LocalSGD", "Mirrored", "ParameterServer", "Strategy"]
+__all__ = [
+    "TPU",
+    "CentralStorage",
+    "LocalSGD",
+    "Mirrored",
+    "ParameterServer",
+    "Strategy",
+]

@@ -38,6 +38,9 @@ class Strategy(ABC):
     A rank that computes gradients is a *replica*. In most strategies every rank is one.
     """
 
+    device: torch.device | None = None
+    """The device to which batches are copied; None for no copy."""
+
     def __init__(self) -> None:
         self._batches: Loader | None = None
 
@@ -102,7 +105,12 @@ class Strategy(ABC):
             workers=whole_number("num_workers", num_workers, 0),
         )
         self._batches = Loader(
-            dataset, how, order, global_batch_size, self._rank_and_size
+            dataset,
+            how,
+            order,
+            global_batch_size,
+            self._rank_and_size,
+            device=self.device,
         )
         return self._batches
 
