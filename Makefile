@@ -17,7 +17,7 @@ SIMGPU_MINUTES ?= 60
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab test soak simgpu bench reliability lint docs clean
+.PHONY: help demo lab test soak gpu simgpu bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lab    open it in JupyterLab"
 	@echo "make test   every test but the long ones"
 	@echo "make soak   the long ones"
+	@echo "make gpu    the tests and benchmarks of a machine with GPUs; writes out/gpu-report.md"
 	@echo "make simgpu  the CUDA tests on simulated GPUs; installs 6 GB in $(SIMGPU_VENV)"
 	@echo "make bench  measure, and write docs/benchmarks.md"
 	@echo "make reliability  run the fault matrix and the random faults, and write docs/reliability.md"
@@ -47,6 +48,9 @@ test: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(RUN) -m pytest -m slow
+
+gpu: $(VENV)/.test
+	$(RUN) tests/gpu_report.py
 
 simgpu: | $(SIMGPU_VENV)/bin/python
 	tests/simgpu/build.sh $(SIMGPU_VENV)/bin/python out/simgpu

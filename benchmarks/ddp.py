@@ -1,4 +1,4 @@
-"""A training step of DistributedDataParallel on CPU ranks, over nbdist and gloo."""
+"""A training step of DistributedDataParallel, over nbdist, gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.ddp", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS)
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args()
-    times = {ranks: launch(ranks, chosen.repeats) for ranks in chosen.ranks}
+    times = {
+        ranks: launch(ranks, chosen.repeats, chosen.device) for ranks in chosen.ranks
+    }
     parameters = LAYERS * (WIDTH + 1) * WIDTH / 1e6
     report.save(
-        "ddp",
+        "ddp" if chosen.device == "cpu" else "ddp_cuda",
         times,
         report.table(
             ["ranks", *next(iter(times.values())), "gloo / nbdist", "share of nbdist"],
@@ -57,10 +60,11 @@ def row(ranks: int, times: Times) -> list[str]:
     return [str(ranks), *cells, f"{gloo / ours:.2f}", f"{1 - alone / ours:.0%}"]
 
 
-def launch(ranks: int, repeats: int) -> Times:
+def launch(ranks: int, repeats: int, device: str) -> Times:
     """Rank 0's times, by contestant."""
     with allow_open_mpi(), tempfile.TemporaryDirectory(prefix="ddp-") as folder:
-        program = f"from benchmarks.ddp import measure; measure({folder!r}, {repeats})"
+        arguments = f"{folder!r}, {repeats}, {device!r}"
+        program = f"from benchmarks.ddp import measure; measure({arguments})"
         command = ["mpiexec", "-n", str(ranks), sys.executable, "-c", program]
         subprocess.run(command, check=True, timeout=LIMIT_S, cwd=report.ROOT)
         found: Times = json.loads((Path(folder) / "times").read_text(encoding="utf-8"))
@@ -70,8 +74,11 @@ def launch(ranks: int, repeats: int) -> Times:
 # -- on the ranks ----------------------------------------------------------------------
 
 
-def measure(folder: str, repeats: int) -> None:
-    """Take turns with the other ranks; rank 0 writes the times."""
+def measure(folder: str, repeats: int, device: str) -> None:
+    """Take turns with the other ranks; rank 0 writes the times.
+
+    Ranks share a GPU if there are fewer GPUs than ranks. NCCL is then left out.
+    """
     import torch
     import torch.distributed as dist
     from mpi4py import MPI
@@ -83,15 +90,19 @@ def measure(folder: str, repeats: int) -> None:
     world = Group(MPI.COMM_WORLD)
     set_default_group(world)
     register()
+    if device == "cuda":
+        torch.cuda.set_device(world.rank % torch.cuda.device_count())
     store = dist.FileStore(f"{folder}/store", world.size)
     dist.init_process_group(
         "nbdist", store=store, rank=world.rank, world_size=world.size
     )
     steps = {
-        ALONE: contestant(None, sync=False),
-        "nbdist": contestant(None),
-        "gloo": contestant(dist.new_group(backend="gloo")),
+        ALONE: contestant(device, None, sync=False),
+        "nbdist": contestant(device, None),
+        "gloo": contestant(device, dist.new_group(backend="gloo")),
     }
+    if device == "cuda" and torch.cuda.device_count() >= world.size:
+        steps["nccl"] = contestant(device, dist.new_group(backend="nccl"))
     times = alternate(steps, repeats, warmups=3)
     if world.rank == 0:
         (Path(folder) / "times").write_text(json.dumps(times), encoding="utf-8")
@@ -100,7 +111,7 @@ def measure(folder: str, repeats: int) -> None:
     world.close()
 
 
-def contestant(group: Any, *, sync: bool = True) -> Callable[[], float]:
+def contestant(device: str, group: Any, *, sync: bool = True) -> Callable[[], float]:
     """A training step, begun by all ranks together."""
     import torch
     import torch.distributed as dist
@@ -108,12 +119,15 @@ def contestant(group: Any, *, sync: bool = True) -> Callable[[], float]:
     from torch.nn.parallel import DistributedDataParallel
 
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-    net = DistributedDataParallel(nn.Sequential(*layers), process_group=group)
-    inputs = torch.randn(BATCH, WIDTH)
+    module = nn.Sequential(*layers).to(device)
+    net = DistributedDataParallel(module, process_group=group)
+    inputs = torch.randn(BATCH, WIDTH, device=device)
 
     def step() -> None:
         with nullcontext() if sync else net.no_sync():
             net(inputs).square().mean().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
         dist.barrier()
 
     timed = seconds_of(step)

@@ -1,0 +1,43 @@
+"""What only a real GPU can show: speed, graphs, the driver's memory, compiled kernels.
+
+A simulated GPU has CUDA's functions, but neither its speed nor its kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import launch
+
+CASES = str(Path(__file__).with_name("gpu_real.py"))
+WHY = "only a real GPU can show it: needs a CUDA GPU and not a simulated one"
+IS_REAL = torch.cuda.is_available() and "simgpu" not in os.environ.get("LD_PRELOAD", "")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpu_real,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not IS_REAL, reason=WHY),
+]
+
+
+def test_ranks_on_one_gpu_are_ten_times_as_fast_as_gloo() -> None:
+    seconds = launch(4, CASES, "speeds", deadline_s=200)[0]
+    assert seconds["gloo"] / seconds["nbdist"] >= 10, seconds
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_a_collective_of_nccl_is_captured_in_a_graph() -> None:
+    launch(2, CASES, "a_captured_graph", deadline_s=200)
+
+
+def test_memory_in_expandable_segments_is_reduced() -> None:
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    launch(2, CASES, "sums_are_right", deadline_s=200, environment=environment)
+
+
+def test_a_compiled_model_has_the_same_weights_on_all_ranks() -> None:
+    assert launch(2, CASES, "a_compiled_model", deadline_s=300) == [0.0, 0.0]
