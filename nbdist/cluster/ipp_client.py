@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from jupyter_client.session import Session
 
 from nbdist.errors import RankDied
 from nbdist.ipc import serialization
+from nbdist.ipc.direct_socket import DirectSocket, path_of
 from nbdist.ipc.signed_messages import (
     Gate,
     Opened,
@@ -59,12 +61,20 @@ class Exchange:
     ) -> None:
         self.engine_uuid = engine_uuid
         self.name = ""
-        """Unique name of the request; set when it is sent."""
+        """Name of the request, which is unique on its engine; set when it is sent."""
         self.reply: Future[Answer] = Future()
+        self.holds_back = False
+        """Whether later requests to the engine must follow it through the controller,
+        so that they arrive in their order."""
         self._on_output = on_output
         self._answer: Answer | None = None
         # Output arrives on another channel. If there was any, "idle" marks its end.
         self._idle = on_output is None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The request's name, and the session of the engine's messages."""
+        return self.name, self.engine_uuid
 
     def output(self, message: Message) -> None:
         if message["msg_type"] == "status":
@@ -118,6 +128,7 @@ class IppClient:
             profile_dir=str(connection_file.parent.parent),
             timeout=CONNECT_TIMEOUT_S,
         )
+        self._client.run_dir = connection_file.parent.parent
         self._client.on_telemetry = on_telemetry
 
     def engines(self) -> dict[int, str]:
@@ -209,9 +220,14 @@ class _Client(Client):  # type: ignore[misc]
     """
 
     on_telemetry: Callable[[Any], None]
+    run_dir: Path
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._exchanges: dict[str, Exchange] = {}
+        self.direct: dict[str, DirectSocket | None] = {}
+        """The direct socket to each engine that has answered once, by its UUID. None if
+        the engine cannot be reached so."""
+        self._exchanges: dict[tuple[str, str], Exchange] = {}
+        """By `Exchange.key`."""
         self._gone: dict[str, RankDied] = {}
         self._exchanges_lock = threading.Lock()
         self.gates: list[Gate] = []
@@ -243,7 +259,10 @@ class _Client(Client):  # type: ignore[misc]
         ):
             gate = Gate(self.session, types=types)
             self.gates.append(gate)
-            stream.on_recv(_draining(stream, gate.opening(_taking(handle))), copy=False)
+            take = gate.opening(_taking(handle))
+            stream.on_recv(_draining(stream, take), copy=False)
+            if stream is self._mux_stream:
+                self._take_reply = take
         for stream in (self._task_stream, self._broadcast_stream):
             stream.stop_on_recv()  # unused
 
@@ -257,28 +276,62 @@ class _Client(Client):  # type: ignore[misc]
         frames: list[Any],
         control: bool,
     ) -> None:
-        """Send a request for each exchange, from the client's thread."""
+        """Send one request to the engines of the exchanges.
+
+        On the shell channel it is sent directly, if the engine accepts it. The client's
+        thread sends it through the controller to the other engines.
+        """
         channel = "control" if control else "shell"
         stream = self._control_stream if control else self._mux_stream
-        messages = []
+        addresses = [f"{exchange.engine_uuid}/{channel}" for exchange in exchanges]
+        message = self.session.msg(REQUEST, content, metadata=addressed(*addresses))
         for exchange in exchanges:
-            address = addressed(f"{exchange.engine_uuid}/{channel}")
-            message = self.session.msg(REQUEST, content, metadata=address)
             exchange.name = message["header"]["msg_id"]
-            messages.append(message)
         with self._exchanges_lock:
-            self._exchanges |= {exchange.name: exchange for exchange in exchanges}
-            gone = [(e, self._gone.get(e.engine_uuid)) for e in exchanges]
+            held_back = {
+                each.engine_uuid for each in self._exchanges.values() if each.holds_back
+            }
+            self._exchanges |= {exchange.key: exchange for exchange in exchanges}
+            gone = [
+                (exchange, self._gone[exchange.engine_uuid])
+                for exchange in exchanges
+                if exchange.engine_uuid in self._gone
+            ]
+        signed = self.session.frames(message, frames)
+        relayed = []
+        for exchange in exchanges:
+            uuid = exchange.engine_uuid
+            direct = None if control or uuid in held_back else self.direct.get(uuid)
+            if direct is None or not _accepts(direct, signed):
+                exchange.holds_back = not control
+                relayed.append(uuid.encode())
 
-        def send() -> None:
+        def relay() -> None:
             for exchange, error in gone:
-                if error is not None:
-                    self._fail(exchange, error)
-            for exchange, message in zip(exchanges, messages, strict=True):
-                ident = exchange.engine_uuid.encode()
-                self.session.send(stream, message, ident=ident, buffers=frames)
+                self._fail(exchange, error)
+            for ident in relayed:
+                stream.send_multipart([ident, *signed], copy=False)
 
-        self._io_loop.add_callback(send)
+        if gone or relayed:
+            self._io_loop.add_callback(relay)
+
+    def _connect_directly(self, engine_uuid: str) -> None:
+        """Connect to an engine that has answered, and so listens."""
+        direct = None
+        with contextlib.suppress(AttributeError, OSError):  # as in `listen`
+            direct = DirectSocket.connect(path_of(self.run_dir, engine_uuid))
+            take = functools.partial(self._on_direct, engine_uuid)
+            self._io_loop.add_handler(direct, take, self._io_loop.READ)
+        self.direct[engine_uuid] = direct
+
+    def _on_direct(self, uuid: str, direct: DirectSocket, _events: int) -> None:
+        """Take the replies that have arrived on an engine's direct socket."""
+        with contextlib.suppress(BlockingIOError):
+            while (frames := direct.receive()) is not None:
+                self._take_reply(frames)
+            self.direct.pop(uuid, None)  # the next answer connects again
+            self._io_loop.remove_handler(direct)
+            direct.close()
 
     def fail(self, engine_uuid: str, error: RankDied) -> None:
         with self._exchanges_lock:
@@ -289,25 +342,30 @@ class _Client(Client):  # type: ignore[misc]
             self._io_loop.add_callback(self._fail, exchange, error)
 
     def _fail(self, exchange: Exchange, error: RankDied) -> None:
+        uuid = exchange.engine_uuid
+        if (direct := self.direct.get(uuid)) is not None:
+            self._on_direct(uuid, direct, 0)  # the engine may have answered at last
         exchange.fail(error)
         with self._exchanges_lock:
-            self._exchanges.pop(exchange.name, None)
+            self._exchanges.pop(exchange.key, None)
 
     def _exchange_of(self, message: Message) -> Exchange | None:
         parent = message["parent_header"].get("msg_id", "")
         with self._exchanges_lock:
-            return self._exchanges.get(parent)
+            return self._exchanges.get((parent, message["header"]["session"]))
 
-    def _forget_finished(self, message: Message, exchange: Exchange) -> None:
+    def _forget_finished(self, exchange: Exchange) -> None:
         if exchange.reply.done():
             with self._exchanges_lock:
-                self._exchanges.pop(message["parent_header"]["msg_id"], None)
+                self._exchanges.pop(exchange.key, None)
 
     def _on_reply(self, message: Message) -> None:
         exchange = self._exchange_of(message)
         if exchange is not None:
             exchange.answer(message)
-            self._forget_finished(message, exchange)
+            self._forget_finished(exchange)
+            if exchange.engine_uuid not in self.direct:
+                self._connect_directly(exchange.engine_uuid)
 
     def _on_notification(self, message: Message) -> None:
         if message["msg_type"] == REFUSED:
@@ -331,11 +389,20 @@ class _Client(Client):  # type: ignore[misc]
         exchange = self._exchange_of(message)
         if exchange is not None:
             exchange.output(message)
-            self._forget_finished(message, exchange)
+            self._forget_finished(exchange)
 
 
 def _taking(handle: Callable[[Message], None]) -> Callable[[Opened], None]:
     return lambda opened: handle(opened.message)
+
+
+def _accepts(direct: DirectSocket, frames: Sequence[Any]) -> bool:
+    """Send a message directly. Returns whether the socket has accepted it."""
+    try:
+        direct.send_multipart(frames)
+    except OSError:  # the message is too large, or the engine has ended
+        return False
+    return True
 
 
 def _draining(

@@ -78,6 +78,8 @@ class Interrupts:
         self._waiting: asyncio.Task[object] | None = None
         self._lock = threading.Lock()
         self._forking = threading.local()
+        self._wrapped: set[signal.Signals] = set()
+        """The signals whose handlers are wrapped in `_SuppressErrors`."""
         self._deadline: float | None = None
         self._ticked = False
         self.delivered = False
@@ -186,12 +188,17 @@ class Interrupts:
         if armed == self._armed:
             return
         self._armed = armed
-        for signum, handler in _handlers().items():
-            if isinstance(handler, _SuppressErrors):
-                if armed:
+        if armed:
+            for signum in self._wrapped:
+                handler = signal.getsignal(signum)
+                if isinstance(handler, _SuppressErrors):
                     signal.signal(signum, handler.handler)
-            elif not armed and handler != self._own.get(signum):
+            self._wrapped.clear()
+            return
+        for signum, handler in _handlers().items():
+            if handler != self._own.get(signum):
                 signal.signal(signum, _SuppressErrors(handler))
+                self._wrapped.add(signum)
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:

@@ -55,7 +55,8 @@ class _Engine(IPEngine):  # type: ignore[misc]
 
     def load_connection_file(self) -> None:
         super().load_connection_file()
-        self.session = rpc_server.RankSession(parent=self)
+        # The notebook knows by the session which engine has sent a message.
+        self.session = rpc_server.RankSession(parent=self, session=self.ident)
 
     def redirect_output(self, iopub_socket: Any) -> None:
         """Called by IPEngine once its kernel is made and before it runs."""
@@ -104,6 +105,8 @@ class _Engine(IPEngine):  # type: ignore[misc]
         # such as Lightning start ranks of their own, or refuse to train.
         vars(sys).pop("ps1", None)
         vars(sys).pop("ps2", None)
+        # ipyparallel's publisher of data would validate the header of each request.
+        vars(shell).pop("_data_pub", None)
         _keep_names(shell, self.device)
         rpc_server.answer_on(kernel, self.device)
         elastic.install_coordinator()

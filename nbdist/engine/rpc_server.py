@@ -17,9 +17,11 @@ import functools
 import importlib
 import inspect
 import queue
+import socket
 import sys
 import threading
 import traceback
+from asyncio import Future
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -28,12 +30,14 @@ from typing import Any
 import torch
 import zmq
 from jupyter_client.session import extract_header
+from tornado.ioloop import IOLoop
 
 from nbdist.engine import cuda_context, torch_group, world
 from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import encodable, message_of
 from nbdist.ipc import endpoints, serialization
+from nbdist.ipc.direct_socket import DirectSocket, listen, path_of
 from nbdist.ipc.signed_messages import Gate, Opened, SignedSession, refusals
 from nbdist.wire import REPLY, REQUEST
 
@@ -92,13 +96,13 @@ def answer_on(kernel: Any, device: torch.device) -> None:
         kernel: The kernel.
         device: The rank's device, which is made current in each thread that answers.
     """
-    _add_gate(kernel, kernel.shell_stream, "shell")
+    shell = _Shell(kernel, this_rank().run_dir)
     _add_gate(kernel, kernel.control_stream, "control")
     threading.Thread(
         target=_answer_inspections, args=(device,), name="nbdist-inspect", daemon=True
     ).start()
     kernel.control_thread.io_loop.add_callback(_select, device)
-    kernel.dispatch_shell = functools.partial(_answer_main, kernel)
+    kernel.dispatch_shell = functools.partial(_answer_main, kernel, shell)
     kernel.process_control = functools.partial(_answer_control, kernel)
 
 
@@ -113,10 +117,16 @@ def refused() -> int:
     return refusals(_gates)
 
 
-def _add_gate(kernel: Any, stream: Any, channel: str) -> None:
-    """Admit only authentic messages to a channel, each of them once. See `Gate`."""
+def _gate_of(kernel: Any, channel: str) -> Gate:
+    """Admits only authentic messages to a channel, each of them once."""
     gate = Gate(kernel.session, f"{kernel.ident}/{channel}", {REQUEST})
     _gates.append(gate)
+    return gate
+
+
+def _add_gate(kernel: Any, stream: Any, channel: str) -> None:
+    """Put a gate before the callback of a channel's stream. See `Gate`."""
+    gate = _gate_of(kernel, channel)
     receive = stream.on_recv
 
     def on_recv(callback: Callable[[Any], Any] | None, copy: bool = True) -> None:
@@ -125,12 +135,76 @@ def _add_gate(kernel: Any, stream: Any, channel: str) -> None:
     stream.on_recv = on_recv
 
 
+class _Shell:
+    """The shell channel: the controller's socket, and the notebook's direct sockets.
+
+    The same gate and the same callback get the messages of all of them. A reply goes
+    the way of its request.
+    """
+
+    def __init__(self, kernel: Any, run_dir: Path) -> None:
+        self._kernel = kernel
+        self._stream = kernel.shell_stream
+        self._gate = _gate_of(kernel, "shell")
+        self._client: list[bytes] = []
+        """The notebook's address at the controller."""
+        self._take: Callable[[Opened], Any]
+        self._directs: list[DirectSocket] = []
+        self._tasks: set[Future[None]] = set()  # asyncio keeps weak references only
+        self._receive = self._stream.on_recv
+        self._stream.on_recv = self._on_recv
+        self._loop = IOLoop.current()
+        self._listener = listen(path_of(run_dir, kernel.ident))
+        if self._listener is not None:
+            self._loop.add_handler(self._listener, self._accept, IOLoop.READ)
+
+    def _on_recv(self, callback: Callable[[Opened], Any], copy: bool = True) -> None:
+        """Replaces the stream's `on_recv`, which the kernel calls as it starts."""
+        self._take = callback
+        self._receive(self._gate.opening(self._on_relayed), copy=copy)
+
+    def _on_relayed(self, opened: Opened) -> Any:
+        for direct in list(self._directs):  # their requests were sent before
+            self._on_direct(direct, 0)
+        self._client = opened.identities
+        return self._take(opened)
+
+    def _accept(self, listener: socket.socket, _events: int) -> None:
+        with contextlib.suppress(OSError):  # the notebook has ended meanwhile
+            direct = DirectSocket(listener.accept()[0])
+            self._directs.append(direct)
+            self._loop.add_handler(direct, self._on_direct, IOLoop.READ)
+
+    def _on_direct(self, direct: DirectSocket, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while (frames := direct.receive()) is not None:
+                opened = self._gate.opened(frames)
+                if opened is not None:
+                    request = self._take(opened._replace(direct=direct))
+                    task = asyncio.ensure_future(request)
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+            self._loop.remove_handler(direct)
+            self._directs.remove(direct)
+            direct.close()
+
+    def reply(self, opened: Opened, *answer: Any) -> None:
+        """Send a reply; it has left when this returns. Arguments as for `_reply`."""
+        if opened.direct is not None:
+            with contextlib.suppress(OSError):  # too large, or the notebook has ended
+                _reply(self._kernel, opened.direct, opened, *answer)
+                return
+        relayed = opened._replace(identities=self._client)
+        _reply(self._kernel, self._stream, relayed, *answer)
+        self._stream.flush(zmq.POLLOUT)  # the next request may take long
+
+
 async def _answer_main(
-    kernel: Any, opened: Opened, subshell_id: str | None = None
+    kernel: Any, shell: _Shell, opened: Opened, subshell_id: str | None = None
 ) -> None:
     """Answer a request in the main thread, as the kernel's `dispatch_shell`."""
-    identities, message = opened
-    kernel.set_parent(identities, message, channel="shell")
+    message = opened.message
+    kernel.set_parent(opened.identities, message, channel="shell")
     rank = this_rank()
     content = message["content"]
     rank.activity = Activity(content["what"])
@@ -149,11 +223,9 @@ async def _answer_main(
         rank.activity = None
     _flush_streams()
     has_published = kernel.session.has_published
-    stream = kernel.shell_stream
-    _reply(kernel, stream, opened, status, frames, has_published)
+    shell.reply(opened, status, frames, has_published)
     if has_published:
         kernel._publish_status("idle", "shell")
-    stream.flush(zmq.POLLOUT)  # before the next request, which may take long
 
 
 def _flush_streams() -> None:
@@ -165,8 +237,8 @@ def _flush_streams() -> None:
 
 async def _answer_control(kernel: Any, opened: Opened) -> None:
     """Answer a request in the control thread, as the kernel's `process_control`."""
-    identities, message = opened
-    kernel.set_parent(identities, message, channel="control")
+    message = opened.message
+    kernel.set_parent(opened.identities, message, channel="control")
     content = message["content"]
     stream = kernel.control_stream
     if content["target"] in RUNS_USER_CODE:

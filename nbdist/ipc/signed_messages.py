@@ -20,6 +20,7 @@ import zmq
 from jupyter_client.session import DELIM, Session
 
 from nbdist.errors import encodable
+from nbdist.ipc.direct_socket import DirectSocket
 
 __all__ = ["Gate", "Opened", "SignedSession", "addressed", "refusals"]
 
@@ -89,6 +90,13 @@ class SignedSession(Session):
             msg = {**msg, "metadata": {**msg["metadata"], SEAL: seal}}
         return super().serialize(msg, ident)
 
+    def frames(self, message: dict[str, Any], buffers: Sequence[Any]) -> list[Any]:
+        """Sign a message. Returns its frames, which can be sent to several receivers.
+
+        The frames do not have the receiver's identity, with which a ROUTER begins.
+        """
+        return [*self.serialize({**message, "buffers": buffers}), *buffers]
+
     def _seal(self, buffers: Sequence[Any]) -> dict[str, Any]:
         return {
             "from": self.session,
@@ -97,9 +105,9 @@ class SignedSession(Session):
         }
 
 
-def addressed(address: str) -> dict[str, Any]:
-    """Metadata of a message that only the gate with this address admits."""
-    return {ADDRESS: address}
+def addressed(*addresses: str) -> dict[str, Any]:
+    """Metadata of a message that only the gates with these addresses admit."""
+    return {ADDRESS: addresses}
 
 
 class Opened(NamedTuple):
@@ -109,6 +117,8 @@ class Opened(NamedTuple):
     """The frames before the message, which are the address of a reply."""
     message: dict[str, Any]
     """The message, as Jupyter's `Session.deserialize` returns it; dates are text."""
+    direct: DirectSocket | None = None
+    """The socket by which a request has bypassed the controller."""
 
 
 class Gate:
@@ -138,7 +148,7 @@ class Gate:
         """Whether a message is authentic and new. Counts the message if it is not."""
         return self.opened(frames) is not None
 
-    def opened(self, frames: Sequence[bytes | zmq.Frame]) -> Opened | None:
+    def opened(self, frames: Sequence[bytes | memoryview | zmq.Frame]) -> Opened | None:
         """The message in these frames; None if it is refused, which is counted.
 
         The frames are unpacked and their signature is checked once.
@@ -185,7 +195,7 @@ class Gate:
         )
         seal = metadata[SEAL]
         admitted = (
-            metadata.get(ADDRESS, "") == self._address
+            self._address in metadata.get(ADDRESS, [""])
             and (self._types is None or header["msg_type"] in self._types)
             and compare_digest(seal["buffers"], _digest(buffers))
             and self._senders.setdefault(seal["from"], _Numbers()).take(seal["number"])
@@ -261,7 +271,7 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-def _view(frame: bytes | zmq.Frame) -> memoryview:
+def _view(frame: bytes | memoryview | zmq.Frame) -> memoryview:
     return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
 
 

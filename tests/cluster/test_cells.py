@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from nbdist.cluster.observer import Event, Quiet
 from nbdist.cluster.result import CellResult
 from nbdist.ipc.signed_messages import Gate, Opened
 from nbdist.wire import REPLY, TELEMETRY
+from tests.cluster_processes import ClusterProcesses
 
 
 def stdout(result: CellResult) -> list[str]:
@@ -208,7 +210,7 @@ def test_a_call_without_output_takes_one_message_of_each_rank(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     arrived: list[str] = []
-    _control, shell, output, _news = cluster._live().client._client.gates
+    _control, shell, output, *_ = cluster._live().client._client.gates
 
     def count(gate: Gate) -> None:
         def opened(frames: Sequence[Any]) -> Opened | None:
@@ -229,6 +231,45 @@ def test_a_call_without_output_takes_one_message_of_each_rank(
     cluster.execute("print('once')", ranks=[0])
     kinds = sorted(kind for kind in arrived if kind != TELEMETRY)
     assert kinds == sorted([REPLY, "stream", "status"])
+
+
+def test_calls_and_cells_bypass_the_controller(cluster: Cluster):
+    cluster.run(len, [])
+    controller = ClusterProcesses.of(cluster).helper("controller")
+    assert controller is not None
+    controller.suspend()
+    try:
+        assert cluster.run(len, "four", timeout_s=20) == [4] * 4
+        assert cluster.execute("x = 1", timeout_s=20).ok
+    finally:
+        controller.resume()
+
+
+def test_messages_of_every_size_arrive_in_order(cluster: Cluster):
+    """Small messages bypass the controller, large ones pass through it."""
+    sizes = [10, 70_000, 20, 900_000, 30, 66_000]
+    cluster.execute("seen = []")
+
+    def see(text: str, size: int) -> str:
+        import __main__
+
+        __main__.seen.append(len(text))
+        return "x" * size
+
+    for size in sizes:
+        assert cluster.run(see, "x" * size, 5) == ["x" * 5] * 4
+        assert cluster.run(see, "", size) == ["x" * size] * 4
+    assert cluster["seen"] == [[each for size in sizes for each in (size, 0)]] * 4
+
+
+def test_a_cell_runs_after_the_direct_sockets_are_closed(cluster: Cluster):
+    client = cluster._live().client._client
+    before = dict(client.direct)
+    for end in before.values():
+        end._end.shutdown(socket.SHUT_RDWR)
+    for _ in range(3):
+        assert cluster.run(len, "four", timeout_s=20) == [4] * 4
+    assert all(client.direct[uuid] not in (None, before[uuid]) for uuid in before)
 
 
 def test_a_stream_that_a_cell_has_closed_does_not_delay_the_reply(cluster: Cluster):

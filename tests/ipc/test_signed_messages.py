@@ -79,6 +79,7 @@ def test_another_address_or_type_and_plain_sessions_are_refused(sender: SignedSe
     assert not Gate(session).admits(to_here)
     assert not Gate(session, "here", {"other"}).admits(to_here)
     assert here.admits(to_here)
+    assert here.admits(sent(sender, metadata=addressed("there", "here")))
     assert not Gate(session).admits(sent(Session(key=KEY)))
     assert not Gate(session).admits(sent(SignedSession(key=b"another key")))
 

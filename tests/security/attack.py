@@ -1,11 +1,12 @@
-"""Sends foreign messages to every socket of a cluster's controller."""
+"""Sends foreign messages to every socket of a cluster's controller and ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,31 @@ import zmq
 from jupyter_client.session import DELIM, Session
 
 from nbdist import Cluster
+from nbdist.ipc.direct_socket import DirectSocket, path_of
 from tests.cluster_processes import ClusterProcesses
 
 SEED = int(os.environ.get("NBDIST_SEED") or random.SystemRandom().randrange(10**6))
 SEND_TIMEOUT_MS = 20_000
 LARGE = 4 * 2**20
+DIRECT = -1
 
 
 @dataclass(frozen=True)
 class Target:
-    """A socket of the controller, and the route to a receiver behind it."""
+    """A socket of the controller, and the route to a receiver behind it; or a rank's
+    direct socket."""
 
     name: str
     url: str
     kind: int
-    """The type of socket that can connect to it."""
+    """The type of socket that can connect to it; `DIRECT` for a direct socket."""
     route: tuple[bytes, ...] = ()
     counted: bool = False
     """Whether a process of the cluster reads messages on this route."""
 
 
 def targets(run_dir: Path, engine_uuids: Sequence[str]) -> list[Target]:
-    """Every socket of a cluster's controller."""
+    """Every socket of a cluster's controller, and the direct socket of each rank."""
     client, engine = (connection(run_dir, end) for end in ("client", "engine"))
 
     def url(info: dict[str, Any], channel: str) -> str:
@@ -48,6 +52,11 @@ def targets(run_dir: Path, engine_uuids: Sequence[str]) -> list[Target]:
         Target(f"{channel} to {uuid}", url(client, channel), zmq.DEALER, (uuid,), True)
         for channel in ("mux", "control")
         for uuid in map(str.encode, engine_uuids)
+    ]
+    found += [
+        Target(f"direct to {path.name}", str(path), DIRECT, (), True)
+        for path in (path_of(run_dir, uuid) for uuid in engine_uuids)
+        if path.exists()  # it may be too long for a socket
     ]
     found += [
         Target("registration", url(client, "registration"), zmq.DEALER, (), True),
@@ -88,8 +97,11 @@ class Sender:
     def __init__(self, run_dir: Path, found: Sequence[Target]) -> None:
         self._context = zmq.Context()
         key = connection(run_dir, "client")["curve_serverkey"]
-        self._sockets: dict[Target, zmq.Socket[bytes]] = {}
+        self._sockets: dict[Target, zmq.Socket[bytes] | DirectSocket] = {}
         for target in found:
+            if target.kind == DIRECT:
+                self._sockets[target] = DirectSocket.connect(Path(target.url))
+                continue
             socket = self._context.socket(target.kind)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
@@ -108,19 +120,42 @@ class Sender:
 
     def __exit__(self, *exc_info: object) -> None:
         self._context.destroy(linger=SEND_TIMEOUT_MS)
+        for socket in self._sockets.values():
+            if isinstance(socket, DirectSocket):
+                socket.close()
 
-    def send(self, target: Target, body: Sequence[bytes]) -> None:
-        self._sockets[target].send_multipart([*target.route, *body])
+    def send(self, target: Target, body: Sequence[bytes]) -> bool:
+        """Send a message. Returns whether the socket has accepted it."""
+        try:
+            self._sockets[target].send_multipart([*target.route, *body])
+        except OSError:
+            # A direct socket refuses large messages, and all while its rank is behind.
+            if target.kind != DIRECT:
+                raise
+            return False
+        return True
+
+
+@contextmanager
+def relayed(client: Any) -> Iterator[None]:
+    """Send all requests of a `_Client` through the controller."""
+    direct, client.direct = client.direct, dict.fromkeys(client.direct)
+    try:
+        yield
+    finally:
+        client.direct = direct
 
 
 class Recorder:
-    """Records authentic messages, which pass through some ZMQStreams."""
+    """Records the requests of a `_Client`, which pass through the controller."""
 
-    def __init__(self, *streams: Any) -> None:
+    def __init__(self, client: Any) -> None:
         self.sent: list[list[bytes]] = []
         """The messages, each from the routing identity on."""
-        self._streams = streams
-        for stream in streams:
+        self._relayed = relayed(client)
+        self._relayed.__enter__()
+        self._streams = client._mux_stream, client._control_stream
+        for stream in self._streams:
             send = stream.send_multipart
             stream.send_multipart = lambda frames, send=send, **options: (
                 self.sent.append([bytes(frame) for frame in frames]),
@@ -131,6 +166,7 @@ class Recorder:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._relayed.__exit__(None, None, None)
         for stream in self._streams:
             del stream.send_multipart
 
@@ -173,7 +209,7 @@ def bad_body(rng: random.Random, genuine: Sequence[Sequence[bytes]]) -> list[byt
 def genuine_requests(cluster: Cluster) -> list[list[bytes]]:
     """Requests that ranks have carried out, each from the delimiter on."""
     client = cluster._live().client._client
-    with Recorder(client._mux_stream, client._control_stream) as recorder:
+    with Recorder(client) as recorder:
         cluster.execute("kept = 1")
         cluster.status()
     return [frames[1:] for frames in recorder.sent]
@@ -190,8 +226,8 @@ def attack(
     with Sender(registry.run_dir, found) as sender:
         for number in range(count):
             target = found[number % len(found)]
-            sender.send(target, bad_body(rng, genuine))
-            counted += target.counted
+            sent = sender.send(target, bad_body(rng, genuine))
+            counted += sent and target.counted
     return counted
 
 

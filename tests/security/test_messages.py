@@ -107,7 +107,7 @@ def test_a_request_that_is_sent_again_runs_once(cluster: Cluster):
     cluster.execute("runs = 0")
     registry = cluster._live()
     client = registry.client._client
-    with Recorder(client._mux_stream, client._control_stream) as recorder:
+    with Recorder(client) as recorder:
         cluster.execute("runs += 1")
     before = refused(cluster)
     uuids = [info.engine_uuid for info in registry.infos]
@@ -122,24 +122,42 @@ def test_a_request_that_is_sent_again_runs_once(cluster: Cluster):
     assert cluster["runs"] == [1] * 4
 
 
-def test_changed_arguments_are_not_unpickled(cluster: Cluster):
-    stream = cluster._live().client._client._mux_stream
-    send = stream.send_multipart
+class Changing:
+    """Sends each message twice: with a changed argument, then as it is."""
 
-    def send_changed_and_genuine(frames: list[Any], **options: Any) -> None:
+    def __init__(self, end: Any) -> None:
+        self._send = end.send_multipart
+        self.sent = 0
+
+    def send_multipart(self, frames: list[Any], **options: Any) -> None:
         changed = [bytes(frame) for frame in frames]
         assert b"x.append(1)" in changed[-1]
         changed[-1] = changed[-1].replace(b"x.append(1)", b"x.append(2)")
-        send(changed, **options)
-        send(frames, **options)
+        self._send(changed, **options)
+        self._send(frames, **options)
+        self.sent += 1
 
+
+@pytest.mark.parametrize("way", ["controller", "direct sockets"])
+def test_changed_arguments_are_not_unpickled(
+    cluster: Cluster, way: str, monkeypatch: pytest.MonkeyPatch
+):
+    client = cluster._live().client._client
     cluster.execute("x = []")
     before = refused(cluster)
-    stream.send_multipart = send_changed_and_genuine
-    try:
+    with monkeypatch.context() as patched:
+        if way == "controller":
+            patched.setattr(client, "direct", dict.fromkeys(client.direct))
+            ends = [Changing(client._mux_stream)]
+            patched.setattr(
+                client._mux_stream, "send_multipart", ends[0].send_multipart
+            )
+        else:
+            changing = {uuid: Changing(end) for uuid, end in client.direct.items()}
+            patched.setattr(client, "direct", changing)
+            ends = [*changing.values()]
         cluster.execute("x.append(1)", timeout_s=DEADLINE_S)
-    finally:
-        del stream.send_multipart
+    assert sum(end.sent for end in ends) == 4
     assert cluster["x"] == [[1]] * 4
     assert refused(cluster) == before + 4
 
@@ -159,6 +177,11 @@ def test_bytes_of_another_protocol_lose_no_message(cluster: Cluster):
                 client.connect(path)
                 with contextlib.suppress(BrokenPipeError):  # refused already
                     client.sendall(noise)
+        for path in cluster._live().run_dir.glob("direct:*"):
+            for noise in (b"x", b"", *(rng.randbytes(5000) for _ in range(5))):
+                packets = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stack.enter_context(packets).connect(str(path))
+                packets.send(noise)
         for _ in range(3):
             result = cluster.execute("print('here')", timeout_s=DEADLINE_S)
             assert [result.ranks[rank].stdout for rank in range(4)] == ["here\n"] * 4
