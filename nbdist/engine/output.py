@@ -36,6 +36,9 @@ ACTIVE_POLL_S = 0.1
 AWAKE_S = 1.0
 """Seconds that the publisher thread still polls after a cell has ended. A cell that
 begins meanwhile needs not wake it."""
+SAME_PRINT_S = 2e-5
+"""Seconds within which a further write to an unfinished line belongs to the same print.
+`print(rank, step)` writes four times, and no child process can write in between."""
 SPILL_LIMIT_BYTES = 1 << 30
 SPILL_BUFFER_BYTES = 1 << 16
 KEPT_FREE_BYTES = 16 << 20
@@ -68,6 +71,9 @@ class Output:
         self._shown: list[str] = []
         self._busy = False
         self._ended_at = 0.0
+        self._in_line = False
+        """Whether the last write has not ended its line."""
+        self._written_at = 0.0
         self._sleeps = False
         """Whether the publisher thread waits without a limit."""
         self._tails = [Tail(name, path) for name, path in captured.items()]
@@ -81,7 +87,11 @@ class Output:
     def write(self, name: str, text: str) -> None:
         """Queue text; any thread may call."""
         with self._lock:
-            self._read_tails()  # the earlier text of child processes comes first
+            now = time.perf_counter()
+            if not (self._in_line and now < self._written_at + SAME_PRINT_S):
+                self._read_tails()  # the earlier text of child processes comes first
+            self._in_line = not text.endswith("\n")
+            self._written_at = now
             self._add(name, text)
         if not self._wake.is_set():
             self._wake.set()
@@ -157,9 +167,10 @@ class Output:
                 self._add(tail.name, text)
 
     def _add(self, name: str, text: str) -> None:
+        size = len(text)
         room = max(0, self._cap - self._size)
-        self._size += len(text)
-        if 0 < len(text) <= room:
+        self._size += size
+        if 0 < size <= room:
             self._shown.append(text)
             self._chunks.append((name, text))
             return
@@ -231,6 +242,18 @@ def _joined(chunks: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(name, "".join(texts)) for name, texts in joined]
 
 
+_forks = 0
+"""The number of forks between the first process and this one."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
 class RankStream(io.TextIOBase):
     """sys.stdout or sys.stderr of a rank."""
 
@@ -242,7 +265,7 @@ class RankStream(io.TextIOBase):
         self.name = name
         self._descriptor = descriptor
         self._output = output
-        self._pid = os.getpid()
+        self._forks = _forks
         self._partial = ""
         """The unfinished line of a forked child."""
         self._lost = mmap.mmap(-1, _COUNT.size)  # shared with forked children
@@ -250,7 +273,7 @@ class RankStream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        if os.getpid() == self._pid:
+        if _forks == self._forks:
             self._output.write(self.name, text)
         else:
             # A forked child, such as a DataLoader worker, has no publisher thread. It
@@ -281,7 +304,7 @@ class RankStream(io.TextIOBase):
         return int(lost)
 
     def flush(self) -> None:
-        if os.getpid() == self._pid:
+        if _forks == self._forks:
             self._output.flush()
         else:
             text, self._partial = self._partial, ""

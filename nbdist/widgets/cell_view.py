@@ -137,8 +137,8 @@ class CellView:
 
     def _take_stream(self, rank: int, content: Message) -> None:
         name = content["name"]
-        for line in self._splitters[rank, name].feed(content["text"]):
-            self._add(rank, Item(name, line))
+        lines = self._splitters[rank, name].feed(content["text"])
+        self._add(rank, *[Item(name, line) for line in lines])
 
     def _take_display(self, rank: int, content: Message) -> None:
         data = {k: v for k, v in content["data"].items() if k != WIDGET_VIEW}
@@ -173,15 +173,16 @@ class CellView:
         if not content["wait"]:
             self._blank(self._stale[rank])
 
-    def _add(self, rank: int, item: Item) -> None:
-        self._queues[rank].append(item)
-        if self._waiting_since is None:
+    def _add(self, rank: int, *items: Item) -> None:
+        self._queues[rank].extend(items)
+        if items and self._waiting_since is None:
             self._waiting_since = time.monotonic()
 
     def _flush(self) -> None:
         self._waiting_since = None
         self._flushed_at = time.monotonic()
         texts: list[tuple[str, list[str]]] = []
+        labelled: list[int] = []
         for ranks, item in merge(self._queues):
             if item.kind == "display":
                 self._write(texts)
@@ -190,7 +191,9 @@ class CellView:
                 continue
             if not texts or texts[-1][0] != item.kind:
                 texts.append((item.kind, []))
-            texts[-1][1].append(f"{_label(tuple(ranks))} {item.key}\n")
+            if ranks is not labelled:
+                label, labelled = _label(tuple(ranks)), ranks
+            texts[-1][1].append(f"{label} {item.key}\n")
         self._write(texts)
 
     def _display(self, ranks: list[int], content: Any) -> None:

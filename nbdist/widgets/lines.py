@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 __all__ = ["Item", "LineSplitter", "merge"]
@@ -30,14 +32,14 @@ def merge(queues: dict[int, deque[Item]]) -> Iterator[tuple[list[int], Item]]:
     can be yielded as one. If all items wait, the first one is yielded.
     """
     left_of = {rank: Counter(map(_name, queue)) for rank, queue in queues.items()}
-    holders = Counter(name for names in left_of.values() for name in names)
+    holders = Counter(chain.from_iterable(left_of.values()))
     """For each item, the number of ranks that still have it in their queue."""
     left = sorted(rank for rank, queue in queues.items() if queue)
     while left := [rank for rank in left if queues[rank]]:
         # A fast way for items that only the first rank has, as most items.
-        first = queues[left[0]]
+        first, alone = queues[left[0]], [left[0]]
         while first and holders[_name(first[0])] == 1:
-            yield [left[0]], first.popleft()
+            yield alone, first.popleft()
         if not first:
             continue
         heads: dict[Hashable, list[int]] = {}
@@ -54,8 +56,8 @@ def merge(queues: dict[int, deque[Item]]) -> Iterator[tuple[list[int], Item]]:
         yield ranks, items[0]
 
 
-def _name(item: Item) -> Hashable:
-    return item.kind, item.key
+_name = itemgetter(0, 1)
+"""An item's kind and key."""
 
 
 class LineSplitter:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import resource
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +22,11 @@ class Shown:
     """The messages that an `Output` sends to the notebook."""
 
     def __init__(self, folder: Path) -> None:
-        captured = {name: folder / name for name in ("stdout", "stderr")}
-        for path in captured.values():
+        self.captured = {name: folder / name for name in ("stdout", "stderr")}
+        for path in self.captured.values():
             path.touch()
         self.stdout = self.stderr = ""
-        self.output = Output(self._add, captured, folder / "spilled")
+        self.output = Output(self._add, self.captured, folder / "spilled")
 
     def _add(self, name: str, text: str) -> None:
         setattr(self, name, getattr(self, name) + text)
@@ -49,6 +51,37 @@ def files_of_at_most(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_print_looks_once_for_text_of_other_writers(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, me = shown.output, threading.get_ident()
+    looks: list[int] = []
+    look = output._read_tails
+
+    def counted() -> None:
+        looks.append(threading.get_ident())
+        look()
+
+    with output.during("In[1]"):
+        monkeypatch.setattr(output, "_read_tails", counted)
+        monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
+        for step in range(3):
+            print("loss", step, 0.5, file=output.stdout)
+        assert looks.count(me) == 3
+    assert shown.stdout == "loss 0 0.5\nloss 1 0.5\nloss 2 0.5\n"
+
+
+def test_text_of_other_writers_is_found_within_a_line(shown: Shown) -> None:
+    output = shown.output
+    with output.during("In[1]"):
+        output.stdout.write("first ")
+        with shown.captured["stdout"].open("a") as other:
+            other.write("second ")
+        time.sleep(1e-3)  # longer than between the pieces of one print
+        output.stdout.write("third\n")
+    assert shown.stdout == "first second third\n"
 
 
 def test_the_first_part_of_a_long_print_is_shown_and_all_is_kept(shown: Shown) -> None:
