@@ -1,17 +1,23 @@
 """Empty cells, calls and printed lines on 1, 2, 4 and 8 ranks, beside ipyparallel.
 
 Cells are timed from outside the notebook's kernel, calls within it.
+
+If BENCH_MONARCH_PYTHON names an interpreter with the packages torchmonarch and
+ipykernel, PyTorch Monarch takes part: a kernel of that interpreter calls an empty
+endpoint of an actor on each of n local processes.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import KernelManager, start_new_kernel
 
 from benchmarks import report
 from benchmarks.measure import Times, alternate, summary
@@ -32,10 +38,12 @@ view.scatter("rank", range({n}), flatten=True, block=True)
 %load_ext nbdist
 %dist_start -n {n} --device cpu
 from nbdist.session import running_cluster
-from time import perf_counter
 cluster = running_cluster()
 def nothing():
     return None
+"""
+CLOCK = """
+from time import perf_counter
 def seconds(call):
     begun = perf_counter()
     call()
@@ -46,6 +54,18 @@ TEARDOWN = """
 %dist_stop
 peer.__exit__(None, None, None)
 """
+MONARCH = """
+from monarch.actor import Actor, endpoint, this_host
+class Nothing(Actor):
+    @endpoint
+    def nothing(self):
+        return None
+processes = this_host().spawn_procs(per_host={{"ranks": {n}}})
+actors = processes.spawn("nothing", Nothing)
+actors.nothing.call().get()
+"""
+MONARCH_CALL = "actors.nothing.call().get()"
+MONARCH_TEARDOWN = "processes.stop().get(); None"
 
 
 class Kernel:
@@ -90,31 +110,68 @@ class Kernel:
 
 
 @contextmanager
-def kernel_with_clusters(n: int) -> Iterator[Kernel]:
-    """A kernel that has both clusters, each of n ranks."""
-    manager, client = start_new_kernel()
+def running_kernel(
+    manager: KernelManager, client: BlockingKernelClient, setup: str, teardown: str
+) -> Iterator[Kernel]:
+    """A started kernel that has run a setup, and ends with a teardown."""
     try:
         kernel = Kernel(client)
         try:
-            kernel.run(SETUP.format(n=n))
+            kernel.run(CLOCK + setup)
             yield kernel
         finally:
-            kernel.run(TEARDOWN)
+            kernel.run(teardown)
     finally:
         client.stop_channels()
         manager.shutdown_kernel()
 
 
+class KernelOf(KernelManager):
+    """The manager of a kernel of another interpreter.
+
+    Args:
+        python: The interpreter's path.
+    """
+
+    def __init__(self, python: str) -> None:
+        super().__init__()
+        self._python = python
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """How to start the kernel."""
+        words = ["-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=[self._python, *words], language="python")
+
+
+def monarch_kernel(python: str, n: int) -> Any:
+    """A kernel with n of Monarch's actors, as a context."""
+    manager = KernelOf(python)
+    manager.start_kernel()
+    client = manager.blocking_client()
+    client.start_channels()
+    client.wait_for_ready(timeout=CELL_TIMEOUT_S)
+    return running_kernel(manager, client, MONARCH.format(n=n), MONARCH_TEARDOWN)
+
+
 def measure(n: int) -> tuple[Times, Times]:
     """Times of empty cells and calls, and of cells that print."""
-    with kernel_with_clusters(n) as kernel:
-        contestants = {
+    with ExitStack() as kernels:
+        of_both = running_kernel(*start_new_kernel(), SETUP.format(n=n), TEARDOWN)
+        kernel = kernels.enter_context(of_both)
+        contestants: dict[str, Callable[[], float]] = {
             "%%distributed": lambda: kernel.run("%%distributed\npass"),
             "%%px": lambda: kernel.run("%%px\npass"),
             "the kernel alone": lambda: kernel.run("pass"),
             "cluster.run": lambda: kernel.call("cluster.run(nothing)"),
             "apply_sync": lambda: kernel.call("view.apply_sync(nothing)"),
         }
+        if python := os.environ.get("BENCH_MONARCH_PYTHON"):
+            monarch = kernels.enter_context(monarch_kernel(python, n))
+            contestants |= {
+                "Monarch's cell": lambda: monarch.run(MONARCH_CALL),
+                "Monarch's call": lambda: monarch.call(MONARCH_CALL),
+            }
         printing = {
             "%%distributed": lambda: kernel.run(f"%%distributed\n{PRINT}"),
             "%%px": lambda: kernel.run(f"%%px\n{PRINT}"),
@@ -134,14 +191,20 @@ def main() -> None:
         [str(n), *(summary(results[n][1][name], "s") for name in printed)]
         for n in SIZES
     ]
+    monarch = (
+        " Monarch's call is `.call().get()` of an actor's empty endpoint on as many "
+        "local processes, and its cell holds this call."
+        if "Monarch's call" in names
+        else ""
+    )
     report.save(
         "cells",
         results,
         report.table(["ranks", *names], rows)
         + f"\n\nMedian of {REPEATS} cells that hold `pass` (and the middle half of "
         "them), from the request to the kernel until its reply; and of as many calls "
-        "of an empty function, timed in the kernel. Both clusters run beside each "
-        f"other and take turns.\n\n{LINES:,} lines of each rank:\n\n"
+        "of an empty function, timed in the kernel. The clusters run beside each "
+        f"other and take turns.{monarch}\n\n{LINES:,} lines of each rank:\n\n"
         + report.table(["ranks", *printed], printed_rows)
         + f"\n\nMedian of {LINES_REPEATS} cells, until the kernel's reply, which "
         "follows all of the output.",
