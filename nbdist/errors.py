@@ -2,7 +2,7 @@
 
 NbdistError
 ├── UsageError (ValueError)      a bad argument or option; nothing was started
-│   ├── UnsupportedCollective    not defined for this dtype or reduce-op
+│   ├── UnsupportedCollective (RuntimeError)  not defined for this dtype or op
 │   └── ReductionPending (AssertionError)  gradients are being reduced
 ├── WrongProcess                 a rank's function called in the notebook
 ├── NoInput (EOFError)           a program on a rank reads standard input
@@ -95,7 +95,7 @@ class UsageError(NbdistError, ValueError):
     """A bad argument or option. Nothing was started or sent."""
 
 
-class UnsupportedCollective(UsageError):
+class UnsupportedCollective(UsageError, RuntimeError):
     """The collective is not defined for this dtype, reduce-op or device."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from nbdist import Cluster
@@ -19,6 +20,12 @@ from tests.jupyterlab_driver import lab_server as lab_server
 from tests.shared_cluster import SharedCluster
 
 ROOT = Path(__file__).parent.parent
+
+# Other processes may use the cores: no property is about time.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:

@@ -71,6 +71,13 @@ if TYPE_CHECKING:
         barrier as barrier,
         join as join,
     )
+    from nbdist.horovod.ops.sparse_allreduce import (
+        sparse_allreduce_async as sparse_allreduce_async,
+    )
+    from nbdist.horovod.exceptions import (
+        HorovodInternalError as HorovodInternalError,
+        HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+    )
     from nbdist.horovod.launch import run as run
     from nbdist.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
     from nbdist.horovod.process_sets import (
@@ -141,6 +148,10 @@ else:
             "reducescatter_async",
         ),
         "nbdist.horovod.ops.join": ("barrier", "join"),
+        "nbdist.horovod.ops.sparse_allreduce": ("sparse_allreduce_async",),
+        "nbdist.horovod.exceptions": (
+            "HorovodInternalError", "HostsUpdatedInterrupt",
+        ),
         "nbdist.horovod.sync_batch_norm": ("SyncBatchNorm",),
         "nbdist.horovod.optimizer": ("DistributedOptimizer",),
         "nbdist.horovod.functions": (

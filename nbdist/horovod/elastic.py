@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from nbdist.horovod.basics import init
-from nbdist.horovod.gradients import GradientReducer
+from nbdist.horovod.gradients import forget_buckets
 from nbdist.training.data.sampler import rank_and_size
 from nbdist.training.elastic.run import run as elastic_run
 from nbdist.training.elastic.state import State
@@ -32,18 +32,11 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def begin(state: State, *args: Any, **kwargs: Any) -> Any:
         init()
-        _forget_bucket_order(state)
+        for value in state._objects.values():
+            forget_buckets(value)  # a rank that joins has none
         return func(state, *args, **kwargs)
 
     return elastic_run(begin)
-
-
-def _forget_bucket_order(state: State) -> None:
-    """Make the ranks agree on the order of buckets again. A new rank has no order."""
-    for value in state._objects.values():
-        reducer = getattr(value, "_reducer", None)
-        if isinstance(reducer, GradientReducer):
-            reducer.forget_buckets()
 
 
 class TorchState(State):
@@ -63,6 +56,16 @@ class TorchState(State):
         given: dict[str, Any] = {"model": model, "optimizer": optimizer}
         known = {name: value for name, value in given.items() if value is not None}
         super().__init__(None, 1, **known, **kwargs)
+
+    @classmethod
+    def _is_reserved(cls, name: str) -> bool:
+        # Scripts for Horovod count their commits in a value of this name.
+        return name != "commits" and super()._is_reserved(name)
+
+    @property
+    def commits(self) -> Any:
+        """The value of this name; without one, the number of the last commit."""
+        return self._objects.get("commits", self._commit_number)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Register functions without arguments, called after the ranks have changed.

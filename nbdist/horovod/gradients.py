@@ -21,13 +21,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nbdist.errors import UsageError
 from nbdist.horovod.compression import Compressor
 from nbdist.horovod.coordinator import Coordinator
-from nbdist.horovod.ops.allgather import allgather
 from nbdist.horovod.ops.allreduce import allreduce_, reduction
+from nbdist.horovod.ops.sparse_allreduce import sparse_allreduce_async
 from nbdist.horovod.process_sets import ProcessSet, coordinator_of
-from nbdist.horovod.reduce_ops import Average, ReduceOp, Scaling, Sum
+from nbdist.horovod.reduce_ops import ReduceOp, Scaling, Sum
 from nbdist.training.validation import whole_number
 
-__all__ = ["BUCKET_BYTES", "GradientReducer", "NamedReduction"]
+__all__ = ["BUCKET_BYTES", "GradientReducer", "NamedReduction", "forget_buckets"]
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -129,8 +129,11 @@ class NamedReduction:
 
     @property
     def size(self) -> int:
-        """The number of ranks. With one rank, nothing is reduced."""
-        return self._set.size()
+        """The number of ranks that reduce with this one, which is counted.
+
+        With one rank nothing is reduced. A rank outside of the set is alone.
+        """
+        return self._set.size() if self._set.included() else 1
 
     def agree(self, numbers: Tensor) -> None:
         """Sum a table of small integers over the ranks, in place.
@@ -165,14 +168,8 @@ class NamedReduction:
 
     def sparse(self, index: int, gradient: Tensor) -> Tensor:
         """Return the reduction of a sparse gradient."""
-        own = gradient.coalesce()
         name = f"{self._name}.sparse.{index}"
-        # allgather joins rows. A sparse tensor has one column of indices for a value.
-        indices = allgather(own.indices().T.contiguous(), f"{name}.indices", self._set)
-        values = allgather(own.values(), f"{name}.values", self._set)
-        if self._op is Average:
-            values = values / self.size
-        return torch.sparse_coo_tensor(indices.T, values, own.shape).coalesce()
+        return sparse_allreduce_async(gradient, name, self._op, self._set)()
 
 
 class _Bucket:
@@ -228,7 +225,8 @@ class GradientReducer:
         bucket_bytes: bytes after which a bucket is full.
         passes: backward passes whose gradients are accumulated before they are reduced.
         groups: indices of parameters whose gradients share a bucket.
-        sparse_as_dense: whether sparse gradients are reduced as dense ones.
+        sparse_as_dense: whether sparse gradients are reduced as dense ones. They are
+            sparse again afterwards.
     """
 
     def __init__(
@@ -253,6 +251,8 @@ class GradientReducer:
         """None until the ranks have agreed on the buckets."""
         self._bucket_of: dict[int, _Bucket] = {}
         self._sparse: list[int] = []
+        self._made_dense: list[int] = []
+        """Parameters whose gradients are sparse, and reduced as dense ones."""
         self.set_passes(passes)
         for index in self._used:
             _install_hook(self._parameters[index], partial(self._on_gradient, index))
@@ -286,6 +286,8 @@ class GradientReducer:
                 assert bucket.wait is not None
                 bucket.wait()
                 bucket.set_gradients(self._parameters)
+            for index in self._made_dense:
+                self._make_sparse(index)
             for index in self._sparse:
                 self._reduce_sparse(index)
         self._reset()
@@ -347,6 +349,12 @@ class GradientReducer:
             gradient = gradient.to_sparse(1)
         parameter.grad = self._reduction.sparse(index, gradient)
 
+    def _make_sparse(self, index: int) -> None:
+        """Give back a sparse gradient, which an optimizer such as SparseAdam needs."""
+        parameter = self._parameters[index]
+        assert parameter.grad is not None  # it has been reduced
+        parameter.grad = parameter.grad.to_sparse(1)
+
     # -- the plan ------------------------------------------------------------------
 
     def _agree(self) -> None:
@@ -365,7 +373,9 @@ class GradientReducer:
             table[1, index] = int(gradient is not None and gradient.is_sparse)
         self._reduction.agree(table)
         arrivals, sparse = table.tolist()
+        self._made_dense = []
         if self._sparse_as_dense:
+            self._made_dense = [index for index in self._used if sparse[index]]
             sparse = [0] * count
         self._sparse = [index for index in self._used if sparse[index]]
         self._make_buckets(arrivals, sparse)
@@ -381,6 +391,16 @@ class GradientReducer:
         self._bucket_of = {
             index: bucket for bucket in self._buckets for index in bucket.members
         }
+
+
+def forget_buckets(optimizer: object) -> None:
+    """Make the ranks agree on a DistributedOptimizer's buckets again.
+
+    Every rank must call. Another object has no buckets.
+    """
+    reducer = getattr(optimizer, "_reducer", None)
+    if isinstance(reducer, GradientReducer):
+        reducer.forget_buckets()
 
 
 def _install_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> None:

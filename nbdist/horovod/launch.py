@@ -19,7 +19,11 @@ def run(
     np: int | None = None,
     hosts: str | None = None,
     *,
+    num_proc: int | None = None,
     start_timeout: float | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    verbose: int | bool | None = None,
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` on every rank, from the notebook or a script.
 
@@ -31,8 +35,10 @@ def run(
         args, kwargs: Arguments of the function, which are copied to each rank.
         np: The number of ranks. Default: that of the running cluster or of `hosts`,
             else the number that `%dist_start` chooses.
+        num_proc: The same as `np`, by its newer name.
         hosts: Hosts and ranks, such as "localhost:4", as for `%dist_start -H`.
         start_timeout: Seconds until every rank must have started.
+        use_gloo, use_mpi, verbose: Part of Horovod's signature; not used.
 
     Returns:
         Each rank's return value, in rank order.
@@ -49,6 +55,9 @@ def run(
             "hvd.run() runs in the notebook or a script, and this process is a rank: "
             "call the function itself"
         )
+    if np is not None and num_proc not in (None, np):
+        raise UsageError(f"np={np} and num_proc={num_proc}: expected one of them")
+    np = num_proc if np is None else np
     cluster = running_cluster()
     if cluster is not None:
         if np not in (None, cluster.size) or hosts is not None:

@@ -69,9 +69,10 @@ def DistributedOptimizer(
         num_groups: The number of groups into which the parameters are divided. Each
             group is one bucket. 0 fills buckets by size.
         groups: The groups themselves, or their number.
-        sparse_as_dense: Whether sparse gradients are made dense. If False, the indices
-            and values of all ranks are gathered.
-        process_set: The ranks that take part. Default: all ranks.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones, and made
+            sparse again. If False, the indices and values of all ranks are gathered.
+        process_set: The ranks that take part. Default: all ranks. A rank outside of the
+            set steps with its own gradients.
         fusion_threshold: Bytes after which a bucket is full. Default:
             $HOROVOD_FUSION_THRESHOLD, or 25 MiB.
 

@@ -99,7 +99,7 @@ def test_nothing_is_written_when_the_first_move_fails() -> None:
     assert torch.equal(tensor, torch.arange(30.0) * 2)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     length=st.integers(0, 200),
     piece=st.integers(1, 70),

@@ -107,7 +107,7 @@ LENGTHS = st.sampled_from([0, 1, 2, 7, 255, 256, 257, 1023, 2049, 5000])
 
 
 @pytest.mark.parametrize(("op", "dtype"), kernels())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), size=SIZES, length=LENGTHS)
 def test_the_same_bits_as_torch_on_all_ranks(
     native: ModuleType, op: str, dtype: torch.dtype, seed: int, size: int, length: int
@@ -135,7 +135,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32), size=SIZES, length=LENGTHS, data=st.data())
 def test_reduce_changes_only_the_tensor_of_the_root(
     native: ModuleType, seed: int, size: int, length: int, data: st.DataObject
@@ -150,7 +150,7 @@ def test_reduce_changes_only_the_tensor_of_the_root(
         assert_same(tensor, reference("sum", rows) if rank == root else rows[rank])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32), size=SIZES, length=LENGTHS, inplace=st.booleans())
 def test_reduce_scatter_gives_each_rank_its_part(
     native: ModuleType, seed: int, size: int, length: int, inplace: bool

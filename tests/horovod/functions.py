@@ -243,6 +243,36 @@ def allreduce_adasum() -> None:
 
 
 @case
+def sparse_allreduce() -> None:
+    elements = hvd.rank()  # none on rank 0
+    for shape in ((5,), (5, 2)):
+        tensor = torch.sparse_coo_tensor(
+            torch.arange(elements)[None],
+            torch.ones(elements, *shape[1:]),
+            shape,
+            check_invariants=True,
+        )
+        expected = torch.tensor([float(max(hvd.size() - 1 - n, 0)) for n in range(5)])
+        for op, divisor in ((hvd.Sum, 1), (hvd.Average, hvd.size())):
+            result = hvd.sparse_allreduce_async(tensor, f"sparse.{op}", op)()
+            assert result.is_sparse
+            column = result.to_dense().reshape(5, -1)[:, 0]
+            assert_same(column, expected / divisor)
+    with pytest.raises(UsageError, match="use allreduce"):
+        hvd.sparse_allreduce_async(torch.ones(3))
+    with pytest.raises(UsageError, match="expected hvd"):
+        hvd.sparse_allreduce_async(tensor, op=hvd.Max)
+
+
+@case
+def errors_have_horovods_names() -> None:
+    assert issubclass(CollectiveMismatch, hvd.HorovodInternalError)
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+    assert issubclass(UnsupportedCollective, RuntimeError)
+    assert issubclass(hvd.HostsUpdatedInterrupt, BaseException)
+
+
+@case
 def allgather() -> None:
     for shape, dtype in kinds():
         if not shape:

@@ -14,7 +14,8 @@ CASES = [
     "compressed", "accumulated", "clipped", "with_a_closure",
     "with_a_schedule_and_state", "wrapped_again", "unused_and_frozen",
     "layers_in_another_order_on_each_rank", "sparse", "uneven_data",
-    "among_some_ranks", "adasum", "sync_batch_norm", "zero_grad_while_reducing",
+    "among_some_ranks", "outside_of_the_process_set", "state_broadcast_between_steps",
+    "adasum", "sync_batch_norm", "zero_grad_while_reducing",
     "more_passes_than_said", "bad_options",
 ]  # fmt: skip
 

@@ -106,3 +106,38 @@ def test_the_rest_of_an_epoch_is_divided_among_the_ranks(
             seen += sampler
         assert set(seen) == set(range(length))
         assert len(seen) < length + then  # repeated only to be even
+
+
+SYNC_CELL = """
+import torch
+import nbdist.horovod as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+sampler = hvd.elastic.ElasticSampler(range(16), shuffle=False)
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, commits=0)
+for step in range(2):
+    model(torch.ones(1, 2) * (hvd.rank() + 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    sampler.record_batch(step, 2)
+    state.commits += 1
+    state.commit()
+    state.sync()
+left, commits = list(sampler), state.commits
+weight = model.weight.detach().clone()
+"""
+
+
+def test_sync_divides_the_samples_of_every_rank(cluster: Cluster) -> None:
+    cluster.execute(SYNC_CELL)
+    left = cluster["left"]
+    assert [len(each) for each in left] == [0] * 4  # 16 samples, 8 in each step
+    cluster.execute(SYNC_CELL.replace("range(2)", "range(1)"))
+    left = cluster["left"]
+    assert sorted(itertools.chain(*left)) == list(range(8, 16))
+    assert [len(each) for each in left] == [2] * 4
+    assert cluster["commits"] == [1] * 4
+    weights = cluster["weight"]
+    assert all((each == weights[0]).all() for each in weights)

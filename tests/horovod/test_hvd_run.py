@@ -44,6 +44,10 @@ def test_results_are_in_rank_order(
 def test_another_number_of_ranks_is_refused(running: Cluster) -> None:
     with pytest.raises(UsageError, match="has 4 ranks"):
         hvd.run(ranks, (10,), np=2)
+    with pytest.raises(UsageError, match="has 4 ranks"):
+        hvd.run(ranks, (10,), num_proc=2, use_mpi=True)
+    with pytest.raises(UsageError, match="expected one of them"):
+        hvd.run(ranks, (10,), np=4, num_proc=2)
 
 
 def test_an_error_names_its_rank(running: Cluster) -> None:

@@ -18,7 +18,9 @@ from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
 
 HEADER: dict[str, Any] = {"commit": 1, "size": 2, "names": ["step"], "time": 1e9}
-one_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+one_file = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def sealed(text: bytes, payload: bytes = b"", length: int | None = None) -> bytes:

@@ -86,7 +86,7 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
     return [sample for parts in steps for part in parts for sample in part]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SIZES, SIZES, st.integers(0, 90), st.integers(1, 7), st.integers(0, 4))
 def test_every_sample_is_taken_once_an_epoch_after_a_resize(
     before, after, length, batch_size, steps
@@ -103,7 +103,7 @@ def test_every_sample_is_taken_once_an_epoch_after_a_resize(
         assert sorted(first_part + rest) == list(range(length))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SIZES, st.integers(0, 60), st.integers(1, 30), st.booleans())
 def test_the_weight_of_a_part_is_its_number_of_samples(
     size, length, together, drop_last

@@ -148,11 +148,11 @@ class _Run:
     def _repeat(self, *, joins: bool) -> Any:
         if joins:  # a commit from a file differs from the other ranks' commit
             self._state._drop_commit()
-        before = self._state.commits
+        before = self._state._commit_number
         while True:
             value, reason, released = None, "failure", None
             try:
-                begins = self._state.commits == before
+                begins = self._state._commit_number == before
                 joins = joins and begins  # until this rank has a commit
                 self._state._rendezvous(self._call.name, joins=joins, begins=begins)
                 value = self._body()
@@ -172,7 +172,7 @@ class _Run:
 
     def _wait(self, reason: str, released: BaseException | None) -> bool:
         """Wait for the verdict; return whether the run has ended without an error."""
-        commit = self._state.commits
+        commit = self._state._commit_number
         verdict = coordinator().pause(reason, commit, released)
         if verdict.action == "give up":
             if not verdict.why and released is not None:

@@ -86,7 +86,7 @@ class State:
         **objects: Any,
     ) -> None:
         for name in objects:
-            if name.startswith("_") or hasattr(type(self), name):
+            if self._is_reserved(name):
                 raise UsageError(
                     f"State has an attribute {name!r}: give the value another name"
                 )
@@ -104,6 +104,11 @@ class State:
         resume = coordinator().resume
         if resume is not None:
             self._resume(Path(resume.path), trusted=resume.trusted)
+
+    @classmethod
+    def _is_reserved(cls, name: str) -> bool:
+        """Whether no value can have this name."""
+        return name.startswith("_") or hasattr(cls, name)
 
     # -- values --------------------------------------------------------------------
 
@@ -151,6 +156,10 @@ class State:
     @property
     def commits(self) -> int:
         """The number of the last commit; 0 before the first."""
+        return self._commit_number
+
+    @property
+    def _commit_number(self) -> int:
         return int(self._committed.number)
 
     def commit(self) -> None:
@@ -193,8 +202,10 @@ class State:
         own = self._capture() if world.rank == source else {}
         values = broadcast_tree(own, source)
         number = max(world.all_gather(self._committed.number)) + 1
-        if world.rank != source:
-            for name, value in values.items():
+        for name, value in values.items():
+            # The source's own sampler divides its samples at a load, and its optimizer
+            # makes the next step as the other ranks' do.
+            if world.rank != source or _is_stateful(self._objects[name]):
                 self._load_object(name, value)
         self._stage(world)
         self._staged = replace(self._staged, number=number)
@@ -395,7 +406,7 @@ class State:
             when = time.strftime(
                 "%Y-%m-%d %H:%M", time.localtime(opened.header["time"])
             )
-            print(f"resumed from {opened.path}: commit {self.commits} of {when}")
+            print(f"resumed from {opened.path}: commit {self._commit_number} of {when}")
 
     def _load_file(self, opened: checkpoint.Opened, *, trusted: bool) -> None:
         names = opened.header["names"]
@@ -413,7 +424,7 @@ class State:
         self._forget_staged()
 
     def _save_if_due(self, world: Ranks) -> None:
-        due = self._path is not None and self.commits % self._save_every == 0
+        due = self._path is not None and self._commit_number % self._save_every == 0
         if world.rank == 0 and due:
             assert self._path is not None
             _write_commit(self._path, self._committed)
