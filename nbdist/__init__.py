@@ -7,11 +7,12 @@ of a rank. Names load on first use, so that importing this costs next to nothing
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nbdist import lazy
 
 __version__ = "0.1.0"
 
-TYPE_CHECKING = False  # the parent of each rank does not import `typing`
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 

@@ -45,8 +45,8 @@ import psutil
 from nbdist.ipc.fork_messages import (
     FORK_TIMEOUT_S,
     RANK_HOST,
+    Request,
     receive,
-    request,
     send,
     socket_address,
 )
@@ -207,18 +207,15 @@ class ProcessSupervisor:
             OSError: The rank host has ended, or does not answer.
         """
         module, *arguments = order["module"]
-        message = request(
-            arguments,
-            module=module,
-            environment=order["env"],
-            folder=order.get("cwd"),
+        request = Request(
+            arguments, module, order["env"], folder=order.get("cwd", os.getcwd())
         )
         connection = self._connected()
         connection.settimeout(HOST_TIMEOUT_S)
         try:
             with open(os.devnull) as nothing, open(order["log"], "ab") as log:
                 streams = [each.fileno() for each in (nothing, log, log)]
-                send(connection, message, streams)
+                send(connection, request.message, streams)
         except OSError:
             connection.close()
             raise

@@ -89,6 +89,12 @@ class Flat:
         """Whether `flat` is a copy, so that `write_back` copies it back."""
         return self._original is not None
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU to which `write_back` copies; None if it copies to no GPU."""
+        original = self._original
+        return original.device if original is not None and original.is_cuda else None
+
     def write_back(self) -> None:
         """Copy the received values into the user's tensor."""
         if self._original is not None:

@@ -150,9 +150,10 @@ class Message(dist.Work):
             )
             return
         self._flat.write_back()
-        if self._flat.is_copy and self._flat.tensor.is_cuda:
-            # The stream that uses it next may be another one.
-            torch.cuda.current_stream(self._flat.tensor.device).synchronize()
+        gpu = self._flat.gpu
+        if gpu is not None:
+            # The stream that uses the tensor next may be another one.
+            torch.cuda.current_stream(gpu).synchronize()
 
 
 class Mailbox:

@@ -28,7 +28,6 @@ import gc
 import importlib
 import importlib.util
 import os
-import resource
 import runpy
 import selectors
 import signal
@@ -40,7 +39,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 """The folder that nbdist can be imported from."""
@@ -54,6 +52,7 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
     ENGINE,
     MAX_DESCRIPTORS,
     RANK_HOST,
+    Request,
     peer_user,
     receive,
     send,
@@ -274,41 +273,6 @@ def _is_module(folder: str, entry: str, suffix: str) -> bool:
 # -- the servers -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Request:
-    """The state that a forked process takes over from the process that requests it.
-
-    `fork_messages.request` makes it. The descriptors are sent with it.
-    """
-
-    arguments: list[str]
-    module: str
-    """The module that the forked process runs, as `python -m` does."""
-    environment: dict[str, str]
-    folder: str
-    umask: int
-    limits: dict[str, tuple[int, int]]
-    """(soft, hard) by the name of `resource`'s constant."""
-    cores: list[int]
-    """The CPU affinity mask; empty if the system has none."""
-    descriptors: list[int]
-    """The numbers in the forked process of the descriptors sent with the message."""
-
-    def apply(self) -> None:
-        """Set this process's state to this one, except the arguments."""
-        os.environ.clear()
-        os.environ.update(self.environment)
-        os.umask(self.umask)
-        for name, limit in self.limits.items():
-            # A hard limit below the wanted one cannot be raised.
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(getattr(resource, name), (limit[0], limit[1]))
-        if self.cores:
-            with contextlib.suppress(OSError):  # cores that were taken away meanwhile
-                os.sched_setaffinity(0, self.cores)
-        os.chdir(self.folder)
-
-
 _Requested = tuple[Request, list[int]]
 """The request for a process, and the descriptors of the process."""
 
@@ -510,9 +474,9 @@ class _RankHost(_Loop):
             return None
 
     def _fork_for(
-        self, connection: socket.socket, message: dict[str, Any], received: list[int]
+        self, connection: socket.socket, message: dict[str, object], received: list[int]
     ) -> _Requested | None:
-        request = Request(**message)
+        request = Request.of_message(message)
         if (refusal := self._refusal(request)) is not None:
             send(connection, {"refused": refusal})
             connection.close()

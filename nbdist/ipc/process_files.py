@@ -18,6 +18,8 @@ import json
 import os
 import signal
 import time
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from nbdist.ipc.atomic_files import write_atomically
@@ -42,19 +44,14 @@ CAPTURED = ("stdout", "stderr")
 """Suffixes of the files that receive the output to descriptors 1 and 2."""
 
 
+@dataclass(frozen=True)
 class Process:
-    """One process of a rank.
+    """One process of a rank: its folder, its rank and its generation."""
 
-    Args:
-        run_dir: The cluster's run folder.
-        rank: The rank.
-        generation: The generation of the world that the process enters.
-    """
-
-    def __init__(self, run_dir: Path, rank: int, generation: int) -> None:
-        self.run_dir = run_dir
-        self.rank = rank
-        self.generation = generation
+    run_dir: Path
+    rank: int
+    generation: int
+    """The generation of the world that the process enters."""
 
     @classmethod
     def of_arguments(cls, arguments: list[str]) -> Process:
@@ -99,8 +96,6 @@ class Process:
 
     def report_failure(self, error: BaseException) -> None:
         """Report the error that has ended the start."""
-        import traceback  # slow to import, and a rank's parent does not need it
-
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         self._write("failed", "".join(lines))
 
