@@ -25,6 +25,7 @@ CASES = [
     "groups_are_closed_while_others_read",
     "groups_release_their_memory",
 ]
+RELEASED = "a_wait_for_a_busy_device_can_be_released"
 ON_ONE = [
     (1, "auto"), (2, "auto"), (2, "ipc"), (3, "ipc"), (4, "ipc"), (5, "ipc"),
     (2, "staged"), (3, "staged"), (2, "shared"), (2, "mpi"), (3, "mpi"), (2, "ring"),
@@ -51,7 +52,9 @@ def outcomes(
     size: int, transport: str, own_gpus: bool = False
 ) -> list[dict[str, str | None]]:
     """Run all cases in one launch; the results of each rank."""
-    arguments = (transport, CASES, own_gpus)
+    # The host does not wait for NCCL: it has no wait to be let out of.
+    cases = [case for case in CASES if transport != "nccl" or case != RELEASED]
+    arguments = (transport, cases, own_gpus)
     return launch(size, CASES_FILE, "run_cases", *arguments, deadline_s=300)
 
 
