@@ -17,7 +17,7 @@ SIMGPU_MINUTES ?= 60
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab test soak gpu simgpu bench reliability lint docs clean
+.PHONY: help demo lab test soak gpu simgpu simgpu-mutants bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -56,6 +56,10 @@ simgpu: | $(SIMGPU_VENV)/bin/python
 	tests/simgpu/build.sh $(SIMGPU_VENV)/bin/python out/simgpu
 	$(SIMGPU_VENV)/bin/python tests/simgpu/run_tests.py out/simgpu \
 		--seeds $(SIMGPU_SEEDS) --minutes $(SIMGPU_MINUTES)
+
+simgpu-mutants: | $(SIMGPU_VENV)/bin/python
+	tests/simgpu/build.sh $(SIMGPU_VENV)/bin/python out/simgpu
+	$(SIMGPU_VENV)/bin/python tests/simgpu/mutants.py out/simgpu
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks

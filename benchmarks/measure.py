@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -43,26 +42,14 @@ def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
     return contestant
 
 
-def printed_by(
-    program: str,
-    limit_s: float,
-    *arguments: str,
-    python: str = sys.executable,
-    env: Mapping[str, str] | None = None,
-) -> str:
-    """The last line that a program prints in a fresh interpreter.
-
-    Args:
-        arguments: Those of the program.
-        env: Environment variables to add.
-    """
+def printed_by(program: str, limit_s: float) -> str:
+    """The last line that a program prints in a fresh interpreter."""
     done = subprocess.run(
-        [python, "-c", program, *arguments],
+        [sys.executable, "-c", program],
         check=True,
         timeout=limit_s,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(env or {})},
     )
     return done.stdout.splitlines()[-1]
 

@@ -407,7 +407,7 @@ def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -
     fork_server_client.prepare(os.environ)
     assert fork_server_client.await_ready(60)
     hanging = psutil.Process(server_pid())
-    monkeypatch.setattr(signal, "SIGCONT", 0)  # it is not continued
+    monkeypatch.setattr(signal, "SIGCONT", 0)  # nobody wakes it
     hanging.suspend()
     with Cluster(1, device="cpu") as cluster:
         assert started(cluster) == [FORKED]

@@ -40,6 +40,10 @@ struct Memory {
 struct Utilization {
   unsigned gpu, memory;
 };
+struct ProcessInfoV1 {
+  unsigned pid;
+  unsigned long long used;
+};
 struct ProcessInfo {
   unsigned pid;
   unsigned long long used;
@@ -94,6 +98,16 @@ SIMGPU_EXPORT int nvmlDeviceGetHandleByUUID(const char* uuid, Device** device) {
     if (!is_there || unit.uuid() != uuid) continue;
     *device = &devices()[i];
     return SUCCESS;
+  }
+  return NOT_FOUND;
+}
+
+// torch asks for it to describe a lack of memory.
+SIMGPU_EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, Device** device) {
+  for (unsigned card = 0; int(card) < card_count(); card++) {
+    char text[32];
+    snprintf(text, sizeof text, "%02x:00", card + 1);
+    if (strstr(bus, text)) return nvmlDeviceGetHandleByIndex_v2(card, device);
   }
   return NOT_FOUND;
 }
@@ -164,7 +178,28 @@ SIMGPU_EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Device* device, unsign
   return *count > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
+// The first version's nvmlProcessInfo_t has no instances.
+SIMGPU_EXPORT int nvmlDeviceGetComputeRunningProcesses(Device* device, unsigned* count,
+                                                       ProcessInfoV1* processes) {
+  std::vector<ProcessInfo> found(processes ? *count : 0);
+  int result = nvmlDeviceGetComputeRunningProcesses_v3(
+      device, count, processes ? found.data() : nullptr);
+  for (size_t i = 0; i < found.size() && i < *count; i++)
+    processes[i] = {found[i].pid, found[i].used};
+  return result;
+}
+
 SIMGPU_EXPORT int nvmlSystemGetDriverVersion(char* text, unsigned size) {
   snprintf(text, size, "580.00");
+  return SUCCESS;
+}
+
+// There is no NVLink.
+SIMGPU_EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType() { return NOT_SUPPORTED; }
+SIMGPU_EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2() { return NOT_SUPPORTED; }
+SIMGPU_EXPORT int nvmlDeviceGetGpuFabricInfoV() { return NOT_SUPPORTED; }
+
+SIMGPU_EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  *version = 13000;
   return SUCCESS;
 }

@@ -1,0 +1,93 @@
+"""nbdist on simulated machines that differ from the usual one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import failures, launch
+
+from nbdist import Cluster
+
+CASES_FILE = str(Path(__file__).with_name("machine_cases.py"))
+ORDERS = ["work_queued_before_and_after_is_ordered", "a_stream_of_the_users",
+          "calls_on_many_streams", "groups_are_closed_while_others_read"]  # fmt: skip
+MACHINES = {
+    "usual": ({}, "CUDA IPC"),
+    "events that cannot be opened": ({"SIMGPU_NO_EVENT_OPEN": "1"}, "CUDA IPC"),
+    "events that cannot be shared": ({"SIMGPU_NO_EVENT_IPC": "1"}, "staged"),
+    "events that lie": ({"SIMGPU_EVENTS_LIE": "1"}, "CUDA IPC"),
+    "memory that reads other data": ({"SIMGPU_IPC_STALE": "1"}, "staged"),
+    "memory that cannot be shared": ({"SIMGPU_NO_IPC": "1"}, "staged"),
+    "memory that cannot be opened": ({"SIMGPU_NO_OPEN": "1"}, "staged"),
+}
+"""The simulator's variables, and the transport that the ranks choose."""
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+]
+needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_machine(machine: str) -> None:
+    environment, words = MACHINES[machine]
+    found = launch(
+        2, CASES_FILE, "on_machine", ORDERS, "auto",
+        deadline_s=200, environment=environment,
+    )  # fmt: skip
+    for text, _ in found:
+        assert re.search(rf"{words}.* \(CUDA\)", text), text
+    outcomes = [each for _, each in found]
+    for case in ORDERS:
+        assert not failures(outcomes, case), failures(outcomes, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["late_messages", "messages_on_two_streams", "batches_are_complete",
+     "batches_stay_as_they_are"],
+)  # fmt: skip
+def test_case(case: str) -> None:
+    launch(2, CASES_FILE, "run", case, False, deadline_s=100)
+
+
+@needs_two
+@pytest.mark.parametrize("case", ["another_current_device"])
+def test_case_on_two_gpus(case: str) -> None:
+    launch(2, CASES_FILE, "run", case, True, deadline_s=100)
+
+
+def test_an_error_of_a_kernel_is_sticky_and_its_ranks_own() -> None:
+    failed, sound = launch(2, CASES_FILE, "broken_context")
+    assert "device-side assert triggered" in failed
+    assert sound == "True"
+
+
+def test_ranks_share_the_memory_of_a_gpu() -> None:
+    found = launch(
+        2, CASES_FILE, "too_much_memory", environment={"SIMGPU_MEM_MB": "1024"}
+    )
+    assert all(free.endswith("of 1024 MiB") for free, _ in found)
+    assert all("CUDA out of memory" in text for _, text in found)
+
+
+def test_a_rank_has_a_mig_device_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SIMGPU_MIG", "2")
+    monkeypatch.setenv("SIMGPU_STATE", str(tmp_path / "ledger"))
+    with Cluster(2, device="cuda") as cluster:
+        cluster.execute(
+            "x = torch.full((3,), rank + 1.0, device=device); nbdist.all_reduce(x)"
+        )
+        assert [x.tolist() for x in cluster["x.cpu()"]] == [[3.0] * 3] * 2
+        assert cluster["torch.cuda.device_count()"] == [1, 1]
+        names = cluster["str(torch.cuda.get_device_properties(0).uuid)"]
+        assert len(set(names)) == 2
