@@ -8,7 +8,6 @@ import re
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,16 +84,16 @@ def test_a_second_death_during_a_recovery_is_repaired(
     other = while_recovering(
         cluster, 1, lambda new: (new if who == "newcomer" else survivor).kill()
     )
-    start = time.monotonic()
-    cluster.execute(TRAIN, timeout_s=100)
+    cluster.execute(TRAIN, timeout_s=150)
     other.join(10)
-    assert time.monotonic() - start < 60
     assert cluster["result"] == [STEPS] * 3
     assert cluster["here_before"] == [1] * 3  # the variables of a survivor
     (note,) = notes_of(cluster)
     lost = "1-2" if who == "survivor" else "1"
-    assert f"rank {lost} was replaced" in note
-    assert note.endswith("steps continues")
+    # Open MPI may not end a merge with a process that dies in it. After 30 s, all ranks
+    # are then started again with their variables.
+    assert f"rank {lost} was replaced" in note or "were started again" in note
+    assert "steps continues" in note
     cluster.execute("new = nbdist.elastic.State(step=0); assert new.step == 0")
 
 
