@@ -216,10 +216,16 @@ class _Attempt:
             # Fail it by UUID, because another engine may have its rank's number now.
             self._registry.client.fail(uuid, RankDied("a rank that joined was ended"))
         wait(self._replies.values(), CANCEL_TIMEOUT_S)
-        stuck = [rank for rank, reply in self._replies.items() if not reply.done()]
+        silent = [rank for rank, reply in self._replies.items() if not reply.done()]
+        if silent:
+            raise ChangeFailed(
+                f"{error}; rank {format_ranks(silent)} does not answer", stuck=True
+            ) from error
+        stuck = [rank for rank, reply in self._replies.items() if _is_stuck(reply)]
         if stuck:
             raise ChangeFailed(
-                f"{error}; rank {format_ranks(stuck)} does not answer", stuck=True
+                f"{error}; rank {format_ranks(stuck)} cannot make another change",
+                stuck=True,
             ) from error
 
     def _arrived(self) -> set[str]:
@@ -287,6 +293,14 @@ class _Attempt:
                 f"rank {format_ranks(silent)} did not join the others within "
                 f"{MEET_TIMEOUT_S:g} s"
             )
+
+
+def _is_stuck(reply: Future[Answer]) -> bool:
+    """Whether a rank has answered that it cannot make another change."""
+    if reply.exception() is not None:  # it has died
+        return False
+    answer = reply.result()
+    return not answer.ok and answer.value[0] == ChangeFailed.__name__
 
 
 def _value(reply: Future[Answer]) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 from nbdist.collectives import close_groups
 from nbdist.engine import torch_group, world
 from nbdist.engine.rank import this_rank
-from nbdist.errors import ClusterError
+from nbdist.errors import ChangeFailed, ClusterError
 from nbdist.ipc import rank_parent
 from nbdist.ipc.prctl import name_process
 from nbdist.wire import Change, RankInfo
@@ -36,6 +36,7 @@ class _Attempt:
         self.generation = generation
         self._cancelled = Future[Any]()
         self._comms: list[Any] = []
+        self._merges = False
         self._lock = threading.Lock()
 
     def own(self, comm: Any) -> Any:
@@ -54,11 +55,29 @@ class _Attempt:
             for comm in self._comms:
                 comm.Revoke()
 
+    def merge(self, bridge: Any) -> Any:
+        """Merge with the processes at the other end of an intercommunicator.
+
+        Raises:
+            ClusterError: The change is cancelled. A thread that was left behind must
+                not merge, beside the main thread's next change.
+        """
+        self.own(bridge)
+        with self._lock:
+            if self._cancelled.done():
+                raise ClusterError("the change was cancelled")
+            self._merges = True
+        return self.own(bridge.Merge(high=False))
+
     def wait_for(self, work: Callable[[], Any]) -> Any:
         """Run `work` on a thread; its result. A cancellation leaves the thread behind.
 
         A process that spawns others waits for them in PMIx. Revoking a communicator
         does not end that wait.
+
+        Raises:
+            ChangeFailed: The change was cancelled during a merge. This rank cannot
+                make another change.
         """
 
         def run() -> None:
@@ -75,6 +94,11 @@ class _Attempt:
             future.add_done_callback(lambda _: ended.set())
         threading.Thread(target=run, name="nbdist-spawn", daemon=True).start()
         ended.wait()
+        if self._cancelled.done() and self._merges:
+            # Open MPI numbers communicators one after the other. A merge with a process
+            # that died in it may never get its number, on some ranks only. Even if
+            # revoking ends it, the next communicator may wait for ever.
+            raise ChangeFailed("the change was cancelled while it merged", stuck=True)
         return (self._cancelled if self._cancelled.done() else outcome).result()
 
 
@@ -125,7 +149,7 @@ def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
         return None
     attempt.own(comm)
     if plan.joins:
-        comm = attempt.own(attempt.wait_for(lambda: _admit(comm, plan, number)))
+        comm = attempt.wait_for(lambda: _admit(comm, plan, number, attempt))
     here = world.enter(comm, plan.generation)
     here.publish_environment()
     owns_gpu = rank.info.device_uuid is not None and not rank.assignment.shares_gpu
@@ -143,7 +167,7 @@ def _split(comm: Any, number: int | None) -> Any:
     return comm.Split(0, key=number)
 
 
-def _admit(comm: Any, plan: Change, number: int) -> Any:
+def _admit(comm: Any, plan: Change, number: int, attempt: _Attempt) -> Any:
     """Spawn the new ranks, and merge with them."""
     commands = [
         rank_parent.command("--join", str(join.rank), str(plan.generation))
@@ -152,7 +176,7 @@ def _admit(comm: Any, plan: Change, number: int) -> Any:
     programs = [program for program, *_ in commands]
     arguments = [rest for _, *rest in commands]
     bridge = comm.Spawn_multiple(programs, arguments, [1] * len(commands), root=0)
-    return bridge.Merge(high=False).Split(0, key=number)
+    return attempt.own(attempt.merge(bridge).Split(0, key=number))
 
 
 def _update_rank(here: world.World) -> None:

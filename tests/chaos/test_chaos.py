@@ -27,6 +27,7 @@ from tests.chaos.draw import RANKS, Draw, draw, spread
 from tests.chaos.expectations import (
     DEATHS,
     ENDED,
+    HELPER,
     RENEWED,
     REPLACED,
     WHOLE,
@@ -42,6 +43,8 @@ from tests.processes import wait_until
 OFTEN = spread(range(1000, 3000), 20)
 """The seeds of each run, which cover the processes, faults and moments."""
 SOAK = range(300)
+NOTICED_WITHIN_S = 10.0
+"""Seconds in which the notebook notices that a helper process has ended."""
 SAID_WITHIN_S = 3.0
 """Seconds that a helper stays stopped if no note is made. A note is due in 2 s."""
 STOPPED_S = 1.0
@@ -87,6 +90,9 @@ def _play(stage: Stage, drawn: Draw, wanted: Expectation) -> None:
     story = Story(drawn, striker, ended, stage.said)
     story.require(not striker.failed, "the fault could not be brought about")
     story.require(not ended.overdue, f"it had not ended after {wanted.within_s:g} s")
+    if drawn.process in HELPER and drawn.fault in DEATHS and ended.error is None:
+        # Calls that need only the ranks may end before the death is noticed.
+        wait_until(lambda: _has_noticed(stage), NOTICED_WITHIN_S)
     after = story.after = attempt(lambda: _next_cell(stage), wanted.within_s)
     story.require(not after.overdue, "the next cell did not end")
     for pattern in wanted.says:
@@ -124,6 +130,11 @@ def _act(scene: Scene) -> None:
     scene.act()
     if scene.draw.process == "worker":
         scene.stage.cluster.execute("on_ranks.fetch(4)")
+
+
+def _has_noticed(stage: Stage) -> bool:
+    """Whether the notebook knows that a helper process has ended."""
+    return not stage.running or stage.cluster._is_lost or bool(stage.said)
 
 
 def _next_cell(stage: Stage) -> None:
