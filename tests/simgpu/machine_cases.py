@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
 
 import nbdist.collectives as nc
+from nbdist.collectives import group as group_module
+from nbdist.collectives.transports import nccl
 from nbdist.config import CollectiveConfig
 from nbdist.training.data.device_prefetch import on_device
 
@@ -32,7 +37,8 @@ def on_machine(names: list[str], transport: str) -> tuple[str, dict[str, str | N
 def run(case: str, own_gpus: bool) -> None:
     """One case."""
     torch.cuda.set_device(RANK if own_gpus else 0)
-    group = nc.Group(COMM, config=CollectiveConfig(timeout_s=30.0))
+    config = CONFIGS.get(case, CollectiveConfig(timeout_s=30.0))
+    group = nc.Group(COMM, config=config)
     nc.set_default_group(group)
     try:
         CASES[case]()
@@ -40,6 +46,39 @@ def run(case: str, own_gpus: bool) -> None:
         COMM.Barrier()
     finally:
         nc.close_groups()
+
+
+def calls_on_changing_streams() -> None:
+    """Each call uses a slot that an earlier call on another stream still reads."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    tensors = []
+    for step in range(150):
+        with torch.cuda.stream(streams[step % 3]):
+            tensor = torch.zeros(2000, device="cuda").add_(RANK + 1 + step)
+            nc.all_reduce(tensor)
+            tensors.append(tensor)
+    torch.cuda.synchronize()
+    for step, tensor in enumerate(tensors):
+        assert (tensor == TOTAL + SIZE * step).all(), step
+
+
+def many_small_pieces() -> None:
+    """Tensors that go through the host in some hundred pieces."""
+    numbers = torch.arange(100_000.0, device="cuda")
+    for step in range(6):
+        tensor = torch.zeros_like(numbers)
+        torch.cuda._sleep(LONG // 5)
+        tensor.add_(numbers + RANK + step)
+        nc.all_reduce(tensor)
+        doubled = tensor * 2
+        tensor.zero_()
+        expected = SIZE * numbers + TOTAL - SIZE + SIZE * step
+        assert torch.equal(doubled, 2 * expected), step
+        own = torch.zeros_like(numbers).add_(numbers * (RANK + 1) + step)
+        rows = [torch.zeros_like(numbers) for _ in range(SIZE)]
+        nc.all_gather(rows, own)
+        for rank, row in enumerate(rows):
+            assert torch.equal(row, numbers * (rank + 1) + step), (step, rank)
 
 
 def late_messages() -> None:
@@ -70,13 +109,13 @@ def messages_on_two_streams() -> None:
                 assert (whole.t()[::2] == step + 1).all(), step
 
 
-def _pinned() -> list[torch.Tensor]:
-    return [torch.full((50_000,), step + 1.0).pin_memory() for step in range(20)]
+def _pinned(count: int) -> list[torch.Tensor]:
+    return [torch.full((10_000,), step + 1.0).pin_memory() for step in range(count)]
 
 
 def batches_are_complete() -> None:
     """The step reads a batch that was copied on another stream."""
-    for step, batch in enumerate(on_device(_pinned(), torch.device("cuda", 0))):
+    for step, batch in enumerate(on_device(_pinned(100), torch.device("cuda", 0))):
         total = torch.zeros_like(batch).add_(batch)
         assert (total == step + 1).all(), step
 
@@ -84,7 +123,7 @@ def batches_are_complete() -> None:
 def batches_stay_as_they_are() -> None:
     """A step reads its batch late; the next batches are copied by then."""
     totals = []
-    for batch in on_device(_pinned(), torch.device("cuda", 0)):
+    for batch in on_device(_pinned(20), torch.device("cuda", 0)):
         total = torch.zeros_like(batch)
         torch.cuda._sleep(LONG)
         total.add_(batch)
@@ -97,6 +136,7 @@ def another_current_device() -> None:
     """The group's GPU is that of its tensors, whichever device is current."""
     device = torch.device("cuda", RANK)
     nc.all_reduce(torch.ones(3, device=device))
+    torch.cuda.set_stream(torch.cuda.Stream(device))
     torch.cuda.set_device(1 - RANK)
     for length in (5, 300_000):
         tensor = torch.zeros(length, device=device)
@@ -113,6 +153,8 @@ def another_current_device() -> None:
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
+        calls_on_changing_streams,
+        many_small_pieces,
         late_messages,
         messages_on_two_streams,
         batches_are_complete,
@@ -120,6 +162,61 @@ CASES: dict[str, Callable[[], None]] = {
         another_current_device,
     )
 }
+CONFIGS = {
+    "many_small_pieces": CollectiveConfig("staged", timeout_s=30.0, staging_bytes=4096)
+}
+
+
+def nccl_closes_alone(case: str) -> float:
+    """How long rank 0 takes to close NCCL's transport, which rank 1 does not close."""
+    torch.cuda.set_device(RANK)
+    torch.cuda.synchronize()
+    nccl._CLOSE_WITHIN_S = 1.0
+    folder = Path(COMM.bcast(os.environ["TMPDIR"]))
+    group = nc.Group(COMM)
+    store = dist.FileStore(str(folder / "store"), SIZE)
+    transport = nccl.NcclTransport(store, RANK, SIZE, group.transport("cpu"))
+    transport.all_reduce_flat(torch.ones(5, device="cuda"), "sum")
+    torch.cuda.synchronize()
+    COMM.Barrier()
+    begun = time.monotonic()
+    if RANK == 0:
+        if case == "unfinished":
+            transport.all_reduce_flat(torch.ones(5, device="cuda"), "sum")
+        transport.close()
+    took_s = time.monotonic() - begun
+    COMM.Barrier()
+    transport.abort()
+    group.close()
+    return took_s
+
+
+def nccl_is_aborted_together() -> list[str]:
+    """How the transports end when the work of one rank waits for a rank in vain."""
+    torch.cuda.set_device(RANK)
+    group_module._FINISH_WITHIN_S = 1.0
+    group = nc.Group(COMM, config=CollectiveConfig("nccl", timeout_s=30.0))
+    nc.all_reduce(torch.ones(5, device="cuda"), group=group)
+    torch.cuda.synchronize()
+    transport = group.transport("cuda", "nccl")
+    ended: list[str] = []
+    transport._group = _Noting(transport._group, ended)
+    if RANK == 0:  # as if rank 1 had died after the barrier, and was replaced
+        transport.all_reduce_flat(torch.ones(5, device="cuda"), "sum")
+    group.close()
+    return ended
+
+
+class _Noting:
+    """A process group of which two calls are written down."""
+
+    def __init__(self, group: Any, ended: list[str]) -> None:
+        self._group, self._ended = group, ended
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("abort", "shutdown"):
+            self._ended.append(name)
+        return getattr(self._group, name)
 
 
 def broken_context() -> str:

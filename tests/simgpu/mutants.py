@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("nbdist", "tests", "pyproject.toml", "conftest.py")
-CASES = "tests/collectives/test_gpu.py::test_case_on_a_shared_gpu"
-OWN = "tests/collectives/test_gpu.py::test_case_on_gpus_of_their_own"
-CONTRACT = "tests/collectives/test_gpu.py::test_contract_on_a_shared_gpu"
+COPIED = ("nbdist", "tests", "pyproject.toml")
+CASES = "tests/simgpu/alone.py::test_case"
+CONTRACT = "tests/simgpu/alone.py::test_contract"
 MACHINES = "tests/simgpu/test_machines.py::test_machine"
+STREAMS = "tests/simgpu/test_machines.py::test_calls_on_changing_streams"
+PIECES = "tests/simgpu/test_machines.py::test_case[many_small_pieces]"
+DEVICES = "tests/cluster/test_gpu_devices.py"
 LIMIT_S = 400.0
 
 
@@ -82,7 +84,7 @@ MUTANTS = [
         EVENTS,
         "for events in (self._mine, *self._theirs):",
         "for events in self._theirs:",
-        [f"{CASES}[ipc-calls_on_many_streams]"],
+        [f"{STREAMS}[usual]"],
     ),
     Mutant(
         "the event is recorded on the default stream",
@@ -103,7 +105,7 @@ MUTANTS = [
         EVENTS,
         "current.wait_stream(self._stream)  # the last step's reads come first",
         "pass",
-        [f"{MACHINES}[events that cannot be opened]"],
+        [f"{STREAMS}[events that cannot be opened]"],
     ),
     Mutant(
         "without events, the host does not wait before the barrier",
@@ -139,7 +141,7 @@ MUTANTS = [
         IPC,
         "        self._order.before()\n        super()._pass(first)\n",
         "        super()._pass(first)\n        self._order.before()\n",
-        [f"{CASES}[ipc-work_queued_before_and_after_is_ordered]"],
+        [f"{STREAMS}[usual]"],
     ),
     Mutant(
         "nothing orders the GPUs after the barrier",
@@ -153,7 +155,7 @@ MUTANTS = [
         IPC,
         "return self._steps & 1",
         "return 0",
-        [f"{CONTRACT}[2-ipc]", f"{CASES}[ipc-long_runs_of_small_calls]"],
+        [f"{CONTRACT}[ipc]", f"{CASES}[ipc-long_runs_of_small_calls]"],
     ),
     Mutant(
         "the slot's number is not that of the step",
@@ -192,28 +194,28 @@ MUTANTS = [
         COPIES,
         "            stored()  # the copy to the GPU must not read the next piece\n",
         "            pass\n",
-        [f"{CASES}[staged-work_queued_before_and_after_is_ordered]"],
+        [PIECES],
     ),
     Mutant(
         "a piece is moved before it was fetched",
         COPIES,
         "        for done in self._fetching:\n            done()\n",
         "",
-        [f"{CASES}[staged-work_queued_before_and_after_is_ordered]"],
+        [PIECES],
     ),
     Mutant(
         "the copies do not follow the caller's stream",
         COPIES,
         "                side.wait_stream(current)\n",
         "                pass\n",
-        [f"{CASES}[staged-work_queued_before_and_after_is_ordered]"],
+        [PIECES],
     ),
     Mutant(
         "the caller's stream does not follow the copies",
         COPIES,
         "                self._current.wait_stream(side)\n",
         "                pass\n",
-        [f"{CASES}[staged-work_queued_before_and_after_is_ordered]"],
+        [PIECES],
     ),
     Mutant(
         "a copy counts as done when it begins",
@@ -224,14 +226,14 @@ MUTANTS = [
         "        done = stream.record_event()\n"
         "        with torch.cuda.stream(stream):\n"
         "            target.copy_(source, non_blocking=True)\n",
-        [f"{CASES}[staged-work_queued_before_and_after_is_ordered]"],
+        [PIECES],
     ),
     Mutant(
         "one buffer for all pieces",
         COPIES,
         "_BUFFERS = 3\n",
         "_BUFFERS = 1\n",
-        [f"{CASES}[staged-work_queued_before_and_after_is_ordered]"],
+        [PIECES],
     ),
     # -- NCCL --------------------------------------------------------------------------
     Mutant(
@@ -239,7 +241,7 @@ MUTANTS = [
         NCCL,
         "        work.wait()\n",
         "",
-        [f"{OWN}[nccl-work_queued_before_and_after_is_ordered]"],
+        [f"{CASES}[nccl-work_queued_before_and_after_is_ordered]"],
         cards=2,
     ),
     Mutant(
@@ -247,17 +249,10 @@ MUTANTS = [
         NCCL,
         '            output.masked_fill_(lost.bool(), float("nan"))\n',
         "            pass\n",
-        ["tests/collectives/test_gpu.py::test_contract_on_gpus_of_their_own[2-nccl]"],
+        [f"{CONTRACT}[nccl]"],
         cards=2,
     ),
     # -- messages ----------------------------------------------------------------------
-    Mutant(
-        "a message is sent before it is computed",
-        "collectives/mailbox.py",
-        "            settle(self._hooks.check)  # MPI ignores streams\n",
-        "",
-        ["tests/simgpu/test_machines.py::test_case[late_messages]"],
-    ),
     Mutant(
         "a received message is used before it is on the GPU",
         "collectives/mailbox.py",
@@ -271,6 +266,15 @@ MUTANTS = [
         PREFETCH,
         "    current.wait_event(ready)\n",
         "",
+        ["tests/simgpu/test_machines.py::test_case[batches_are_complete]"],
+    ),
+    Mutant(
+        "a batch's event is recorded before its copy",
+        PREFETCH,
+        "        return _moved(batch, device, non_blocking=True), "
+        "side.record_event()\n",
+        "        ready = side.record_event()\n"
+        "        return _moved(batch, device, non_blocking=True), ready\n",
         ["tests/simgpu/test_machines.py::test_case[batches_are_complete]"],
     ),
     Mutant(
@@ -302,11 +306,19 @@ MUTANTS = [
         cards=2,
     ),
     Mutant(
-        "values are pushed to the first GPU",
+        "the control thread uses the first GPU",
         "engine/rpc_server.py",
         "        torch.cuda.set_device(device)\n",
         "        pass\n",
-        ["tests/cluster/test_gpu_devices.py"],
+        [DEVICES],
+        cards=2,
+    ),
+    Mutant(
+        "a rank begins on the first GPU",
+        "engine/bootstrap.py",
+        "    torch.cuda.set_device(device)\n",
+        "",
+        [DEVICES],
         cards=2,
     ),
 ]
@@ -324,34 +336,52 @@ def copy_of_repository(folder: Path) -> Path:
     return folder
 
 
+def run(
+    root: Path, tests: Sequence[str], cards: int, out: Path, seed: int
+) -> tuple[int | None, str]:
+    """Run tests of a copy; pytest's exit code and output. The code is None if it hangs.
+
+    Args:
+        root: The copy of the repository.
+        tests: The tests, as pytest takes them.
+        cards: Number of GPUs.
+        out: The folder of build.sh.
+        seed: The seed of the streams' order.
+    """
+    environment = {
+        **os.environ,
+        "SIMGPU_COUNT": str(cards),
+        "SIMGPU_SEED": str(seed),
+        "SIMGPU_SMALL": "1",
+        "NBDIST_FORK_LAUNCHES": "1",
+        "PYTHONPATH": str(root),
+    }
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    program = str(root / "tests" / "simgpu" / "run.sh")
+    process = subprocess.Popen(
+        [program, str(out.resolve()), *pytest, *tests],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output = process.communicate(timeout=LIMIT_S)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        return None, process.communicate()[0]
+    return process.returncode, output
+
+
 def is_caught(mutant: Mutant, out: Path, seed: int) -> tuple[bool, str]:
     """Whether a test fails with the fault, and the last line of its output."""
     with tempfile.TemporaryDirectory(prefix="nbm") as made:
         root = copy_of_repository(Path(made))
         mutant.apply(root)
-        environment = {
-            **os.environ,
-            "SIMGPU_COUNT": str(mutant.cards),
-            "SIMGPU_SEED": str(seed),
-            "PYTHONPATH": str(root),
-        }
-        pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        run = str(root / "tests" / "simgpu" / "run.sh")
-        process = subprocess.Popen(
-            [run, str(out.resolve()), *pytest, *mutant.tests],
-            cwd=root,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            output = process.communicate(timeout=LIMIT_S)[0]
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.communicate()
+        code, output = run(root, mutant.tests, mutant.cards, out, seed)
+        if code is None:
             return True, "it hangs"
-        code = process.returncode
         if code not in (0, 1):
             raise RuntimeError(f"{mutant.name}: pytest ended with {code}:\n{output}")
         last = output.strip().splitlines()[-1]
@@ -360,13 +390,33 @@ def is_caught(mutant: Mutant, out: Path, seed: int) -> tuple[bool, str]:
         return code == 1, last
 
 
+def check_tests(mutants: Sequence[Mutant], out: Path, seed: int) -> None:
+    """Check that the tests of these faults pass on a copy without a fault.
+
+    Raises:
+        RuntimeError: A test fails, so that it would seem to catch every fault.
+    """
+    with tempfile.TemporaryDirectory(prefix="nbm") as made:
+        root = copy_of_repository(Path(made))
+        for cards in sorted({mutant.cards for mutant in mutants}):
+            tests = {t for m in mutants if m.cards == cards for t in m.tests}
+            code, output = run(root, sorted(tests), cards, out, seed)
+            if code != 0:
+                raise RuntimeError(
+                    f"without a fault, pytest ends with {code}:\n{output}"
+                )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="the folder of build.sh")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--only", default="", help="part of the faults' names")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
     given = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if given.only in mutant.name]
+    chosen = [
+        mutant for mutant in MUTANTS if any(part in mutant.name for part in given.only)
+    ]
+    check_tests(chosen, given.out, given.seeds[0])
     missed = []
     for mutant in chosen:
         begun = time.monotonic()

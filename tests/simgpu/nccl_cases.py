@@ -31,7 +31,7 @@ REMOTE_ERROR = 6
 
 
 def run_cases(names: list[str]) -> dict[str, str | None]:
-    """The named cases; what went wrong on this rank, by case."""
+    """Run the named cases; the traceback of each on this rank, or None, by case."""
     torch.cuda.set_device(RANK)
     torch.set_default_device("cuda")
     outcomes = {}
@@ -227,7 +227,7 @@ def data_parallel() -> None:
 
 
 def abort_ends_a_wait() -> None:
-    """Rank 0 does not come. Each other rank waits until it aborts."""
+    """Rank 0 makes no call. Each other rank waits until it aborts."""
     warm = own()
     dist.all_reduce(warm)
     if RANK == 0:
@@ -236,14 +236,16 @@ def abort_ends_a_wait() -> None:
     work = dist.all_reduce(tensor, async_op=True)
     time.sleep(0.5)
     assert not work.is_completed(), "NCCL has not waited for rank 0"
-    threading.Timer(0.5, dist.distributed_c10d._abort_process_group).start()
+    aborting = threading.Timer(0.5, dist.distributed_c10d._abort_process_group)
+    aborting.start()
     begun = time.monotonic()
     torch.cuda.synchronize()
     assert 0.3 < time.monotonic() - begun < 20
+    aborting.join()  # `run_cases` would abort the group at the same time
 
 
 def an_error_is_told() -> None:
-    """An error of the network: the work stands, and NCCL's state says why."""
+    """After a network error no work completes, and NCCL's state has the error."""
     backend = dist.group.WORLD._get_backend(torch.device("cuda"))
     dist.all_reduce(own())
     torch.cuda.synchronize()
@@ -278,7 +280,7 @@ ABORTING = frozenset({"abort_ends_a_wait", "an_error_is_told"})
 
 
 def on_one_gpu() -> str:
-    """Two ranks on a GPU: NCCL's words for it."""
+    """The text of NCCL's error when two ranks use one GPU."""
     torch.cuda.set_device(0)
     store = dist.FileStore(str(Path(COMM.bcast(os.environ["TMPDIR"])) / "s"), SIZE)
     dist.init_process_group("nccl", store=store, rank=RANK, world_size=SIZE)

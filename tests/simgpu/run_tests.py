@@ -1,13 +1,15 @@
 """Runs the tests marked `gpu` on 1, 2 and 4 simulated GPUs, for several seeds.
 
-A test runs on the fewest GPUs on which it is not skipped. `make simgpu` calls this
-file; its output says how to repeat a run.
+A test runs on the fewest GPUs on which it is not skipped. The seeds after the first run
+the tests marked `streams`, whose results depend on the order of the streams. `make
+simgpu` calls this file; its output says how to repeat a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,9 +22,12 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 RUN = Path(__file__).with_name("run.sh")
 MARKED = "gpu and not gpu_real"
+ORDERED = f"{MARKED} and streams"
 LATE = "ended by its time limit"
 FEWEST_S = 60.0
 """A run with less time left is not begun."""
+ENDING_S = 30.0
+"""How long pytest has for its report, when its time is over."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,21 @@ class Outcome:
         return not self.failed and self.ending in ("", LATE)
 
 
+def gpu_files() -> list[str]:
+    """The files that have tests marked `gpu`. A collection of all files is slow."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [
+        str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text()
+    ]
+
+
 def run(
-    out: Path, cards: int, seed: int, tests: Sequence[str], left_s: float
+    out: Path,
+    cards: int,
+    seed: int,
+    tests: Sequence[str],
+    left_s: float,
+    marked: str = MARKED,
 ) -> Outcome:
     """Run tests on a number of simulated GPUs.
 
@@ -54,12 +72,19 @@ def run(
         seed: The seed of the streams' order.
         tests: Files, folders, or tests as `file::name`.
         left_s: The longest time that the run may take.
+        marked: The markers of the tests, as pytest takes them.
     """
-    environment = {**os.environ, "SIMGPU_COUNT": str(cards), "SIMGPU_SEED": str(seed)}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment = {
+        "SIMGPU_SMALL": "1",
+        "NBDIST_FORK_LAUNCHES": "1",
+        **os.environ,
+        "SIMGPU_COUNT": str(cards),
+        "SIMGPU_SEED": str(seed),
+        "PYTHONPATH": str(ROOT),
+    }
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        pytest = [sys.executable, "-m", "pytest", "-q", "-m", MARKED]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-m", marked, "--durations=25"]
         command = [str(RUN), str(out), *pytest, f"--junitxml={report}", *tests]
         process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
@@ -67,8 +92,12 @@ def run(
             code = process.returncode
             ending = "" if code in (0, 1, 5) else f"pytest ended with {code}"
         except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
+            process.send_signal(signal.SIGINT)  # pytest writes its report
+            try:
+                process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             ending = LATE
         return _read(report, ending)
 
@@ -77,8 +106,11 @@ def _read(report: Path, ending: str) -> Outcome:
     passed, failed, skipped = 0, [], []
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
-            path = case.get("classname", "").replace(".", "/") + ".py"
-            name = f"{path}::{case.get('name')}"
+            module, name = case.get("classname", ""), case.get("name", "")
+            if module:
+                name = f"{module.replace('.', '/')}.py::{name}"
+            else:  # a whole file was skipped
+                name = name.replace(".", "/") + ".py"
             if case.find("failure") is not None or case.find("error") is not None:
                 failed.append(name)
             elif case.find("skipped") is not None:
@@ -94,8 +126,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--cards", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("tests", nargs="*", default=["tests"])
-    given = parser.parse_args()
+    parser.add_argument("tests", nargs="*", default=gpu_files())
+    given = parser.parse_intermixed_args()
     end = time.monotonic() + 60 * given.minutes
     lines, is_good = [], True
     for seed in given.seeds:
@@ -105,11 +137,15 @@ def main() -> int:
             if not tests or left_s < FEWEST_S:
                 break
             print(f"-- SIMGPU_COUNT={cards} SIMGPU_SEED={seed}", flush=True)
-            found = run(given.out, cards, seed, tests, left_s)
+            marked = MARKED if seed == given.seeds[0] else ORDERED
+            begun = time.monotonic()
+            found = run(given.out, cards, seed, tests, left_s, marked)
+            minutes = (time.monotonic() - begun) / 60
             ending = found.ending and f", {found.ending}"
             lines.append(
                 f"{cards} GPUs, seed {seed}: {found.passed} passed, "
-                f"{len(found.failed)} failed, {len(found.skipped)} skipped{ending}"
+                f"{len(found.failed)} failed, {len(found.skipped)} skipped in "
+                f"{minutes:.1f} minutes{ending}"
             )
             lines += [f"    {name}" for name in found.failed]
             is_good &= found.is_good

@@ -25,6 +25,8 @@ MACHINES = {
     "memory that cannot be opened": ({"SIMGPU_NO_OPEN": "1"}, "staged"),
 }
 """The simulator's variables, and the transport that the ranks choose."""
+LATE = {"SIMGPU_JITTER_US": "500", "SIMGPU_HOST_PAUSE_US": "3000"}
+"""Operations are sometimes late by up to 15 ms, and hosts by 3 ms."""
 GPUS = torch.cuda.device_count()
 
 pytestmark = [
@@ -35,6 +37,7 @@ pytestmark = [
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
+@pytest.mark.streams
 @pytest.mark.parametrize("machine", MACHINES)
 def test_machine(machine: str) -> None:
     environment, words = MACHINES[machine]
@@ -49,19 +52,42 @@ def test_machine(machine: str) -> None:
         assert not failures(outcomes, case), failures(outcomes, case)
 
 
+@pytest.mark.streams
 @pytest.mark.parametrize(
     "case",
-    ["late_messages", "messages_on_two_streams", "batches_are_complete",
-     "batches_stay_as_they_are"],
+    ["many_small_pieces", "late_messages", "messages_on_two_streams",
+     "batches_are_complete", "batches_stay_as_they_are"],
 )  # fmt: skip
 def test_case(case: str) -> None:
-    launch(2, CASES_FILE, "run", case, False, deadline_s=100)
+    launch(2, CASES_FILE, "run", case, False, deadline_s=100, environment=LATE)
 
 
+@pytest.mark.streams
+@pytest.mark.parametrize("machine", ["usual", "events that cannot be opened"])
+def test_calls_on_changing_streams(machine: str) -> None:
+    environment = {**MACHINES[machine][0], **LATE}
+    arguments = ("calls_on_changing_streams", False)
+    launch(2, CASES_FILE, "run", *arguments, deadline_s=100, environment=environment)
+
+
+@pytest.mark.streams
 @needs_two
 @pytest.mark.parametrize("case", ["another_current_device"])
 def test_case_on_two_gpus(case: str) -> None:
     launch(2, CASES_FILE, "run", case, True, deadline_s=100)
+
+
+@needs_two
+@pytest.mark.parametrize("work", ["unfinished", "finished"])
+def test_nccl_closes_without_the_other_rank(work: str) -> None:
+    closing_s, _ = launch(2, CASES_FILE, "nccl_closes_alone", work, deadline_s=100)
+    assert closing_s < 20
+
+
+@needs_two
+def test_unfinished_work_of_nccl_is_aborted_on_all_ranks() -> None:
+    for ended in launch(2, CASES_FILE, "nccl_is_aborted_together", deadline_s=100):
+        assert ended[0] == "abort"
 
 
 def test_an_error_of_a_kernel_is_sticky_and_its_ranks_own() -> None:
@@ -70,10 +96,9 @@ def test_an_error_of_a_kernel_is_sticky_and_its_ranks_own() -> None:
     assert sound == "True"
 
 
-def test_ranks_share_the_memory_of_a_gpu() -> None:
-    found = launch(
-        2, CASES_FILE, "too_much_memory", environment={"SIMGPU_MEM_MB": "1024"}
-    )
+def test_ranks_share_the_memory_of_a_gpu(tmp_path: Path) -> None:
+    machine = {"SIMGPU_MEM_MB": "1024", "SIMGPU_STATE": str(tmp_path / "ledger")}
+    found = launch(2, CASES_FILE, "too_much_memory", environment=machine)
     assert all(free.endswith("of 1024 MiB") for free, _ in found)
     assert all("CUDA out of memory" in text for _, text in found)
 

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import failures, launch
+from ranks import failures, launch, once
 
 CASES_FILE = str(Path(__file__).with_name("nccl_cases.py"))
 RANK_FILE = str(Path(__file__).with_name("rank_of_two.py"))
@@ -30,12 +29,13 @@ pytestmark = [
 ]
 
 
-@cache
+@once
 def outcomes(size: int) -> list[dict[str, str | None]]:
     """Run all cases in one launch; the results of each rank."""
     return launch(size, CASES_FILE, "run_cases", CASES, deadline_s=200)
 
 
+@pytest.mark.streams
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_case(size: int, case: str) -> None:

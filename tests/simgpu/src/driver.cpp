@@ -59,6 +59,10 @@ SIMGPU_EXPORT cudaError_t cudaGetDriverEntryPointByVersion(
     cudaDriverEntryPointQueryResult* result) {
   if (is_set("SIMGPU_VERBOSE")) fprintf(stderr, "simgpu: entry point %s\n", name);
   auto is = [&](const char* other) { return strcmp(name, other) == 0; };
+  if ((*function = virtual_memory_function(name)) != nullptr) {
+    if (result) *result = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+  }
   *function = is("cuDeviceGet")            ? reinterpret_cast<void*>(get_device)
               : is("cuDeviceGetAttribute") ? reinterpret_cast<void*>(get_attribute)
               : is("cuGetErrorString")     ? reinterpret_cast<void*>(get_error_string)

@@ -109,3 +109,6 @@ SIMGPU_EXPORT const char* cudaGetErrorName(cudaError_t error) {
 SIMGPU_EXPORT void simgpu_break_context(int device, int error) {
   break_context(device, cudaError_t(error));
 }
+
+// For operators: the error that has broken the context of a device, or cudaSuccess.
+SIMGPU_EXPORT int simgpu_sticky_error(int device) { return broken(device); }

@@ -1,8 +1,9 @@
 // Events: cudaEventCreate, cudaEventRecord, cudaEventQuery, cudaStreamWaitEvent, and
 // those of cudaEventInterprocess, which other processes open by a handle.
 //
-// An event is two counters: how often it was recorded, and the last of these records
-// that its stream has reached. Those of interprocess events are in shared memory.
+// An event has a count of its records, and notes which of them their streams have
+// reached: an event can be recorded on one stream while an earlier record, on another
+// stream, is still awaited. Those of interprocess events are in shared memory.
 #include <cstring>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -14,8 +15,12 @@ namespace simgpu {
 namespace {
 
 struct Counters {
-  std::atomic<uint64_t> recorded{0}, reached{0};
+  static constexpr int KEPT = 64;
+  std::atomic<uint64_t> recorded{0};
+  std::atomic<uint64_t> reached[KEPT]{};  // the last record reached, by number % KEPT
   std::atomic<int64_t> reached_ns{0};
+
+  bool has_reached(uint64_t number) const { return reached[number % KEPT] >= number; }
 };
 
 struct State {
@@ -34,7 +39,7 @@ struct State {
   }
   // SIMGPU_EVENTS_LIE: an event of another process always seems to be done.
   bool lies() const { return is_imported && is_set("SIMGPU_EVENTS_LIE"); }
-  bool is_done() const { return lies() || counters->reached >= counters->recorded; }
+  bool is_done() const { return lies() || counters->has_reached(counters->recorded); }
 };
 
 using Event = std::shared_ptr<State>;
@@ -53,8 +58,9 @@ class Record : public Operation {
   bool run() override {
     Counters& counters = *event_->counters;
     counters.reached_ns = Clock::now().time_since_epoch().count();
-    uint64_t seen = counters.reached;
-    while (seen < number_ && !counters.reached.compare_exchange_weak(seen, number_)) {
+    auto& reached = counters.reached[number_ % Counters::KEPT];
+    uint64_t seen = reached;
+    while (seen < number_ && !reached.compare_exchange_weak(seen, number_)) {
     }
     return true;
   }
@@ -69,9 +75,13 @@ class Wait : public Operation {
  public:
   Wait(Event event, uint64_t number) : event_(std::move(event)), number_(number) {}
   bool is_ready(Clock::time_point) override {
-    return event_->lies() || event_->counters->reached >= number_;
+    return event_->lies() || event_->counters->has_reached(number_);
   }
   bool run() override { return true; }
+  std::string describe() const override {
+    return "a wait for record " + std::to_string(number_) + " of " +
+           std::to_string(event_->counters->recorded.load()) + " of an event";
+  }
 
  private:
   Event event_;
@@ -121,6 +131,7 @@ SIMGPU_EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
 SIMGPU_EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle,
                                                    cudaStream_t stream, unsigned) {
   SIMGPU_ENTER();
+  pause_host();
   const Event& event = event_of(handle);
   Stream* on = stream_of(stream);
   if (!event->is_imported && device_of(on) != event->device)
@@ -142,7 +153,7 @@ SIMGPU_EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
 SIMGPU_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Event event = event_of(handle);
   uint64_t last = event->counters->recorded;
-  while (!event->lies() && event->counters->reached < last) {
+  while (!event->lies() && !event->counters->has_reached(last)) {
     SIMGPU_ENTER();
     usleep(20);
   }

@@ -23,6 +23,7 @@ struct Allocation {
   int device;
   bool is_imported;
   char* host;  // where the simulator reads and writes
+  bool is_counted = true;  // not for imported memory and reserved ranges
 };
 
 std::mutex& mutex() {
@@ -52,7 +53,7 @@ auto find(const void* pointer) {
 void poison(char* at, size_t size) { memset(at, 0xA5, std::min<size_t>(size, 1 << 20)); }
 
 // Map a file twice: where the host cannot read it, and where the simulator does.
-void* add(int file, size_t size, int device, bool is_imported) {
+void* add(int file, size_t size, int device, bool is_imported, bool is_counted = true) {
   int kind = MAP_SHARED;
   if (is_imported && is_set("SIMGPU_IPC_STALE")) kind = MAP_PRIVATE;
   void* given = mmap(nullptr, size, PROT_NONE, MAP_SHARED, file, 0);
@@ -61,7 +62,8 @@ void* add(int file, size_t size, int device, bool is_imported) {
   auto* bytes = static_cast<char*>(host);
   if (kind == MAP_PRIVATE) memset(bytes, 0xA5, std::min<size_t>(size, 1 << 20));
   std::lock_guard<std::mutex> locked(mutex());
-  device_memory()[static_cast<char*>(given)] = {size, file, device, is_imported, bytes};
+  device_memory()[static_cast<char*>(given)] = {
+      size, file, device, is_imported, bytes, is_counted && !is_imported};
   return given;
 }
 
@@ -83,7 +85,7 @@ cudaError_t remove(void* pointer) {
   munmap(pointer, gone.size);
   munmap(gone.host, gone.size);
   close(gone.file);
-  if (!gone.is_imported) return_bytes(visible().at(device), gone.size);
+  if (gone.is_counted) return_bytes(visible().at(device), gone.size);
   return cudaSuccess;
 }
 
@@ -149,6 +151,25 @@ void* map_place(const Place& place) {
   void* made = add(file, place.length, current_device(), true);
   if (!made) close(file);
   return made;
+}
+
+void* reserve_range(size_t size) {
+  int file = memfd_create("simgpu-range", MFD_CLOEXEC);
+  void* made = nullptr;
+  if (file >= 0 && ftruncate(file, off_t(size)) == 0)
+    made = add(file, size, current_device(), false, false);
+  if (!made && file >= 0) close(file);
+  return made;
+}
+
+cudaError_t free_reserved_range(void* pointer) { return remove(pointer); }
+
+void empty_range(void* pointer, size_t size) {
+  Place place;
+  if (!find_place(pointer, &place)) return;
+  wait_for_device(place.device);
+  fallocate(place.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(place.offset),
+            off_t(size));
 }
 
 }  // namespace simgpu

@@ -9,6 +9,7 @@
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Copy.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -41,7 +42,13 @@ void break_context(int device, int error) {
   function(device, error);
 }
 
-// Run a function in the order of a stream.
+int sticky_error(int device) {
+  static auto* function = runtime<int(int)>("simgpu_sticky_error");
+  return function(device);
+}
+
+// Run a function in the order of a stream. As each launch of a kernel, it raises the
+// error that an earlier kernel has left.
 void enqueue(c10::cuda::CUDAStream stream, std::function<void()> function) {
   static auto* put =
       runtime<void(void*, void (*)(void*), void*)>("simgpu_enqueue");
@@ -52,6 +59,7 @@ void enqueue(c10::cuda::CUDAStream stream, std::function<void()> function) {
     (*owned)();
   };
   put(stream.stream(), call, kept);
+  C10_CUDA_CHECK(cudaError_t(sticky_error(stream.device_index())));
 }
 
 void report(const c10::OperatorHandle& op, int device, const char* text) {
@@ -104,7 +112,7 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   // A launch reads a host tensor at once: the caller may change it afterwards.
   bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
   at::Tensor copy = tensor.detach().clone();
-  copy.unsafeGetTensorImpl()->set_wrapped_number(is_number);
+  if (is_number) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
   return copy;
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "config.h"
@@ -57,6 +58,8 @@ class Operation {
   virtual bool is_ready(Clock::time_point) { return true; }
   // Run it, or a step of it. False to be called again later.
   virtual bool run() = 0;
+  // What it is, for simgpu_print_streams.
+  virtual std::string describe() const { return "work"; }
 };
 
 struct Stream;
@@ -64,6 +67,8 @@ struct Stream;
 // The stream of a handle. 0 and cudaStreamPerThread are the device's default stream.
 Stream* stream_of(cudaStream_t handle);
 int device_of(Stream* stream);
+// Sometimes wait, as a host whose process gets no core (SIMGPU_HOST_PAUSE_US).
+void pause_host();
 void push(Stream* stream, std::unique_ptr<Operation> operation);
 // Queue a function. It begins after a random delay.
 void push_work(Stream* stream, std::function<void()> work);
@@ -93,5 +98,15 @@ bool is_pinned_memory(const void* pointer);
 bool find_place(const void* pointer, Place* place);
 // Map device memory of another process at a new device address; null if it cannot be.
 void* map_place(const Place& place);
+// Device addresses that no memory is counted for, or null.
+void* reserve_range(size_t size);
+cudaError_t free_reserved_range(void* pointer);
+// Give the memory of a part of a reserved range back.
+void empty_range(void* pointer, size_t size);
+
+// -- virtual_memory.cpp ----------------------------------------------------------------
+
+// The driver's function of this name; null if it is none of virtual memory.
+void* virtual_memory_function(const char* name);
 
 }  // namespace simgpu

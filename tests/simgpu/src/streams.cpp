@@ -164,6 +164,17 @@ Stream* stream_of(cudaStream_t handle) {
 
 int device_of(Stream* stream) { return stream->device; }
 
+void pause_host() {
+  static const long longest = number_of("SIMGPU_HOST_PAUSE_US", 0);
+  if (longest <= 0) return;
+  long pause = 0;
+  {
+    std::lock_guard<std::mutex> locked(mutex());
+    if (random_numbers()() % 5 == 0) pause = long(random_numbers()()) % longest;
+  }
+  if (pause > 0) usleep(useconds_t(pause));
+}
+
 void push(Stream* stream, std::unique_ptr<Operation> operation) {
   static std::once_flag once;
   std::call_once(once, [] { std::thread(run_all).detach(); });
@@ -297,6 +308,17 @@ SIMGPU_EXPORT cudaError_t cudaStreamGetCaptureInfo(
 
 SIMGPU_EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
+}
+
+// For a debugger, in a process that hangs: `call (void)simgpu_print_streams()` prints the
+// first operation of each stream that is not idle.
+SIMGPU_EXPORT void simgpu_print_streams() {
+  for (Stream* each : streams())
+    if (!each->queue.empty())
+      fprintf(stderr, "simgpu: stream %p on device %d: %zu queued, first: %s%s\n",
+              static_cast<void*>(each), each->device, each->queue.size(),
+              each->queue.front()->describe().c_str(),
+              each->is_running ? " (running)" : "");
 }
 
 // For the operators: queue a function, which gets `argument`.

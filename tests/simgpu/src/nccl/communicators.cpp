@@ -285,7 +285,8 @@ SIMGPU_EXPORT ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   if (comm->is_finalized.exchange(true)) return ncclSuccess;
   auto finish = [comm] {
     drain(*comm);
-    if (comm->error == ncclInProgress || comm->error == ncclSuccess)
+    bool is_sound = comm->error == ncclInProgress || comm->error == ncclSuccess;
+    if (is_sound && broken(comm->device) == cudaSuccess)
       exchange(*comm, all_ranks(comm->size), own_note(comm->device));
     if (comm->error == ncclInProgress) comm->error = ncclSuccess;
   };
@@ -424,3 +425,29 @@ SIMGPU_EXPORT ncclResult_t ncclCommMemStats(ncclComm_t, ncclCommMemStat_t,
   *value = 0;
   return ncclSuccess;
 }
+
+// What is not simulated is refused, because the real NCCL would take these handles for
+// its own.
+static ncclResult_t not_simulated(const char* name) {
+  fprintf(stderr, "simgpu: NCCL: %s is not simulated\n", name);
+  return nccl_error(ncclInvalidUsage, std::string(name) + " is not simulated");
+}
+#define SIMGPU_REFUSE(name) \
+  SIMGPU_EXPORT ncclResult_t simgpu_##name() __asm__(#name); \
+  ncclResult_t simgpu_##name() { return not_simulated(#name); }
+
+SIMGPU_REFUSE(ncclCommGetUniqueId)
+SIMGPU_REFUSE(ncclCommGrow)
+SIMGPU_REFUSE(ncclCommResume)
+SIMGPU_REFUSE(ncclCommSuspend)
+SIMGPU_REFUSE(ncclCommWindowDeregister)
+SIMGPU_REFUSE(ncclCommWindowRegister)
+SIMGPU_REFUSE(ncclDevCommCreate)
+SIMGPU_REFUSE(ncclDevCommDestroy)
+SIMGPU_REFUSE(ncclGetLsaMultimemDevicePointer)
+SIMGPU_REFUSE(ncclGetPeerDevicePointer)
+SIMGPU_REFUSE(ncclGroupSimulateEnd)
+SIMGPU_REFUSE(ncclPutSignal)
+SIMGPU_REFUSE(ncclSignal)
+SIMGPU_REFUSE(ncclWaitSignal)
+SIMGPU_REFUSE(ncclWinGetUserPtr)

@@ -297,6 +297,16 @@ class Plan : public Operation {
     return comm_->is_released() || comm_->turn >= number_;
   }
 
+  std::string describe() const override {
+    std::string text = "NCCL's work " + std::to_string(number_) + " of rank " +
+                       std::to_string(comm_->rank) + " of " +
+                       std::to_string(comm_->size) + ", turn " +
+                       std::to_string(comm_->turn.load()) + ", phases";
+    for (int rank = 0; rank < comm_->size; rank++)
+      text += " " + std::to_string(comm_->segment->lines[rank].phase);
+    return text;
+  }
+
   // The messages make progress together; those between two ranks are in order, and so
   // are the collectives.
   bool run() override {

@@ -1,0 +1,119 @@
+"""Horovod, elastic training and the monitor's rows with simulated GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import launch, once
+
+from nbdist import Cluster
+from tests.processes import wait_until
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
+import elastic_training as elastic
+
+HOROVOD = str(Path(__file__).with_name("horovod_on_gpu.py"))
+ON_GPU = (
+    elastic.SETUP.replace("Linear(8, 4)", "Linear(8, 4).to(device)").replace(
+        "def make_state",
+        "inputs, targets = inputs.to(device), targets.to(device)\n\ndef make_state",
+    )
+    + """
+def break_context():
+    torch.zeros(3, device=device)[torch.tensor([9], device=device)] = 1
+    torch.cuda.synchronize()
+"""
+)
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+]
+
+
+@once
+def horovod_outcomes(own_gpus: bool) -> list[dict[str, str | None]]:
+    """Run all cases in one launch; the results of each rank."""
+    environment = {"NBDIST_COLLECTIVE_TIMEOUT": "20"}
+    if not own_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = "0"  # init() selects cuda:local_rank
+    return launch(
+        2, HOROVOD, "run_all_cases", own_gpus, deadline_s=250, environment=environment
+    )
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize("own_gpus", [False, True], ids=["one GPU", "a GPU each"])
+def test_horovods_functions(own_gpus: bool) -> None:
+    if own_gpus and GPUS < 2:
+        pytest.skip("needs two GPUs")
+    failed = [
+        f"rank {rank}, {case}: {error}"
+        for rank, outcomes in enumerate(horovod_outcomes(own_gpus))
+        for case, error in outcomes.items()
+        if error is not None
+    ]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize("event", ["die", "break_context"])
+def test_an_elastic_training_goes_on(event: str, tmp_path: Path) -> None:
+    with Cluster(2, device="cuda", ranks_per_gpu=2, threads=1) as cluster:
+        cluster.execute(ON_GPU)
+        (tmp_path / "undisturbed").mkdir()
+        cluster.push(folder=str(tmp_path / "undisturbed"))
+        cluster.execute(elastic.TRAIN, timeout_s=100)
+        reference = cluster["state.model.weight.detach().cpu()"][0]
+        before = [info.pid for info in cluster.ranks]
+        cluster.execute(ON_GPU)
+        cluster.push(folder=str(tmp_path))
+        cluster.execute(f"if rank == 1: events = [(7, 'forward', {event})]")
+        cluster.execute(elastic.TRAIN, timeout_s=100)
+        after = [info.pid for info in cluster.ranks]
+        assert [rank for rank in range(2) if after[rank] != before[rank]] == [1]
+        for weight in cluster["state.model.weight.detach().cpu()"]:
+            assert (weight - reference).abs().max() < 1e-6
+
+
+def test_the_monitor_shows_the_memory_of_each_gpu() -> None:
+    n = min(GPUS, 2)
+    with Cluster(2, device="cuda", ranks_per_gpu=2 // n) as cluster:
+        cluster.execute("held = torch.zeros(2**28, dtype=torch.uint8, device=device)")
+
+        def shown() -> bool:
+            devices = cluster.collector.snapshot().devices
+            return len(devices) == 2 and all(
+                (samples[-1].memory_own or 0) >= 2**28
+                and (samples[-1].memory_used or 0) > 2**28
+                and samples[-1].memory_total == 16 * 2**30
+                for samples in devices.values()
+            )
+
+        wait_until(shown, 20)
+
+
+@pytest.mark.skipif(GPUS < 3, reason="needs three GPUs")
+def test_two_ranks_exchange_messages_without_the_third() -> None:
+    """NCCL connects two ranks for their first message, and all for a collective."""
+    with Cluster(3, device="cuda") as cluster:
+        cluster.execute(
+            "x = torch.full((2,), rank + 1.0, device=device)\n"
+            "if rank == 0: dist.send(x, 1)\n"
+            "if rank == 1: dist.recv(x, 0)\n",
+            timeout_s=60,
+        )
+        assert [x.tolist() for x in cluster["x.cpu()"]] == [
+            [1.0] * 2,
+            [1.0] * 2,
+            [3.0] * 2,
+        ]
+        cluster.execute("dist.all_reduce(x)", timeout_s=60)
+        assert [x.tolist() for x in cluster["x.cpu()"]] == [[5.0] * 2] * 3
