@@ -15,9 +15,11 @@ NbdistError
 │   └── RankDied                 a rank's process ended while it was needed
 ├── CellError                    a cell failed on one or more ranks
 │   ├── CellTimeout              the cell's --timeout ran out
-│   └── CellInterrupted          the cell was interrupted
+│   ├── CellInterrupted          the cell was interrupted
+│   └── PortInUse                ranks have each started a world on one port
 ├── RestartsSpent                an elastic run gave up; its last commit is intact
 ├── CheckpointError              a file of saved state is damaged, or is another file
+├── ReplicasDiffer               models are not equal on all ranks
 ├── TransferError                a value could not travel to or from the ranks
 ├── SaveError                    a file was not written; the old one is untouched
 └── CollectiveError              raised on the ranks
@@ -47,8 +49,10 @@ __all__ = [
     "NbdistError",
     "NoInput",
     "NotRunning",
+    "PortInUse",
     "RankDied",
     "ReductionPending",
+    "ReplicasDiffer",
     "RestartsSpent",
     "SaveError",
     "ScaleFailed",
@@ -198,12 +202,27 @@ class CellInterrupted(CellError, KeyboardInterrupt):
     """The cell was interrupted. Every rank has stopped and keeps its variables."""
 
 
+class PortInUse(CellError):
+    """Ranks have each started a world of their own on the same port."""
+
+
 class RestartsSpent(NbdistError, RuntimeError):
     """An elastic run ended because its ranks could not continue. The commit is kept."""
 
 
 class CheckpointError(NbdistError, ValueError):
     """A file of saved state is damaged or incomplete, or is not a file of nbdist's."""
+
+
+class ReplicasDiffer(NbdistError, RuntimeError):
+    """Models or optimizers are not equal on all ranks.
+
+    `comparison` has every leaf, as a `wire.Comparison`.
+    """
+
+    def __init__(self, message: str, comparison: Any = None) -> None:
+        super().__init__(message)
+        self.comparison = comparison
 
 
 class TransferError(NbdistError):

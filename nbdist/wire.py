@@ -7,8 +7,9 @@ and a value that is unavailable is None.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 __all__ = [
     "ELASTIC",
@@ -19,16 +20,22 @@ __all__ = [
     "Batch",
     "Change",
     "CollectiveCall",
+    "Comparison",
     "DeviceSample",
     "ElasticCall",
     "Failure",
     "Join",
+    "LeafComparison",
     "Notice",
+    "Outcome",
     "ProgressSnapshot",
     "RankInfo",
     "Resume",
     "Sample",
+    "Shown",
+    "Variable",
     "Verdict",
+    "are_unequal",
     "format_ranks",
 ]
 
@@ -39,6 +46,19 @@ TELEMETRY = "nbdist_telemetry"
 ELASTIC = "nbdist_elastic"
 REFUSED = "nbdist_refused"
 """Message types, in Jupyter's sense."""
+
+
+class Outcome(NamedTuple):
+    """What a reply says beside its value. The content of a `REPLY` has these fields."""
+
+    ok: bool
+    """False if the function has raised. The value then describes the error."""
+    broken: bool
+    """Whether a collective of the rank was interrupted, so that its group is broken."""
+    groups: int
+    """The number of process groups that torch has made on the rank."""
+    published: bool
+    """Whether the request has output. A message marks its end."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +287,104 @@ class Failure:
     """Formatted lines, with ANSI colours, as IPython made them on the rank."""
 
 
+@dataclass(frozen=True)
+class Variable:
+    """One name of a rank's namespace."""
+
+    name: str
+    kind: str
+    """The name of its class."""
+    shape: tuple[int, ...] | None
+    dtype: str
+    device: str
+    value: str
+    """A short text, or the Euclidean norm of a tensor or array."""
+    digest: str
+    """Two values that are compared are equal, bit for bit, if their digests are."""
+    uncompared: str = ""
+    """Why the value cannot be compared; "" if it is compared."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The value of an expression on one rank."""
+
+    text: str
+    digest: str
+    """As for `Variable`."""
+    uncompared: str = ""
+    """As for `Variable`."""
+
+
+@dataclass(frozen=True)
+class LeafComparison:
+    """One leaf of the ranks' values: a tensor, an array or a plain value."""
+
+    name: str
+    """Such as "model.layers.3.weight"."""
+    form: str
+    """dtype, shape and kind of device, or type; all forms if the ranks' differ."""
+    groups: tuple[tuple[int, ...], ...]
+    """The ranks with equal values, the largest group first."""
+    uncompared: str = ""
+    """Why the leaf cannot be compared; "" if it is compared."""
+    count: int | None = None
+    """The most elements of one rank that differ from those of the first group."""
+    size: int = 0
+    """Number of elements."""
+    index: tuple[int, ...] = ()
+    """The first index at which a rank differs from the first group."""
+    largest: float | None = None
+    """The largest difference from the first group."""
+    values: tuple[str, ...] = ()
+    """The value of each group, if it is not made of numbers."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it is known to be equal on all ranks."""
+        return len(self.groups) == 1 and not self.uncompared
+
+    @property
+    def difference(self) -> str:
+        """The difference in words; "" if there is none or it was not measured."""
+        if self.count is None:
+            pairs = zip(self.groups, self.values, strict=False)
+            texts = [f"{v} on rank {format_ranks(g)}" for g, v in pairs if v]
+            if " | " in self.form:
+                texts.append(self.form)
+            return ", ".join(texts)
+        at = f", first at [{', '.join(map(str, self.index))}]" if self.index else ""
+        return (
+            f"{self.count:,} of {self.size:,} elements{at}, by at most "
+            f"{self.largest:.3g}"
+        )
+
+    def __str__(self) -> str:
+        most, *others = map(format_ranks, self.groups)
+        text = f"{self.name} differs on rank {' and '.join(others)} from rank {most}"
+        return f"{text} ({self.difference})" if self.difference else text
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The ranks' values of one expression, leaf by leaf."""
+
+    ranks: tuple[int, ...]
+    leaves: tuple[LeafComparison, ...]
+    errors: dict[int, str]
+    """Why a rank has no value."""
+
+    @property
+    def differing(self) -> list[LeafComparison]:
+        """The leaves that differ, in the value's order."""
+        return [leaf for leaf in self.leaves if len(leaf.groups) > 1]
+
+    @property
+    def uncompared(self) -> list[LeafComparison]:
+        """The leaves that cannot be compared."""
+        return [leaf for leaf in self.leaves if leaf.uncompared]
+
+
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as a short list, such as "0-2,5"."""
     parts: list[list[int]] = []
@@ -278,3 +396,16 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ",".join(
         str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts
     )
+
+
+def are_unequal(counts: Iterable[Mapping[str, int]]) -> bool:
+    """Whether two ranks have different counts for the same name.
+
+    Args:
+        counts: The counts of each rank, by name.
+    """
+    found: dict[str, set[int]] = {}
+    for each in counts:
+        for name, count in each.items():
+            found.setdefault(name, set()).add(count)
+    return any(len(different) > 1 for different in found.values())

@@ -23,7 +23,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
-#define EDITION 3 /* of the interface to Python: raise it together with native.py's */
+#define EDITION 4 /* of the interface to Python: raise it together with native.py's */
 #define MOST_RANKS 64
 #define LINE_BYTES 64
 #define SHARE_ELEMENTS 64 /* shares start at multiples of this, as in slots.py */
@@ -199,8 +199,9 @@ take(const Barrier *self, sem_t *semaphore, bool may_sleep)
     return taken;
 }
 
+/* Writes the fingerprint, and posts to each other rank. */
 static void
-arrive(Barrier *self, int64_t fingerprint)
+post(Barrier *self, int64_t fingerprint)
 {
     *fingerprint_of(self, self->rank) = fingerprint;
     for (Py_ssize_t i = 0; i < self->size - 1; i++)
@@ -255,18 +256,18 @@ barrier_resume(Barrier *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
-barrier_cross(Barrier *self, PyObject *fingerprint)
+barrier_arrive(Barrier *self, PyObject *fingerprint)
 {
     long long value = PyLong_AsLongLong(fingerprint);
     if ((value == -1 && PyErr_Occurred()) || !enter(self))
         return NULL;
-    arrive(self, value);
+    post(self, value);
     self->busy = 0;
     return barrier_resume(self, NULL);
 }
 
 static PyMethodDef barrier_methods[] = {
-    {"cross", (PyCFunction)barrier_cross, METH_O, NULL},
+    {"arrive", (PyCFunction)barrier_arrive, METH_O, NULL},
     {"resume", (PyCFunction)barrier_resume, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -742,7 +743,7 @@ advance_inside(Reduction *self, bool may_sleep)
         }
         if (!done) {
             self->phase++;
-            arrive(self->barrier, 0);
+            post(self->barrier, 0);
         }
     }
     return end(self, true);
@@ -780,7 +781,7 @@ begin(Reduction *self, int64_t fingerprint, PyObject *held, bool may_sleep)
     } else {
         show(self, 0);
     }
-    arrive(self->barrier, fingerprint);
+    post(self->barrier, fingerprint);
     return advance(self, may_sleep);
 }
 

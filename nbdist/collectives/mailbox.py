@@ -194,7 +194,7 @@ class Mailbox:
         )
 
     def _flat(self, tensor: Tensor, filled: bool) -> Flat:
-        """The memory of a tensor that MPI may read and write at once."""
+        """Memory that MPI may use at once: the tensor's own, or a copy on the host."""
         if not tensor.is_cuda:
             return Flat(tensor, on_host=True, filled=filled)
         with torch.cuda.device(tensor.device):

@@ -13,6 +13,7 @@ from torch import Tensor
 from nbdist.errors import UnsupportedCollective, UsageError
 
 __all__ = [
+    "REDUCE_DTYPES",
     "REDUCE_OPS",
     "ReduceOp",
     "accumulation_dtype",
@@ -56,7 +57,7 @@ _FROM_C10D = {
 }
 _BITWISE = frozenset({"band", "bor", "bxor"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
-_DTYPES = frozenset(
+REDUCE_DTYPES = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -72,6 +73,7 @@ _DTYPES = frozenset(
         torch.complex128,
     }
 )
+"""The dtypes of tensors that can be reduced."""
 _accepted: set[tuple[str, torch.dtype]] = set()
 
 
@@ -103,7 +105,7 @@ def c10d_name(op: dist.ReduceOp) -> str | None:
 
 
 def _check_defined(name: str, dtype: torch.dtype) -> None:
-    if dtype not in _DTYPES:
+    if dtype not in REDUCE_DTYPES:
         raise UnsupportedCollective(f"{name} of {dtype}: this dtype cannot be reduced")
     inexact = dtype.is_floating_point or dtype.is_complex
     if (name == "mean" and not inexact) or (name == "avg" and dtype is torch.bool):

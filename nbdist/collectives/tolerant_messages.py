@@ -30,7 +30,8 @@ __all__ = [
     "TolerantMessages",
 ]
 
-_LONGEST_BLIND_S = 1e-3
+_POLL_S = 1e-3
+"""Longest sleep between two checks of a rank whose doorbell cannot ring."""
 
 
 class Doorbell:
@@ -67,13 +68,13 @@ class Doorbell:
             semaphore.post(self._address(rank))
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until the bell rings, a signal arrives or the time is up.
+        """Sleep until the doorbell rings, a signal arrives or the time is up.
 
         Returns:
-            Whether the bell rang.
+            Whether the doorbell rang.
         """
         if self._segment is None:
-            time.sleep(min(seconds, _LONGEST_BLIND_S))
+            time.sleep(min(seconds, _POLL_S))
             return False
         own = self._address(self._own)
         if not semaphore.wait(own, seconds):

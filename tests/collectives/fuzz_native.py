@@ -103,7 +103,7 @@ MAKERS: list[Callable[[random.Random], object]] = [
     lambda r: native.QuickCalls.__new__(native.QuickCalls),
 ]
 METHODS = {
-    "Barrier": ["cross", "resume", "__init__"],
+    "Barrier": ["arrive", "resume", "__init__"],
     "Reduction": ["run", "run_lists", "resume", "__init__"],
     "QuickCalls": ["keep", "all_reduce", "resume", "hold", "release", "__init__"],
 }

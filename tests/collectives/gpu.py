@@ -7,6 +7,7 @@ old values.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import tempfile
 import threading
@@ -33,7 +34,10 @@ COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 LONG = 200_000_000
 """Clock ticks: some 0.1 s."""
-LARGE = 20_000_000
+IS_SMALL = os.environ.get("SIMGPU_SMALL") == "1"
+"""Whether slots and tensors are small, because the CPU runs the kernels."""
+SLOT_BYTES = 2**20 if IS_SMALL else CollectiveConfig.gpu_slot_bytes
+LARGE = 1_000_000 if IS_SMALL else 20_000_000
 """Elements: more than one slot of device memory."""
 TOTAL = SIZE * (SIZE + 1) / 2
 PROMPT_S = 2.0
@@ -49,7 +53,8 @@ def run_cases(
     outcomes = {}
     for name in names:
         COMM.Barrier()
-        group = nc.Group(COMM, config=CollectiveConfig(transport, timeout_s=30.0))
+        config = CollectiveConfig(transport, 30.0, gpu_slot_bytes=SLOT_BYTES)
+        group = nc.Group(COMM, config=config)
         nc.set_default_group(group)
         try:
             warm = torch.ones(3)
@@ -238,7 +243,7 @@ def groups_release_their_memory(group: nc.Group) -> None:
         use_one()
         COMM.Barrier()
     torch.cuda.ipc_collect()
-    slots = 4 * CollectiveConfig().gpu_slot_bytes
+    slots = 4 * SLOT_BYTES
     assert torch.cuda.memory_allocated() < before + 2 * slots
 
 

@@ -1,29 +1,41 @@
 """Runs a function on N ranks with a deadline, and returns the results of all ranks.
 
-`launch` starts `mpiexec python ranks.py FILE FUNCTION ...`: this file runs in the test
+`launch` starts `mpiexec python ranks.py FOLDER DEADLINE`: this file runs in the test
 and on the ranks. A rank that is late prints its stack and exits, so that no process
-outlives a test.
+outlives a test. With NBDIST_FORK_LAUNCHES=1, the fork server of nbdist forks the ranks,
+because an import of torch takes seconds.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 10.0
+FORK_TIMEOUT_S = 60.0
+"""Seconds that the fork server may take, with its imports."""
+IS_FORKING = os.environ.get("NBDIST_FORK_LAUNCHES") == "1"
+FORKED_RANK = Path(__file__).with_name("forked_rank.py")
+MODULE = "tests.collectives.ranks"
 
 
 class RanksFailed(AssertionError):
@@ -51,7 +63,12 @@ def launch(
         mapped = tempfile.TemporaryDirectory(prefix="nb", dir=_memory())
         own = {"OMPI_MCA_btl_sm_backing_directory": stack.enter_context(mapped)}
         (folder / "call").write_bytes(pickle.dumps((file, function, arguments)))
-        output = _run(n, folder, deadline_s, {**own, **(environment or {})})
+        program = [sys.executable, __file__]
+        if IS_FORKING:
+            rank_host = stack.enter_context(forking(folder))
+            program = [sys.executable, "-S", str(FORKED_RANK), str(rank_host), MODULE]
+        extra = {**own, **(environment or {})}
+        output = _run(n, program, folder, deadline_s, extra)
         results = [_result(folder / str(rank)) for rank in range(n)]
     failed = [
         f"rank {rank}: {error}"
@@ -61,6 +78,27 @@ def launch(
     if failed:
         raise RanksFailed("\n".join([*failed, "mpiexec said:", output[-6000:]]))
     return [value for value, _ in results]
+
+
+def once(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """Call a function once for each list of arguments, also if it raises.
+
+    Tests of one launch would otherwise launch it again after each failure.
+    """
+    outcomes: dict[tuple[object, ...], Future[_Result]] = {}
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        key = (*args, *sorted(kwargs.items()))
+        if key not in outcomes:
+            outcomes[key] = future = Future()
+            try:
+                future.set_result(function(*args, **kwargs))
+            except RanksFailed as error:
+                future.set_exception(error)
+        return outcomes[key].result()
+
+    return called
 
 
 def failures(outcomes: Sequence[Mapping[str, str | None]], case: str) -> str:
@@ -90,9 +128,37 @@ def assert_clean(errors: Mapping[str, Sequence[str | None]], what: str) -> None:
     assert not failed, "\n".join(failed)
 
 
-def _run(n: int, folder: Path, deadline_s: float, extra: dict[str, str]) -> str:
+@contextmanager
+def forking(folder: Path) -> Iterator[Path]:
+    """The socket of a process that has imported torch, and forks processes on request.
+
+    They end with this block.
+
+    Args:
+        folder: An empty folder for the socket.
+    """
+    from nbdist.cluster import fork_server_client
+    from nbdist.config import ForkConfig
+    from nbdist.ipc.fork_messages import SOCKET, receive, socket_address
+
+    fork_server_client.serve(folder, dict(os.environ), ForkConfig())
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(FORK_TIMEOUT_S)
+        with socket_address(folder / SOCKET) as address:
+            connection.connect(address)
+        assert receive(connection) is not None
+        yield folder / SOCKET
+
+
+def _run(
+    n: int,
+    program: Sequence[str],
+    folder: Path,
+    deadline_s: float,
+    extra: dict[str, str],
+) -> str:
     mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    command = [mpiexec or "mpiexec", "-n", str(n), sys.executable, __file__]
+    command = [mpiexec or "mpiexec", "-n", str(n), *program]
     process = subprocess.Popen(
         [*command, str(folder), str(deadline_s)],
         env={**os.environ, **_environment(folder), **extra},
@@ -141,6 +207,8 @@ def _main(folder: Path, deadline_s: float) -> None:
     faulthandler.dump_traceback_later(deadline_s, exit=True)
     from mpi4py import MPI
 
+    if not MPI.Is_initialized():  # in a forked process
+        _begin_forked()
     file, function, arguments = pickle.loads((folder / "call").read_bytes())
     value, error = None, None
     try:
@@ -152,6 +220,16 @@ def _main(folder: Path, deadline_s: float) -> None:
     (folder / f"{rank}.part").rename(folder / str(rank))
     if error is not None:
         MPI.COMM_WORLD.Abort(1)  # the others may be waiting for this rank
+
+
+def _begin_forked() -> None:
+    """Do in a forked rank what a rank that was started has done before `_main`."""
+    import torch
+    from mpi4py import MPI
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)  # as $OMP_NUM_THREADS says
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)
 
 
 def _load(file: str) -> Any:

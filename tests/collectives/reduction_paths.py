@@ -43,11 +43,17 @@ PATHS: dict[str, Path] = {
     "reduce_scatter": lambda t: nbdist.reduce_scatter(t, [t.clone(), t.clone()]),
     "premul_sum": lambda t: premul_sum.premul_sum_all_reduce(t, 0.5),
     "premul_sum_reduce": lambda t: premul_sum.premul_sum_reduce(t, 0, 0.5),
+    "premul_sum_reduce_scatter": lambda t: premul_sum.premul_sum_reduce_scatter(
+        t, [t.clone(), t.clone()], 0.5
+    ),
     "hvd.allreduce": hvd.allreduce,
+    "hvd.allreduce_": hvd.allreduce_,
+    "hvd.reducescatter": lambda t: hvd.reducescatter(torch.cat([t, t])),
     "hvd.grouped_allreduce": lambda t: hvd.grouped_allreduce([t]),
     "hvd.DistributedOptimizer": _optimizer,
     "dist.all_reduce": dist.all_reduce,
     "dist.reduce": lambda t: dist.reduce(t, 0),
+    "dist.reduce_scatter": lambda t: dist.reduce_scatter(t, [t.clone(), t.clone()]),
     "dist.reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(
         t, torch.cat([t, t])
     ),

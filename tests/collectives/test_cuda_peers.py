@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,16 +77,16 @@ def test_memory_that_cannot_be_mapped_is_none(gpus: list[str]) -> None:
     [
         (None, None),
         (0, False),  # it has no room
-        (1, None),  # it may not share
-        (3, [False, True]),  # it cannot open this rank's memory
-        (5, False),  # it reads something else there
+        (2, None),  # it may not share
+        (4, [False, True]),  # it cannot open this rank's memory
+        (6, False),  # it reads something else there
     ],
 )
 def test_no_rank_maps_memory_if_one_rank_cannot(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, step: int | None, answer: Any
 ) -> None:
     others = torch.full((8,), 2, dtype=torch.uint8)
-    answers = [True, (lambda: others, ()), None, [True, True], None, True]
+    answers = [True, os.getpid(), (lambda: others, ()), None, [True, True], None, True]
     if step is not None:
         answers[step] = answer
     found = mapped(monkeypatch, iter(answers))
@@ -99,7 +102,7 @@ def test_memory_with_unexpected_content_is_not_used(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = torch.zeros(8, dtype=torch.uint8)
-    answers = [True, (lambda: wrong, ()), None, [True, True], None, True]
+    answers = [True, os.getpid(), (lambda: wrong, ()), None, [True, True], None, True]
     assert mapped(monkeypatch, iter(answers)) is None
 
 
@@ -108,8 +111,26 @@ def mapped(monkeypatch: pytest.MonkeyPatch, answers: Any) -> list[torch.Tensor] 
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(peers, "_withdraw", lambda handle: None)
+    monkeypatch.setattr(peers, "_given", deque())
     monkeypatch.setattr(
         peers, "_allocate", lambda size: torch.zeros(size, dtype=torch.uint8)
     )
     monkeypatch.setattr(peers, "_handle", lambda memory: (lambda: memory, ()))
     return peers.map_memories(8, 0, lambda item: [item, next(answers)])
+
+
+def test_handles_of_readers_that_have_ended_are_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead: Any = (print, ("the dead one's",))
+    living: Any = (print, ("the living one's",))
+    given = deque([(ended.pid, dead), (os.getpid(), living)])
+    released: list[object] = []
+    monkeypatch.setattr(peers, "_given", given)
+    monkeypatch.setattr(peers, "_withdraw", released.append)
+    for _ in range(2):  # each is released once
+        peers._release_of_dead()
+    assert released == [dead]
+    assert list(given) == [(os.getpid(), living)]

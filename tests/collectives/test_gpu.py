@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import RanksFailed, assert_clean, failures, launch
+from ranks import RanksFailed, assert_clean, failures, launch, once
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
 CASES_FILE = str(Path(__file__).with_name("gpu.py"))
@@ -27,9 +26,11 @@ CASES = [
 ]
 RELEASED = "a_wait_for_a_busy_device_can_be_released"
 ON_ONE = [
-    (1, "auto"), (2, "auto"), (2, "ipc"), (3, "ipc"), (4, "ipc"), (5, "ipc"),
-    (2, "staged"), (3, "staged"), (2, "shared"), (2, "mpi"), (3, "mpi"), (2, "ring"),
+    (2, "ipc"), (3, "ipc"), (4, "ipc"), (5, "ipc"),
+    (2, "staged"), (3, "staged"), (3, "mpi"),
 ]  # fmt: skip
+SAME_STREAMS = [(1, "auto"), (2, "auto"), (2, "shared"), (2, "mpi"), (2, "ring")]
+"""Transports whose copies and events are those of a transport in `ON_ONE`."""
 GPUS = torch.cuda.device_count()
 
 pytestmark = [
@@ -47,7 +48,7 @@ def contract_holds(size: int, transports: list[str], own_gpus: bool = False) -> 
         assert_clean(results[0][transport], transport)
 
 
-@cache
+@once
 def outcomes(
     size: int, transport: str, own_gpus: bool = False
 ) -> list[dict[str, str | None]]:
@@ -66,11 +67,16 @@ def case_holds(size: int, transport: str, case: str, own_gpus: bool = False) -> 
 # -- ranks that share a GPU ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "transport"), ON_ONE)
+@pytest.mark.parametrize(
+    ("size", "transport"),
+    [*(pytest.param(*each, marks=pytest.mark.streams) for each in ON_ONE),
+     *SAME_STREAMS],
+)  # fmt: skip
 def test_contract_on_a_shared_gpu(size: int, transport: str) -> None:
     contract_holds(size, [transport])
 
 
+@pytest.mark.streams
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("transport", ["ipc", "staged"])
 def test_case_on_a_shared_gpu(transport: str, case: str) -> None:
@@ -120,6 +126,7 @@ def test_a_cuda_aware_mpi_is_used_if_there_is_one() -> None:
 # -- NCCL, and GPUs that read each other -----------------------------------------------
 
 
+@pytest.mark.streams
 @pytest.mark.skipif(
     not torch.distributed.is_nccl_available(), reason="this torch has no NCCL"
 )
@@ -128,7 +135,12 @@ def test_nccl_in_a_world_of_one() -> None:
 
 
 @needs_two
-@pytest.mark.parametrize("transport", ["auto", "nccl", "ipc", "staged", "mpi"])
+@pytest.mark.parametrize(
+    "transport",
+    ["auto",  # is NCCL
+     *(pytest.param(name, marks=pytest.mark.streams)
+       for name in ("nccl", "ipc", "staged", "mpi"))],
+)  # fmt: skip
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_contract_on_gpus_of_their_own(size: int, transport: str) -> None:
     if size > GPUS:
@@ -136,6 +148,7 @@ def test_contract_on_gpus_of_their_own(size: int, transport: str) -> None:
     contract_holds(size, [transport], own_gpus=True)
 
 
+@pytest.mark.streams
 @needs_two
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("transport", ["nccl", "ipc", "staged"])

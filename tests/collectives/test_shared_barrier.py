@@ -58,10 +58,10 @@ def test_a_rank_that_leaves_after_a_step_lets_the_others_pass_that_step(
     barriers: list[SharedBarrier],
 ) -> None:
     first, second, last = barriers
-    assert first.semaphores.cross(FINGERPRINT) is None  # the others are late
-    assert second.semaphores.cross(FINGERPRINT) is None
+    assert first.semaphores.arrive(FINGERPRINT) is None  # the others are late
+    assert second.semaphores.arrive(FINGERPRINT) is None
     assert last.arrive(FINGERPRINT, never)
-    assert last.semaphores.cross(FINGERPRINT) is None  # in its next call, alone
+    assert last.semaphores.arrive(FINGERPRINT) is None  # in its next call, alone
     last.leave("it was closed")
     assert second.wait(never, second.semaphores.resume)
     second.leave("it was closed as well")
@@ -74,7 +74,7 @@ def test_a_rank_that_leaves_in_a_step_keeps_the_others_from_passing_it(
     barriers: list[SharedBarrier],
 ) -> None:
     first, second, last = barriers
-    assert last.semaphores.cross(FINGERPRINT) is None
+    assert last.semaphores.arrive(FINGERPRINT) is None
     last.leave("out of time")
     for each in (first, second):
         with pytest.raises(CollectiveAborted, match="rank 2 of the group left it: out"):

@@ -30,7 +30,7 @@ def process_group(store: Path, backend: str = "nbdist") -> Iterator[Group]:
     group = Group(world)
     set_default_group(group)
     register()
-    late = TimeoutError(f"a body took longer than {DEADLINE_S} s")
+    late = TimeoutError(f"a test case took longer than {DEADLINE_S} s")
     timer = threading.Timer(DEADLINE_S, group.abort, [late])
     timer.start()
     dist.init_process_group(
@@ -75,10 +75,10 @@ def _run(case: Callable[[], None], store: Path) -> str | None:
 
 
 def meet() -> None:
-    """A barrier with a long timeout, because the ranks of a failed body arrive late."""
+    """A barrier with a long timeout, because the ranks of a failed case arrive late."""
     request = MPI.COMM_WORLD.Ibarrier()
     end = time.monotonic() + 2 * DEADLINE_S
     while not request.Test():
         if time.monotonic() > end:
-            raise TimeoutError("the other ranks do not come")
+            raise TimeoutError("the other ranks have not arrived")
         time.sleep(0.001)

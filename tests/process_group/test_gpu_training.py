@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import failures, launch
+from ranks import failures, launch, once
 
 CASES_FILE = str(Path(__file__).with_name("training.py"))
 BATCHES = str(Path(__file__).with_name("batches.py"))
@@ -20,6 +19,7 @@ GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.streams,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
@@ -27,7 +27,7 @@ needs_four = pytest.mark.skipif(GPUS < 4, reason="needs four CUDA GPUs")
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
 
 
-@cache
+@once
 def outcomes(own_gpus: bool) -> list[dict[str, str | None]]:
     """Run all cases in one launch; the results of each rank."""
     return launch(4, CASES_FILE, "run_all_cases", "cuda", own_gpus, deadline_s=300)

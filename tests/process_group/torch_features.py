@@ -212,6 +212,8 @@ def short_forms_take_keywords() -> None:
     group.reduce(y, 0, dist.ReduceOp.MAX).wait()
     assert (y == (SIZE if RANK == 0 else RANK + 1)).all()
     group.barrier(timeout=limit).wait()
+    group.reduce([y]).wait()  # the defaults of c10d's options: SUM to rank 0
+    assert RANK > 0 or (y == SIZE + sum(range(2, SIZE + 1))).all()
     for root in (-1, SIZE):
         with pytest.raises(UsageError, match=f"root {root}"):
             group.broadcast(x, root=root)

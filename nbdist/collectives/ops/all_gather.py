@@ -11,13 +11,11 @@ from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import (
     Flat,
-    check_list,
-    check_same,
-    flatten,
+    check_contiguous,
+    flat_for_each_rank,
     resolve,
     split_evenly,
 )
-from nbdist.errors import UsageError
 
 __all__ = ["all_gather", "all_gather_into_tensor"]
 
@@ -35,15 +33,13 @@ def all_gather(
     Args:
         tensor_list: one tensor per rank, each with the dtype, the kind of device and
             the number of elements of `tensor`; overwritten.
-        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
-            on all ranks; not changed.
+        tensor: as for `all_reduce`; not changed.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(tensor, group)
-    check_list("tensor_list", tensor_list, group)
-    check_same("tensor_list", tensor_list, tensor)
+    outputs = flat_for_each_rank("tensor_list", tensor_list, tensor, group)
     plan = group.plan("all_gather", tensor)
-    flat, outputs = Flat(tensor), flatten(tensor_list)
+    flat = Flat(tensor)
 
     def body() -> None:
         plan.transport.all_gather([each.tensor for each in outputs], flat.tensor)
@@ -66,14 +62,10 @@ def all_gather_into_tensor(
     Args:
         output: a contiguous tensor of world-size times the elements of `input`, with
             its dtype; overwritten.
-        input: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
-            on all ranks; not changed.
+        input: as `tensor` for `all_reduce`; not changed.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(output, group)
-    if not output.is_contiguous():
-        raise UsageError(
-            f"output has strides {output.stride()}: expected a contiguous tensor"
-        )
+    check_contiguous("output", output)
     parts = split_evenly("output", output, input, group)
     return all_gather(parts, input, group=group, async_op=async_op, timeout=timeout)

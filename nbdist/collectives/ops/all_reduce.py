@@ -32,8 +32,9 @@ def all_reduce(
     eps is the dtype's. float16 and bfloat16 are accumulated in float32.
 
     Args:
-        tensor: on the CPU or this rank's GPU, of any shape and strides, with equal
-            shape and dtype on all ranks; overwritten.
+        tensor: on the CPU, this rank's GPU, or another device, whose data then goes
+            through host memory; of any shape and strides, with equal shape, dtype and
+            kind of device on all ranks; overwritten.
         op: "sum", "mean", "product", "min", "max", "band", "bor", "bxor", or a
             `torch.distributed.ReduceOp`.
         algorithm: "auto" for the fastest, or "ring", "mpi", "shared" or "nccl" if it

@@ -12,6 +12,7 @@ from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import (
     Flat,
+    check_contiguous,
     check_kind,
     check_list,
     flatten,
@@ -38,7 +39,7 @@ def all_to_all(
     Args:
         output_tensor_list: one tensor per rank; overwritten. Entry r has as many
             elements as rank r sends to this rank.
-        input_tensor_list: one tensor per rank, on the CPU or this rank's GPU; not
+        input_tensor_list: one tensor per rank, on a device as for `all_reduce`; not
             changed. All tensors of all ranks have one dtype.
         group, async_op, timeout: as for `all_reduce`.
 
@@ -80,10 +81,7 @@ def all_to_all_single(
     """
     group = resolve(input, group)
     check_kind("output", [output], input)
-    if not output.is_contiguous():
-        raise UsageError(
-            f"output has strides {output.stride()}: expected a contiguous tensor"
-        )
+    check_contiguous("output", output)
     outputs = _runs("output", output, output_split_sizes, group)
     inputs = _runs("input", input.contiguous(), input_split_sizes, group)
     return _exchange(group, flatten(outputs), flatten(inputs), async_op, timeout)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
-from nbdist.collectives.ops.validation import Flat, resolve, root_position
+from nbdist.collectives.ops.validation import Flat, resolve_with_root
 
 __all__ = ["broadcast"]
 
@@ -24,13 +24,11 @@ def broadcast(
     """Overwrite the tensor on all ranks with rank `src`'s. Every rank must call.
 
     Args:
-        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
-            on all ranks; overwritten, except on `src`.
+        tensor: as for `all_reduce`; overwritten, except on `src`.
         src: the world rank that sends.
         group, async_op, timeout: as for `all_reduce`.
     """
-    group = resolve(tensor, group)
-    root = root_position(group, src)
+    group, root = resolve_with_root(tensor, group, src)
     plan = group.plan("broadcast", tensor, root=src)
     flat = Flat(tensor)
 

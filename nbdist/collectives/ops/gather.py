@@ -9,12 +9,7 @@ from torch import Tensor
 
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
-from nbdist.collectives.ops.validation import (
-    Flat,
-    flat_on_root,
-    resolve,
-    root_position,
-)
+from nbdist.collectives.ops.validation import Flat, flat_on_root, resolve_with_root
 
 __all__ = ["gather"]
 
@@ -31,15 +26,13 @@ def gather(
     """Copy rank r's tensor into rank `dst`'s `gather_list[r]`. Every rank must call.
 
     Args:
-        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
-            on all ranks; not changed.
+        tensor: as for `all_reduce`; not changed.
         gather_list: on `dst`, one tensor per rank, each with the dtype and number of
             elements of `tensor`; overwritten. None on other ranks.
         dst: the world rank that receives.
         group, async_op, timeout: as for `all_reduce`.
     """
-    group = resolve(tensor, group)
-    root = root_position(group, dst)
+    group, root = resolve_with_root(tensor, group, dst)
     outputs = flat_on_root("gather_list", gather_list, tensor, group, root)
     plan = group.plan("gather", tensor, root=dst)
     flat = Flat(tensor)

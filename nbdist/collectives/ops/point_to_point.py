@@ -8,7 +8,11 @@ from torch import Tensor
 
 from nbdist.collectives.group import Group
 from nbdist.collectives.mailbox import Message
-from nbdist.collectives.ops.validation import resolve, root_position
+from nbdist.collectives.ops.validation import (
+    resolve,
+    resolve_with_root,
+    root_position,
+)
 
 __all__ = ["irecv", "isend", "recv", "send"]
 
@@ -19,7 +23,7 @@ def isend(
     """Start to send a tensor to rank `dst`, which must receive it.
 
     Args:
-        tensor: on the CPU or this rank's GPU, of any shape. It must not change before
+        tensor: of any shape, on a device as for `all_reduce`. It must not change before
             the message's `wait` has returned.
         dst: the world rank that receives.
         group: the group of both ranks. Default: all ranks.
@@ -28,8 +32,8 @@ def isend(
     Returns:
         The message, a `dist.Work`. It makes progress while a thread waits for it.
     """
-    group = resolve(tensor, group)
-    return group.mailbox.send(tensor, root_position(group, dst), tag)
+    group, target = resolve_with_root(tensor, group, dst)
+    return group.mailbox.send(tensor, target, tag)
 
 
 def irecv(
@@ -42,7 +46,7 @@ def irecv(
     """Start to receive a tensor from rank `src`.
 
     Args:
-        tensor: on the CPU or this rank's GPU, of any shape, with the dtype and number
+        tensor: of any shape, on a device as for `all_reduce`, with the dtype and number
             of elements of the sender's tensor; overwritten.
         src: the world rank that sends; None receives from any rank.
         group: the group of both ranks. Default: all ranks.

@@ -11,11 +11,9 @@ from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import (
     Flat,
-    check_list,
-    check_same,
-    flatten,
+    flat_for_each_rank,
     resolve,
-    root_position,
+    resolve_with_root,
     split_evenly,
 )
 from nbdist.collectives.reduction import parse_op
@@ -71,8 +69,8 @@ def premul_sum_reduce(
     timeout: float | timedelta | None = None,
 ) -> Handle | None:
     """`reduce` of `factor * tensor` to rank `dst`. See `premul_sum_all_reduce`."""
-    group, factor = resolve(tensor, group), _checked(factor, tensor)
-    root = root_position(group, dst)
+    group, root = resolve_with_root(tensor, group, dst)
+    factor = _checked(factor, tensor)
     plan = group.plan("reduce", tensor, _OP, dst)
     flat = Flat(tensor)
 
@@ -97,10 +95,9 @@ def premul_sum_reduce_scatter(
 ) -> Handle | None:
     """`reduce_scatter` of `factor` times the inputs. See `premul_sum_all_reduce`."""
     group, factor = resolve(output, group), _checked(factor, output)
-    check_list("input_list", input_list, group)
-    check_same("input_list", input_list, output)
+    pieces = flat_for_each_rank("input_list", input_list, output, group)
     plan = group.plan("reduce_scatter", output, _OP)
-    flat, pieces = Flat(output), flatten(input_list)
+    flat = Flat(output)
 
     def body() -> None:
         scaled = [each.tensor * factor for each in pieces]

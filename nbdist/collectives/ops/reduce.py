@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
-from nbdist.collectives.ops.validation import Flat, resolve, root_position
+from nbdist.collectives.ops.validation import Flat, resolve_with_root
 from nbdist.collectives.reduction import ReduceOp, parse_op
 
 __all__ = ["reduce"]
@@ -26,15 +26,13 @@ def reduce(
     """Reduce the ranks' tensors into rank `dst`'s. Every rank must call.
 
     Args:
-        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
-            on all ranks; overwritten on `dst`, not changed on other ranks.
+        tensor: as for `all_reduce`; overwritten on `dst`, not changed on other ranks.
         dst: the world rank that gets the result.
         op: as for `all_reduce`.
         group, async_op, timeout: as for `all_reduce`.
     """
-    group = resolve(tensor, group)
+    group, root = resolve_with_root(tensor, group, dst)
     name = parse_op(op, tensor.dtype)
-    root = root_position(group, dst)
     plan = group.plan("reduce", tensor, name, dst)
     flat = Flat(tensor)
 

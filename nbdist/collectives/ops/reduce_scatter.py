@@ -11,9 +11,7 @@ from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import (
     Flat,
-    check_list,
-    check_same,
-    flatten,
+    flat_for_each_rank,
     resolve,
     split_evenly,
 )
@@ -34,19 +32,17 @@ def reduce_scatter(
     """Reduce `input_list[r]` of all ranks into rank r's output. Every rank must call.
 
     Args:
-        output: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
-            on all ranks; overwritten.
+        output: as `tensor` for `all_reduce`; overwritten.
         input_list: one tensor per rank, each with the dtype and number of elements of
             `output`; not changed.
         op: as for `all_reduce`.
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(output, group)
-    check_list("input_list", input_list, group)
-    check_same("input_list", input_list, output)
+    pieces = flat_for_each_rank("input_list", input_list, output, group)
     name = parse_op(op, output.dtype)
     plan = group.plan("reduce_scatter", output, name)
-    flat, pieces = Flat(output), flatten(input_list)
+    flat = Flat(output)
 
     def body() -> None:
         inputs = [each.tensor for each in pieces]

@@ -9,12 +9,7 @@ from torch import Tensor
 
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
-from nbdist.collectives.ops.validation import (
-    Flat,
-    flat_on_root,
-    resolve,
-    root_position,
-)
+from nbdist.collectives.ops.validation import Flat, flat_on_root, resolve_with_root
 
 __all__ = ["scatter"]
 
@@ -31,15 +26,13 @@ def scatter(
     """Copy rank `src`'s `scatter_list[r]` into rank r's tensor. Every rank must call.
 
     Args:
-        tensor: on the CPU or this rank's GPU, of any shape, with equal shape and dtype
-            on all ranks; overwritten.
+        tensor: as for `all_reduce`; overwritten.
         scatter_list: on `src`, one tensor per rank, each with the dtype and number of
             elements of `tensor`; not changed. None on other ranks.
         src: the world rank that sends.
         group, async_op, timeout: as for `all_reduce`.
     """
-    group = resolve(tensor, group)
-    root = root_position(group, src)
+    group, root = resolve_with_root(tensor, group, src)
     inputs = flat_on_root("scatter_list", scatter_list, tensor, group, root)
     plan = group.plan("scatter", tensor, root=src)
     flat = Flat(tensor)

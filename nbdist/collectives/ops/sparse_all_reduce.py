@@ -29,7 +29,7 @@ def sparse_all_reduce(
     number of ranks. The result is coalesced, with the same bits on all ranks.
 
     Args:
-        tensor: sparse COO, on the CPU or this rank's GPU, with equal shape, dtype and
+        tensor: sparse COO, on a device as for `all_reduce`, with equal shape, dtype and
             number of sparse dimensions on all ranks; overwritten. The ranks may differ
             in the number of elements.
         op: "sum" or "mean", or a `torch.distributed.ReduceOp`.

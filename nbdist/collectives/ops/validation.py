@@ -14,12 +14,14 @@ from nbdist.errors import UnsupportedCollective, UsageError
 
 __all__ = [
     "Flat",
+    "check_contiguous",
     "check_kind",
     "check_list",
-    "check_same",
+    "flat_for_each_rank",
     "flat_on_root",
     "flatten",
     "resolve",
+    "resolve_with_root",
     "root_position",
     "split_evenly",
 ]
@@ -30,30 +32,40 @@ def flatten(tensors: Sequence[Tensor]) -> list[Flat]:
     return [Flat(tensor) for tensor in tensors]
 
 
-def flat_on_root(
-    name: str,
-    tensors: Sequence[Tensor] | None,
-    like: Tensor,
-    group: Group,
-    root: int,
-) -> list[Flat] | None:
-    """The root's list of one tensor for each member, checked and flat.
+def flat_for_each_rank(
+    name: str, tensors: Sequence[Tensor] | None, like: Tensor, group: Group
+) -> list[Flat]:
+    """A list of one tensor for each member, checked and flat.
 
     Args:
         name: The argument's name, for errors.
-        tensors: The argument. It is ignored on all ranks but the root.
-        like: A tensor with the dtype, device and length that all must have.
+        tensors: The argument.
+        like: A tensor with the dtype, kind of device and length that all must have.
         group: The group of the call.
-        root: The position of the root in the group.
+    """
+    tensors = check_list(name, tensors, group)
+    check_kind(name, tensors, like)
+    for tensor in tensors:
+        if tensor.numel() != like.numel():
+            raise UsageError(
+                f"{name}: expected {like.numel()} elements as the other tensor has, "
+                f"got {tensor.numel()}"
+            )
+    return flatten(tensors)
 
-    Returns:
-        The flat tensors on the root; None on other ranks.
+
+def flat_on_root(
+    name: str, tensors: Sequence[Tensor] | None, like: Tensor, group: Group, root: int
+) -> list[Flat] | None:
+    """`flat_for_each_rank` on the root; None on other ranks.
+
+    Args:
+        name, tensors, like, group: As for `flat_for_each_rank`.
+        root: The position of the root in the group.
     """
     if group.rank != root:
         return None
-    check_list(name, tensors, group)
-    check_same(name, tensors or (), like)
-    return flatten(tensors or ())
+    return flat_for_each_rank(name, tensors, like, group)
 
 
 def resolve(tensor: object, group: Group | None) -> Group:
@@ -77,6 +89,14 @@ def resolve(tensor: object, group: Group | None) -> Group:
     return group if group is not None else default_group()
 
 
+def resolve_with_root(
+    tensor: object, group: Group | None, rank: int
+) -> tuple[Group, int]:
+    """`resolve`, and the position of the world rank that sends or receives."""
+    group = resolve(tensor, group)
+    return group, root_position(group, rank)
+
+
 def root_position(group: Group, rank: int) -> int:
     """The position of a world rank in the group."""
     try:
@@ -85,11 +105,14 @@ def root_position(group: Group, rank: int) -> int:
         raise UsageError(f"rank {rank}: expected one of {list(group.ranks)}") from None
 
 
-def check_list(name: str, tensors: Sequence[Tensor] | None, group: Group) -> None:
-    """Check that there is one tensor for each member."""
+def check_list(
+    name: str, tensors: Sequence[Tensor] | None, group: Group
+) -> Sequence[Tensor]:
+    """Check that there is one tensor for each member, and return the tensors."""
     if tensors is None or len(tensors) != group.size:
         got = "none" if tensors is None else len(tensors)
         raise UsageError(f"{name}: expected {group.size} tensors, got {got}")
+    return tensors
 
 
 def check_kind(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
@@ -102,15 +125,12 @@ def check_kind(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
             )
 
 
-def check_same(name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-    """Check that the tensors have the dtype, device and length of `like`."""
-    check_kind(name, tensors, like)
-    for tensor in tensors:
-        if tensor.numel() != like.numel():
-            raise UsageError(
-                f"{name}: expected {like.numel()} elements as the other tensor has, "
-                f"got {tensor.numel()}"
-            )
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Check that a tensor is contiguous."""
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"{name} has strides {tensor.stride()}: expected a contiguous tensor"
+        )
 
 
 def split_evenly(

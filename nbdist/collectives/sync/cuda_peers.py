@@ -7,9 +7,12 @@ because the driver maps that memory for the current device.
 from __future__ import annotations
 
 import inspect
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
@@ -36,6 +39,11 @@ and 100 ms."""
 _spare: dict[int, list[Events]] = {}
 """Unused events by device. They are used again, because older drivers have blocked when
 events were created and destroyed."""
+
+
+_given: deque[tuple[int, MemoryHandle]] = deque(maxlen=10_000)
+"""Handles of this rank's memory, each with the process that reads by it. The oldest are
+forgotten; the memory is then kept if their reader is killed."""
 
 
 def identity() -> str:
@@ -75,6 +83,7 @@ def map_memories(size: int, rank: int, swap: Swap) -> list[Tensor] | None:
         A uint8 tensor of each rank's memory, in rank order; None, on all ranks, if a
         rank cannot read another rank's memory.
     """
+    _release_of_dead()
     torch.cuda.ipc_collect()  # free memory that earlier groups have released
     own = _allocate(size)
     have = swap(own is not None)
@@ -84,6 +93,12 @@ def map_memories(size: int, rank: int, swap: Swap) -> list[Tensor] | None:
     # Each reader gets its own handle. torch counts one reader for each handle, and
     # keeps the memory until all readers have released it.
     tickets = [None if each == rank else _handle(own) for each in ranks]
+    pids = swap(os.getpid())
+    _given.extend(
+        (pid, ticket)
+        for pid, ticket in zip(pids, tickets, strict=True)
+        if ticket is not None
+    )
     handles = [swap(tickets[each]) for each in ranks][rank]
     memories = [own if each == rank else _open(handles[each]) for each in ranks]
     opened = [each for each in memories if each is not None]
@@ -117,6 +132,20 @@ def _withdraw(handle: MemoryHandle) -> None:
     torch.UntypedStorage._release_ipc_counter_cuda(
         given["ref_counter_handle"], given["ref_counter_offset"]
     )
+
+
+def _release_of_dead() -> None:
+    """Release the handles of this rank's memory whose readers have ended.
+
+    A handle that its reader has released before is not affected: torch counts the
+    reader of each handle in a place of its own, which is not used again.
+    """
+    for _ in range(len(_given)):
+        pid, ticket = _given.popleft()
+        if psutil.pid_exists(pid):
+            _given.append((pid, ticket))
+        else:
+            _withdraw(ticket)
 
 
 def _open(handle: MemoryHandle | None) -> Tensor | None:

@@ -59,7 +59,7 @@ class SemaphoreBarrier(Protocol):
     stopped: bool
     """True makes this wait and every later one return None."""
 
-    def cross(self, fingerprint: int) -> bool | None:
+    def arrive(self, fingerprint: int) -> bool | None:
         """Arrive with a fingerprint, and wait a short time for the other ranks.
 
         Returns:
@@ -68,7 +68,7 @@ class SemaphoreBarrier(Protocol):
         """
 
     def resume(self) -> bool | None:
-        """Continue to wait. Returns the same as `cross`."""
+        """Continue to wait. Returns the same as `arrive`."""
 
 
 class PythonSemaphoreBarrier:
@@ -93,7 +93,7 @@ class PythonSemaphoreBarrier:
         self._closed = ctypes.c_int64.from_address(closed)
         self._spins = spins
 
-    def cross(self, fingerprint: int) -> bool | None:
+    def arrive(self, fingerprint: int) -> bool | None:
         self._fingerprints[self.step & 1][0].value = fingerprint
         for address in self._outbound:
             semaphore.post(address)

@@ -97,7 +97,7 @@ class SharedBarrier(Barrier):
             semaphore.initialise(address)
 
     def arrive(self, fingerprint: int, check: Check) -> bool:
-        agreed = self.semaphores.cross(fingerprint)
+        agreed = self.semaphores.arrive(fingerprint)
         if agreed is None:
             agreed = self.wait(check, self.semaphores.resume)
         return agreed

@@ -39,7 +39,9 @@ from nbdist.collectives.ops.scatter import scatter
 from nbdist.collectives.ops.sparse_all_reduce import sparse_all_reduce
 from nbdist.collectives.ops.validation import split_evenly
 from nbdist.collectives.reduction import c10d_name
+from nbdist.collectives.registry import default_group
 from nbdist.collectives.torch_backend.dispatcher import observed, through_dispatcher
+from nbdist.collectives.torch_backend.rendezvous import rendezvous
 from nbdist.collectives.torch_backend.work import (
     CollectiveWork,
     MessageWork,
@@ -68,11 +70,14 @@ def _by_device(operation: _Operation) -> _Operation:
     """Delegate CUDA tensors to NCCL if it is the group's backend for CUDA."""
 
     name = operation.__name__
+    is_collective = name not in _MESSAGES
 
     @functools.wraps(operation)
     def chosen(self: ProcessGroup, tensors: Any, *args: Any, **keywords: Any) -> Any:
         native = self._native(tensors)
         if native is not None:
+            if is_collective:
+                self._meet()
             return getattr(native, name)(tensors, *args, **keywords)
         if keywords and not _OPTIONS.isdisjoint(keywords):
             args, keywords = _with_options(args, keywords)
@@ -85,6 +90,7 @@ def _by_device(operation: _Operation) -> _Operation:
     return chosen
 
 
+_MESSAGES = {"send", "recv", "recv_anysource"}
 _OPTIONS = {"op", "root", "timeout"}
 
 
@@ -164,6 +170,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._owned = owned
         self._name = self._description = ""
         self._coalesced: list[dist.Work] | None = None
+        self._has_met = False
+        """Whether all members have begun a collective of NCCL."""
         for device in (_CPU, _CUDA) if torch.cuda.is_available() else (_CPU,):
             self._register_backend(device, _Type.CUSTOM, None)
 
@@ -184,7 +192,7 @@ class ProcessGroup(dist.ProcessGroup):
         return WorkList([self.allreduce(tensor, opts) for tensor in tensors])
 
     @_by_device
-    def reduce(self, tensors: Any, opts: Any, op: Any = None) -> dist.Work:
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None) -> dist.Work:
         """Reduce into one rank's tensor, in place.
 
         Args:
@@ -231,7 +239,7 @@ class ProcessGroup(dist.ProcessGroup):
     # -- copies --------------------------------------------------------------------
 
     @_by_device
-    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Copy one rank's tensor into the other ranks' tensors."""
         tensor, root = _one(tensors), self._root(opts)
         return self._run(functools.partial(broadcast, tensor, root), opts, [tensor])
@@ -303,14 +311,16 @@ class ProcessGroup(dist.ProcessGroup):
     # -- one rank and the others ---------------------------------------------------
 
     @_by_device
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Gather into a list on one rank. `outputs` is empty on the other ranks."""
         parts, tensor = _only_list(outputs) if outputs else None, _one(inputs)
         call = functools.partial(gather, tensor, parts, self._root(opts))
         return self._run(call, opts, parts or [])
 
     @_by_device
-    def gather_into_tensor(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+    def gather_into_tensor(
+        self, output: Tensor, input: Tensor, opts: Any = None
+    ) -> dist.Work:
         """Gather into one tensor on one rank. Other ranks' `output` is ignored."""
         root, parts = self._root(opts), None
         if self.members.ranks[self.members.rank] == root:
@@ -321,7 +331,7 @@ class ProcessGroup(dist.ProcessGroup):
     gather_single = gather_into_tensor
 
     @_by_device
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Scatter one rank's tensors. `inputs` is empty on the other ranks."""
         tensor, parts = _one(outputs), _only_list(inputs) if inputs else None
         call = functools.partial(scatter, tensor, parts, self._root(opts))
@@ -421,7 +431,7 @@ class ProcessGroup(dist.ProcessGroup):
         return timeout
 
     def _root(self, opts: Any) -> int:
-        root: int = getattr(opts, "rootRank", opts)
+        root: int = 0 if opts is None else getattr(opts, "rootRank", opts)
         if not 0 <= root < self.members.size:
             raise UsageError(
                 f"root {root}: expected 0 to {self.members.size - 1}, the ranks of "
@@ -436,6 +446,15 @@ class ProcessGroup(dist.ProcessGroup):
                 return None
             tensors = tensors[0]
         return self._nccl if tensors.is_cuda else None
+
+    def _meet(self) -> None:
+        """Wait for all members before the first collective of NCCL. They must call.
+
+        NCCL would wait for them in C++, where nothing releases a rank.
+        """
+        if not self._has_met:
+            rendezvous(default_group(), self.members.ranks)
+            self._has_met = True
 
     @functools.cached_property
     def _nccl(self) -> dist.ProcessGroup | None:

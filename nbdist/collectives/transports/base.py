@@ -85,6 +85,11 @@ class Transport(ABC):
             check: called while waiting; ends the wait by raising.
         """
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the work queued on GPUs is done."""
+        return True
+
     def abort(self) -> None:  # noqa: B027 - most waits call the group's check
         """Release this process's wait. Any thread may call."""
 

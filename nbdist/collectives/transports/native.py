@@ -17,7 +17,7 @@ __all__ = [
     "find_compiled",
 ]
 
-_EDITION = 3
+_EDITION = 4
 """Version of the compiled module's interface. An old build may have another one."""
 _PLANS = 512
 

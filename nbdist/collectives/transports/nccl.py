@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from nbdist.collectives.reduction import REDUCE_OPS
+from nbdist.collectives.reduction import REDUCE_DTYPES, REDUCE_OPS
 from nbdist.collectives.sync.cuda_events import await_device
 from nbdist.collectives.sync.wait import Check, Swap
 from nbdist.collectives.transports.base import Transport
@@ -26,22 +27,10 @@ from nbdist.collectives.transports.base import Transport
 __all__ = ["NcclTransport"]
 
 _NO_TIMEOUT = timedelta(days=7)
+_CLOSE_WITHIN_S = 10.0
+"""All ranks close at the same time. A rank that takes longer has died."""
 _LOSE_NAN = frozenset({"min", "max"})
-_DTYPES = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    }
-)
+_DTYPES = REDUCE_DTYPES - {torch.int16}
 
 
 class NcclTransport(Transport):
@@ -174,16 +163,33 @@ class NcclTransport(Transport):
             await_device(self._last.is_completed, check)
             self._last = None
 
+    @property
+    def is_finished(self) -> bool:
+        return self._last is None or bool(self._last.is_completed())
+
     def abort(self) -> None:
         self._last = None
         if not self._is_closed:
             self._group.abort()
 
     def close(self) -> None:
+        """Free the communicator.
+
+        NCCL waits for unfinished work, and for the other ranks to close. Work that is
+        not finished is aborted, because a rank that it needs may be gone. The wait for
+        a rank that does not close is left to a thread: `abort` would wait for it, too.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self.is_finished:
+            self._group.abort()
         self._last = None
-        if not self._is_closed:
-            self._is_closed = True
-            self._group.shutdown()
+        ending = threading.Thread(
+            target=self._group.shutdown, name="nbdist-nccl-close", daemon=True
+        )
+        ending.start()
+        ending.join(_CLOSE_WITHIN_S)
 
     def _works(self, check: Check) -> bool:
         """Whether NCCL connects the ranks' devices. Every rank must call."""

@@ -63,6 +63,7 @@ _SPINS_IN_C = 20
 _MESSAGES = frozenset({"mpi", "ring"})
 """Transports that send messages and share no memory."""
 _END = signature("close", None, None, None, (), "none").fingerprint
+_UNFINISHED = signature("abort", None, None, None, (), "none").fingerprint
 _TRANSPORTS = frozenset({"auto", "shared", "nccl", "ipc", "staged"}) | _MESSAGES
 
 
@@ -168,7 +169,8 @@ class Connection:
     def end_together(self, check: Check) -> None:
         """Close the transports that all ranks must close together.
 
-        Every rank must call.
+        Every rank must call. Nothing is closed if a rank's work is not finished: the
+        rank waits for a rank that makes no call, and closing would wait with it.
 
         Args:
             check: called while waiting for the other ranks; ends the wait by raising.
@@ -176,8 +178,11 @@ class Connection:
         ending = [each for each in self._all_transports() if each.ends_together]
         if not ending:
             return
+        is_finished = all(transport.is_finished for transport in ending)
+        word = _END if is_finished else _UNFINISHED
         # A rank that has given up waiting in the first barrier is not in the second.
-        if all(self.barrier.arrive(_END, check) for _ in range(2)):
+        agreed = all(self.barrier.arrive(word, check) for _ in range(2))
+        if agreed and is_finished:
             for transport in ending:
                 transport.close()
 
@@ -198,8 +203,10 @@ class Connection:
         """Close a broken group without its other members.
 
         Communicators are revoked if MPI supports it, which ends their pending messages.
-        They are not freed, because that would wait for the other ranks.
+        They are not freed, because that would wait for the other ranks. Transports are
+        aborted for the same reason.
         """
+        self.abort()
         self._close_parts()
         for comm in (self.inner, self.mail):
             with contextlib.suppress(NotImplementedError, MPI.Exception):
