@@ -7,12 +7,11 @@ of a rank. Names load on first use, so that importing this costs next to nothing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nbdist import lazy
 
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # the parent of each rank does not import `typing`
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
         TransferError as TransferError,
         UsageError as UsageError,
     )
+    from nbdist.session import metrics as metrics
     from nbdist.training.files import (
         load as load,
         save as save,
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     )
     from nbdist.training.data.loader import loader as loader
     from nbdist.training.memory import memory as memory
+    from nbdist.training.replicas import check_replicas as check_replicas
     from nbdist.training.data.sampler import Sampler as Sampler
     from nbdist.training.seeds import seed_all as seed_all
 else:
@@ -89,6 +90,7 @@ else:
             "CollectiveTimeout", "NbdistError", "RankDied", "StartError",
             "TransferError", "UsageError",
         ),
+        "nbdist.session": ("metrics",),
     }  # fmt: skip
     _on_ranks = {
         "nbdist.engine.rank_api": (
@@ -104,6 +106,7 @@ else:
         "nbdist.training.learning_rate": ("scale_lr", "warmup"),
         "nbdist.training.data.loader": ("loader",),
         "nbdist.training.memory": ("memory",),
+        "nbdist.training.replicas": ("check_replicas",),
         "nbdist.training.data.sampler": ("Sampler",),
         "nbdist.training.seeds": ("seed_all",),
         "nbdist": ("elastic", "strategies"),
@@ -119,10 +122,14 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbdist import magics
     from nbdist.cluster import fork_server_client
     from nbdist.cluster.launchers.mpiexec import library_of_wheel
+    from nbdist.errors import UsageError
 
     lazy.refuse_rank_names()
     magics.register(shell)
-    fork_server_client.prepare({**os.environ, **library_of_wheel()})
+    try:
+        fork_server_client.prepare({**os.environ, **library_of_wheel()})
+    except UsageError as error:  # %dist_start raises it
+        print(f"no rank can be started yet: {error}")
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:

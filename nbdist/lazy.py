@@ -17,7 +17,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # the parent of each rank does not import `typing`
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 __all__ = ["attach", "refuse_rank_names"]
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from IPython.core.completer import (
@@ -13,6 +16,7 @@ from IPython.core.completer import (
     SimpleMatcherResult,
     context_matcher,
 )
+from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import (
@@ -23,7 +27,7 @@ from IPython.core.magic_arguments import (
 from IPython.display import display
 from IPython.utils.tokenutil import token_at_cursor
 
-from nbdist.errors import UsageError
+from nbdist.errors import UsageError, text_of
 from nbdist.session import Session, set_notebook_session
 
 __all__ = ["DistMagics", "parse_ranks", "register", "unregister"]
@@ -59,6 +63,65 @@ def _number(option: str, text: str | None, kind: type[int] | type[float]) -> Any
         raise UsageError(f"{option} {text!r} is not {expected}") from None
 
 
+def _assignments(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Parse NAME and NAME=EXPRESSION, whose expressions may have spaces.
+
+    Raises:
+        UsageError: A word is neither.
+    """
+    found: list[tuple[str, str]] = []
+    for word in words:
+        name, equals, text = word.partition("=")
+        if found and not _is_expression(found[-1][1]):
+            name, text = found[-1][0], f"{found.pop()[1]} {word}"
+        elif not name.isidentifier() or text.startswith("="):
+            raise UsageError(
+                f"{word!r} is neither a variable's name nor NAME=EXPRESSION: for an "
+                "expression with spaces, write NAME=(EXPRESSION)"
+            )
+        found.append((name, text if equals or text else name))
+    if not _is_expression(found[-1][1]):
+        raise UsageError("{}={} is not an expression".format(*found[-1]))
+    return found
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        compile(text, "<magic>", "eval")
+    except SyntaxError:
+        return False
+    return True
+
+
+def _expression_and_name(text: str) -> tuple[str, str]:
+    """Parse "EXPRESSION as NAME", or a variable's name, which stands for both.
+
+    Raises:
+        UsageError: The text has another form.
+    """
+    expression, as_, name = text.rpartition(" as ")
+    expression, name = expression.strip(), name.strip()
+    if not as_:
+        expression = name
+    if not name.isidentifier():
+        raise UsageError(
+            f"{name!r} is not a variable's name: name the value of an expression, as "
+            "in %dist_pull losses[-1] as last"
+        )
+    return expression, name
+
+
+def _cell_numbers(words: Sequence[str]) -> list[int]:
+    """Parse the numbers of cells, such as "5" or "In[5]"."""
+    numbers = []
+    for word in words:
+        found = re.fullmatch(r"(?:In)?\[?(\d+)\]?", word)
+        if found is None:
+            raise UsageError(f"{word!r} is not a cell's number, such as 5 or In[5]")
+        numbers.append(int(found[1]))
+    return numbers
+
+
 def _unquoted(word: str) -> str:
     """A word of a magic's line without its quotes, which IPython leaves."""
     return "".join(shlex.split(word))
@@ -72,6 +135,8 @@ class DistMagics(Magics):  # type: ignore[misc]
         super().__init__(shell)
         self._shell = shell
         self.session = session
+        self.is_auto = False
+        """Whether plain cells run on the ranks."""
 
     @magic_arguments()
     @argument(
@@ -122,7 +187,7 @@ class DistMagics(Magics):  # type: ignore[misc]
             mpiexec=args.mpiexec,
             on_failure=args.on_failure,
             resume=args.resume,
-            oversubscribe=args.oversubscribe,
+            oversubscribe=args.oversubscribe or None,
         )
 
     @magic_arguments()
@@ -133,17 +198,33 @@ class DistMagics(Magics):  # type: ignore[misc]
         action="store_true",
         help="also run the cell first on each rank that joins later",
     )
+    @argument(
+        "-b",
+        "--background",
+        action="store_true",
+        help="return at once; the output of this cell shows what the ranks do",
+    )
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
         """Run the cell on every rank."""
         args = _parse(self.distributed, line)
-        self.session.execute(
+        session = self.session
+        run: Callable[..., None] = session.execute
+        if args.background:
+            run = session.execute_in_background
+        run(
             cell,
             parse_ranks(args.ranks),
             _number("--timeout", args.timeout, float),
             self._cell_number(),
             args.setup,
+            self._is_alone(),
         )
+
+    def _is_alone(self) -> bool:
+        """Whether the front end's cell is a distributed cell, and nothing else."""
+        code = self._request().get("content", {}).get("code", "")
+        return str(code).lstrip().startswith("%%distributed")
 
     def _cell_number(self) -> int:
         """The In[] number of the running cell.
@@ -153,6 +234,88 @@ class DistMagics(Magics):  # type: ignore[misc]
         history = self._shell.history_manager
         assert history is not None
         return len(history.input_hist_raw) - 1
+
+    @magic_arguments()
+    @argument("state", nargs="?", choices=["on", "off"], help="default: tell the state")
+    @line_magic
+    def dist_auto(self, line: str) -> None:
+        """Run plain cells on the ranks, until off; %%local runs one in the notebook."""
+        args = _parse(self.dist_auto, line)
+        if args.state == "on":
+            self.session.cluster  # noqa: B018 - raises if none runs
+        if args.state is not None:
+            self.is_auto = args.state == "on"
+        where = "on the ranks" if self.is_auto else "in the notebook"
+        print(f"plain cells run {where}")
+
+    @cell_magic
+    def local(self, line: str, cell: str) -> None:
+        """Run the cell in the notebook, also while %dist_auto is on."""
+        # `_route` removes the magic's line from a front end's cell.
+        self._shell.run_cell(cell).raise_error()
+
+    def run_plain_cell(self, _line: str, cell: str) -> None:
+        """Run a cell without a magic on the ranks."""
+        self.session.execute(
+            cell, None, None, self._cell_number(), is_alone=True, remark=AUTO_REMARK
+        )
+
+    def runs_on_ranks(self, code: str) -> bool:
+        """Whether a cell runs on the ranks: its own magic or `%dist_auto` says so."""
+        code = code.lstrip()
+        return code.startswith("%%distributed") or (
+            self.is_auto and not code.startswith("%%") and not OWN_LINES.search(code)
+        )
+
+    def _route(self, lines: list[str]) -> list[str]:
+        """An input transformer: the cell as it is to run."""
+        code = "".join(lines)
+        if not self._is_from_front_end(code):
+            return lines
+        if code.lstrip().startswith("%%local"):
+            first = next(i for i, line in enumerate(lines) if line.strip())
+            return [*lines[:first], "# %%local\n", *lines[first + 1 :]]
+        if self.runs_on_ranks(code) and not code.lstrip().startswith("%%"):
+            return [f"%%{PLAIN_CELL}\n", *lines]
+        return lines
+
+    # IPython then skips it where it only checks whether a line is complete.
+    _route.has_side_effects = True  # type: ignore[attr-defined]
+
+    def _is_from_front_end(self, code: str) -> bool:
+        """Whether the user runs this cell, and no extension or function does."""
+        content = self._request().get("content")
+        if content is None:  # a terminal
+            return bool(code.strip())
+        is_silent = content.get("silent") or not content.get("store_history", True)
+        same = str(content.get("code", "")).strip() == code.strip()
+        return bool(code.strip()) and same and not is_silent
+
+    def _request(self) -> dict[str, Any]:
+        """The front end's request; empty in a terminal."""
+        request: dict[str, Any] = getattr(self._shell, "get_parent", dict)()
+        return request
+
+    @line_magic
+    def dist_jobs(self, line: str) -> None:
+        """List the cells in the background: running, waiting and ended."""
+        display(self.session.jobs_table())
+
+    @magic_arguments()
+    @argument("cells", nargs="*", help="numbers of cells, such as 5 for In[5]")
+    @line_magic
+    def dist_wait(self, line: str) -> None:
+        """Wait for cells in the background, by default all; raise a cell's error."""
+        args = _parse(self.dist_wait, line)
+        print(self.session.wait_for(_cell_numbers(args.cells)))
+
+    @magic_arguments()
+    @argument("cells", nargs="*", help="numbers of cells, such as 5 for In[5]")
+    @line_magic
+    def dist_interrupt(self, line: str) -> None:
+        """Interrupt cells in the background, by default the running one."""
+        args = _parse(self.dist_interrupt, line)
+        print(self.session.interrupt(_cell_numbers(args.cells)))
 
     @line_magic
     def dist_status(self, line: str) -> None:
@@ -178,6 +341,21 @@ class DistMagics(Magics):  # type: ignore[misc]
 
     @magic_arguments()
     @argument(
+        "-a", "--all", action="store_true", help="show the parts that are equal too"
+    )
+    @argument("expression", nargs=argparse.REMAINDER, help="such as model")
+    @line_magic
+    def dist_diff(self, line: str) -> None:
+        """Compare the values of an expression on all ranks, bit for bit."""
+        words = line.split(maxsplit=1)
+        everything = bool(words) and words[0] in ("-a", "--all")
+        expression = "".join(words[1:]) if everything else line.strip()
+        if not expression:
+            raise UsageError("%dist_diff needs an expression, such as model")
+        display(self.session.diff_table(expression, everything=everything))
+
+    @magic_arguments()
+    @argument(
         "-a",
         "--all",
         action="store_true",
@@ -190,24 +368,39 @@ class DistMagics(Magics):  # type: ignore[misc]
         print(self.session.stacks_text(everything=args.all))
 
     @magic_arguments()
-    @argument("names", nargs="+", help="names of variables of the notebook")
+    @argument(
+        "names",
+        nargs="+",
+        help="names of variables of the notebook, or NAME=EXPRESSION",
+    )
     @argument("-r", "--ranks", help="copy to these ranks only, such as 0,2-3")
     @argument("--timeout", help="seconds after which the copy is given up")
     @line_magic
     def dist_push(self, line: str) -> None:
         """Copy variables of the notebook to the ranks."""
         args = _parse(self.dist_push, line)
-        missing = [name for name in args.names if name not in self._shell.user_ns]
-        if missing:
-            raise UsageError(
-                f"no variable {', '.join(missing)} in the notebook to push"
-            )
-        values = {name: self._shell.user_ns[name] for name in args.names}
+        values = {
+            name: self._value(name, text) for name, text in _assignments(args.names)
+        }
         timeout_s = _number("--timeout", args.timeout, float)
         self.session.cluster.push(parse_ranks(args.ranks), timeout_s, **values)
 
+    def _value(self, name: str, text: str) -> Any:
+        """A variable of the notebook, or the value of an expression in it."""
+        if name == text and name not in self._shell.user_ns:
+            raise UsageError(f"no variable {name} in the notebook to push")
+        try:
+            return self._shell.ev(text)
+        except Exception as error:
+            raise UsageError(f"{name}={text}: {text_of(error)}") from error
+
     @magic_arguments()
-    @argument("name", help="name of a variable of the ranks")
+    @argument(
+        "words",
+        nargs="+",
+        metavar="NAME | EXPRESSION as NAME",
+        help="a variable of the ranks, or an expression and the name of its value here",
+    )
     @argument(
         "-r",
         "--ranks",
@@ -218,25 +411,42 @@ class DistMagics(Magics):  # type: ignore[misc]
     def dist_pull(self, line: str) -> None:
         """Copy a variable of the ranks to the notebook, as a list in rank order."""
         args = _parse(self.dist_pull, line)
-        if not args.name.isidentifier():
-            raise UsageError(
-                f"{args.name!r} is not a variable's name: for an expression, write "
-                f"x = cluster[{args.name!r}] with an nbdist.Cluster"
-            )
+        expression, name = _expression_and_name(" ".join(args.words))
         ranks = parse_ranks(args.ranks)
         timeout_s = _number("--timeout", args.timeout, float)
-        values = self.session.cluster.pull(args.name, ranks, timeout_s=timeout_s)
+        values = self.session.cluster.pull(expression, ranks, timeout_s=timeout_s)
         one = ranks is not None and len(ranks) == 1
-        self._shell.push({args.name: values[0] if one else values})
+        self._shell.push({name: values[0] if one else values})
 
+    @magic_arguments()
+    @argument("--metric", default="", help="the metric to show first")
+    @argument("--time", action="store_true", help="show time instead of steps")
+    @argument("--log", action="store_true", help="logarithmic values")
+    @argument(
+        "--save",
+        help="write the values to this file, FILE.csv or FILE.parquet, instead",
+    )
     @line_magic
     def dist_monitor(self, line: str) -> None:
         """Show a live chart of what the ranks log, and a table of their devices."""
-        self.session.show_monitor()
+        args = _parse(self.dist_monitor, line)
+        metric = _unquoted(args.metric)
+        if args.save is not None:
+            path = Path(_unquoted(args.save)).expanduser()
+            count = self.session.save_metrics(path, metric or None)
+            print(f"{count:,} rows in {path}")
+            return
+        self.session.show_monitor(
+            metric=metric, x="time" if args.time else "step", log=args.log
+        )
 
     @magic_arguments()
     @argument("--n-ps", help="number of parameter servers, which are the last ranks")
     @argument("--timeout", help="seconds after which the ranks are interrupted")
+    @argument(
+        "--max-restarts",
+        help="how often all ranks begin the script again after one has failed or died",
+    )
     @argument(
         "--keep", action="store_true", help="leave the script's variables to the cells"
     )
@@ -251,6 +461,7 @@ class DistMagics(Magics):  # type: ignore[misc]
             [_unquoted(each) for each in args.args],
             n_ps=_number("--n-ps", args.n_ps or "0", int),
             timeout_s=_number("--timeout", args.timeout, float),
+            max_restarts=_number("--max-restarts", args.max_restarts or "0", int),
             keep=args.keep,
         )
 
@@ -280,35 +491,138 @@ class DistMagics(Magics):  # type: ignore[misc]
             self.session.cluster.replace(ranks)
 
     @line_magic
+    def dist_config(self, line: str) -> None:
+        """Show each setting, its value, and where the value comes from."""
+        display(self.session.config_table())
+
+    @line_magic
     def dist_stop(self, line: str) -> None:
         """Stop this notebook's cluster."""
         print("stopped" if self.session.stop() else "no cluster was running")
+        if self.is_auto:
+            self.is_auto = False
+            print("%dist_auto is off: plain cells run in the notebook")
+
+    def register(self) -> None:
+        """Add the magics, and what routes and refuses cells, to the shell."""
+        self._shell.register_magics(self)
+        manager = self._shell.magics_manager
+        manager.register_function(_below_another_line, "line", MISPLACED)
+        manager.register_function(self.run_plain_cell, "cell", PLAIN_CELL)
+        self._shell.input_transformers_cleanup.insert(0, self._route)
+
+    def unregister(self) -> None:
+        """Remove what `register` has added."""
+        self._shell.input_transformers_cleanup.remove(self._route)
+        names = {kind: {*names} for kind, names in self.magics.items()}
+        names["line"].add(MISPLACED)
+        names["cell"].add(PLAIN_CELL)
+        for kind in names:
+            for name in names[kind]:
+                self._shell.magics_manager.magics[kind].pop(name, None)
 
 
 def _parse(magic: Any, line: str) -> argparse.Namespace:
-    parsed: argparse.Namespace = parse_argstring(magic, line)
+    """Parse a magic's line.
+
+    Raises:
+        UsageError: The line does not fit. The message says what was probably meant.
+    """
+    try:
+        parsed: argparse.Namespace = parse_argstring(magic, line)
+    except IPythonUsageError as error:
+        hint = _probably_meant(magic, line.split())
+        if not hint:
+            raise
+        raise UsageError(f"{str(error).strip()}: did you mean {hint}?") from None
     return parsed
 
 
-def _matcher(session: Session) -> Any:
-    """A matcher for IPython's completer: asks the ranks in a `%%distributed` cell."""
+def _probably_meant(magic: Any, words: Sequence[str]) -> str:
+    """The option that was probably meant in a line that does not fit; "" if unknown."""
+    known = _options_of(magic)
+    number = next((option for option in ("-n", "-r") if option in known), "")
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        if word.isdecimal() and number and before not in known:
+            return f"{number} {word}"
+        name, _, value = word.partition("=")
+        if not name.startswith("-") or name in known:
+            continue
+        value = value or ("" if after.startswith("-") else after)
+        likely = {name.lower(), f"-{name.lower()}"} & {*known}
+        likely = likely or {*get_close_matches(name, known, 1)}
+        if likely:
+            return f"{likely.pop()} {value}".strip()
+    return ""
+
+
+def _options_of(magic: Any) -> list[str]:
+    """The options of a magic, such as "-n"; none if its line is no list of options."""
+    parser = getattr(magic, "parser", None)
+    actions = [] if parser is None else parser._actions
+    return [option for action in actions for option in action.option_strings]
+
+
+OF_RANKS = ("dist_inspect", "dist_pull")
+"""The magics whose argument is an expression on the ranks."""
+
+
+def _matcher(magics: DistMagics) -> Any:
+    """A matcher for IPython's completer.
+
+    It completes the ranks' names in a `%%distributed` cell and in a magic's expression,
+    and the options in a magic's line.
+    """
+    session = magics.session
 
     @context_matcher(identifier="nbdist")
     def match(context: CompletionContext) -> SimpleMatcherResult:
         matches: list[str] = []
-        if context.full_text.lstrip().startswith("%%distributed"):
+        token = context.token
+        typed = context.text_until_cursor
+        magic = re.match(r"\s*%%?(dist\w+)\s", typed)
+        option = re.search(r"\s(-[-\w]*)$", typed)
+        if magic is not None and option is not None:
+            token = option[1]
+            known = _options_of(getattr(magics, magic[1], None))
+            matches = [each for each in known if each.startswith(token)]
+        elif magic is not None and magic[1] in OF_RANKS:
+            line = context.line_with_cursor[magic.end() :]
+            matches = session.complete(
+                token, line, context.cursor_position - magic.end()
+            )
+        elif magics.runs_on_ranks(context.full_text):
             line = context.line_with_cursor
-            matches = session.complete(context.token, line, context.cursor_position)
+            matches = session.complete(token, line, context.cursor_position)
         completions = [SimpleCompletion(text=text) for text in matches]
         # The type's other keys are optional: IPython fills them in.
         return SimpleMatcherResult(  # type: ignore[typeddict-item,no-any-return]
-            completions=completions, suppress=bool(completions)
+            completions=completions,
+            suppress=bool(completions),
+            matched_fragment=token,
         )
 
     return match
 
 
-def _inspector(session: Session, inspect: Callable[..., Any]) -> Callable[..., Any]:
+AUTO_REMARK = "(%dist_auto)"
+PLAIN_CELL = "nbdist_plain_cell"
+"""The cell magic that runs a cell without a magic on the ranks."""
+OWN_LINES = re.compile(r"^\s*%(dist_\w+|(re|un)?load_ext\b)", re.MULTILINE)
+"""Lines that only the notebook can run. `%dist_auto` leaves their cells to it."""
+MISPLACED = "%distributed"
+"""The line magic that IPython looks for where `%%distributed` is below another line."""
+
+
+def _below_another_line(line: str) -> None:
+    """Refuses a `%%distributed` that is not the first line of its cell."""
+    raise UsageError(
+        "%%distributed must be the first line of its cell, also before a comment: move "
+        "it up, or put the lines above it into a cell of their own"
+    )
+
+
+def _inspector(magics: DistMagics, inspect: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel's `do_inspect` that asks the ranks in a `%%distributed` cell.
 
     Args:
@@ -318,12 +632,12 @@ def _inspector(session: Session, inspect: Callable[..., Any]) -> Callable[..., A
     def do_inspect(
         code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()
     ) -> Any:
-        line, _, cell = code.partition("\n")
-        before = len(line) + 1
-        if not line.startswith("%%distributed") or cursor_pos < before:
+        magic = re.match(r"%%distributed.*\n?", code)
+        before = 0 if magic is None else magic.end()
+        if not magics.runs_on_ranks(code) or cursor_pos < before:
             return inspect(code, cursor_pos, detail_level, omit_sections)
-        name = token_at_cursor(cell, cursor_pos - before)
-        found = session.describe(name, detail_level) if name else {}
+        name = token_at_cursor(code[before:], cursor_pos - before)
+        found = magics.session.describe(name, detail_level) if name else {}
         return {"status": "ok", "found": bool(found), "data": found, "metadata": {}}
 
     return do_inspect
@@ -337,12 +651,12 @@ def register(shell: InteractiveShell) -> None:
     if id(shell) in _registered:
         return
     magics = DistMagics(shell, Session())
-    shell.register_magics(magics)
-    matcher = _matcher(magics.session)
+    magics.register()
+    matcher = _matcher(magics)
     shell.Completer.custom_matchers.append(matcher)
     kernel = getattr(shell, "kernel", None)  # a terminal has none
     if kernel is not None:
-        kernel.do_inspect = _inspector(magics.session, kernel.do_inspect)
+        kernel.do_inspect = _inspector(magics, kernel.do_inspect)
     set_notebook_session(magics.session)
     _registered[id(shell)] = magics, matcher
 
@@ -355,6 +669,4 @@ def unregister(shell: InteractiveShell) -> None:
     kernel = getattr(shell, "kernel", None)
     if kernel is not None:
         vars(kernel).pop("do_inspect", None)  # its class's is back
-    for kind, names in magics.magics.items():
-        for name in names:
-            shell.magics_manager.magics[kind].pop(name, None)
+    magics.unregister()

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import AlreadyRunning, NotRunning
+from nbdist import cluster
+from nbdist.errors import (
+    AlreadyRunning,
+    CellInterrupted,
+    CellTimeout,
+    NotRunning,
+    UsageError,
+    message_of,
+)
 from nbdist.ipc.fork_messages import FORKED
+from nbdist.widgets import looking
 from nbdist.widgets.table import Table, bytes_text, seconds_text
 from nbdist.wire import format_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pandas as pd
+
     from nbdist.cluster.cluster import Cluster
+    from nbdist.cluster.futures import CallFuture
+    from nbdist.telemetry.collector import Collector
     from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.monitor import Monitor
 
-__all__ = ["Session", "running_cluster", "set_notebook_session"]
+__all__ = [
+    "BackgroundCell",
+    "Session",
+    "metrics",
+    "running_cluster",
+    "set_notebook_session",
+]
 
 _notebook_session: Session | None = None
 
@@ -27,6 +50,37 @@ def set_notebook_session(session: Session) -> None:
     """Make this session the one that the notebook's magics use."""
     global _notebook_session
     _notebook_session = session
+    cluster.name_running(lambda: session.cluster)
+
+
+def metrics(name: str | None = None) -> pd.DataFrame:
+    """The values that the ranks have logged, as a pandas DataFrame.
+
+    They are those of the notebook's cluster, also after it was stopped. Call it in the
+    notebook. A script calls `Cluster.metrics`.
+
+    Args:
+        name: The metric to include, such as "loss"; None for all.
+
+    Returns:
+        A DataFrame with the columns `metric`, `rank`, `step`, `time` (seconds since the
+        epoch), `value`, `low` and `high`. In a long history a row stands for several
+        steps: `step` is the first of them, `value` the mean, and `low` and `high` the
+        least and the greatest value.
+
+    Raises:
+        NotRunning: No cluster was started in this notebook.
+        UsageError: No rank has logged this metric, or pandas is not installed.
+    """
+    from nbdist.telemetry.export import data_frame
+
+    if _notebook_session is None:
+        raise NotRunning(
+            "metrics() reads the values of the notebook's cluster: call it in a "
+            "notebook after %load_ext nbdist and %dist_start, outside of "
+            "%%distributed cells"
+        )
+    return data_frame(_notebook_session.collector, name)
 
 
 def running_cluster() -> Cluster | None:
@@ -34,12 +88,57 @@ def running_cluster() -> Cluster | None:
     return None if _notebook_session is None else _notebook_session.cluster_if_running
 
 
+CODE_LENGTH = 60
+"""The most characters of a cell's first line in `%dist_jobs`."""
+MOST_ENDED_CELLS = 50
+"""The number of ended cells in the background that are kept for `%dist_jobs`."""
+
+
+@dataclass
+class BackgroundCell:
+    """A cell that runs in the background, or has run there."""
+
+    number: int
+    """The notebook's In[] number."""
+    ranks: str
+    code: str
+    future: CallFuture[Any]
+    is_collected: bool = False
+    """Whether `%dist_wait` has returned or raised the outcome."""
+
+    @property
+    def state(self) -> str:
+        """What the cell does, or how it has ended."""
+        if self.future.cancelled():
+            return "cancelled before it began"
+        seconds = self.future.seconds
+        if seconds is None:
+            return "waits for its turn"
+        if not self.future.done():
+            return f"running for {seconds_text(seconds)}"
+        error = self.future.exception()
+        if error is None:
+            return f"finished in {seconds_text(seconds)}"
+        if isinstance(error, CellTimeout):
+            how = "timed out"
+        elif isinstance(error, KeyboardInterrupt):
+            how = "interrupted"
+        else:
+            first_line = message_of(error).partition("\n")[0]
+            return f"failed after {seconds_text(seconds)}: {first_line}"
+        return f"{how} after {seconds_text(seconds)}"
+
+
 class Session:
     """Holds the notebook's cluster between cells."""
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
+        self._collector: Collector | None = None
+        """The values of the last cluster, after it was stopped."""
         self._cells = 0
+        self._in_background: dict[int, BackgroundCell] = {}
+        """By number, in the order in which they were made."""
         self._monitors: list[Monitor] = []
         atexit.register(self.stop)
 
@@ -84,7 +183,7 @@ class Session:
         from nbdist.widgets.live_text import print_note
 
         cluster = Cluster(n, **options)
-        cluster.on_note = print_note
+        cluster.on_note = cluster.on_wait = print_note
         self.stop()  # the earlier cluster may have ended by itself
         self._bring_up(cluster, cluster.start)
         self._cluster = cluster
@@ -108,6 +207,8 @@ class Session:
     def stop(self) -> bool:
         """Stop the cluster. Returns whether there was one. Safe to call twice."""
         cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            self._collector = cluster.collector
         for monitor in self._monitors:
             monitor.close()
         self._monitors.clear()
@@ -123,21 +224,161 @@ class Session:
         timeout_s: float | None,
         number: int,
         setup: bool = False,
+        is_alone: bool = False,
+        remark: str = "",
     ) -> None:
         """Run a cell on the ranks and show its output as it comes.
+
+        With `is_alone`, the notebook's cell has no other output, and the end of the
+        cell brings it into the order of ranks. A cell with a remark, which is shown at
+        its end, has no line of a magic.
 
         Raises:
             CellError: The cell failed on a rank, timed out or was interrupted.
         """
-        with self._showing(ranks) as (cluster, view):
+        shown = self._showing(ranks, is_alone=is_alone, remark=remark)
+        with shown as (cluster, view):
             cluster.execute(
                 code,
                 ranks,
                 timeout_s=timeout_s,
                 number=number,
                 setup=setup,
+                below_magic=not remark,
                 observer=view,
             )
+
+    def execute_in_background(
+        self,
+        code: str,
+        ranks: Sequence[int] | None,
+        timeout_s: float | None,
+        number: int,
+        setup: bool = False,
+        is_alone: bool = False,
+    ) -> None:
+        """Run a cell on the ranks, and return at once.
+
+        The output of the notebook's cell shows the ranks' output, and the error.
+
+        Raises:
+            UsageError: A rank does not exist, or the time limit is not above 0.
+            NotRunning: No cluster is running.
+        """
+        from nbdist.cluster.options import check_timeout, existing_ranks
+        from nbdist.widgets.live_text import show_error
+
+        cluster = self.cluster
+        check_timeout(timeout_s)
+        size = cluster.size
+        shown = existing_ranks(range(size) if ranks is None else ranks, size)
+        hint = f"in the background: %dist_interrupt {number} ends In[{number}]"
+        view = self._new_view(shown, hint, is_alone=is_alone)
+
+        def work() -> Any:
+            try:
+                view.begin()
+                try:
+                    return cluster.execute(
+                        code,
+                        ranks,
+                        timeout_s=timeout_s,
+                        number=number,
+                        setup=setup,
+                        observer=view,
+                    )
+                finally:
+                    view.close()
+            except BaseException as error:
+                show_error(error)
+                raise
+
+        def end_cancelled(future: concurrent.futures.Future[Any]) -> None:
+            if future.cancelled():
+                view.announce(f"In[{number}] was cancelled before it began")
+
+        before = cluster.background_calls
+        if before:
+            names = " and ".join(call.what for call in before)
+            view.announce(f"In[{number}] waits for {names}\n{hint}")
+        else:
+            view.begin()
+        future = cluster.in_background(work, f"In[{number}]")
+        future.add_done_callback(end_cancelled)
+        self._remember(
+            BackgroundCell(number, format_ranks(shown), _first_line(code), future)
+        )
+
+    def _remember(self, cell: BackgroundCell) -> None:
+        self._in_background[cell.number] = cell
+        ended = [n for n, c in self._in_background.items() if c.future.done()]
+        for number in ended[:-MOST_ENDED_CELLS]:
+            del self._in_background[number]
+
+    def jobs_table(self) -> Table:
+        """The cells in the background: those that run, wait, and have ended."""
+        rows = [
+            [f"In[{each.number}]", each.ranks, each.state, each.code]
+            for each in self._in_background.values()
+        ]
+        caption = "" if rows else "no cell was run in the background"
+        return Table(["cell", "ranks", "state", "code"], rows, caption)
+
+    def wait_for(self, numbers: Sequence[int]) -> str:
+        """Wait for cells in the background, and raise the error of one that has failed.
+
+        Args:
+            numbers: The cells' In[] numbers. If empty, all cells whose outcome was not
+                waited for yet, in their order.
+
+        Returns:
+            A description of how they have ended.
+
+        Raises:
+            CellError: The error of the first cell that has failed, as of `execute`.
+            CellInterrupted: The wait was interrupted, or a cell was cancelled.
+            UsageError: There is no such cell.
+        """
+        cells = self._chosen(numbers, lambda cell: not cell.is_collected)
+        for cell in cells:
+            _wait_for(cell)
+        if not cells:
+            return "no cell in the background to wait for"
+        return "; ".join(f"In[{each.number}] {each.state}" for each in cells)
+
+    def interrupt(self, numbers: Sequence[int]) -> str:
+        """Interrupt cells in the background, or cancel those that have not begun.
+
+        Args:
+            numbers: The cells' In[] numbers. If empty, the running cell.
+
+        Returns:
+            A description of what was done.
+
+        Raises:
+            UsageError: There is no such cell.
+        """
+        cells = self._chosen(numbers, lambda cell: cell.future.running())
+        for cell in cells:
+            cell.future.interrupt()
+        done = [f"In[{c.number}] {_interrupted(c)}" for c in cells]
+        return "; ".join(done) or "no cell runs in the background"
+
+    def _chosen(
+        self, numbers: Sequence[int], default: Callable[[BackgroundCell], bool]
+    ) -> list[BackgroundCell]:
+        """The cells in the background with these numbers; if empty, the default's."""
+        known = self._in_background
+        missing = [number for number in numbers if number not in known]
+        if missing:
+            names = ", ".join(f"In[{number}]" for number in known) or "no cell"
+            raise UsageError(
+                f"In[{missing[0]}] was not run in the background, where {names} ran: "
+                "%dist_jobs lists them"
+            )
+        if numbers:
+            return [known[number] for number in numbers]
+        return [cell for cell in known.values() if default(cell)]
 
     def run_script(self, path: str, args: Sequence[str], **options: Any) -> None:
         """Run a script on every rank and show its output as it comes.
@@ -151,20 +392,26 @@ class Session:
 
     @contextmanager
     def _showing(
-        self, ranks: Sequence[int] | None = None
+        self, ranks: Sequence[int] | None = None, **options: Any
     ) -> Iterator[tuple[Cluster, CellView]]:
         """Repair the cluster; yield it with a view for the output of its ranks."""
-        from nbdist.widgets.cell_view import CellView
-
         cluster = self.cluster
         cluster.repair()
-        self._cells += 1
         shown = range(cluster.size) if ranks is None else ranks
-        view = CellView(shown, f"nbdist-{id(self)}-{self._cells}")
+        view = self._new_view(shown, **options)
         try:
             yield cluster, view
         finally:
             view.close()
+
+    def _new_view(
+        self, ranks: Sequence[int], hint: str = "", **options: Any
+    ) -> CellView:
+        from nbdist.widgets.cell_view import CellView
+
+        self._cells += 1
+        key = f"nbdist-{id(self)}-{self._cells}"
+        return CellView(ranks, key, hint, **options)
 
     def complete(self, token: str, line: str, cursor: int) -> list[str]:
         """Completions from rank 0's namespace; none if it does not answer at once."""
@@ -174,15 +421,38 @@ class Session:
         """An object's signature and docstring, as of `Cluster.describe`."""
         return self.cluster.describe(name, detail) if self.running else {}
 
-    def show_monitor(self) -> None:
-        """Display the live chart of this cluster; in a terminal, the latest values."""
+    def show_monitor(self, **options: Any) -> None:
+        """Display the live chart of this cluster; in a terminal, the latest values.
+
+        Args:
+            options: As for `widgets.display.show`.
+        """
         from nbdist.widgets.display import latest_values, show
         from nbdist.widgets.live_text import in_notebook
 
         if in_notebook():
-            self._monitors.append(show(self.cluster.collector))
+            self._monitors.append(show(self.cluster.collector, **options))
         else:
-            print(latest_values(self.cluster.collector))
+            print(latest_values(self.cluster.collector, options.get("metric", "")))
+
+    @property
+    def collector(self) -> Collector:
+        """The values that the ranks of the running or the last cluster have logged.
+
+        Raises:
+            NotRunning: No cluster was started.
+        """
+        if self._cluster is not None:
+            return self._cluster.collector
+        if self._collector is None:
+            raise NotRunning("no cluster was started: start one with %dist_start")
+        return self._collector
+
+    def save_metrics(self, path: Path, metric: str | None = None) -> int:
+        """Write the logged values to a file, as `telemetry.export.save` does."""
+        from nbdist.telemetry.export import save
+
+        return save(self.collector, path, metric)
 
     def status_table(self) -> Table:
         """Every rank's state, also while a cell runs."""
@@ -205,32 +475,37 @@ class Session:
             caption += f"; {_refusals_text(refused)}"
         return Table(header, rows, caption)
 
+    def config_table(self) -> Table:
+        """Every setting of the cluster, or of the next one if none is running."""
+        from nbdist.config import all_settings, read_file
+
+        cluster = self.cluster_if_running
+        settings = cluster.settings() if cluster else all_settings(read_file(), {})
+        rows = [
+            [f"{each.table}.{each.name}", each.value, each.source, each.variable]
+            for each in settings
+        ]
+        of = "the running cluster" if cluster else "the next %dist_start"
+        return Table(
+            ["setting", "value", "from", "variable"], rows, f"settings of {of}"
+        )
+
     def variables_table(self, pattern: str) -> Table:
         """The ranks' variables by name. Equal values share a row."""
-        answers = self.cluster.variables(pattern)
-        silent = [rank for rank, answer in answers.items() if answer is None]
-        by_name: dict[str, dict[str, list[tuple[int, Any]]]] = {}
-        for rank, variables in answers.items():
-            for variable in variables or []:
-                alike = by_name.setdefault(variable.name, {})
-                alike.setdefault(variable.digest, []).append((rank, variable))
-        everywhere = len(answers) - len(silent)
-        rows = [
-            _variable_row(alike, everywhere)
-            for name in sorted(by_name)
-            for alike in by_name[name].values()
-        ]
-        header = ["name", "ranks", "type", "shape", "dtype", "device", "value"]
-        note = f"rank {format_ranks(silent)} does not answer" if silent else ""
-        return Table(header, rows, note)
+        return looking.variables_table(self.cluster.variables(pattern))
 
     def inspect_table(self, expression: str) -> Table:
         """The value of an expression on all ranks. Equal values share a row."""
-        alike: dict[str, list[int]] = {}
-        for rank, text in self.cluster.inspect(expression).items():
-            alike.setdefault(text, []).append(rank)
-        rows = [(format_ranks(ranks), text) for text, ranks in alike.items()]
-        return Table(["ranks", expression], rows)
+        return looking.values_table(expression, self.cluster.look(expression))
+
+    def diff_table(self, expression: str, *, everything: bool = False) -> Table:
+        """The leaves of an expression's value that differ between ranks.
+
+        Args:
+            everything: Include leaves that are equal.
+        """
+        comparison = self.cluster.compare(expression)
+        return looking.diff_table(expression, comparison, everything=everything)
 
     def stacks_text(self, *, everything: bool = False) -> str:
         """Every rank's Python stack. Ranks with equal stacks share one.
@@ -250,6 +525,38 @@ class Session:
         seen = self.cluster.last_seen(rank)
         text = "does not answer: the process is stopped, or a thread holds the GIL"
         return f"{text}; last seen {seen}" if seen else text
+
+
+def _wait_for(cell: BackgroundCell) -> None:
+    """Wait for a cell in the background; raises its error."""
+    number = cell.number
+    try:
+        concurrent.futures.wait([cell.future])
+    except KeyboardInterrupt:
+        raise CellInterrupted(
+            f"the wait for In[{number}] was interrupted; it continues in the "
+            f"background: %dist_interrupt {number} ends it"
+        ) from None
+    cell.is_collected = True
+    if cell.future.cancelled():
+        raise CellInterrupted(f"In[{number}] was cancelled before it began")
+    cell.future.result()
+
+
+def _interrupted(cell: BackgroundCell) -> str:
+    """What an interrupt of the cell has done."""
+    if cell.future.cancelled() or cell.future.done():
+        return cell.state
+    return "is interrupted"
+
+
+def _first_line(code: str) -> str:
+    """The first line of a cell that is no comment or import, to recognise it by."""
+    lines = [line.strip() for line in code.splitlines()]
+    lines = [line for line in lines if line and line[0] != "#"]
+    told = [line for line in lines if line.split()[0] not in ("import", "from")]
+    line = next(iter(told or lines), "")
+    return line if len(line) <= CODE_LENGTH else f"{line[:CODE_LENGTH]}…"
 
 
 def _starts_text(starts: Sequence[str]) -> str:
@@ -284,14 +591,4 @@ def _status_row(info: Any, state: dict[str, Any] | None, died: object) -> list[o
     limit = f" of {bytes_text(info.memory_limit)}" if info.memory_limit else ""
     return [
         info.rank, what, device, used + limit, info.host, info.pid, info.transport,
-    ]  # fmt: skip
-
-
-def _variable_row(alike: list[tuple[int, Any]], everywhere: int) -> list[object]:
-    variable = alike[0][1]
-    ranks = "all" if len(alike) == everywhere else format_ranks(r for r, _ in alike)
-    shape = "" if variable.shape is None else tuple(variable.shape)
-    return [
-        variable.name, ranks, variable.kind, shape, variable.dtype, variable.device,
-        variable.value,
     ]  # fmt: skip

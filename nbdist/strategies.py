@@ -5,8 +5,11 @@ from __future__ import annotations
 from nbdist.training.strategies import (
     TPU,
     CentralStorage,
+    InputContext,
     LocalSGD,
     Mirrored,
+    MultiWorkerMirrored,
+    OneDevice,
     ParameterServer,
     Strategy,
 )
@@ -14,8 +17,11 @@ from nbdist.training.strategies import (
 __all__ = [
     "TPU",
     "CentralStorage",
+    "InputContext",
     "LocalSGD",
     "Mirrored",
+    "MultiWorkerMirrored",
+    "OneDevice",
     "ParameterServer",
     "Strategy",
 ]

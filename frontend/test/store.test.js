@@ -13,7 +13,7 @@ test("a full message and what follows it build the series", () => {
   assert.deepEqual(store.metrics.get("loss").ranks.get(0).latest, { step: 2, time: 1002, value: 1 });
 });
 
-test("a missing message is noticed once, and a full one mends it", () => {
+test("a missing message is noticed once, and a full message repairs it", () => {
   const store = new Store();
   store.apply(...update(0, [["loss", 0, 1, 0, rows([3])]]));
   assert.equal(store.apply(...update(2, [["loss", 0, 1, 2, rows([1], 2)]])), false);

@@ -13,6 +13,7 @@ from typing import Any
 
 from nbdist.cluster.ipp_client import Answer, Exchange, IppClient
 from nbdist.cluster.observer import Event, Observer
+from nbdist.cluster.port_clash import port_in_use
 from nbdist.errors import RankDied
 from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.interrupts import defer_interrupts
@@ -35,6 +36,7 @@ class Call:
         what: Names the call in the ranks' status.
         observer: Receives each event. The events of one rank arrive in their order.
         needs_all: Whether the call fails as soon as a rank has died.
+        ends_together: Whether the other ranks are interrupted when one has failed.
     """
 
     def __init__(
@@ -47,9 +49,13 @@ class Call:
         observer: Observer,
         *,
         needs_all: bool = False,
+        ends_together: bool = False,
     ) -> None:
         self._client = client
         self._needs_all = needs_all
+        self.ends_together = ends_together
+        self.ports_in_use: dict[int, int] = {}
+        """The port on which a rank's program could not listen, by rank."""
         self._stopped = ""
         self._rank_calls = _by_engine(RankCall(info) for info in targets)
         self._target, self._args, self._what = target, args, what
@@ -313,10 +319,17 @@ class Call:
             rank_call.joins = None
             rank_call.elastic = None if notice.kind == "left" else notice
             return bool(notice.pause)
+        elif message["msg_type"] == "stream":
+            self._find_port_in_use(rank_call.info.rank, message["content"]["text"])
         outcome = self._outcome(rank_call) if rank_call.done else "finished"
         event = Event(rank_call.info.rank, message, self._elapsed(), uuid, outcome)
         self._observer.take(event)
         return urgent
+
+    def _find_port_in_use(self, rank: int, text: str) -> None:
+        port = port_in_use(text)
+        if port is not None:
+            self.ports_in_use[rank] = port
 
     def _outcome(self, rank_call: RankCall) -> str:
         """The `Event.outcome` of a rank call that has ended."""
@@ -349,6 +362,8 @@ class Call:
         last, rank_call.elastic = rank_call.elastic, None
         try:
             rank_call.answer = rank_call.exchange.reply.result(timeout=0)
+            for text in _texts_of(rank_call.answer):
+                self._find_port_in_use(rank_call.info.rank, text)
         except RankDied as error:
             rank_call.died = error
             rank_call.lost_in = None if last is None else last.call
@@ -374,6 +389,14 @@ def _is_failure(answer: Answer) -> bool:
         return True
     value = answer.value
     return isinstance(value, tuple) and bool(value) and isinstance(value[0], Failure)
+
+
+def _texts_of(answer: Answer) -> tuple[str, ...]:
+    """What an answer says about the error of a cell."""
+    if not answer.ok or not _is_failure(answer):
+        return ()
+    failure = answer.value[0]
+    return failure.evalue, *failure.traceback
 
 
 _tokens = itertools.count(1)

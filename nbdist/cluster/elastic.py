@@ -143,12 +143,16 @@ class Elastic:
         try:
             verdict = self._judge(progress, run)
         except KeyboardInterrupt:
-            call.decide(Verdict("interrupt"))  # a paused rank defers SIGINT
+            self.release(call)
             raise
         if verdict is not None:
             verdict = replace(verdict, completed_resize=self._resizes.completed)
             progress.still_since = progress.short_since = None
             call.decide(verdict)
+
+    def release(self, call: Call) -> None:
+        """End the pauses of a call's ranks, which defer SIGINT, by an interrupt."""
+        call.decide(Verdict("interrupt"))
 
     def _judge(self, progress: _Progress, run: ElasticCall) -> Verdict | None:
         """The verdict; None to wait longer."""
@@ -201,13 +205,16 @@ class Elastic:
 
         def recover() -> str:
             try:
-                return self._recovery.recover(self._ask_in(progress.call))
+                note = self._recovery.recover(self._ask_in(progress.call))
             except CellInterrupted as stopped:
                 self._on_note(f"{why}\n{stopped}")
                 raise
+            if not self._recovery.is_interrupted:  # else the cell ends after this
+                note += f"; {run.name} continues"
+            self._on_note(f"{why}\n{note}")
+            return note
 
-        note = self._change_members(progress, recover)
-        self._on_note(f"{why}\n{note}; {run.name} continues")
+        self._change_members(progress, recover)
         return Verdict("continue")
 
     def _check_survivors(self, progress: _Progress) -> None:

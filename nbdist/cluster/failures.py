@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbdist.errors import CellError
@@ -12,23 +13,32 @@ from nbdist.wire import Failure, format_ranks
 if TYPE_CHECKING:
     from nbdist.cluster.call import Call
 
-__all__ = ["cell_error", "failures_of", "group", "render", "summary"]
+__all__ = [
+    "cell_error",
+    "failures_of",
+    "group",
+    "render",
+    "summary",
+    "with_causes",
+]
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-RELEASED = "CollectiveAborted"
+ENDED = "Ended"
+EFFECTS = ("CollectiveAborted", ENDED)
+"""Failures that are effects of another rank's."""
 
 
 def group(failures: Sequence[Failure]) -> list[list[Failure]]:
     """Group failures with the same text.
 
-    Groups are in the order of their first rank. Failures of ranks that were released
-    from a collective come last, because they are effects of other failures.
+    Groups are in the order of their first rank. Failures that are effects of other
+    failures come last, as of ranks that were released from a collective.
     """
     groups: dict[tuple[str, str, str], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
         text = ANSI.sub("", "\n".join(failure.traceback))
         groups.setdefault((failure.ename, failure.evalue, text), []).append(failure)
-    return sorted(groups.values(), key=lambda alike: alike[0].ename == RELEASED)
+    return sorted(groups.values(), key=lambda alike: alike[0].ename in EFFECTS)
 
 
 def summary(failures: Sequence[Failure], world_size: int) -> str:
@@ -43,7 +53,7 @@ def render(failures: Sequence[Failure], world_size: int) -> list[str]:
     """One traceback for each distinct failure, headed by its ranks and hosts."""
     lines = []
     groups = group(failures)
-    causes = [alike for alike in groups if alike[0].ename != RELEASED]
+    causes = [alike for alike in groups if alike[0].ename not in EFFECTS]
     for alike in causes or groups:
         hosts = ", ".join(sorted({failure.host for failure in alike}))
         head = f"{_who(alike, world_size)} on {hosts}{_where(alike[0])}"
@@ -77,6 +87,28 @@ def failures_of(call: Call, host_of: Callable[[int], str]) -> list[Failure]:
         for info in call.unfinished
     ]
     return failures
+
+
+def with_causes(failures: Sequence[Failure]) -> list[Failure]:
+    """The failures, after one rank's has ended the others.
+
+    A rank that was interrupted for it says so.
+    """
+    causes = [failure.rank for failure in failures if not _is_effect(failure)]
+    if not causes:
+        return list(failures)
+    ranks = format_ranks(causes)
+    why = f"interrupted, because rank {ranks} has failed"
+    return [
+        replace(failure, ename=ENDED, evalue=why, traceback=())
+        if failure.ename == "KeyboardInterrupt"
+        else failure
+        for failure in failures
+    ]
+
+
+def _is_effect(failure: Failure) -> bool:
+    return failure.ename in ("KeyboardInterrupt", "Unfinished", *EFFECTS)
 
 
 def _who(alike: Sequence[Failure], world_size: int) -> str:

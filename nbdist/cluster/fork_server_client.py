@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbdist.config import ForkConfig
+from nbdist.config import ForkConfig, read_file
 from nbdist.ipc.fork_messages import (
     SOCKET,
     SWITCHED_OFF,
@@ -28,7 +29,9 @@ from nbdist.ipc.process_files import describe_exit
 __all__ = ["CannotFork", "await_ready", "close", "hash_seed", "prepare", "serve"]
 
 ANSWER_TIMEOUT_S = 5.0
-"""Seconds that a fork server may take to answer after its imports."""
+"""Seconds that a fork server may take to answer after all of its imports."""
+IMPORT_TIMEOUT_S = 30.0
+"""Seconds that it may take to answer before, when it may be importing a module."""
 PROGRAM = Path(__file__).parents[1] / "ipc" / "fork_server.py"
 UNRELATED = {
     "CUDA_VISIBLE_DEVICES", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST", "PYTHONHASHSEED",
@@ -56,6 +59,10 @@ class _ForkServer:
         self.kind = kind
         """The settings that its imports depend on; see `_kind`."""
         self.is_ready = False
+        """Whether it serves clusters."""
+        self.is_complete = False
+        """Whether it has imported everything, so that it answers at once."""
+        self._served = 0
         self.why_not = ""
         """Why it serves no further cluster; "" if it does."""
         self.is_unfit = False
@@ -80,11 +87,12 @@ class _ForkServer:
             )
 
     def await_ready(self, timeout_s: float) -> bool:
-        """Wait for its imports. Returns whether they have succeeded."""
-        if not (self.is_ready or self.why_not):
-            with contextlib.suppress(TimeoutError):
-                self._hear(timeout_s)
-        return self.is_ready and not self.why_not
+        """Wait for all of its imports. Returns whether they have succeeded."""
+        end = time.monotonic() + timeout_s
+        with contextlib.suppress(TimeoutError):
+            while not (self.is_complete or self.why_not):
+                self._hear(max(0.001, end - time.monotonic()))
+        return self.is_complete and not self.why_not
 
     def offer(self, run_dir: Path, listener: socket.socket) -> bool:
         """Have it serve a cluster. Returns whether it does, or will after its imports.
@@ -94,11 +102,13 @@ class _ForkServer:
         self._process.send_signal(signal.SIGCONT)  # in case it was stopped
         try:
             self._hear(timeout_s=0.0)
-            was_ready = self.is_ready
+            was_ready, served = self.is_ready, self._served
             if not self.why_not:
                 send(self._connection, {"run_dir": str(run_dir)}, [listener.fileno()])
-            if was_ready and not self.why_not:
-                self._hear(timeout_s=ANSWER_TIMEOUT_S)
+            limit = ANSWER_TIMEOUT_S if self.is_complete else IMPORT_TIMEOUT_S
+            end = time.monotonic() + limit
+            while was_ready and self._served == served and not self.why_not:
+                self._hear(max(0.001, end - time.monotonic()))
         except OSError as error:
             self.why_not = f"the fork server does not answer: {error}"
             self._process.kill()  # it must not serve this cluster later
@@ -122,6 +132,10 @@ class _ForkServer:
     def _take(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self.is_ready = True
+        elif "complete" in message:
+            self.is_complete = True
+        elif "serving" in message:
+            self._served += 1
         elif "stale" in message:
             self.why_not = f"{message['stale']} has changed"
         elif "unfit" in message:
@@ -170,9 +184,13 @@ def prepare(environment: Mapping[str, str]) -> str:
 
     Returns:
         Why there is no fork server; "" if there is one.
+
+    Raises:
+        UsageError: nbdist.toml or NBDIST_PRELOAD is invalid.
     """
+    config = ForkConfig.read(read_file())
     with _lock:
-        return _prepare(environment, ForkConfig.from_environment())
+        return _prepare(environment, config)
 
 
 def await_ready(timeout_s: float) -> bool:
@@ -185,7 +203,7 @@ def _prepare(
     environment: Mapping[str, str], config: ForkConfig, run_dir: Path | None = None
 ) -> str:
     global _server
-    if not config.enabled:
+    if config.preload is None:
         return SWITCHED_OFF
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return f"{sys.platform} has no safe fork"
@@ -216,12 +234,13 @@ def _collect(process: subprocess.Popen[bytes]) -> None:
     _retired.discard(process)
 
 
-def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
+def serve(run_dir: Path, environment: Mapping[str, str], config: ForkConfig) -> int:
     """Have the fork server serve a cluster, on a socket in the cluster's run folder.
 
     Args:
         run_dir: The cluster's run folder.
         environment: As for `prepare`.
+        config: The options of the fork server.
 
     Returns:
         The pid of the fork server.
@@ -229,7 +248,6 @@ def serve(run_dir: Path, environment: Mapping[str, str]) -> int:
     Raises:
         CannotFork: There is no fork server for this cluster.
     """
-    config = ForkConfig.from_environment()
     with _lock, socket.socket(socket.AF_UNIX) as listener:
         if why_not := _prepare(environment, config, run_dir):
             raise CannotFork(why_not)

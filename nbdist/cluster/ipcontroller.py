@@ -92,7 +92,13 @@ class Controller(IPController):  # type: ignore[misc]
         end.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         return super().bind(end, url)
 
-    # -- sockets and threads -------------------------------------------------------
+    # -- signals, sockets and threads ----------------------------------------------
+
+    def init_signal(self) -> None:
+        """Leave SIGTERM's default, which ends this process at once.
+
+        The process supervisor removes what this process leaves behind.
+        """
 
     def init_hub(self) -> None:
         with _no_pause():

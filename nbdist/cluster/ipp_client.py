@@ -16,15 +16,16 @@ from jupyter_client.session import Session
 
 from nbdist.errors import RankDied
 from nbdist.ipc import serialization
-from nbdist.ipc.direct_socket import DirectSocket, path_of
+from nbdist.ipc.direct_socket import DirectSocket, head_of, path_of
 from nbdist.ipc.signed_messages import (
     Gate,
     Opened,
     SignedSession,
     addressed,
+    carefully,
     refusals,
 )
-from nbdist.wire import REFUSED, REPLY, REQUEST, TELEMETRY
+from nbdist.wire import REFUSED, REPLY, REQUEST, TELEMETRY, Outcome
 
 __all__ = ["Answer", "Exchange", "IppClient"]
 
@@ -83,17 +84,14 @@ class Exchange:
         elif self._on_output is not None:
             self._on_output(message)
 
-    def answer(self, message: Message) -> None:
-        content = message["content"]
-        ok, value = content["status"] == "ok", None
+    def answer(self, outcome: Outcome, frames: Sequence[Any]) -> None:
+        ok, value = outcome.ok, None
         try:
-            value = serialization.loads(
-                [bytearray(frame) for frame in message["buffers"]]
-            )
+            value = serialization.loads([bytearray(frame) for frame in frames])
         except Exception as error:  # noqa: BLE001 - a class's own unpickling may do anything
             ok, value = False, ("TransferError", _cannot_arrive(error), [])
-        self._answer = Answer(ok, value, content["broken"], content["groups"])
-        self._idle |= not content["published"]
+        self._answer = Answer(ok, value, outcome.broken, outcome.groups)
+        self._idle |= not outcome.published
         self._settle()
 
     def fail(self, error: Exception) -> None:
@@ -262,7 +260,7 @@ class _Client(Client):  # type: ignore[misc]
             take = gate.opening(_taking(handle))
             stream.on_recv(_draining(stream, take), copy=False)
             if stream is self._mux_stream:
-                self._take_reply = take
+                self._reply_gate = gate
         for stream in (self._task_stream, self._broadcast_stream):
             stream.stop_on_recv()  # unused
 
@@ -283,10 +281,9 @@ class _Client(Client):  # type: ignore[misc]
         """
         channel = "control" if control else "shell"
         stream = self._control_stream if control else self._mux_stream
-        addresses = [f"{exchange.engine_uuid}/{channel}" for exchange in exchanges]
-        message = self.session.msg(REQUEST, content, metadata=addressed(*addresses))
+        name = self.session.msg_id
         for exchange in exchanges:
-            exchange.name = message["header"]["msg_id"]
+            exchange.name = name
         with self._exchanges_lock:
             held_back = {
                 each.engine_uuid for each in self._exchanges.values() if each.holds_back
@@ -297,12 +294,35 @@ class _Client(Client):  # type: ignore[misc]
                 for exchange in exchanges
                 if exchange.engine_uuid in self._gone
             ]
-        signed = self.session.frames(message, frames)
+
+        @functools.cache
+        def signed() -> list[Any]:
+            message = self.session.msg(
+                REQUEST,
+                content,
+                header={**self.session.msg_header(REQUEST), "msg_id": name},
+                metadata=addressed(
+                    *(f"{exchange.engine_uuid}/{channel}" for exchange in exchanges)
+                ),
+            )
+            return self.session.frames(message, frames)
+
+        def sent_directly(direct: DirectSocket) -> bool:
+            try:
+                if direct.header is None:
+                    direct.send_multipart(signed())
+                else:
+                    head = name, content["target"], content["what"]
+                    direct.send_brief(head, frames)
+            except OSError:  # the message is too large, or the engine has ended
+                return False
+            return True
+
         relayed = []
         for exchange in exchanges:
             uuid = exchange.engine_uuid
             direct = None if control or uuid in held_back else self.direct.get(uuid)
-            if direct is None or not _accepts(direct, signed):
+            if direct is None or not sent_directly(direct):
                 exchange.holds_back = not control
                 relayed.append(uuid.encode())
 
@@ -310,7 +330,7 @@ class _Client(Client):  # type: ignore[misc]
             for exchange, error in gone:
                 self._fail(exchange, error)
             for ident in relayed:
-                stream.send_multipart([ident, *signed], copy=False)
+                stream.send_multipart([ident, *signed()], copy=False)
 
         if gone or relayed:
             self._io_loop.add_callback(relay)
@@ -325,13 +345,33 @@ class _Client(Client):  # type: ignore[misc]
         self.direct[engine_uuid] = direct
 
     def _on_direct(self, uuid: str, direct: DirectSocket, _events: int) -> None:
-        """Take the replies that have arrived on an engine's direct socket."""
-        with contextlib.suppress(BlockingIOError):
-            while (frames := direct.receive()) is not None:
-                self._take_reply(frames)
+        self._take_next(uuid, direct)  # if there are more, the loop calls again
+
+    def _take_next(self, uuid: str, direct: DirectSocket) -> bool:
+        """Take a reply of an engine's direct socket. Returns whether there was one."""
+        try:
+            frames = direct.receive()
+        except BlockingIOError:
+            return False
+        if frames is None:
             self.direct.pop(uuid, None)  # the next answer connects again
             self._io_loop.remove_handler(direct)
             direct.close()
+            return False
+        carefully(self._take_direct, uuid, direct, frames)
+        return True
+
+    def _take_direct(
+        self, uuid: str, direct: DirectSocket, frames: list[memoryview]
+    ) -> None:
+        head = None if direct.header is None else head_of(frames)
+        if head is not None:
+            name, *outcome = head
+            self._take_reply(name, uuid, Outcome(*outcome), frames[2:])
+        elif (opened := self._reply_gate.opened(frames)) is not None:
+            if opened.message["header"]["session"] == uuid:
+                direct.header = opened.message["header"]
+            self._on_reply(opened.message)
 
     def fail(self, engine_uuid: str, error: RankDied) -> None:
         with self._exchanges_lock:
@@ -344,7 +384,8 @@ class _Client(Client):  # type: ignore[misc]
     def _fail(self, exchange: Exchange, error: RankDied) -> None:
         uuid = exchange.engine_uuid
         if (direct := self.direct.get(uuid)) is not None:
-            self._on_direct(uuid, direct, 0)  # the engine may have answered at last
+            while self._take_next(uuid, direct):  # the engine may have answered at last
+                pass
         exchange.fail(error)
         with self._exchanges_lock:
             self._exchanges.pop(exchange.key, None)
@@ -360,12 +401,21 @@ class _Client(Client):  # type: ignore[misc]
                 self._exchanges.pop(exchange.key, None)
 
     def _on_reply(self, message: Message) -> None:
-        exchange = self._exchange_of(message)
+        parent = message["parent_header"].get("msg_id", "")
+        uuid = message["header"]["session"]
+        outcome = Outcome(**message["content"])
+        self._take_reply(parent, uuid, outcome, message["buffers"])
+
+    def _take_reply(
+        self, name: str, uuid: str, outcome: Outcome, frames: Sequence[Any]
+    ) -> None:
+        with self._exchanges_lock:
+            exchange = self._exchanges.get((name, uuid))
         if exchange is not None:
-            exchange.answer(message)
+            exchange.answer(outcome, frames)
             self._forget_finished(exchange)
-            if exchange.engine_uuid not in self.direct:
-                self._connect_directly(exchange.engine_uuid)
+            if uuid not in self.direct:
+                self._connect_directly(uuid)
 
     def _on_notification(self, message: Message) -> None:
         if message["msg_type"] == REFUSED:
@@ -394,15 +444,6 @@ class _Client(Client):  # type: ignore[misc]
 
 def _taking(handle: Callable[[Message], None]) -> Callable[[Opened], None]:
     return lambda opened: handle(opened.message)
-
-
-def _accepts(direct: DirectSocket, frames: Sequence[Any]) -> bool:
-    """Send a message directly. Returns whether the socket has accepted it."""
-    try:
-        direct.send_multipart(frames)
-    except OSError:  # the message is too large, or the engine has ended
-        return False
-    return True
 
 
 def _draining(

@@ -28,6 +28,9 @@ Ask = Callable[..., "Future[Answer]"]
 POLL_S = 0.02
 MEET_TIMEOUT_S = 30.0
 """Seconds in which the ranks carry out a change, without the start of processes."""
+INTERRUPT_GRACE_S = 2.0
+"""Seconds for which a change continues after an interrupt. A cancellation can end
+ranks: Open MPI is not safe if a communicator is revoked while it is created."""
 CANCEL_TIMEOUT_S = 5.0
 """Seconds within which every rank leaves a cancelled change."""
 
@@ -163,6 +166,7 @@ class _Attempt:
         self._begun = self._progress = time.monotonic()
         self._stages: list[str | None] = []
         self._is_interrupted = is_interrupted
+        self._interrupted_at: float | None = None
         self._living = registry.living
         self._died_before = registry.died.keys()
         self._known = set(registry.client.engines().values())
@@ -240,8 +244,7 @@ class _Attempt:
         while not condition():
             self._check_newcomers()
             self._check_members()
-            if self._is_interrupted():
-                raise KeyboardInterrupt
+            self._check_interrupt()
             self._check_time()
             # Files of other processes raise no event.
             self._changed.wait(POLL_S)
@@ -269,6 +272,14 @@ class _Attempt:
         for reply in self._replies.values():
             if reply.done():
                 _value(reply)
+
+    def _check_interrupt(self) -> None:
+        """Raise KeyboardInterrupt some time after an interrupt."""
+        if self._is_interrupted():
+            now = time.monotonic()
+            self._interrupted_at = self._interrupted_at or now
+            if now > self._interrupted_at + INTERRUPT_GRACE_S:
+                raise KeyboardInterrupt
 
     def _check_time(self) -> None:
         """Check the time, which is longer for the start of new processes.

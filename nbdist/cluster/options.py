@@ -7,18 +7,25 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from nbdist.cluster.hosts import parse_hosts, slots_here
-from nbdist.config import ClusterConfig
+from nbdist.config import ClusterConfig, File, check_for_ranks
 from nbdist.errors import UsageError
 from nbdist.training.elastic import checkpoint
-from nbdist.wire import Resume
+from nbdist.wire import Resume, format_ranks
 
-__all__ = ["checked_script", "configured", "resume_of", "suggests_keywords"]
+__all__ = [
+    "check_timeout",
+    "checked_script",
+    "configured",
+    "existing_ranks",
+    "resume_of",
+    "suggests_keywords",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,18 +55,20 @@ def _unknown_option(name: str, known: list[str]) -> str:
     return f"unknown option {name!r}: {hint}The options are {', '.join(known)}"
 
 
-def configured(n: int | None, options: Mapping[str, Any]) -> ClusterConfig:
-    """The configuration of a cluster, from the environment and from options.
+def configured(options: Mapping[str, Any], file: File) -> ClusterConfig:
+    """The configuration of a cluster.
 
     Args:
-        n: Number of ranks; None to derive it from the host.
-        options: Other fields of `ClusterConfig`; None keeps a field's default.
+        options: Fields of `ClusterConfig`. None takes the value from the environment,
+            the file, or the default.
+        file: The settings in nbdist.toml.
 
     Raises:
-        UsageError: The value of an option is invalid.
+        UsageError: The value of an option is invalid, or a setting of the ranks.
     """
+    check_for_ranks(file)
     given = {name: value for name, value in options.items() if value is not None}
-    config = replace(ClusterConfig.from_environment(), n=n, **given)
+    config = replace(ClusterConfig.read(file), **given)
     if not 0 < config.timeout_s < threading.TIMEOUT_MAX:
         raise UsageError(f"--timeout {config.timeout_s}: expected seconds above 0")
     if config.on_failure not in ("stop", "shrink", "replace"):
@@ -108,3 +117,28 @@ def checked_script(path: str | os.PathLike[str], n_ps: int, size: int) -> Path:
             "relative to the notebook's folder, or an absolute path"
         )
     return file
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Check the time limit of a call; None for no limit.
+
+    Raises:
+        UsageError: It is not above 0.
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise UsageError(f"--timeout {timeout_s:g}: expected seconds above 0")
+
+
+def existing_ranks(ranks: Iterable[int], size: int) -> list[int]:
+    """Check that ranks exist in a world of `size`, and return them in rank order.
+
+    Raises:
+        UsageError: A rank does not exist, or there is none.
+    """
+    wanted = sorted(set(ranks))
+    missing = [rank for rank in wanted if rank not in range(size)]
+    if missing or not wanted:
+        raise UsageError(
+            f"rank {format_ranks(missing) or '(none)'} is not one of 0-{size - 1}"
+        )
+    return wanted

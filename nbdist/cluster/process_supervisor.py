@@ -45,13 +45,14 @@ import psutil
 from nbdist.ipc.fork_messages import (
     FORK_TIMEOUT_S,
     RANK_HOST,
-    Request,
     receive,
+    request,
     send,
     socket_address,
 )
 from nbdist.ipc.prctl import adopt_orphans, die_with_parent
 from nbdist.ipc.private_files import remove_folders
+from nbdist.ipc.process_files import remove_all_torch_files
 
 TERMINATE_GRACE_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -100,6 +101,7 @@ class ProcessSupervisor:
             for terminating in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(terminating, signal.SIG_IGN)
             self._end_processes()
+            remove_all_torch_files(self._folders[0])
             remove_folders(*self._folders)
 
     def _loop(self, selector: selectors.BaseSelector, wakeup: int) -> None:
@@ -207,15 +209,18 @@ class ProcessSupervisor:
             OSError: The rank host has ended, or does not answer.
         """
         module, *arguments = order["module"]
-        request = Request(
-            arguments, module, order["env"], folder=order.get("cwd", os.getcwd())
+        message = request(
+            arguments,
+            module=module,
+            environment=order["env"],
+            folder=order.get("cwd"),
         )
         connection = self._connected()
         connection.settimeout(HOST_TIMEOUT_S)
         try:
             with open(os.devnull) as nothing, open(order["log"], "ab") as log:
                 streams = [each.fileno() for each in (nothing, log, log)]
-                send(connection, request.message, streams)
+                send(connection, message, streams)
         except OSError:
             connection.close()
             raise

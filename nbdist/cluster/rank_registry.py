@@ -18,11 +18,16 @@ import psutil
 
 from nbdist.cluster.crash_report import find_crash
 from nbdist.cluster.ipp_client import Answer
+from nbdist.cluster.options import existing_ranks
 from nbdist.cluster.startup import Started
 from nbdist.cluster.startup_status import ends_within, runs
 from nbdist.cluster.supervisor_client import Loss
-from nbdist.errors import ClusterError, RankDied, UsageError
-from nbdist.ipc.process_files import read_exit_report, read_reason
+from nbdist.errors import ClusterError, RankDied
+from nbdist.ipc.process_files import (
+    read_exit_report,
+    read_reason,
+    remove_torch_files,
+)
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["ANSWER_TIMEOUT_S", "RankRegistry"]
@@ -117,23 +122,19 @@ class RankRegistry:
             UsageError: A rank does not exist, or the selection is empty.
             RankDied: A rank has died.
         """
-        wanted = sorted(self._infos if ranks is None else set(ranks))
-        missing = [rank for rank in wanted if rank not in self._infos]
-        if missing or not wanted:
-            raise UsageError(
-                f"rank {format_ranks(missing) or '(none)'} is not one of "
-                f"0-{len(self._infos) - 1}"
-            )
+        size = len(self._infos)
+        wanted = existing_ranks(range(size) if ranks is None else ranks, size)
         if self.lost:
             raise RankDied(f"{self.lost}: %dist_start starts a new cluster")
         died = self.died
         dead = [rank for rank in wanted if rank in died]
         if dead:
+            what = "; ".join(died[rank].summary for rank in dead)
             living = format_ranks(info.rank for info in self.living)
+            others = f"-r {living} runs on the others, which keep their variables; "
             raise RankDied(
-                f"{'; '.join(died[rank].summary for rank in dead)}. "
-                + (f"-r {living} runs on the others, " if living else "")
-                + "which keep their variables; %dist_stop and %dist_start start again"
+                f"{what}. {others if living else ''}%dist_stop and %dist_start start "
+                "again"
             )
         return wanted
 
@@ -290,6 +291,7 @@ class RankRegistry:
     def _death(self, rank: int) -> RankDied:
         """The error of a dead rank: its exit, and the end of its standard error."""
         info = self._infos[rank]
+        remove_torch_files(info.pid)
         ending = self._ending(info)
         who = f"rank {rank} (pid {info.pid} on {info.host})"
         if info.name in self._ended_on_request:

@@ -60,10 +60,13 @@ class Recovery:
         self._config = config
         self._on_change = on_change
         self._interrupted = False
+        self.is_interrupt_asked: Callable[[], bool] = lambda: False
+        """Whether the call of this thread, which gets no SIGINT, is to be interrupted.
+        """
         self._deadline: float | None = None
-        self._newcomers = Newcomers(registry, self._is_interrupted)
+        self._newcomers = Newcomers(registry, lambda: self.is_interrupted)
         self._membership = Membership(
-            registry, assignments, config.timeout_s, self._is_interrupted
+            registry, assignments, config.timeout_s, lambda: self.is_interrupted
         )
         self._unprepared: set[str] = set()
         """UUIDs of engines that have joined and lack the setup cells and variables."""
@@ -145,9 +148,11 @@ class Recovery:
         finally:
             self._interrupted, self._deadline = False, None
 
-    def _is_interrupted(self) -> bool:
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the change that is being made must end with KeyboardInterrupt."""
         late = self._deadline is not None and time.monotonic() >= self._deadline
-        return self._interrupted or late
+        return self._interrupted or late or self.is_interrupt_asked()
 
     def _may_succeed(
         self, error: ChangeFailed, died: Collection[int], failed: int

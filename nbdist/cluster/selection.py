@@ -35,6 +35,7 @@ class RankSelection:
     def __repr__(self) -> str:
         return f"<rank {format_ranks(self.ranks) or '(none)'} of {self.cluster!r}>"
 
+    @overload
     def execute(
         self,
         code: str,
@@ -43,16 +44,43 @@ class RankSelection:
         check: bool = True,
         number: int | None = None,
         observer: Observer = QUIET,
-    ) -> CellResult:
+        wait: Literal[True] = True,
+    ) -> CellResult: ...
+
+    @overload
+    def execute(
+        self,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        check: bool = True,
+        number: int | None = None,
+        observer: Observer = QUIET,
+        wait: Literal[False],
+    ) -> CallFuture[CellResult]: ...
+
+    def execute(
+        self,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        check: bool = True,
+        number: int | None = None,
+        observer: Observer = QUIET,
+        wait: bool = True,
+    ) -> CellResult | CallFuture[CellResult]:
         """Run a cell on these ranks; as `Cluster.execute`."""
-        return self.cluster.execute(
-            code,
-            self.ranks,
-            timeout_s=timeout_s,
-            check=check,
-            number=number,
-            observer=observer,
+        options: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "check": check,
+            "number": number,
+            "observer": observer,
+            "wait": wait,
+        }
+        cell: CellResult | CallFuture[CellResult] = self.cluster.execute(
+            code, self.ranks, **options
         )
+        return cell
 
     @overload
     def run(

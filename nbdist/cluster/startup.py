@@ -20,6 +20,7 @@ from nbdist.cluster.startup_status import (
     tail_of,
 )
 from nbdist.cluster.supervisor_client import SupervisorClient
+from nbdist.config import File, ForkConfig, rank_variables
 from nbdist.errors import StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
@@ -64,11 +65,20 @@ class Started:
 def start(
     launcher: Launcher,
     assignments: Sequence[DeviceAssignment],
+    file: File,
     timeout_s: float,
     on_telemetry: Callable[[Any], None],
     on_progress: Callable[[Progress], None],
 ) -> Started:
     """Start the controller and every rank, and wait until each of them answers.
+
+    Args:
+        launcher: Starts the ranks' processes.
+        assignments: The device of each rank.
+        file: The settings in nbdist.toml.
+        timeout_s: Seconds within which every rank must answer.
+        on_telemetry: Called with each message of the ranks' telemetry.
+        on_progress: Called when the progress of the start changes.
 
     Raises:
         StartError: A rank failed, or did not start in time; nothing is left running.
@@ -86,7 +96,7 @@ def start(
         startup = _Start(
             process_supervisor, assignments, time.monotonic() + timeout_s, on_progress
         )
-        startup.begin(launcher)
+        startup.begin(launcher, file)
         return startup.finish(on_telemetry, timeout_s)
     except BaseException:
         process_supervisor.close()
@@ -115,13 +125,15 @@ class _Start:
         self._look_s = LOOK_S_PER_RANK * len(assignments)
         self._shown: Progress | None = None
 
-    def begin(self, launcher: Launcher) -> None:
+    def begin(self, launcher: Launcher, file: File) -> None:
         """Start the controller and the ranks at the same time."""
         write_assignments(self._run_dir, self._assignments)
         n = len(self._assignments)
         added = launcher.environment(n, self._run_dir)
         try:
-            server = fork_server_client.serve(self._run_dir, {**os.environ, **added})
+            server = fork_server_client.serve(
+                self._run_dir, {**os.environ, **added}, ForkConfig.read(file)
+            )
         except fork_server_client.CannotFork as error:
             started = str(error)
         else:
@@ -129,6 +141,7 @@ class _Start:
             self._process_supervisor.attend_rank_host(self._run_dir / SOCKET, server)
         environment = {
             **os.environ,
+            **rank_variables(file),
             **added,
             STARTED: started,
             "NBDIST_RUN_DIR": str(self._run_dir),
@@ -160,7 +173,11 @@ class _Start:
 
         connection = self._run_dir / "security" / "ipcontroller-client.json"
         self._wait(connection.exists, timeout_s)
-        client = IppClient(connection, on_telemetry)
+        try:
+            client = IppClient(connection, on_telemetry)
+        except TimeoutError as error:
+            self._check_failures()  # the controller may have ended
+            raise StartError(f"the controller does not answer: {error}") from error
         try:
             with client.on_registration(self._changed.set):
                 self._await_engines(client, timeout_s)

@@ -123,7 +123,7 @@ def _can_interrupt() -> bool:
     return handler is signal.default_int_handler and hasattr(signal, "pthread_kill")
 
 
-def encode(value: object, what: str, allowance: Allowance) -> list[bytes]:
+def encode(value: object, what: str, allowance: Allowance) -> tuple[bytes, ...]:
     """Pickle a value into frames.
 
     Raises:
@@ -131,7 +131,7 @@ def encode(value: object, what: str, allowance: Allowance) -> list[bytes]:
         CellInterrupted, CellTimeout: As `Allowance.step` does.
     """
     with allowance.step(f"pickling {what}"), _named(f"{what} cannot be pickled"):
-        return [bytes(frame) for frame in serialization.dumps(value)]
+        return tuple(bytes(frame) for frame in serialization.dumps(value))
 
 
 @contextmanager

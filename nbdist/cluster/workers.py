@@ -14,9 +14,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from nbdist.cluster.hosts import this_host
 from nbdist.cluster.options import checked_script
@@ -29,6 +30,7 @@ from nbdist.ipc.roles import environment, role_of, tf_config
 __all__ = [
     "Report",
     "Worker",
+    "WorkerCluster",
     "WorkersResult",
     "await_workers",
     "launch_workers",
@@ -38,11 +40,39 @@ __all__ = [
 ]  # fmt: skip
 
 LAST_LINES = 12
+ADDRESS = "127.0.0.1"
+"""The address of all workers, which run on this host."""
+
+
+class Fields:
+    """Gives attributes by name too, as in Cloudera's dicts: `worker["id"]`.
+
+    `dict(worker)` has all fields.
+    """
+
+    FIELDS: ClassVar[tuple[str, ...]]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.FIELDS:
+            raise KeyError(f"{name!r}: expected one of {', '.join(self.FIELDS)}")
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.FIELDS)
+
+    def keys(self) -> tuple[str, ...]:
+        """The names of the fields."""
+        return self.FIELDS
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Fields):
     """The state of a worker at one moment."""
+
+    FIELDS = (
+        *("id", "rank", "role", "status", "exit_code", "reason", "last_lines"),
+        "ip_address",
+    )
 
     id: int
     rank: int
@@ -55,6 +85,8 @@ class Report:
     """The failure, such as "exit code 3" or "SIGKILL"; "" if there was none."""
     last_lines: tuple[str, ...]
     """The last lines that it has printed."""
+    ip_address: str = ADDRESS
+    """The address at which the other workers and this process reach it."""
 
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
@@ -63,8 +95,13 @@ class Report:
         return "\n".join([head, *(f"    {line}" for line in lines)])
 
 
-class Worker:
+class Worker(Fields):
     """A process that `nbdist.launch_workers` has started."""
+
+    FIELDS = (
+        *("id", "rank", "role", "pid", "status", "exit_code", "output"),
+        "ip_address",
+    )
 
     def __init__(
         self, number: int, rank: int, role: str, process_supervisor: SupervisorClient
@@ -75,6 +112,8 @@ class Worker:
         """Its number among the workers of the same launch."""
         self.role = role
         """"worker" or "ps"."""
+        self.ip_address = ADDRESS
+        """The address at which the other workers and this process reach it."""
         self.name = f"worker{number}"
         self.process_supervisor = process_supervisor
         self.stopped = False
@@ -115,10 +154,7 @@ class Worker:
     @property
     def output(self) -> str:
         """Everything that it has printed so far, on standard output and error."""
-        path = self.process_supervisor.log(self.name)
-        return (
-            path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        )
+        return self._printed(0).decode("utf-8", "replace")
 
     def new_lines(self) -> list[str]:
         """The lines that it has printed since the last call.
@@ -126,16 +162,24 @@ class Worker:
         An unfinished line is returned when it is finished or the worker has ended.
         """
         ended = self.ended  # first: an ended worker prints no more
-        path = self.process_supervisor.log(self.name)
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
+        data = self._printed(self._read)
         if not ended:
             data = data[: data.rfind(b"\n") + 1]
         self._read += len(data)
         return data.decode("utf-8", "replace").splitlines()
+
+    def _printed(self, start: int) -> bytes:
+        """The bytes that it has printed, from `start`.
+
+        There are none before the worker starts, nor after the process supervisor was
+        killed: the file is removed with the supervisor's folder, at any moment.
+        """
+        try:
+            with self.process_supervisor.log(self.name).open("rb") as file:
+                file.seek(start)
+                return file.read()
+        except FileNotFoundError:
+            return b""
 
     def report(self) -> Report:
         """Its state now."""
@@ -155,8 +199,10 @@ SHOW_PERIOD_S = 0.1
 
 
 @dataclass(frozen=True)
-class WorkersResult:
+class WorkersResult(Fields):
     """The state of each worker after `await_workers` has waited for it."""
+
+    FIELDS = ("workers", "succeeded", "failures", "unfinished", "ok")
 
     workers: list[Report]
 
@@ -187,7 +233,51 @@ class WorkersResult:
     __repr__ = __str__
 
 
-Chosen = Worker | int | Iterable[Worker | int]
+class WorkerCluster(tuple[dict[str, list[str]], str]):
+    """The processes of one program: `cluster_spec, session_addr = run_cluster(...)`.
+
+    It is the pair that Cloudera's `run_cluster` returns, and has the handles too.
+    """
+
+    members: list[Worker]
+    """The processes, in the order of their ranks."""
+
+    def __new__(
+        cls, members: Sequence[Worker], addresses: Sequence[str]
+    ) -> WorkerCluster:
+        spec: dict[str, list[str]] = {}
+        for member, address in zip(members, addresses, strict=True):
+            spec.setdefault(member.role, []).append(address)
+        made = super().__new__(cls, (spec, f"grpc://{addresses[0]}"))
+        made.members = list(members)
+        return made
+
+    @property
+    def cluster_spec(self) -> dict[str, list[str]]:
+        """The addresses "host:port" of the processes of each role, as in `TF_CONFIG`.
+
+        The ports were free when they were chosen. A process listens there only if its
+        script does.
+        """
+        return self[0]
+
+    @property
+    def session_addr(self) -> str:
+        """The address of worker 0, such as "grpc://127.0.0.1:40123"."""
+        return self[1]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers, without the parameter servers."""
+        return [member for member in self.members if member.role == "worker"]
+
+    @property
+    def servers(self) -> list[Worker]:
+        """The parameter servers."""
+        return [member for member in self.members if member.role == "ps"]
+
+
+Chosen = Worker | int | WorkerCluster | Iterable[Worker | int]
 """Workers, by their handles or ids."""
 
 STOP_TIMEOUT_S = 10.0
@@ -230,7 +320,8 @@ def launch_workers(
     Raises:
         UsageError: an argument is invalid or cannot be met; nothing was started.
     """
-    return _launch(n, 0, script, args, env, code, cpu, memory, nvidia_gpu)
+    launched, _ = _launch(n, 0, script, args, env, code, cpu, memory, nvidia_gpu)
+    return launched
 
 
 def run_cluster(
@@ -244,7 +335,7 @@ def run_cluster(
     cpu: float | None = None,
     memory: float | None = None,
     nvidia_gpu: int | None = None,
-) -> list[Worker]:
+) -> WorkerCluster:
     """Start the workers and parameter servers of one program, and return at once.
 
     All processes run the same script. The environment of each has its role: in
@@ -254,17 +345,25 @@ def run_cluster(
     Args:
         n_workers: number of workers, which are ranks 0 to n_workers-1.
         n_ps: number of parameter servers, which are the ranks after them.
-        worker_script: a Python file that all processes run.
+        worker_script: a Python file that all processes run, with or without ".py".
         args, env, code, cpu, memory, nvidia_gpu: as for `launch_workers`.
 
     Returns:
-        All processes, in the order of their ranks. `role` is "worker" or "ps".
+        `(cluster_spec, session_addr)`: the addresses of each role, and that of worker
+        0. `.members` has the handles of all processes, in the order of their ranks.
 
     Raises:
         UsageError: an argument is invalid or cannot be met; nothing was started.
     """
     n = _count("n_workers", n_workers) + _count("n_ps", n_ps, 0)
-    return _launch(n, n_ps, worker_script, args, env, code, cpu, memory, nvidia_gpu)
+    script = worker_script
+    if script is not None and not Path(script).exists():
+        with_suffix = Path(f"{os.fspath(script)}.py")
+        script = with_suffix if with_suffix.exists() else script
+    members, addresses = _launch(
+        n, n_ps, script, args, env, code, cpu, memory, nvidia_gpu
+    )
+    return WorkerCluster(members, addresses)
 
 
 def list_workers() -> list[Worker]:
@@ -337,12 +436,13 @@ def _launch(
     cpu: float | None,
     memory: float | None,
     nvidia_gpu: int | None,
-) -> list[Worker]:
+) -> tuple[list[Worker], list[str]]:
+    """Start the processes. Returns them, and an address with a free port for each."""
     argv = _command(_count("n", n), n_ps, script, args, code)
     gpus = _gpus(n, nvidia_gpu)
     options = {"cwd": os.getcwd(), "memory": _bytes(memory)}
     port, *ports = free_ports(n + 1)
-    addresses = [f"127.0.0.1:{each}" for each in ports]
+    addresses = [f"{ADDRESS}:{each}" for each in ports]
     process_supervisor = _running_supervisor()
     launched = []
     for rank in range(n):
@@ -364,7 +464,7 @@ def _launch(
         process_supervisor.start(worker.name, argv, variables, **options)
         launched.append(worker)
     _workers.extend(launched)
-    return launched
+    return launched, addresses
 
 
 def _command(
@@ -374,6 +474,8 @@ def _command(
     args: Sequence[object],
     code: str | None,
 ) -> list[str]:
+    # Cloudera's calls pass "" for what they leave out.
+    script, code = script or None, code or None
     if (script is None) == (code is None):
         raise UsageError(
             "pass either a script or code: script='worker.py', or code='...'"
@@ -391,7 +493,7 @@ def _ranks(rank: int, n: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(n),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(n),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": ADDRESS,
         "MASTER_PORT": str(port),
     }
 
@@ -438,6 +540,8 @@ def _find(workers: Chosen | list[Chosen]) -> list[Worker]:
     """The workers with these handles or ids."""
     if isinstance(workers, Worker):
         return [workers]
+    if isinstance(workers, WorkerCluster):
+        return workers.members
     if not isinstance(workers, int):
         return [found for each in workers for found in _find(each)]
     for worker in _workers:

@@ -13,18 +13,32 @@ from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from nbdist.engine.inspection import digest_of, text_in_full
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import step, transfer_step
-from nbdist.errors import TransferError, encodable, text_of
+from nbdist.errors import TransferError, text_of
 from nbdist.ipc import serialization, shm_payload
+from nbdist.training import replicas
+from nbdist.training.leaves import Deadline, TooSlow
+from nbdist.wire import Comparison, Shown
 
-__all__ = ["adopt_variables", "call", "export_variables", "fetch", "show", "store"]
+__all__ = [
+    "adopt_variables",
+    "call",
+    "compare",
+    "export_variables",
+    "fetch",
+    "show",
+    "store",
+]
 
 VARIABLE_LIMIT_S = 5.0
 """Seconds that one variable may take to travel to a new rank."""
 TOTAL_LIMIT_S = 20.0
 """Seconds that all variables may take: to pickle on one rank, or to unpickle on the
 other."""
+COMPARISON_LIMIT_S = 10.0
+"""Seconds after which an expression's value is shown without a comparison."""
 
 
 # -- functions and single values -------------------------------------------------------
@@ -33,13 +47,13 @@ other."""
 async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
     """Call a function that was sent as (function, args, kwargs); its packed result."""
     rank = this_rank()
-    with transfer_step("unpickling the function and its arguments"):
-        function, args, kwargs = serialization.loads(
-            [bytearray(frame) for frame in payload]
-        )
-    name = getattr(function, "__name__", "call")
+    name = rank.activity.what if rank.activity else "call"
     with rank.output.during(name):
-        with rank.interrupts.armed():
+        with rank.interrupts.armed():  # once, because each time takes 20 µs
+            with transfer_step("unpickling the function and its arguments"):
+                function, args, kwargs = serialization.loads(
+                    [bytearray(frame) for frame in payload]
+                )
             value = function(*args, **kwargs)
         if inspect.isawaitable(value):
             value = await _interruptible(value)
@@ -68,13 +82,28 @@ def fetch(expression: str) -> shm_payload.Shipment:
     return _packed(repr(expression), value)
 
 
-def show(expression: str) -> str:
-    """An expression's value as IPython would print it."""
+def show(expression: str) -> Shown:
+    """An expression's value as text, as `text_in_full`, and its digest."""
     value = _evaluate(expression)
     with step(f"printing {expression!r}"):
-        bundle, _metadata = this_rank().shell.display_formatter.format(value)
-        # IPython gives no text where `repr` raises. This call raises the same error.
-        return encodable(bundle.get("text/plain") or repr(value))
+        text = text_in_full(value)
+    with step(f"comparing {expression!r}"):
+        try:
+            digest, why = digest_of(expression, value, Deadline(COMPARISON_LIMIT_S))
+        except TooSlow as error:
+            digest, why = "", str(error)
+    return Shown(text, digest, why)
+
+
+def compare(expression: str) -> Comparison:
+    """Compare an expression's values with those of the other ranks, leaf by leaf."""
+    value, error = None, ""
+    try:
+        value = _evaluate(expression)
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one
+        error = text_of(raised)
+    with step(f"comparing {expression!r}"):
+        return replicas.compare(expression, value, error)
 
 
 async def _interruptible(value: Awaitable[Any]) -> Any:

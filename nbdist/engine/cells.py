@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from IPython.core.magics.execution import ExecutionMagics
+
 from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.engine import cell_names, cuda_context
 from nbdist.engine.interrupts import Interrupts
@@ -112,6 +114,7 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
         return failed
 
     shell.run_code = run_armed
+    _print_traceback_on_tb(shell)
     show = shell.showtraceback
 
     def show_unless_interrupted(*args: Any, **options: Any) -> None:
@@ -128,6 +131,28 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
     shell.showtraceback = show_unless_interrupted
     # IPython 9 formats each traceback a second time, for `%notebook`.
     shell._format_exception_for_storage = as_shown
+
+
+def _print_traceback_on_tb(shell: Any) -> None:
+    """Make `%tb` print the last traceback.
+
+    ipykernel publishes it as a cell's error, which a rank's reply has for the notebook.
+    """
+
+    def print_traceback(_kind: Any, _value: Any, parts: list[str]) -> None:
+        print(shell.InteractiveTB.stb2text(parts))
+
+    ipythons: Any = ExecutionMagics(shell)
+
+    def tb(line: str) -> None:
+        publishing = shell._showtraceback
+        shell._showtraceback = print_traceback
+        try:
+            ipythons.tb(line)
+        finally:
+            shell._showtraceback = publishing
+
+    shell.magics_manager.register_function(tb, "line", "tb")
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

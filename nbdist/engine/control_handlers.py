@@ -178,8 +178,12 @@ def complete(token: str, line: str, cursor: int) -> list[str]:
     shell = this_rank().shell
     # `complete` does not return jedi's matches. Without jedi, it inspects the objects.
     shell.Completer.use_jedi = False
-    _text, matches = shell.complete(token, line, cursor)
-    return [str(match) for match in matches]
+    completed, matches = shell.complete(token, line, cursor)
+    # What is completed ends at the cursor too. It is ".app" of the token "x.app".
+    before = token.removesuffix(completed)
+    return [
+        before + str(match)[max(0, len(completed) - len(token)) :] for match in matches
+    ]
 
 
 def describe(name: str, detail: int) -> dict[str, str]:

@@ -40,11 +40,16 @@ class _Attempt:
         self._lock = threading.Lock()
 
     def own(self, comm: Any) -> Any:
-        """Register a communicator, which a cancellation revokes; return it."""
+        """Register a communicator, which a cancellation revokes; return it.
+
+        Raises:
+            ClusterError: The change is cancelled, and the communicator revoked.
+        """
         with self._lock:
             self._comms.append(comm)
             if self._cancelled.done():
                 comm.Revoke()
+                self._cancelled.result()
         return comm
 
     def cancel(self, reason: str) -> None:
@@ -65,7 +70,7 @@ class _Attempt:
         self.own(bridge)
         with self._lock:
             if self._cancelled.done():
-                raise ClusterError("the change was cancelled")
+                self._cancelled.result()
             self._merges = True
         return self.own(bridge.Merge(high=False))
 
@@ -103,14 +108,18 @@ class _Attempt:
 
 
 _attempt: _Attempt | None = None
+_cancelled = 0
+"""The generation of the last change that was cancelled."""
 
 
 def cancel(generation: int, reason: str) -> None:
     """End the change to this generation on this rank, with an error.
 
-    Any thread may call. This has no effect if the rank has completed the change or has
-    not begun it. No later change builds on a cancelled one.
+    Any thread may call. If the rank has not begun the change, it ends as it begins. A
+    completed change stays. No later change builds on a cancelled one.
     """
+    global _cancelled
+    _cancelled = generation  # before `change` looks at it
     attempt = _attempt
     if attempt is not None and attempt.generation == generation:
         attempt.cancel(reason)
@@ -130,6 +139,8 @@ def change(plan: Change) -> RankInfo | None:
     """
     global _attempt
     _attempt = attempt = _Attempt(plan.generation)
+    if plan.generation <= _cancelled:
+        attempt.cancel("the change was cancelled before it began")
     try:
         return _carry_out(plan, attempt)
     finally:
@@ -139,17 +150,21 @@ def change(plan: Change) -> RankInfo | None:
 def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     rank = this_rank()
     close_groups()
-    torch_group.stop()
+    torch_group.finish()
     comm = world.communicator_of(plan.base)
     comm.Revoke()
+    # Also if the change is cancelled: other ranks may be in it, and cannot leave it.
     comm = attempt.own(comm.Shrink())
-    number = plan.numbers.get(rank.info.engine_uuid)
-    comm = _split(comm, number)
-    if number is None:
-        return None
-    attempt.own(comm)
-    if plan.joins:
-        comm = attempt.wait_for(lambda: _admit(comm, plan, number, attempt))
+    torch_group.stop()  # all ranks have finished
+    uuid = rank.info.engine_uuid
+    if plan.joins:  # no rank leaves, and the order stays
+        comm = attempt.wait_for(lambda: _admit(comm, plan, plan.numbers[uuid], attempt))
+    else:
+        number = plan.numbers.get(uuid)
+        comm = _split(comm, number)
+        if number is None:
+            return None
+        attempt.own(comm)
     here = world.enter(comm, plan.generation)
     here.publish_environment()
     owns_gpu = rank.info.device_uuid is not None and not rank.assignment.shares_gpu

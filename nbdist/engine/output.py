@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nbdist.config import environment
+from nbdist.config import OutputConfig
 
 __all__ = ["Output"]
 
@@ -39,6 +39,8 @@ begins meanwhile needs not wake it."""
 SAME_PRINT_S = 2e-5
 """Seconds within which a further write to an unfinished line belongs to the same print.
 `print(rank, step)` writes four times, and no child process can write in between."""
+MOST_UNCOUNTED = 1 << 13
+"""The most writes, and the most characters of one, that wait to be counted."""
 SPILL_LIMIT_BYTES = 1 << 30
 SPILL_BUFFER_BYTES = 1 << 16
 KEPT_FREE_BYTES = 16 << 20
@@ -47,6 +49,7 @@ KEPT_FREE_BYTES = 16 << 20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COUNT = struct.Struct("Q")
 _libc = ctypes.CDLL(None)
+_now = time.perf_counter
 
 Publish = Callable[[str, str], None]
 """Called with "stdout" or "stderr", and the text."""
@@ -58,12 +61,18 @@ class Output:
     def __init__(self, publish: Publish, captured: dict[str, Path], spill: Path):
         self._publish = publish
         self._spill_dir = spill
-        self._cap = int(float(environment("OUTPUT_CAP_MB", "1")) * 1e6)
+        self._cap = int(OutputConfig.from_environment().cap_mb * 1e6)
         # Reentrant: the garbage collector may run a __del__ that prints anywhere.
         self._lock = threading.RLock()
         self._sending = threading.RLock()
+        self._written: list[tuple[str, str]] = []
+        """The newest text, which does not count towards the cap yet. It is appended to
+        without a lock, so it stays the same list."""
+        self._counting = False
         self._chunks: list[tuple[str, str]] = []
         self._wake = threading.Event()
+        self._woken = False
+        """Whether the text written so far has woken the publisher thread."""
         self._closed = False
         self._spill: Spill | None = None
         self._what = ""
@@ -86,14 +95,17 @@ class Output:
 
     def write(self, name: str, text: str) -> None:
         """Queue text; any thread may call."""
-        with self._lock:
-            now = time.perf_counter()
-            if not (self._in_line and now < self._written_at + SAME_PRINT_S):
-                self._read_tails()  # the earlier text of child processes comes first
-            self._in_line = not text.endswith("\n")
-            self._written_at = now
-            self._add(name, text)
-        if not self._wake.is_set():
+        now = _now()
+        if not (self._in_line and now < self._written_at + SAME_PRINT_S):
+            self._begin_print()
+        self._in_line = text[-1:] != "\n"
+        self._written_at = now
+        self._written.append((name, text))
+        if len(text) > MOST_UNCOUNTED:
+            with self._lock:
+                self._count()
+        if not self._woken:
+            self._woken = True
             self._wake.set()
 
     @contextmanager
@@ -107,6 +119,7 @@ class Output:
                 contains it.
         """
         with self._lock:
+            self._count()
             self._end_spill()
             self._what = what
             self._size = 0
@@ -133,9 +146,11 @@ class Output:
         """Send the queued text, so that a following display comes after it."""
         with self._sending:
             self._wake.clear()
+            self._woken = False
             if not self._busy:
                 return
             with self._lock:
+                self._count()
                 self._read_tails()
                 chunks, self._chunks = self._chunks, []
             for name, text in _joined(chunks):
@@ -160,6 +175,31 @@ class Output:
             awake = self._busy or time.monotonic() < self._ended_at + AWAKE_S
             self._sleeps = not awake
         return ACTIVE_POLL_S if awake else None
+
+    def _begin_print(self) -> None:
+        """Queue the earlier text of child processes, which comes before a print."""
+        for tail in self._tails:
+            if tail.has_more():
+                with self._lock:
+                    self._count()
+                    self._read_tails()
+                return
+        if len(self._written) > MOST_UNCOUNTED:
+            with self._lock:
+                self._count()
+
+    def _count(self) -> None:
+        """Move the newest text to the chunks, up to the cap. Callers hold the lock."""
+        if self._counting:  # a __del__ prints within this method
+            return
+        self._counting = True
+        try:
+            number = len(self._written)  # other threads may append meanwhile
+            for name, text in _joined(self._written[:number]):
+                self._add(name, text)
+            del self._written[:number]
+        finally:
+            self._counting = False
 
     def _read_tails(self) -> None:
         for tail in self._tails:
@@ -202,6 +242,7 @@ class Output:
     def _report_lost(self) -> None:
         """Add a note of the text of the cell that could not be kept."""
         with self._lock:
+            self._count()
             self._read_tails()
             if self._spill is not None:
                 self._spill.flush()
@@ -326,17 +367,21 @@ class Tail:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open
+        self._descriptor = self._file.fileno()
         # Earlier text belongs to no cell.
         self._position = self._file.seek(0, os.SEEK_END)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def has_more(self) -> bool:
+        """Whether text was appended since the last call of `read`."""
+        return os.lseek(self._descriptor, 0, os.SEEK_END) > self._position
+
     def read(self) -> str:
         """The text appended since the last call. Writers may append meanwhile."""
-        descriptor = self._file.fileno()
-        unread = os.lseek(descriptor, 0, os.SEEK_END) - self._position
+        unread = os.lseek(self._descriptor, 0, os.SEEK_END) - self._position
         if unread <= 0:
             return ""
-        data = os.pread(descriptor, unread, self._position)
+        data = os.pread(self._descriptor, unread, self._position)
         self._position += len(data)
         return self._decoder.decode(data)
 

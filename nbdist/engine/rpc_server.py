@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import importlib
 import inspect
@@ -21,8 +22,9 @@ import socket
 import sys
 import threading
 import traceback
+import types
 from asyncio import Future
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,15 +39,22 @@ from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import encodable, message_of
 from nbdist.ipc import endpoints, serialization
-from nbdist.ipc.direct_socket import DirectSocket, listen, path_of
-from nbdist.ipc.signed_messages import Gate, Opened, SignedSession, refusals
-from nbdist.wire import REPLY, REQUEST
+from nbdist.ipc.direct_socket import DirectSocket, head_of, listen, path_of
+from nbdist.ipc.signed_messages import (
+    Gate,
+    Opened,
+    SignedSession,
+    carefully,
+    refusals,
+)
+from nbdist.wire import REPLY, REQUEST, Outcome
 
 __all__ = ["RankSession", "answer_on", "describe", "function_of", "refused"]
 
 RUNS_USER_CODE = {
     endpoints.COMPLETE,
     endpoints.DESCRIBE,
+    endpoints.LOOK,
     endpoints.VARIABLES,
 }
 """Endpoints that call methods of the user's objects, such as `__repr__`. A thread of
@@ -138,8 +147,8 @@ def _add_gate(kernel: Any, stream: Any, channel: str) -> None:
 class _Shell:
     """The shell channel: the controller's socket, and the notebook's direct sockets.
 
-    The same gate and the same callback get the messages of all of them. A reply goes
-    the way of its request.
+    The same callback gets the messages of all of them, and the same gate checks them,
+    except brief ones. A reply goes the way of its request.
     """
 
     def __init__(self, kernel: Any, run_dir: Path) -> None:
@@ -150,7 +159,7 @@ class _Shell:
         """The notebook's address at the controller."""
         self._take: Callable[[Opened], Any]
         self._directs: list[DirectSocket] = []
-        self._tasks: set[Future[None]] = set()  # asyncio keeps weak references only
+        self._tasks: set[Future[Any]] = set()  # asyncio keeps weak references only
         self._receive = self._stream.on_recv
         self._stream.on_recv = self._on_recv
         self._loop = IOLoop.current()
@@ -165,7 +174,8 @@ class _Shell:
 
     def _on_relayed(self, opened: Opened) -> Any:
         for direct in list(self._directs):  # their requests were sent before
-            self._on_direct(direct, 0)
+            while self._begin_next(direct):
+                pass
         self._client = opened.identities
         return self._take(opened)
 
@@ -176,27 +186,95 @@ class _Shell:
             self._loop.add_handler(direct, self._on_direct, IOLoop.READ)
 
     def _on_direct(self, direct: DirectSocket, _events: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while (frames := direct.receive()) is not None:
-                opened = self._gate.opened(frames)
-                if opened is not None:
-                    request = self._take(opened._replace(direct=direct))
-                    task = asyncio.ensure_future(request)
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+        self._begin_next(direct)  # if there are more, the loop calls again
+
+    def _begin_next(self, direct: DirectSocket) -> bool:
+        """Take one message of a direct socket. Returns whether there was one."""
+        if direct not in self._directs:  # an earlier message's code has run the loop
+            return False
+        try:
+            frames = direct.receive()
+        except BlockingIOError:
+            return False
+        if frames is None:
             self._loop.remove_handler(direct)
             self._directs.remove(direct)
             direct.close()
+            return False
+        opened = self._opened(direct, frames)
+        if opened is not None:
+            carefully(self._begin, opened)
+        return True
 
-    def reply(self, opened: Opened, *answer: Any) -> None:
-        """Send a reply; it has left when this returns. Arguments as for `_reply`."""
+    def _opened(self, direct: DirectSocket, frames: list[memoryview]) -> Opened | None:
+        """The request in these frames; None if it is refused."""
+        trusted = direct.header
+        head = None if trusted is None else carefully(head_of, frames)
+        if trusted is None or head is None:
+            opened = self._gate.opened(frames)
+            if opened is None:
+                return None
+            direct.header = opened.message["header"]
+            return opened._replace(direct=direct)
+        name, target, what = head
+        message = {
+            "header": {**trusted, "msg_id": name},
+            "msg_id": name,
+            "msg_type": REQUEST,
+            "parent_header": {},
+            "metadata": {},
+            "content": {"target": target, "what": what},
+            "buffers": frames[2:],
+        }
+        return Opened([], message, direct, is_brief=True)
+
+    def _begin(self, opened: Opened) -> None:
+        """Answer a request, at once if no earlier one is unanswered.
+
+        A task costs an iteration of the event loop, which is a tenth of a small call.
+        A request therefore gets a task only when it waits.
+        """
+        context = contextvars.copy_context()  # as a task has
+        request = self._take(opened)
+        try:
+            awaited = context.run(request.send, None)
+        except StopIteration:
+            return
+        task = context.run(asyncio.ensure_future, _continued(request, awaited))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def reply(self, opened: Opened, outcome: Outcome, frames: list[Any]) -> None:
+        """Send a reply; it has left when this returns."""
         if opened.direct is not None:
             with contextlib.suppress(OSError):  # too large, or the notebook has ended
-                _reply(self._kernel, opened.direct, opened, *answer)
+                if opened.is_brief:
+                    name = opened.message["msg_id"]
+                    opened.direct.send_brief([name, *outcome], frames)
+                else:
+                    _reply(self._kernel, opened.direct, opened, outcome, frames)
                 return
         relayed = opened._replace(identities=self._client)
-        _reply(self._kernel, self._stream, relayed, *answer)
+        _reply(self._kernel, self._stream, relayed, outcome, frames)
         self._stream.flush(zmq.POLLOUT)  # the next request may take long
+
+
+@types.coroutine
+def _continued(
+    begun: Coroutine[Any, Any, Any], awaited: Any
+) -> Generator[Any, Any, None]:
+    """Continue a coroutine that has begun outside of a task, and awaits something."""
+    while True:
+        try:
+            value = yield awaited
+        except BaseException as error:  # noqa: BLE001 - passed on, such as a cancellation
+            step = functools.partial(begun.throw, error)
+        else:
+            step = functools.partial(begun.send, value)
+        try:
+            awaited = step()
+        except StopIteration:
+            return
 
 
 async def _answer_main(
@@ -214,16 +292,16 @@ async def _answer_main(
     try:
         with rank.interrupts.request(rank.request):
             frames = await _call(content["target"], message["buffers"])
-        status = "ok"
+        ok = True
     except BaseException as error:  # noqa: BLE001
         # Any error becomes the reply, because the notebook waits for a reply.
-        status, frames = "error", serialization.dumps(describe(error))
+        ok, frames = False, serialization.dumps(describe(error))
     finally:
         end_forked_child()
         rank.activity = None
     _flush_streams()
     has_published = kernel.session.has_published
-    shell.reply(opened, status, frames, has_published)
+    shell.reply(opened, _outcome_now(ok, has_published), frames)
     if has_published:
         kernel._publish_status("idle", "shell")
 
@@ -245,27 +323,28 @@ async def _answer_control(kernel: Any, opened: Opened) -> None:
         loop = asyncio.get_running_loop()
 
         def inspect_and_reply() -> None:
-            outcome = _outcome(content["target"], message["buffers"])
-            loop.call_soon_threadsafe(_reply, kernel, stream, opened, *outcome)
+            ok, frames = _called(content["target"], message["buffers"])
+            outcome = _outcome_now(ok)
+            loop.call_soon_threadsafe(_reply, kernel, stream, opened, outcome, frames)
 
         _inspections.put(inspect_and_reply)
         return
     frames: list[Any]
     try:
-        status, frames = "ok", await _call(content["target"], message["buffers"])
+        ok, frames = True, await _call(content["target"], message["buffers"])
     except Exception as error:  # noqa: BLE001 - as in `_answer_main`
-        status, frames = "error", serialization.dumps(describe(error))
-    _reply(kernel, stream, opened, status, frames)
+        ok, frames = False, serialization.dumps(describe(error))
+    _reply(kernel, stream, opened, _outcome_now(ok), frames)
     stream.flush(zmq.POLLOUT)
 
 
-def _outcome(target: str, buffers: list[Any]) -> tuple[str, list[Any]]:
-    """Call a function that is not a coroutine; the status and frames of its reply."""
+def _called(target: str, buffers: list[Any]) -> tuple[bool, list[Any]]:
+    """Call a function that is not a coroutine; whether it succeeded, and its frames."""
     try:
         args, kwargs = serialization.loads([bytearray(frame) for frame in buffers])
-        return "ok", serialization.dumps(function_of(target)(*args, **kwargs))
+        return True, serialization.dumps(function_of(target)(*args, **kwargs))
     except BaseException as error:  # noqa: BLE001 - as in `_answer_main`
-        return "error", serialization.dumps(describe(error))
+        return False, serialization.dumps(describe(error))
 
 
 def _answer_inspections(device: torch.device) -> None:
@@ -310,24 +389,18 @@ def _is_ours(frames: TracebackType) -> bool:
     return frames.tb_frame.f_code.co_filename.startswith(PACKAGE)
 
 
+def _outcome_now(ok: bool, published: bool = False) -> Outcome:
+    groups = torch_group.groups_made()
+    return Outcome(ok, world.current().broken, groups, published)
+
+
 def _reply(
-    kernel: Any,
-    stream: Any,
-    opened: Opened,
-    status: str,
-    frames: list[Any],
-    has_published: bool = False,
+    kernel: Any, stream: Any, opened: Opened, outcome: Outcome, frames: list[Any]
 ) -> None:
-    content = {
-        "status": status,
-        "broken": world.current().broken,
-        "groups": torch_group.groups_made(),
-        "published": has_published,
-    }
     kernel.session.send(
         stream,
         REPLY,
-        content,
+        outcome._asdict(),
         parent=opened.message,
         ident=opened.identities,
         buffers=frames,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -27,11 +28,21 @@ from nbdist.wire import Failure
 
 __all__ = ["run_script"]
 
+CHILD_END_S = 2.0
+"""Seconds that the child processes of a failed script have to end after SIGTERM."""
+
 _helpers: set[str] = set()
 """Names of the modules that the last script imported from its own folder."""
 
 
-def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellReply:
+def run_script(
+    path: str,
+    args: Sequence[str],
+    n_ps: int,
+    keep: bool,
+    restarts: int,
+    max_restarts: int,
+) -> CellReply:
     """Run a script as `torchrun path *args` does, in the world of this rank.
 
     Args:
@@ -40,8 +51,13 @@ def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellRep
         n_ps: The number of parameter servers in the environment; the last ranks.
         keep: Whether the notebook's cells get the script's variables, also when the
             script fails.
+        restarts: How often the script has begun again, for its environment.
+        max_restarts: How often it may.
     """
     rank = this_rank()
+    variables = roles.environment(
+        rank.info.rank, rank.info.world_size, n_ps, restarts, max_restarts
+    )
     start = time.perf_counter()
     name = Path(path).name
     release_variables_of_failure()
@@ -49,7 +65,7 @@ def run_script(path: str, args: Sequence[str], n_ps: int, keep: bool) -> CellRep
         module = _main_module(path)
         try:
             with ExitStack() as stack:
-                _enter_environment(stack, module, path, args, n_ps, keep)
+                _enter_environment(stack, module, path, args, n_ps, keep, variables)
                 failure = _run(module, path)
         finally:
             if keep:
@@ -73,13 +89,15 @@ def _enter_environment(
     args: Sequence[str],
     n_ps: int,
     keep: bool,
+    variables: dict[str, str],
 ) -> None:
     """Set up the environment of a separate process, until the stack is closed."""
     info = this_rank().info
     stack.enter_context(_as_main(module))
     stack.enter_context(_arguments(path, args))
-    stack.enter_context(_environment(info.rank, info.world_size, n_ps))
+    stack.enter_context(_environment(info.rank, info.world_size, n_ps, variables))
     stack.enter_context(_own_signals())
+    stack.enter_context(_own_start_method())
     stack.enter_context(_own_loop())
     stack.enter_context(shared_default_group.own_groups(keep=keep))
     stack.enter_context(cell_names.script(path))
@@ -88,15 +106,34 @@ def _enter_environment(
 def _run(module: ModuleType, path: str) -> Failure | None:
     """Run the script; the failure, or None."""
     rank = this_rank()
+    children = set(multiprocessing.active_children())
+    failure: Failure | None = None
     try:
         code = compile(Path(path).read_bytes(), path, "exec")
         with rank.interrupts.armed():
             exec(code, module.__dict__)
     except SystemExit as end:
-        return _exit_failure(end)
+        failure = _exit_failure(end)
     except BaseException as error:  # noqa: BLE001 - any error is the reply
-        return _failure(error, path)
-    return None
+        failure = _failure(error, path)
+    if failure is not None:
+        _end_processes(set(multiprocessing.active_children()) - children)
+    return failure
+
+
+def _end_processes(processes: set[Any]) -> None:
+    """End child processes of a script that has failed.
+
+    They would keep its ports and files, and may wait for each other forever.
+    """
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + CHILD_END_S
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _exit_failure(end: SystemExit) -> Failure | None:
@@ -185,11 +222,13 @@ def _lies_in(name: str, folder: str) -> bool:
 
 
 @contextmanager
-def _environment(rank: int, size: int, n_ps: int) -> Iterator[None]:
+def _environment(
+    rank: int, size: int, n_ps: int, variables: dict[str, str]
+) -> Iterator[None]:
     """Set torchrun's variables; restore the environment and the folder at the end."""
     before, folder = dict(os.environ), os.getcwd()
     nowhere = [f"rank{other}:0" for other in range(size)]  # nothing listens there
-    os.environ.update(roles.environment(rank, size, n_ps))
+    os.environ.update(variables)
     os.environ["TF_CONFIG"] = roles.tf_config(rank, nowhere, n_ps)
     try:
         yield
@@ -210,6 +249,21 @@ def _own_signals() -> Iterator[None]:
     finally:
         for kind, handler in zip(kinds, before, strict=True):
             signal.signal(kind, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _own_start_method() -> Iterator[None]:
+    """Let the script choose multiprocessing's start method, which a process can once.
+
+    The choice that was made before is restored at the end.
+    """
+    before = multiprocessing.get_start_method(allow_none=True)
+    # None makes the choice open again.
+    multiprocessing.set_start_method(None, force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
@@ -16,10 +19,20 @@ from nbdist.collectives.torch_backend.registration import register
 from nbdist.engine import shared_default_group
 from nbdist.ipc.private_files import rendezvous_folder
 
-__all__ = ["abort", "equalize_group_counts", "groups_made", "start", "stop"]
+__all__ = [
+    "abort",
+    "equalize_group_counts",
+    "finish",
+    "groups_made",
+    "nccl_calls",
+    "start",
+    "stop",
+]
 
 # A waiting collective is released when a peer fails. No time-out is needed.
 NO_TIMEOUT = timedelta(days=7)
+FINISH_WITHIN_S = 5.0
+"""A GPU that takes longer waits for a rank that makes no call."""
 
 DEFAULTS = {
     # The ranks are on one host: groups that the user makes meet on the loopback device.
@@ -84,6 +97,37 @@ def equalize_group_counts(comm: Any) -> None:
     here.group_count = comm.allreduce(here.group_count, MPI.MAX)
 
 
+def nccl_calls() -> dict[str, int]:
+    """The number of collectives that this rank has queued with NCCL, by group name.
+
+    A collective of NCCL waits on the GPU until all members of its group have queued it.
+    """
+    return {
+        str(name): nccl._get_sequence_number_for_group()
+        if (nccl := nccl_of(group)) is not None
+        else 0
+        for group, name in list(distributed_c10d._world.pg_names.items())
+    }
+
+
+def finish() -> None:
+    """Wait for the work on this rank's GPU, if NCCL is used; `FINISH_WITHIN_S` at most.
+
+    NCCL's work may wait for a rank that makes no call.
+    """
+    if not any(nccl_of(group) for group in list(distributed_c10d._world.pg_names)):
+        return
+    device = torch.cuda.current_device()
+
+    def synchronize() -> None:
+        with contextlib.suppress(RuntimeError):  # the CUDA context has failed
+            torch.cuda.synchronize(device)
+
+    waiting = threading.Thread(target=synchronize, name="nbdist-finish", daemon=True)
+    waiting.start()
+    waiting.join(FINISH_WITHIN_S)
+
+
 def abort() -> bool:
     """Release this rank from NCCL's collectives; any thread may call.
 
@@ -101,7 +145,11 @@ def abort() -> bool:
 
 
 def stop() -> None:
-    """Destroy all process groups, the user's included. Waits for no other rank."""
+    """Destroy all process groups, the user's included. Waits for no other rank.
+
+    NCCL's unfinished work is dropped: call `finish` before.
+    """
+    abort()  # NCCL's shutdown would wait for the other ranks, also for dead ones
     for group in list(distributed_c10d._world.pg_names):
         if isinstance(group, ProcessGroup):
             group.abort()

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from nbdist.errors import StartError, WrongProcess
 from nbdist.ipc.atomic_files import write_atomically
@@ -70,21 +71,29 @@ def join_mpi() -> Path:
             "before mpi4py"
         )
     die_with_parent()  # a killed torchrun leaves its workers behind
-    folder = _agree_on_folder(rank)
+    # Rank 0 serves the store itself if torchrun does not. It must not end before the
+    # others have read it. MPI's initialisation waits for them.
+    store = _torchruns_store()
+    folder = _agree_on_folder(store, rank)
     launcher = _Launcher(folder, size) if rank == 0 else None
     os.environ.update(_take_identity(folder / str(rank), launcher))
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    del store
     atexit.register(_leave, launcher)
     return folder
 
 
-def _agree_on_folder(rank: int) -> Path:
-    """Make a folder on rank 0, and share its path through torchrun's store."""
+def _torchruns_store() -> Any:
+    """A store of torch that all ranks share."""
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://"))
-    shared = PrefixStore("nbdist", store)
+    return PrefixStore("nbdist", store)
+
+
+def _agree_on_folder(shared: Any, rank: int) -> Path:
+    """Make a folder on rank 0, and share its path through the store."""
     # After a restart by torchrun, the store still has the former workers' entries.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if rank == 0:

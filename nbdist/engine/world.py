@@ -18,7 +18,7 @@ from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
 from nbdist.ipc import roles
 from nbdist.ipc.loopback import free_ports
-from nbdist.wire import RankInfo
+from nbdist.wire import RankInfo, are_unequal
 
 __all__ = [
     "World",
@@ -88,20 +88,36 @@ class World:
 
     def renew(self) -> None:
         """Begin the next generation with the same ranks. Every rank must call."""
-        from mpi4py import MPI
-
         self.generation += 1
         self._revoke_shared()
         self.shared = self.comm.Dup()
         self._shared_revoked = False
-        # After an abort on one rank, NCCL's groups work on no rank.
-        if self.comm.allreduce(self._nccl_aborted, MPI.LOR):
+        if self._nccl_has_failed():
             torch_group.stop()
             run_dir = this_rank().run_dir
             torch_group.start(run_dir, owns_gpu=True, generation=self.generation)
             self._nccl_aborted = False
         torch_group.equalize_group_counts(self.comm)
         renew_groups(self.generation)
+
+    def _nccl_has_failed(self) -> bool:
+        """Whether NCCL's groups must be made again. Every rank must call.
+
+        After an abort on one rank, they work on no rank. If the ranks have queued
+        unequal numbers of collectives, the GPUs of some ranks would wait forever. This
+        waits for the work that all ranks have queued.
+        """
+        mine = torch_group.nccl_calls()
+        everyones = self.comm.allgather((self._nccl_aborted, mine))
+        if any(aborted for aborted, _ in everyones):
+            return True
+        counts = [calls for _, calls in everyones]
+        if not are_unequal(counts):
+            return False
+        if all(n <= each.get(name, n) for name, n in mine.items() for each in counts):
+            torch_group.finish()
+        self.comm.Barrier()
+        return True
 
 
 _world: World | None = None

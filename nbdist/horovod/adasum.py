@@ -66,14 +66,14 @@ def _own_chunk_of_all(chunks: Sequence[Tensor], group: Group) -> list[Tensor]:
     own = chunks[group.rank]
     found = [torch.empty_like(own) for _ in range(group.size)]
     longest = max(map(len, chunks))
-    group.transport(own.device.type).all_to_all(found, chunks, longest)
+    group.transport(own.device).all_to_all(found, chunks, longest)
     return found
 
 
 def _spread(mine: Tensor, chunks: Sequence[Tensor], group: Group) -> None:
     """Copy every rank's chunk to all ranks."""
     longest = max(map(len, chunks))
-    transport = group.transport(mine.device.type)
+    transport = group.transport(mine.device)
     transport.all_to_all(chunks, [mine] * group.size, longest)
 
 
@@ -99,7 +99,7 @@ def _tree(rows: list[Tensor], cuts: list[tuple[int, int]], group: Group) -> Tens
                 for low, high in cuts
             ]
         )
-        group.transport(products.device.type).all_reduce(products.view(-1), "sum")
+        group.transport(products.device).all_reduce(products.view(-1), "sum")
         table = products.view(len(pairs), len(cuts), 3)
         combined = [
             _combine(a, b, cuts, row) for (a, b), row in zip(pairs, table, strict=True)

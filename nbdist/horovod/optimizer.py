@@ -149,8 +149,9 @@ class _Distributed:
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "step() after synchronize() reduces the gradients again: put "
-                    "it in `with optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() "
+                    "after optimizer.synchronize(): the gradients are reduced again. "
+                    "Put it in `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
             self.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -253,5 +254,15 @@ def _with_gpus(group: Group) -> Group:
     Every member must take part in this, which is not possible during a call.
     """
     if all(all_gather_object(torch.cuda.is_available(), group=group)):
-        group.transport("cuda")
+        group.transport(_gpu())
     return group
+
+
+def _gpu() -> torch.device:
+    """This rank's GPU in a notebook. Elsewhere the current device."""
+    ranks = sys.modules.get("nbdist.engine.rank")
+    if ranks is not None and ranks.is_rank():
+        device = torch.device(ranks.this_rank().info.device)
+        if device.type == "cuda":
+            return device
+    return torch.device("cuda", torch.cuda.current_device())

@@ -9,7 +9,10 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+
+TYPE_CHECKING = False  # the parent of each rank does not import `typing`
+if TYPE_CHECKING:
+    from typing import BinaryIO
 
 __all__ = ["umask", "write_atomically"]
 

@@ -10,6 +10,7 @@ __all__ = [
     "CALL",
     "CANCEL_CHANGE",
     "CHANGE",
+    "COMPARE",
     "COMPLETE",
     "DESCRIBE",
     "ELASTIC_BEGIN_FROM",
@@ -23,7 +24,9 @@ __all__ = [
     "EXPORT_VARIABLES",
     "FETCH",
     "INTERRUPT",
+    "LOOK",
     "MEMORY",
+    "NCCL_CALLS",
     "PROGRESS",
     "RELEASE",
     "RELEASE_FROM",
@@ -41,6 +44,7 @@ __all__ = [
 
 ADOPT_VARIABLES = "nbdist.engine.calls:adopt_variables"
 CALL = "nbdist.engine.calls:call"
+COMPARE = "nbdist.engine.calls:compare"
 EXPORT_VARIABLES = "nbdist.engine.calls:export_variables"
 FETCH = "nbdist.engine.calls:fetch"
 SHOW = "nbdist.engine.calls:show"
@@ -69,11 +73,14 @@ ELASTIC_ORDER = "nbdist.engine.elastic:order"
 ELASTIC_VARIABLES = "nbdist.engine.elastic:variables"
 ELASTIC_WANT_RESIZE = "nbdist.engine.elastic:want_resize"
 
+LOOK = "nbdist.engine.inspection:look"
 VARIABLES = "nbdist.engine.inspection:variables"
 
 CANCEL_CHANGE = "nbdist.engine.membership:cancel"
 CHANGE = "nbdist.engine.membership:change"
 
 RUN_SCRIPT = "nbdist.engine.run_script:run_script"
+
+NCCL_CALLS = "nbdist.engine.torch_group:nccl_calls"
 
 RENEW = "nbdist.engine.world:renew"

@@ -15,11 +15,13 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from nbdist.ipc.atomic_files import umask
+
+TYPE_CHECKING = False  # the parent of each rank does not import `typing`
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = [
     "ENGINE",
@@ -31,9 +33,9 @@ __all__ = [
     "SOCKET",
     "STARTED",
     "SWITCHED_OFF",
-    "Request",
     "peer_user",
     "receive",
+    "request",
     "send",
     "socket_address",
 ]
@@ -51,7 +53,7 @@ RANK_PARENT = "NBDIST_RANK_PARENT"
 STARTED = "NBDIST_STARTED"
 """Environment variable of a rank: `FORKED`, or the reason why it was not forked."""
 FORKED = "forked"
-SWITCHED_OFF = "NBDIST_PRELOAD=0 is set"
+SWITCHED_OFF = "switched off by NBDIST_PRELOAD=0 or nbdist.toml"
 
 _LENGTH = struct.Struct("!I")
 _MAX_BYTES = 64 << 20
@@ -61,47 +63,37 @@ _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The state of the requesting process, which the forked process takes over.
+def request(
+    arguments: list[str],
+    *,
+    module: str = ENGINE,
+    environment: dict[str, str] | None = None,
+    folder: str | None = None,
+    descriptors: list[int] | None = None,
+) -> dict[str, Any]:
+    """A request for a forked process, which takes over the state of this process.
 
-    The descriptors are sent with the message.
+    Args:
+        arguments: The arguments of the forked process.
+        module: The module that it runs, as `python -m` does.
+        environment: Its environment. Default: that of this process.
+        folder: Its working folder. Default: that of this process.
+        descriptors: The numbers in the forked process of the descriptors that are sent
+            with the message. Default: 0, 1 and 2.
+
+    Returns:
+        The message. `fork_server.Request` describes its entries.
     """
-
-    arguments: list[str]
-    module: str = ENGINE
-    """The module that the forked process runs, as `python -m` does."""
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    folder: str = field(default_factory=os.getcwd)
-    umask: int = field(default_factory=umask)
-    limits: dict[str, tuple[int, int]] = field(default_factory=lambda: _limits())
-    """(soft, hard) by the name of `resource`'s constant."""
-    cores: list[int] = field(default_factory=lambda: _cores())
-    """The CPU affinity mask; empty if the system has none."""
-    descriptors: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """The numbers in the forked process of the descriptors sent with the message."""
-
-    @classmethod
-    def of_message(cls, message: dict[str, Any]) -> Request:
-        return cls(**message)
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def apply(self) -> None:
-        """Set this process's state to this one, except the arguments."""
-        os.environ.clear()
-        os.environ.update(self.environment)
-        os.umask(self.umask)
-        for name, limit in self.limits.items():
-            # A hard limit below the wanted one cannot be raised.
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(getattr(resource, name), (limit[0], limit[1]))
-        if self.cores:
-            with contextlib.suppress(OSError):  # cores that were taken away meanwhile
-                os.sched_setaffinity(0, self.cores)
-        os.chdir(self.folder)
+    return {
+        "arguments": arguments,
+        "module": module,
+        "environment": dict(os.environ) if environment is None else environment,
+        "folder": os.getcwd() if folder is None else folder,
+        "umask": umask(),
+        "limits": _limits(),
+        "cores": _cores(),
+        "descriptors": [0, 1, 2] if descriptors is None else descriptors,
+    }
 
 
 def _limits() -> dict[str, tuple[int, int]]:

@@ -4,8 +4,8 @@ The notebook's kernel starts `python fork_server.py` with a Unix socket as its s
 input, and keeps the other end. The program runs as three kinds of process:
 
 - The *fork server* imports torch, mpi4py, IPython and the engine. For each cluster the
-  kernel sends it a listening socket, and it forks a *rank host*. It ends with the
-  kernel.
+  kernel sends it a listening socket, and it forks a *rank host*. While it waits, it
+  imports what ranks need later. It ends with the kernel.
 - A rank host forks a rank for each rank parent of its cluster that requests one. It is
   the parent of these ranks, and sends each rank parent the exit code of its rank. Its
   first client is the cluster's process supervisor, for which it forks the controller in
@@ -28,6 +28,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import resource
 import runpy
 import selectors
 import signal
@@ -39,6 +40,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 """The folder that nbdist can be imported from."""
@@ -52,7 +54,6 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
     ENGINE,
     MAX_DESCRIPTORS,
     RANK_HOST,
-    Request,
     peer_user,
     receive,
     send,
@@ -85,6 +86,12 @@ PRELOADED = (
     "nbdist.engine.kernel",
 )
 """What a rank imports by the end of its first cell, and what the controller imports."""
+LATER = ("nbdist.elastic", "sympy", "torch._dynamo")
+"""What a rank imports with its first optimizer and elastic run. The fork server imports
+them one by one while it has no request, and serves from the start without them. A rank
+host that was forked before does the same, for the ranks that join or are replaced."""
+LATER_AFTER_S = 3.0
+"""Seconds without a request after which a rank host imports one of them."""
 TEXT_BARS = "nbdist.engine.text_bars"
 REQUEST_TIMEOUT_S = 10.0
 """Seconds that a client may take to send its request after it has connected."""
@@ -102,21 +109,17 @@ def main() -> None:
     try:
         _preload(name for name in sys.argv[1].split(",") if name)
     except BaseException as error:  # noqa: BLE001 - any error is sent to the kernel
-        why = str(error)
-        if not isinstance(error, _CannotFork):
-            why = traceback.format_exception_only(type(error), error)[-1].strip()
-        with contextlib.suppress(OSError):  # the kernel has ended
-            send(control, {"unfit": why})
+        _report(control, error)
         return
     try:
         send(control, {"ready": os.getpid()})
     except OSError:
         return  # the kernel has ended
-    stamps = _Stamps.taken()
-    listener = _Server(control, stamps).run()
+    server = _Server(control)
+    listener = server.run()
     if listener is None:
         os._exit(0)
-    requested = _RankHost(listener, stamps).run()
+    requested = _RankHost(listener, server.stamps, server.later).run()
     if requested is None:
         os._exit(0)
     added = {k: v for k, v in os.environ.items() if k not in before}
@@ -160,6 +163,15 @@ def _preload(names: Iterable[str]) -> None:
     for name in names:
         importlib.import_module(name)
     mpi4py.rc(initialize=True, finalize=None)
+    _check_and_freeze()
+
+
+def _check_and_freeze() -> None:
+    """Prepare to fork, after imports.
+
+    Raises:
+        _CannotFork: This process can no longer be forked.
+    """
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise _CannotFork(f"an import has started {threads - 1} threads")
@@ -169,6 +181,29 @@ def _preload(names: Iterable[str]) -> None:
         raise _CannotFork("an import has initialised CUDA")
     gc.collect()
     gc.freeze()  # the collector would write to pages that all ranks share
+
+
+@contextlib.contextmanager
+def _without_compile_cache() -> Iterator[None]:
+    """Remove the empty folder and the variable that an import of torch._dynamo makes.
+
+    torch makes both again when it compiles.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    is_chosen = name in os.environ
+    yield
+    if not is_chosen and name in os.environ:
+        with contextlib.suppress(OSError):  # it is not empty
+            os.rmdir(os.environ.pop(name))
+
+
+def _report(control: socket.socket, error: BaseException) -> None:
+    """Tell the kernel why this process cannot serve."""
+    why = str(error)
+    if not isinstance(error, _CannotFork):
+        why = traceback.format_exception_only(type(error), error)[-1].strip()
+    with contextlib.suppress(OSError):  # the kernel has ended
+        send(control, {"unfit": why})
 
 
 def _refuse_customization() -> None:
@@ -200,6 +235,10 @@ class _Stamps:
         files = [getattr(module, "__file__", None) for module in sys.modules.values()]
         chosen = {*filter(None, files), *_site_files()}
         return cls({path: _stamp(path) for path in chosen})
+
+    def extended(self) -> _Stamps:
+        """These, and those of the files that have been read since then."""
+        return _Stamps(_Stamps.taken().files | self.files)
 
     def changed(self) -> str | None:
         """The path of a file that has changed since then; None if none has."""
@@ -273,6 +312,41 @@ def _is_module(folder: str, entry: str, suffix: str) -> bool:
 # -- the servers -------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Request:
+    """The state that a forked process takes over from the process that requests it.
+
+    `fork_messages.request` makes it. The descriptors are sent with it.
+    """
+
+    arguments: list[str]
+    module: str
+    """The module that the forked process runs, as `python -m` does."""
+    environment: dict[str, str]
+    folder: str
+    umask: int
+    limits: dict[str, tuple[int, int]]
+    """(soft, hard) by the name of `resource`'s constant."""
+    cores: list[int]
+    """The CPU affinity mask; empty if the system has none."""
+    descriptors: list[int]
+    """The numbers in the forked process of the descriptors sent with the message."""
+
+    def apply(self) -> None:
+        """Set this process's state to this one, except the arguments."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.umask(self.umask)
+        for name, limit in self.limits.items():
+            # A hard limit below the wanted one cannot be raised.
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(getattr(resource, name), (limit[0], limit[1]))
+        if self.cores:
+            with contextlib.suppress(OSError):  # cores that were taken away meanwhile
+                os.sched_setaffinity(0, self.cores)
+        os.chdir(self.folder)
+
+
 _Requested = tuple[Request, list[int]]
 """The request for a process, and the descriptors of the process."""
 
@@ -280,7 +354,10 @@ _Requested = tuple[Request, list[int]]
 class _Loop:
     """The event loop of a process that serves connections and has children."""
 
-    def __init__(self) -> None:
+    def __init__(self, stamps: _Stamps, later: Iterable[str]) -> None:
+        self.stamps = stamps
+        self.later = list(later)
+        """What this process has yet to import."""
         self.selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup_writer, False)
@@ -296,6 +373,18 @@ class _Loop:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
         return [each for each in ready if each != self._wakeup]
+
+    def import_next(self) -> None:
+        """Import the next of `later`.
+
+        Raises:
+            _CannotFork: This process can no longer be forked.
+        """
+        # If it fails, it does so again in a rank that needs it.
+        with _without_compile_cache(), contextlib.suppress(Exception):
+            importlib.import_module(self.later.pop(0))
+        _check_and_freeze()
+        self.stamps = self.stamps.extended()
 
     def fork(self) -> int:
         """Fork. In the child, this loop is closed and all signals are blocked."""
@@ -331,11 +420,10 @@ def _ended_children() -> Iterator[tuple[int, int]]:
 class _Server(_Loop):
     """The fork server: forks a rank host for each cluster."""
 
-    def __init__(self, control: socket.socket, stamps: _Stamps) -> None:
-        super().__init__()
+    def __init__(self, control: socket.socket) -> None:
+        super().__init__(_Stamps.taken(), LATER)
         adopt_orphans()  # of a rank host that is killed
         self._control = control
-        self._stamps = stamps
         self._hosts: set[int] = set()
         self._is_retired = False
         self._kernel = os.pidfd_open(os.getppid())
@@ -354,13 +442,15 @@ class _Server(_Loop):
             server.
         """
         while not self._is_retired or self._hosts:
-            for ready in self.events():
+            events = self.events(0.0 if self.later else None)
+            if self.later and not events:
+                self._import_next()
+            for ready in events:
                 if ready == self._kernel:
                     return None
                 received = receive(self._control, descriptors=1)
                 if received is None:
-                    self.selector.unregister(self._control)
-                    self._is_retired = True
+                    self._retire()
                     continue
                 listener = self._begin(received[0]["run_dir"], received[1][0])
                 if listener is not None:
@@ -368,9 +458,24 @@ class _Server(_Loop):
             self._reap()
         return None
 
+    def _retire(self) -> None:
+        self.selector.unregister(self._control)
+        self._is_retired, self.later = True, []
+
+    def _import_next(self) -> None:
+        try:
+            self.import_next()
+        except _CannotFork as error:
+            _report(self._control, error)
+            self._retire()
+            return
+        if not self.later:
+            with contextlib.suppress(OSError):  # the kernel has ended
+                send(self._control, {"complete": os.getpid()})
+
     def _begin(self, run_dir: str, descriptor: int) -> socket.socket | None:
         listener = socket.socket(fileno=descriptor)
-        changed = self._stamps.changed()
+        changed = self.stamps.changed()
         if changed is not None:
             listener.close()
             send(self._control, {"stale": changed})
@@ -401,12 +506,18 @@ class _RankHost(_Loop):
     Args:
         listener: The socket to which the cluster's process supervisor connects first,
             and then the rank parents.
+        stamps: Those of the imports so far.
+        later: What to import while there is no request.
     """
 
-    def __init__(self, listener: socket.socket, stamps: _Stamps) -> None:
-        super().__init__()
+    def __init__(
+        self, listener: socket.socket, stamps: _Stamps, later: Iterable[str]
+    ) -> None:
+        super().__init__(stamps, later)
         adopt_orphans()
-        self._stamps = stamps
+        self._patience_s = LATER_AFTER_S
+        self._unfit = ""
+        """Why this process can no longer be forked; "" if it can."""
         signal.signal(signal.SIGTERM, lambda *_: self._begin_ending())
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._shadows = _Shadows()
@@ -423,9 +534,15 @@ class _RankHost(_Loop):
         """Serve until all children have ended. Returns a request in a forked child."""
         while self._listener is not None or _has_children():
             is_attended = self._supervisor is not None
-            events = self.events(None if is_attended else SUPERVISOR_TIMEOUT_S)
+            limit = self._patience_s if self.later else None
+            begun = time.monotonic()
+            events = self.events(limit if is_attended else SUPERVISOR_TIMEOUT_S)
             if not (is_attended or events):
                 return None
+            if events:
+                self._patience_s = LATER_AFTER_S
+            elif limit is not None and time.monotonic() >= begun + limit:
+                self._import_next()
             for ready in events:
                 if ready is self._listener:
                     requested = self._accept()
@@ -441,6 +558,15 @@ class _RankHost(_Loop):
             if self._is_killing:
                 _kill_below()
         return None
+
+    def _import_next(self) -> None:
+        self._patience_s = 0.0  # until the next request
+        try:
+            self.import_next()
+        except _CannotFork as error:
+            self._unfit, self.later = str(error), []
+        self._checked = (None, 0.0)
+        self._shadows = _Shadows()
 
     def _begin_ending(self) -> None:
         """Accept no more requests, and end as soon as there are no children."""
@@ -474,9 +600,9 @@ class _RankHost(_Loop):
             return None
 
     def _fork_for(
-        self, connection: socket.socket, message: dict[str, object], received: list[int]
+        self, connection: socket.socket, message: dict[str, Any], received: list[int]
     ) -> _Requested | None:
-        request = Request.of_message(message)
+        request = Request(**message)
         if (refusal := self._refusal(request)) is not None:
             send(connection, {"refused": refusal})
             connection.close()
@@ -504,15 +630,17 @@ class _RankHost(_Loop):
         return None
 
     def _refusal(self, request: Request) -> str | None:
-        """Why a forked process could import other code than one that is started.
+        """Why a process cannot be forked, or may import other code than a started one.
 
-        None if it could not.
+        None if there is no reason.
         """
+        if self._unfit:
+            return self._unfit
         path = request.environment.get("NBDIST_PATH")
         place = (request.module, request.environment.get("NBDIST_WORK_DIR"), path)
         if self._checked[0] == place and time.monotonic() < self._checked[1] + CHECK_S:
             return None
-        if (changed := self._stamps.changed()) is not None:
+        if (changed := self.stamps.changed()) is not None:
             return f"{changed} has changed since the fork server read it"
         # The controller does not have the notebook's path.
         if request.module == ENGINE and (found := self._shadows.found(request)):

@@ -21,6 +21,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = [
@@ -226,9 +227,9 @@ def remove_folders(*folders: Path) -> None:
                 time.sleep(REMOVE_POLL_S)
 
 
-def _check(found: os.stat_result, is_kind: object, path: Path) -> None:
+def _check(found: os.stat_result, is_kind: Callable[[int], bool], path: Path) -> None:
     own = found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
-    if not own or not is_kind(found.st_mode):  # type: ignore[operator]
+    if not own or not is_kind(found.st_mode):
         raise PermissionError(
             f"{path} has mode {stat.filemode(found.st_mode)} and belongs to user "
             f"{found.st_uid}, so another user may have written it: it was not used"

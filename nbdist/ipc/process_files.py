@@ -18,8 +18,6 @@ import json
 import os
 import signal
 import time
-import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 from nbdist.ipc.atomic_files import write_atomically
@@ -34,6 +32,8 @@ __all__ = [
     "process_name",
     "read_exit_report",
     "read_reason",
+    "remove_all_torch_files",
+    "remove_torch_files",
     "report_reason",
 ]
 
@@ -42,16 +42,23 @@ JOINING = "joining MPI"
 """The stage in which a newcomer waits for the ranks of the world."""
 CAPTURED = ("stdout", "stderr")
 """Suffixes of the files that receive the output to descriptors 1 and 2."""
+SHARED_MEMORY = Path("/dev/shm")
+"""Where torch makes its files."""
 
 
-@dataclass(frozen=True)
 class Process:
-    """One process of a rank: its folder, its rank and its generation."""
+    """One process of a rank.
 
-    run_dir: Path
-    rank: int
-    generation: int
-    """The generation of the world that the process enters."""
+    Args:
+        run_dir: The cluster's run folder.
+        rank: The rank.
+        generation: The generation of the world that the process enters.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, generation: int) -> None:
+        self.run_dir = run_dir
+        self.rank = rank
+        self.generation = generation
 
     @classmethod
     def of_arguments(cls, arguments: list[str]) -> Process:
@@ -96,6 +103,8 @@ class Process:
 
     def report_failure(self, error: BaseException) -> None:
         """Report the error that has ended the start."""
+        import traceback  # slow to import, and a rank's parent does not need it
+
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         self._write("failed", "".join(lines))
 
@@ -172,3 +181,22 @@ def read_reason(run_dir: Path, name: str) -> str | None:
         return (run_dir / f"{name}.reason").read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+
+
+def remove_torch_files(pid: int) -> None:
+    """Remove the files in shared memory of a process that has ended.
+
+    torch counts the readers of CUDA memory in these files. It removes them in
+    destructors, which run neither in a killed rank nor in one that is told to end. When
+    a reader releases the memory, torch skips a file that is gone.
+    """
+    for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+        with contextlib.suppress(OSError):  # another process has removed it
+            path.unlink()
+
+
+def remove_all_torch_files(run_dir: Path) -> None:
+    """Call `remove_torch_files` for each rank that has begun in a cluster's folder."""
+    for path in run_dir.glob("rank*.stage"):
+        with contextlib.suppress(OSError):  # the folder is being removed
+            remove_torch_files(json.loads(path.read_text())["pid"])

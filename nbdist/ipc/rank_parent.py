@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +35,8 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
     RANK_PARENT,
     SOCKET,
     STARTED,
-    Request,
     receive,
+    request,
     send,
     socket_address,
 )
@@ -117,15 +116,18 @@ def _pass_on(child: int, signum: int) -> None:
 # -- a rank that the rank host forks -------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Forked:
-    """A rank that is a child of the cluster's rank host."""
+    """A rank that is a child of the cluster's rank host.
 
-    handle: int
-    """The rank's pidfd."""
-    host: socket.socket
-    """The connection with the rank host, which sends the exit code. When it closes
-    because this program ends, the rank is killed."""
+    Args:
+        handle: The rank's pidfd.
+        host: The connection with the rank host, which sends the exit code. When it
+            closes because this program ends, the rank is killed.
+    """
+
+    def __init__(self, handle: int, host: socket.socket) -> None:
+        self.handle = handle
+        self.host = host
 
 
 def _ask_for_rank(process: Process, arguments: list[str]) -> _Forked | None:
@@ -145,8 +147,8 @@ def _ask_for_rank(process: Process, arguments: list[str]) -> _Forked | None:
             host.connect(address)
         descriptors = _captured(process)
         numbers = [*range(len(descriptors)), *inherited]
-        request = Request(arguments, folder=str(ROOT), descriptors=numbers)
-        send(host, request.message, [*descriptors, *inherited])
+        message = request(arguments, folder=str(ROOT), descriptors=numbers)
+        send(host, message, [*descriptors, *inherited])
         for descriptor in descriptors:
             os.close(descriptor)
         received = receive(host, descriptors=1)

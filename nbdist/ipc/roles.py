@@ -28,10 +28,17 @@ def role_of(rank: int, size: int, n_ps: int) -> Role:
     return Role("ps", rank - workers, n_ps)
 
 
-def environment(rank: int, size: int, n_ps: int) -> dict[str, str]:
+def environment(
+    rank: int, size: int, n_ps: int, restarts: int = 0, max_restarts: int = 0
+) -> dict[str, str]:
     """The variables that torchrun sets in addition to RANK, WORLD_SIZE and others.
 
     A library sees in them that a launcher has started the ranks, and starts none.
+
+    Args:
+        rank, size, n_ps: As for `role_of`.
+        restarts: How often the ranks have begun again.
+        max_restarts: How often they may.
     """
     role = role_of(rank, size, n_ps)
     return {
@@ -41,8 +48,8 @@ def environment(rank: int, size: int, n_ps: int) -> dict[str, str]:
         "ROLE_RANK": str(role.number),
         "ROLE_WORLD_SIZE": str(role.of),
         "TORCHELASTIC_RUN_ID": "nbdist",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
     }
 
 

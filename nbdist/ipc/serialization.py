@@ -11,11 +11,13 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 
-__all__ = ["Each", "dumps", "dumps_named", "loads", "loads_named"]
+from nbdist.ipc import keras_objects
+
+__all__ = ["PLAIN", "Each", "dumps", "dumps_named", "loads", "loads_named"]
 
 Each = Callable[[str], AbstractContextManager[None]]
 """Returns the context in which the value of this name is pickled or unpickled."""
@@ -23,6 +25,10 @@ Each = Callable[[str], AbstractContextManager[None]]
 
 def _unchanged(_name: str) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+PLAIN = {bool, bytes, float, int, str, type(None)}
+"""Types whose values `pickle` alone can pickle."""
 
 
 class _Namespace(dict[str, Any]):
@@ -43,10 +49,20 @@ def dumps(value: object, namespace: object = None) -> list[Any]:
         BaseException: The error of the value's own pickling, usually TypeError or
             PicklingError.
     """
+    if _is_plain(value):
+        return [pickle.dumps(value, 5)]
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     _pickler(stream, buffers, namespace).dump(value)
     return [stream.getbuffer(), *buffers]
+
+
+def _is_plain(value: object) -> bool:
+    """Whether `pickle` alone can pickle a value. It takes a tenth of the time."""
+    kind = type(value)
+    if kind is tuple:
+        return all(map(_is_plain, cast(tuple[object, ...], value)))
+    return kind in PLAIN or (kind is dict and not value)
 
 
 def loads(frames: list[Any]) -> Any:
@@ -104,7 +120,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = _reduce_tensor(obj, torch)
             if reduced is not None:
                 return reduced
-        return super().reducer_override(obj)
+        reduced = keras_objects.reduce(obj)
+        return super().reducer_override(obj) if reduced is None else reduced
 
 
 def _cells_namespace() -> Any:

@@ -40,6 +40,9 @@ class Shipment:
     """Bytes of each frame in the file. Frames begin at multiples of 64 bytes."""
 
 
+serialization.PLAIN.add(Shipment)
+
+
 def load(frames: list[Any], run_dir: Path) -> Shipment:
     """Pack frames into a shipment: small frames directly, others into a file."""
     sizes = tuple(memoryview(frame).nbytes for frame in frames)

@@ -22,7 +22,7 @@ from jupyter_client.session import DELIM, Session
 from nbdist.errors import encodable
 from nbdist.ipc.direct_socket import DirectSocket
 
-__all__ = ["Gate", "Opened", "SignedSession", "addressed", "refusals"]
+__all__ = ["Gate", "Opened", "SignedSession", "addressed", "carefully", "refusals"]
 
 SEAL = "nbdist"
 """The entry of a message's metadata that `SignedSession` writes and a `Gate` reads."""
@@ -111,7 +111,7 @@ def addressed(*addresses: str) -> dict[str, Any]:
 
 
 class Opened(NamedTuple):
-    """A message that a gate has admitted."""
+    """A message that has been admitted."""
 
     identities: list[bytes]
     """The frames before the message, which are the address of a reply."""
@@ -119,6 +119,8 @@ class Opened(NamedTuple):
     """The message, as Jupyter's `Session.deserialize` returns it; dates are text."""
     direct: DirectSocket | None = None
     """The socket by which a request has bypassed the controller."""
+    is_brief: bool = False
+    """Whether it is a brief message of a direct socket, which no gate has checked."""
 
 
 class Gate:
@@ -168,7 +170,7 @@ class Gate:
         """
 
         def on_message(frames: Any) -> Any:
-            return _carefully(callback, frames) if self.admits(frames) else None
+            return carefully(callback, frames) if self.admits(frames) else None
 
         return on_message
 
@@ -177,7 +179,7 @@ class Gate:
 
         def on_message(frames: Any) -> Any:
             opened = self.opened(frames)
-            return None if opened is None else _carefully(callback, opened)
+            return None if opened is None else carefully(callback, opened)
 
         return on_message
 
@@ -214,10 +216,10 @@ class Gate:
         return Opened([bytes(view) for view in views[: start - 1]], message)
 
 
-def _carefully(callback: Callable[[Any], Any], argument: Any) -> Any:
+def carefully(callback: Callable[..., Any], *arguments: Any) -> Any:
     """Call a callback. An error is logged and has no other effect."""
     try:
-        return callback(argument)
+        return callback(*arguments)
     except Exception:
         logging.getLogger("nbdist").exception("a message could not be handled")
         return None

@@ -11,7 +11,8 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.horovod.basics import rank, size
 from nbdist.horovod.ops.allreduce import allreduce
-from nbdist.keras.variables import broadcast_global_variables, check_backend
+from nbdist.keras.variables import broadcast_global_variables
+from nbdist.training.keras_models import check_backend
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from nbdist.errors import UsageError
@@ -13,7 +13,7 @@ from nbdist.horovod.compression import Compression, Compressor
 from nbdist.horovod.ops.allreduce import grouped_allreduce
 from nbdist.horovod.process_sets import ProcessSet, global_process_set
 from nbdist.horovod.reduce_ops import Average, ReduceOp, Sum
-from nbdist.keras.variables import check_backend, tensors_of
+from nbdist.training.keras_models import check_backend, reducing_optimizer
 
 __all__ = ["DistributedOptimizer"]
 
@@ -48,34 +48,15 @@ def DistributedOptimizer(
     check_backend()
     if op not in (Average, Sum):
         raise UsageError(f"op={op}: expected hvd.Average or hvd.Sum")
-    base: Any = type(optimizer)
-    if hasattr(base, "_nbdist_base"):
-        base = base._nbdist_base  # wrapped before, as in a cell that is run again
 
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        variables = trainable_variables or self._trainable_variables
-        full = _without_gaps(list(grads), list(variables))
-        reduced = grouped_allreduce(
-            full, compression=compression, op=op, process_set=process_set
+    def reduce(gradients: list[Tensor]) -> Sequence[Tensor]:
+        return grouped_allreduce(
+            gradients, compression=compression, op=op, process_set=process_set
         )
-        base.apply(self, reduced, trainable_variables)
 
-    members = {"apply": apply, "_nbdist_base": base, "__module__": base.__module__}
-    made: Any = type(base.__name__, (base,), members)
-    distributed = made.from_config(optimizer.get_config())  # type: ignore[attr-defined]
-    _copy_state(optimizer, distributed)
-    return distributed  # type: ignore[no-any-return]
-
-
-def _without_gaps(grads: Sequence[Any], variables: Sequence[Any]) -> list[Tensor]:
-    return [
-        torch.zeros_like(tensor) if gradient is None else gradient
-        for gradient, tensor in zip(grads, tensors_of(variables), strict=True)
-    ]
-
-
-def _copy_state(source: Any, target: Any) -> None:
-    if source.built:
-        target.build(source._trainable_variables)
-        for own, other in zip(target.variables, source.variables, strict=True):
-            own.assign(other)
+    options: dict[str, Any] = {"compression": compression, "op": op}
+    if process_set is not global_process_set:
+        options["process_set"] = process_set
+    return reducing_optimizer(
+        optimizer, reduce, partial(DistributedOptimizer, **options)
+    )

@@ -1,33 +1,13 @@
-"""Keras's variables as torch tensors, and their broadcast to all ranks."""
+"""The broadcast of Keras's variables to all ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nbdist.errors import UsageError
 from nbdist.horovod.functions import broadcast_parameters
+from nbdist.training.keras_models import check_backend, tensors_of
 
-__all__ = ["broadcast_global_variables", "check_backend", "tensors_of"]
-
-
-def check_backend() -> None:
-    """Check that Keras uses its torch backend.
-
-    Raises:
-        UsageError: Keras uses another backend.
-    """
-    import keras
-
-    if keras.backend.backend() != "torch":
-        raise UsageError(
-            f"Keras uses the backend {keras.backend.backend()}: set "
-            "KERAS_BACKEND=torch, or import nbdist.keras, before keras is imported"
-        )
-
-
-def tensors_of(variables: Any) -> list[Any]:
-    """The torch tensors that hold the variables' values, without gradients."""
-    return [variable.value.detach() for variable in variables]
+__all__ = ["broadcast_global_variables"]
 
 
 def broadcast_global_variables(root_rank: int, model: Any) -> None:

@@ -6,13 +6,13 @@ import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from IPython.display import display, update_display
+from IPython.display import clear_output, display, update_display
 
 from nbdist.widgets.lines import Item, LineSplitter, merge
-from nbdist.widgets.live_text import live_text
+from nbdist.widgets.live_text import count_notes, live_text, may_clear_output
 from nbdist.wire import format_ranks
 
 __all__ = ["CellView"]
@@ -25,6 +25,9 @@ STATUS_AFTER_S = 2.0
 STATUS_PERIOD_S = 0.25
 STATUS_LINE = 200
 """The most characters of an unfinished line that the status shows."""
+MOST_KEPT_ITEMS = 1000
+"""The most lines and displays of a cell that its end brings into the order of ranks."""
+MOST_KEPT_BYTES = 5_000_000
 SIGNS = {
     "finished": "✓",
     "failed": "✗",
@@ -51,18 +54,50 @@ class CellView:
 
     Each whole line is shown with the numbers of its ranks. Unfinished lines, such as
     progress bars, are shown in a status line, which appears if a cell takes long.
+
+    While the cell runs, output is shown as it arrives. The end of a short output brings
+    it into the order of ranks, and joins equal lines and displays of ranks that were
+    not in step.
+
+    The status of a cell in the background appears at once. Its methods are then called
+    in the context of the notebook's cell, on a thread.
+
+    Args:
+        ranks: The ranks that run the cell.
+        key: A unique name.
+        hint: How a cell in the background can be ended; "" for another cell.
+        is_alone: Whether the notebook's cell has no other output than that of the
+            ranks, so that it may be replaced.
+        remark: A text for the last line, which is then always shown.
     """
 
-    def __init__(self, ranks: Sequence[int], key: str) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        key: str,
+        hint: str = "",
+        *,
+        is_alone: bool = False,
+        remark: str = "",
+    ) -> None:
         self._key = key
+        self._remark = remark
+        self._kept: dict[int, deque[Item]] | None = {} if is_alone else None
+        """All output so far; None if it keeps the order in which it was shown."""
+        self._kept_items = self._kept_bytes = 0
+        self._written: list[tuple[list[int], str, Hashable]] = []
+        """`_names_of` what is in `_kept`, in the order shown."""
+        self._notes_before = count_notes()
+        self._hint = hint
         self._begun = time.monotonic()
+        self._status_after_s = 0.0 if hint else STATUS_AFTER_S
         self._queues: dict[int, deque[Item]] = {}
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
         self._finished: dict[int, tuple[str, float]] = {}
         """For each rank that has ended, `Event.outcome` and the seconds."""
         self._waiting_since: float | None = None
         self._flushed_at = 0.0
-        self._status = live_text(f"{key}-status")
+        self._status = live_text(f"{key}-status", below_prompt=bool(hint))
         self._status_at = 0.0
         self._notice = ""
         self._shown: dict[int, list[Shown]] = {}
@@ -76,6 +111,15 @@ class CellView:
         for name in ("stdout", "stderr"):
             self._splitters[rank, name] = LineSplitter()
         self._shown[rank], self._stale[rank] = [], []
+
+    def announce(self, text: str) -> None:
+        """Show what a cell in the background waits for."""
+        self._status.show("", text)
+
+    def begin(self) -> None:
+        """Show that the cell in the background has begun."""
+        self._begun = time.monotonic()
+        self._show_status(self._begun)
 
     def take(self, event: Any) -> None:
         """Handle one event of the call."""
@@ -124,11 +168,42 @@ class CellView:
         """Show all remaining output. Called at the end of the cell."""
         for (rank, name), splitter in self._splitters.items():
             if splitter.unfinished.strip("\r"):
-                self._add(rank, Item(name, splitter.unfinished.strip("\r")))
+                self._add(rank, Item(name, [splitter.unfinished.strip("\r")]))
         self._flush()
         self._status.close()
-        if self._status.is_used:  # the status is above the last output: show it below
-            self._write([("stdout", [f"\x1b[2m{self._final_status()}\x1b[0m\n"])])
+        self._arrange()
+        has_begun = not self._hint or bool(self._finished)
+        # The status is above the last output: show it below.
+        if (self._status.is_used or self._remark) and has_begun:
+            last = "   ".join(filter(None, (self._final_status(), self._remark)))
+            self._write([("stdout", [f"\x1b[2m{last}\x1b[0m\n"])])
+
+    def _arrange(self) -> None:
+        """Show the output again, in the order of ranks and with equal items once."""
+        kept, self._kept = self._kept, None
+        if kept is None or count_notes() != self._notes_before:
+            return
+        if not may_clear_output():
+            return
+        arranged = list(merge(kept))
+        if _names_of(arranged) != self._written:
+            clear_output(wait=True)
+            self._show(arranged)
+
+    def _keep(self, rank: int, item: Item) -> None:
+        """Keep an item for `_arrange`, unless there are too many lines."""
+        if self._kept is None:
+            return
+        self._kept.setdefault(rank, deque()).append(item)
+        self._kept_items += len(item.keys)
+        self._kept_bytes += sum(len(str(key)) for key in item.keys)
+        if self._kept_items > MOST_KEPT_ITEMS or self._kept_bytes > MOST_KEPT_BYTES:
+            self._keep_order()
+
+    def _keep_order(self) -> None:
+        """Leave the output in the order in which it is shown."""
+        self._kept = None
+        self._written.clear()
 
     def _finish_rank(self, rank: int, outcome: str, seconds: float) -> None:
         self._finished[rank] = outcome, seconds
@@ -138,7 +213,8 @@ class CellView:
     def _take_stream(self, rank: int, content: Message) -> None:
         name = content["name"]
         lines = self._splitters[rank, name].feed(content["text"])
-        self._add(rank, *[Item(name, line) for line in lines])
+        if lines:
+            self._add(rank, Item(name, lines))
 
     def _take_display(self, rank: int, content: Message) -> None:
         data = {k: v for k, v in content["data"].items() if k != WIDGET_VIEW}
@@ -146,17 +222,19 @@ class CellView:
         if count is not None and data.keys() == {"text/plain"}:
             text = data["text/plain"]
             label = f"\x1b[31mOut[{count}]:\x1b[0m" + ("\n" if "\n" in text else " ")
-            self._add(rank, Item("stdout", label + text))
+            self._add(rank, Item("stdout", [label + text]))
             return
         shown = {**content, "data": data}
         own_id = content.get("transient", {}).get("display_id")
         # A named display is never merged, because one rank alone may change it later.
         name = None if own_id is None else (rank, own_id)
-        self._add(rank, Item("display", (name, repr(sorted(data.items()))), shown))
+        key = name, repr(sorted(data.items()))
+        self._add(rank, Item("display", [key], shown))
 
     def _take_update(self, rank: int, content: Message) -> None:
         self._flush()
         self._make_room()
+        self._keep_order()
         identifier = _named(rank, content["transient"]["display_id"])
         update_display(
             content["data"],
@@ -168,22 +246,31 @@ class CellView:
     def _take_clear(self, rank: int, content: Message) -> None:
         """Handle `clear_output`: the rank's next displays replace its last ones."""
         self._flush()
+        self._keep_order()
         self._blank(self._stale[rank])
         self._stale[rank], self._shown[rank] = self._shown[rank], []
         if not content["wait"]:
             self._blank(self._stale[rank])
 
-    def _add(self, rank: int, *items: Item) -> None:
-        self._queues[rank].extend(items)
-        if items and self._waiting_since is None:
+    def _add(self, rank: int, item: Item) -> None:
+        self._queues[rank].append(item)
+        self._keep(rank, item)
+        if self._waiting_since is None:
             self._waiting_since = time.monotonic()
 
     def _flush(self) -> None:
         self._waiting_since = None
         self._flushed_at = time.monotonic()
+        if self._kept is None:
+            self._show(merge(self._queues))
+        else:
+            merged = list(merge(self._queues))
+            self._written += _names_of(merged)
+            self._show(merged)
+
+    def _show(self, merged: Iterable[tuple[list[int], Item]]) -> None:
         texts: list[tuple[str, list[str]]] = []
-        labelled: list[int] = []
-        for ranks, item in merge(self._queues):
+        for ranks, item in merged:
             if item.kind == "display":
                 self._write(texts)
                 texts = []
@@ -191,9 +278,9 @@ class CellView:
                 continue
             if not texts or texts[-1][0] != item.kind:
                 texts.append((item.kind, []))
-            if ranks is not labelled:
-                label, labelled = _label(tuple(ranks)), ranks
-            texts[-1][1].append(f"{label} {item.key}\n")
+            label = _label(tuple(ranks))
+            lines = f"\n{label} ".join(map(str, item.keys))
+            texts[-1][1].append(f"{label} {lines}\n")
         self._write(texts)
 
     def _display(self, ranks: list[int], content: Any) -> None:
@@ -234,11 +321,12 @@ class CellView:
             update_display({"text/plain": ""}, raw=True, display_id=shown.identifier)
 
     def _show_status(self, now: float) -> None:
-        if now < self._status_at or now - self._begun < STATUS_AFTER_S:
+        if now < self._status_at or now < self._begun + self._status_after_s:
             return
         self._status_at = now + STATUS_PERIOD_S
         notice = self._notice and f"⚠ {self._notice}"
-        self._status.show(self._status_text(now - self._begun), notice)
+        text = self._status_text(now - self._begun)
+        self._status.show(text, "\n".join(filter(None, (notice, self._hint))))
 
     def _status_text(self, elapsed: float) -> str:
         parts = [
@@ -297,6 +385,13 @@ class CellView:
                 if its_outcome == outcome:
                     alike.setdefault(outcome, []).append(rank)
         return alike
+
+
+def _names_of(
+    merged: Iterable[tuple[list[int], Item]],
+) -> list[tuple[list[int], str, Hashable]]:
+    """The ranks, the kind and the key of each line and each display."""
+    return [(ranks, item.kind, key) for ranks, item in merged for key in item.keys]
 
 
 def _named(rank: int, own_id: str) -> str:

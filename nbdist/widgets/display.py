@@ -37,11 +37,12 @@ def show(
     return monitor
 
 
-def latest_values(source: Source) -> Table:
-    """A table of the last value of each metric on each rank."""
+def latest_values(source: Source, metric: str = "") -> Table:
+    """A table of the last value of each metric, or of one, on each rank."""
     rows = [
         (delta.metric, delta.rank, f"{delta.latest[0]:g}", f"{delta.latest[2]:g}")
         for delta in source.snapshot().deltas
+        if metric in ("", delta.metric)
     ]
     note = "" if rows else "nothing was logged: nbdist.log(loss=loss) in a cell"
     return Table(["metric", "rank", "step", "value"], sorted(rows), note)

@@ -5,16 +5,30 @@ from __future__ import annotations
 import html
 import shutil
 import sys
+import threading
+import traceback
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from contextvars import ContextVar
+from typing import Any, ClassVar, Protocol
 
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
-__all__ = ["LiveText", "in_notebook", "live_text", "print_note"]
+from nbdist.errors import encodable, message_of
+
+__all__ = [
+    "LiveText",
+    "count_notes",
+    "in_notebook",
+    "live_text",
+    "may_clear_output",
+    "print_note",
+    "show_error",
+]
 
 Bundle = Mapping[str, str]
 """A text by media type, "text/plain" among them."""
+_notes = 0
 _EMPTY = {"text/plain": "", "text/html": ""}
 STYLE = "margin:0;color:var(--jp-ui-font-color2,#666);white-space:pre-wrap"
 
@@ -44,22 +58,68 @@ def in_notebook() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-def live_text(identifier: str) -> LiveText:
+def live_text(identifier: str, *, below_prompt: bool = False) -> LiveText:
     """Make a text for this process's output: a display, or a line of a terminal.
 
     Args:
         identifier: A unique name.
+        below_prompt: Whether the user may type meanwhile. A terminal then shows notices
+            only.
     """
     if in_notebook():
         return DisplayText(identifier)
-    return TerminalText(redraws=sys.stdout.isatty())
+    return TerminalText(redraws=sys.stdout.isatty() and not below_prompt)
+
+
+def show_error(error: BaseException) -> None:
+    """Show an error as that of the cell in whose context this runs.
+
+    A thread may call, also when the cell has ended.
+    """
+    render = getattr(error, "_render_traceback_", None)
+    lines = render() if render else traceback.format_exception(error)
+    shell = get_ipython()
+    if shell is None or not in_notebook():
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        return
+    hook: Any = shell.displayhook
+    # Before ipykernel 7, only the streams know the cell of a thread's context.
+    parent = getattr(sys.stdout, "parent_header", None) or hook.parent_header
+    sys.stdout.flush()
+    content = {
+        "ename": type(error).__name__,
+        "evalue": message_of(error),
+        "traceback": [*map(encodable, lines)],
+    }
+    hook.session.send(hook.pub_socket, "error", content, parent=parent, ident=b"error")
 
 
 def print_note(text: str) -> None:
     """Print a note, also while the last line of the terminal is a `TerminalText`."""
+    global _notes
+    _notes += 1
     if TerminalText.drawn is not None:
         TerminalText.drawn.make_room()
     print(text, flush=True)
+
+
+def count_notes() -> int:
+    """The number of notes that this process has printed."""
+    return _notes
+
+
+def may_clear_output() -> bool:
+    """Whether `clear_output` clears this cell's output: in a front end, not captured.
+
+    In a thread this needs ipykernel 7, which knows the cell of the thread's context.
+    """
+    shell = get_ipython()
+    if shell is None or not in_notebook() or not hasattr(sys.stdout, "parent_header"):
+        return False
+    publisher: Any = shell.display_pub
+    if threading.current_thread() is threading.main_thread():
+        return hasattr(publisher, "session")
+    return isinstance(getattr(publisher, "_parent_header", None), ContextVar)
 
 
 class DisplayText:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from itertools import zip_longest
 
 __all__ = ["Table", "bytes_text", "seconds_text"]
 
-CELL = "text-align:left;padding:2px 10px;white-space:nowrap"
+CELL = "text-align:left;padding:2px 10px;white-space:pre"
 
 
 class Table:
@@ -26,15 +27,19 @@ class Table:
         self._caption = caption
 
     def __repr__(self) -> str:
-        table = [self._header, *self._rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        table = [_lines_of(row) for row in [self._header, *self._rows]]
+        widths = [
+            max(len(cell) for cell in column)
+            for column in zip(*(line for row in table for line in row), strict=True)
+        ]
         lines = [
             "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                cell.ljust(width) for cell, width in zip(line, widths, strict=True)
             )
             for row in table
+            for line in row
         ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.insert(len(table[0]), "  ".join("-" * width for width in widths))
         return "\n".join(line.rstrip() for line in [*lines, self._caption] if line)
 
     def _repr_html_(self) -> str:
@@ -51,6 +56,12 @@ class Table:
         caption = f"<div>{html.escape(self._caption)}</div>" if self._caption else ""
         head = f"<thead><tr>{head}</tr></thead>"
         return f"<table>{head}<tbody>{body}</tbody></table>{caption}"
+
+
+def _lines_of(row: Sequence[str]) -> list[tuple[str, ...]]:
+    """The lines of a row whose cells may have several."""
+    cells = [cell.split("\n") for cell in row]
+    return list(zip_longest(*cells, fillvalue=""))
 
 
 def bytes_text(size: int | None) -> str:

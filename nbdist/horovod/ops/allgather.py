@@ -36,8 +36,8 @@ def allgather(
     rank gets the rows of its own tensor, as in Horovod since 0.22.
 
     Args:
-        tensor: On the CPU or this rank's GPU, with at least one dimension; not changed.
-            The dtype and all dimensions but the first are equal on all ranks.
+        tensor: With at least one dimension, on a device as for `allreduce`; not
+            changed. The dtype and all dimensions but the first are equal on all ranks.
         name, process_set: As for `allreduce`.
 
     Returns:
@@ -139,7 +139,7 @@ def _start(
 
     def body() -> None:
         rows[:] = _row_counts(tensors, group)
-        transport = group.transport(first.device.type)
+        transport = group.transport(first.device)
         for tensor, flat, counts in zip(tensors, inputs, rows, strict=True):
             output = tensor.new_empty((sum(counts), *tensor.shape[1:]))
             pieces = [piece.reshape(-1) for piece in output.split(counts)]

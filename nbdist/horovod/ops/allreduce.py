@@ -299,7 +299,7 @@ def reduction(
     if scaling.op is Adasum:
         return Request(key, kind, _adasum_body(group, tensors, scaling), on_leave)
     fused = _fused(tensors, scaling)
-    transport = group.transport(first.device.type)
+    transport = group.transport(first.device)
 
     def body() -> None:
         for each in fused:

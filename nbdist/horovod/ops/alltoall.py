@@ -31,8 +31,8 @@ def alltoall(
     Gradients flow back to the ranks that sent the rows.
 
     Args:
-        tensor: On the CPU or this rank's GPU, with at least one dimension; not changed.
-            The dtype and all dimensions but the first are equal on all ranks.
+        tensor: With at least one dimension, on a device as for `allreduce`; not
+            changed. The dtype and all dimensions but the first are equal on all ranks.
         splits: The number of rows for each rank, in rank order. Default: equal numbers.
         name, process_set: As for `allreduce`.
 
@@ -103,7 +103,7 @@ def _start(
         group.transport("cpu").all_gather(list(table), torch.tensor(sent, device="cpu"))
         received = table[:, group.rank].tolist()
         output = rows.new_empty((sum(received), *rows.shape[1:]))
-        group.transport(rows.device.type).all_to_all(
+        group.transport(rows.device).all_to_all(
             [piece.reshape(-1) for piece in output.split(received)],
             [piece.reshape(-1) for piece in rows.split(sent)],
             int(table.max()) * rows.shape[1:].numel(),

@@ -32,8 +32,7 @@ def broadcast(
     other ranks get zeros, as in Horovod since 0.22.
 
     Args:
-        tensor: On the CPU or this rank's GPU, of any shape, with equal shape and dtype
-            on all ranks; not changed.
+        tensor: As for `allreduce`.
         root_rank: A world rank in the set.
         name, process_set: As for `allreduce`.
     """
@@ -116,7 +115,7 @@ def _start(
         )
     root = process_set.ranks.index(root_rank)
     kind = named("broadcast", name, None, root_rank, tensor, tuple(tensor.shape))
-    transport = coordinator.group.transport(tensor.device.type)
+    transport = coordinator.group.transport(tensor.device)
     flat = Flat(tensor)
 
     def body() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nbdist.collectives import Group, chunk_bounds
 from nbdist.collectives.ops.validation import resolve
 from nbdist.collectives.reduction import parse_op
-from nbdist.errors import UsageError
+from nbdist.errors import UnsupportedCollective, UsageError
 from nbdist.horovod.compression import Compression, Compressor, compressed
 from nbdist.horovod.handles import begin, complete
 from nbdist.horovod.negotiation import Request, named
@@ -52,8 +52,7 @@ def reducescatter(
     the number of ranks.
 
     Args:
-        tensor: On the CPU or this rank's GPU, with at least one dimension, and equal
-            shape and dtype on all ranks; not changed.
+        tensor: As for `allreduce`, with at least one dimension.
         name, compression, process_set: As for `allreduce`.
         op: Average, Sum, Min, Max or Product.
         prescale_factor, postscale_factor: As for `allreduce`.
@@ -180,7 +179,7 @@ def _reduce_rows(rows: Tensor, scaling: Scaling, group: Group) -> Tensor:
     most = bounds[0][1]  # no rank has more rows than the first
     pieces = [_padded(rows[begin:end], most) for begin, end in bounds]
     output = rows.new_empty((most, *rows.shape[1:]))
-    group.transport(rows.device.type).reduce_scatter(
+    group.transport(rows.device).reduce_scatter(
         output.view(-1), pieces, scaling.transport_op(rows.dtype)
     )
     begin, end = bounds[group.rank]
@@ -203,5 +202,7 @@ def _check(tensor: Tensor, scaling: Scaling, group: Group) -> None:
     if tensor.dim() == 0:
         raise UsageError("reducescatter of a 0-d tensor: pass tensor.view(1)")
     if scaling.op is Adasum:
-        raise UsageError("reducescatter is not defined for Adasum: use allreduce")
+        raise UnsupportedCollective(
+            "reducescatter is not defined for Adasum: use allreduce"
+        )
     parse_op(scaling.transport_op(tensor.dtype), tensor.dtype)

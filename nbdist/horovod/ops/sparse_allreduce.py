@@ -27,7 +27,7 @@ def sparse_allreduce_async(
     The indices and values of all ranks are gathered.
 
     Args:
-        tensor: Sparse COO, on the CPU or this rank's GPU, with equal shape, dtype and
+        tensor: Sparse COO, on a device as for `allreduce`, with equal shape, dtype and
             number of sparse dimensions on all ranks; not changed.
         name: As for `allreduce`.
         op: Average or Sum.

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.training import keras_models
 from nbdist.training.elastic import checkpoint, tree
 from nbdist.training.elastic.commit_files import Commit, is_record
 from nbdist.training.elastic.coordinator import coordinator
@@ -59,7 +60,7 @@ class State:
         objects: objects with `state_dict` and `load_state_dict` (modules, optimizers,
             schedulers, samplers, gradient scalers), tensors on any device, and plain
             values, which are deep-copied. For a module in DDP, the wrapped module is
-            saved and restored.
+            saved and restored; for a Keras model, the state of its optimizer too.
 
     Raises:
         UsageError: a name is that of an attribute of State, or `save_every` is below 1.
@@ -446,6 +447,8 @@ def _unwrapped(value: Any) -> Any:
 def _captured(live: Any) -> Any:
     """The values of an object as a tree that shares its tensors."""
     live = _unwrapped(live)
+    if keras_models.is_model(live):
+        return keras_models.model_state(live)
     return live.state_dict() if _is_stateful(live) else live
 
 
@@ -456,7 +459,9 @@ def _load_into(live: Any, values: Any) -> Any:
         The object itself if it could be changed in place, else a copy of the values.
     """
     inner = _unwrapped(live)
-    if isinstance(inner, nn.Module):
+    if keras_models.is_model(inner):
+        keras_models.load_model_state(inner, values)
+    elif isinstance(inner, nn.Module):
         inner.load_state_dict(values)
     elif _is_stateful(inner):
         # An optimizer keeps a reference to the tensors that it loads.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -26,10 +28,42 @@ from nbdist.training.data.loader import Loader
 from nbdist.training.strategies.replica_sampler import ReplicaSampler
 from nbdist.training.validation import whole_number
 
-__all__ = ["Strategy", "broadcast_model"]
+__all__ = ["InputContext", "Strategy", "broadcast_model"]
 
 Result = TypeVar("Result")
 REDUCTIONS = ("sum", "mean", "min", "max")
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Says which part of a data set a replica reads, as `tf.distribute.InputContext`.
+
+    Each replica has an input pipeline of its own.
+    """
+
+    num_input_pipelines: int
+    """The number of replicas."""
+    input_pipeline_id: int
+    """The number of this replica."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return self.num_input_pipelines
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The number of samples in each replica's part of a global batch.
+
+        Raises:
+            UsageError: The parts would differ in size.
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            raise UsageError(
+                f"global_batch_size={global_batch_size} is not a multiple of the "
+                f"{self.num_replicas_in_sync} replicas: use another size, or "
+                "strategy.distribute(), which allows parts of different sizes"
+            )
+        return global_batch_size // self.num_replicas_in_sync
 
 
 class Strategy(ABC):
@@ -53,6 +87,22 @@ class Strategy(ABC):
     def num_replicas(self) -> int:
         """The number of ranks that compute gradients."""
         return default_group().size
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """tf.distribute's name of `num_replicas`."""
+        return self.num_replicas
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """Make `compile` and `fit` of Keras models in this block train on all ranks.
+
+        Raises:
+            UsageError: this strategy does not drive Keras's `fit`.
+        """
+        raise UsageError(
+            f"{type(self).__name__} does not drive Keras's fit: use Mirrored, or your "
+            "own loop with strategy.setup(model, optimizer)"
+        )
 
     @abstractmethod
     def setup(
@@ -114,6 +164,19 @@ class Strategy(ABC):
         )
         return self._batches
 
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Result]
+    ) -> Result:
+        """Return the data set that a function makes for this replica.
+
+        Args:
+            dataset_fn: gets an `InputContext`, and returns batches of this replica's
+                part of the data. It divides the data itself. Pass the size of the
+                global batch to `average_loss`.
+        """
+        replica, size = self._rank_and_size()
+        return dataset_fn(InputContext(size, replica))
+
     def _rank_and_size(self) -> tuple[int, int]:
         """The current (replica, number of replicas)."""
         return self.replica or 0, self.num_replicas
@@ -135,26 +198,32 @@ class Strategy(ABC):
         """
         return fn(*args, **(kwargs or {}))
 
-    def reduce(self, op: str, value: Any) -> Any:
+    def reduce(self, op: str, value: Any, axis: int | None = None) -> Any:
         """Reduce a value over the replicas. Every replica must call.
 
         Args:
-            op: "sum", "mean", "min" or "max".
+            op: "sum", "mean", "min" or "max", in small or capital letters.
             value: a number, a tensor of equal shape on all replicas, or a list, tuple
                 or dict of these.
+            axis: also reduce each tensor along this dimension, in which its size may
+                differ between replicas. None for no dimension.
 
         Returns:
             The reduced value, equal on all replicas: a float for each number, and a new
-            tensor for each tensor.
+            tensor for each tensor. With `axis`, "mean" is the mean of the elements of
+            all replicas, each with the same weight.
 
         Raises:
             UsageError: `op` is not one of these, or a value has another type.
         """
-        if op not in REDUCTIONS:
+        name = str(op).lower()
+        if name not in REDUCTIONS:
             raise UsageError(f"reduce({op!r}, ...): expected one of {REDUCTIONS}")
-        return tree_map(lambda leaf: self._reduce_leaf(op, leaf), value)
+        return tree_map(lambda leaf: self._reduce_leaf(name, leaf, axis), value)
 
-    def _reduce_leaf(self, op: str, leaf: Any) -> Any:
+    def _reduce_leaf(self, op: str, leaf: Any, axis: int | None) -> Any:
+        if isinstance(leaf, Tensor) and axis is not None:
+            return self._reduce_axis(op, leaf.detach(), axis)
         if isinstance(leaf, Tensor):
             return self._combine(op, leaf.detach().clone())
         if isinstance(leaf, (int, float)):
@@ -163,6 +232,23 @@ class Strategy(ABC):
             f"reduce() got a {type(leaf).__name__}: expected a number, a tensor, or a "
             "list, tuple or dict of these"
         )
+
+    def _reduce_axis(self, op: str, tensor: Tensor, axis: int) -> Tensor:
+        """Reduce a tensor along a dimension and over the replicas."""
+        if not -tensor.dim() <= axis < tensor.dim():
+            raise UsageError(
+                f"reduce(axis={axis}) of a tensor of shape {tuple(tensor.shape)}: it "
+                f"has {tensor.dim()} dimensions; axis=None reduces over replicas only"
+            )
+        if op == "min":
+            return self._combine(op, tensor.amin(axis))
+        if op == "max":
+            return self._combine(op, tensor.amax(axis))
+        total = self._combine("sum", tensor.sum(axis))
+        if op == "sum":
+            return total
+        count = torch.tensor(tensor.shape[axis], dtype=torch.float64)
+        return total / self._combine("sum", count).to(total)
 
     def _combine(self, op: str, tensor: Tensor) -> Tensor:
         """Reduce a tensor over the replicas; it may be overwritten."""

@@ -15,6 +15,10 @@ from torch import Tensor
 
 __all__ = ["FlatBuffers"]
 
+Kind = tuple[torch.dtype, torch.device]
+_ALIGNED_BYTES = 64
+"""Each buffer in given memory begins at a multiple of this, a cache line."""
+
 
 class _Part:
     """The tensors of one dtype and device, which share a buffer.
@@ -22,20 +26,16 @@ class _Part:
     Args:
         places: indices of the tensors in the list that `FlatBuffers` was made for.
         shapes: shapes of the tensors.
-        dtype, device: of the tensors.
+        buffer: one element for each element of the tensors, and one for each tensor.
     """
 
     def __init__(
-        self,
-        places: list[int],
-        shapes: Sequence[torch.Size],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, places: list[int], shapes: Sequence[torch.Size], buffer: Tensor
     ) -> None:
         self.places = places
         sizes = [shape.numel() for shape in shapes]
-        self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=device)
-        *pieces, self.flags = self.buffer.split([*sizes, len(sizes)])
+        self.buffer = buffer
+        *pieces, self.flags = buffer.split([*sizes, len(sizes)])
         self.views = [
             piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)
         ]
@@ -50,20 +50,48 @@ class FlatBuffers:
 
     Args:
         like: tensors with the shapes, dtypes and devices of those to hold.
+        memory: `bytes_of(like)` bytes of host memory for the buffers, if the tensors
+            are in host memory. Default: memory of their own.
     """
 
-    def __init__(self, like: Sequence[Tensor]) -> None:
+    def __init__(
+        self, like: Sequence[Tensor], memory: memoryview | None = None
+    ) -> None:
         self._shapes = [(each.shape, each.dtype, each.device) for each in like]
-        self._allocate()
+        self._allocate(memory)
 
-    def _allocate(self) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    def _allocate(self, memory: memoryview | None = None) -> None:
+        self._parts = []
+        begin = 0
+        for (dtype, device), places in self._places().items():
+            shapes = [self._shapes[place][0] for place in places]
+            count = _elements(shapes)
+            if memory is None:
+                buffer = torch.zeros(count, dtype=dtype, device=device)
+            else:
+                buffer = torch.frombuffer(
+                    memory, dtype=dtype, count=count, offset=begin
+                )
+                begin += _aligned(count * dtype.itemsize)
+            self._parts.append(_Part(places, shapes, buffer))
+
+    def _places(self) -> dict[Kind, list[int]]:
+        """For each dtype and device, the indices of its tensors."""
+        kinds: dict[Kind, list[int]] = {}
         for place, (_, dtype, device) in enumerate(self._shapes):
             kinds.setdefault((dtype, device), []).append(place)
-        self._parts = [
-            _Part(places, [self._shapes[place][0] for place in places], *kind)
-            for kind, places in kinds.items()
-        ]
+        return kinds
+
+    @staticmethod
+    def bytes_of(like: Sequence[Tensor]) -> int:
+        """The bytes of memory that buffers for these tensors need."""
+        shapes: dict[Kind, list[torch.Size]] = {}
+        for each in like:
+            shapes.setdefault((each.dtype, each.device), []).append(each.shape)
+        return sum(
+            _aligned(_elements(of_kind) * dtype.itemsize)
+            for (dtype, _), of_kind in shapes.items()
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickling would separate the views from their buffers.
@@ -82,16 +110,16 @@ class FlatBuffers:
     def fill(self, tensors: Sequence[Tensor | None]) -> None:
         """Copy tensors into the buffers. None is copied as zeros."""
         for part in self._parts:
-            part.buffer.zero_()
-            views, given = [], []
-            for row, (place, view) in enumerate(
-                zip(part.places, part.views, strict=True)
-            ):
+            views, given, flags = [], [], []
+            for place, view in zip(part.places, part.views, strict=True):
                 tensor = tensors[place]
-                if tensor is not None:
-                    part.flags[row] = 1
+                flags.append(tensor is not None)
+                if tensor is None:
+                    view.zero_()
+                else:
                     views.append(view)
                     given.append(_dense(tensor))
+            part.flags.copy_(torch.tensor(flags, device="cpu"))
             if views:
                 torch._foreach_copy_(views, given)
 
@@ -126,3 +154,12 @@ class FlatBuffers:
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _elements(shapes: Sequence[torch.Size]) -> int:
+    """The elements of a buffer for tensors of these shapes, flags included."""
+    return sum(shape.numel() for shape in shapes) + len(shapes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES

@@ -37,8 +37,8 @@ class WrappedOptimizer(Optimizer):
                 "LBFGS evaluates the loss several times in a step, and a strategy "
                 "exchanges gradients once: use SGD, Adam or another first-order one"
             )
-        # Optimizer.__init__ would make groups and state, which are those of `inner`
-        # here. __setstate__ makes the hooks of an optimizer.
+        # Optimizer.__init__ would replace the groups and the state by new ones.
+        # __setstate__ makes the hooks of an optimizer, and keeps those of `inner`.
         self.__setstate__({"inner": inner, "defaults": inner.defaults})
 
     @property

@@ -63,7 +63,8 @@ class Head:
     size: int = 0
     """Bytes or elements of the body whose length the receiver does not know."""
     detail: int = 0
-    """Index of the reduction."""
+    """In REDUCE, the index of the reduction. In an answer with parameters, their slot
+    (see `MessageBodies`)."""
 
     def to_tensor(self) -> Tensor:
         """The head as an int64 tensor of 4 elements."""
@@ -99,6 +100,11 @@ class Receiver:
     def arrived(self) -> bool:
         """Whether each awaited part has arrived or failed. `error` has the failure."""
         return all([message.is_completed() for message in self._waiting])  # noqa: C419
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is awaited, because all bodies were empty."""
+        return not self._waiting
 
     @property
     def error(self) -> NbdistError | None:

@@ -12,11 +12,12 @@ from nbdist.collectives import TolerantMessages
 from nbdist.errors import CollectiveAborted
 from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.telemetry import internal_metrics
+from nbdist.training.strategies.flat_buffers import FlatBuffers
+from nbdist.training.strategies.parameter_server.message_bodies import MessageBodies
 from nbdist.training.strategies.parameter_server.messages import (
     Head,
     Kind,
     Receiver,
-    host_buffers,
     packed,
     send,
     unpacked,
@@ -35,9 +36,7 @@ REDUCTIONS = ("sum", "mean", "min", "max")
 class _Channel:
     """A server's messages from and to one worker."""
 
-    def __init__(
-        self, messages: TolerantMessages, worker: int, store: ShardStore
-    ) -> None:
+    def __init__(self, messages: TolerantMessages, worker: int) -> None:
         self.worker = worker
         self.receiving = Receiver(messages, worker)
         self.head: Head | None = None
@@ -45,15 +44,19 @@ class _Channel:
         awaited."""
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.numbers = torch.empty(0, dtype=torch.float64, device="cpu")
-        self.gradients = host_buffers(store.values())
-        self.values = host_buffers(store.values())
         self.is_open = True
         """Whether the worker may send more."""
+        self.slot: int | None = None
+        """The slot that the worker may still read, until its next message."""
 
-    def tensors_for(self, head: Head) -> Sequence[Tensor]:
-        """The tensors to receive the bodies into that a head announces."""
+    def tensors_for(self, head: Head, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors to receive the bodies into that a head announces.
+
+        Args:
+            gradients: what is received of the bodies of a push.
+        """
         if head.kind is Kind.PUSH:
-            return self.gradients.buffers
+            return gradients
         if head.kind is Kind.REDUCE:
             self.numbers = torch.empty(head.size, dtype=torch.float64, device="cpu")
             return [self.numbers]
@@ -66,7 +69,9 @@ class Server:
 
     Args:
         messages: messages to the workers.
-        workers: ranks of the workers.
+        bodies: the gradients and parameters in the messages.
+        shard: number of the shard.
+        workers: ranks of the workers, which are also their numbers.
         store: the shard that this server holds.
         policy: decides what to do with each gradient.
         snapshot_every: updates between two snapshots; None for no snapshots. A worker
@@ -76,17 +81,19 @@ class Server:
     def __init__(
         self,
         messages: TolerantMessages,
+        bodies: MessageBodies,
+        shard: int,
         workers: Sequence[int],
         store: ShardStore,
         policy: UpdatePolicy,
         snapshot_every: int | None,
     ) -> None:
         self._messages, self._store, self._policy = messages, store, policy
+        self._bodies, self._shard = bodies, shard
+        self._filled: tuple[int, int] | None = None  # a slot, and its version
         self._snapshot_every = snapshot_every
         self._snapshot_at = policy.version + 1
-        self._channels = {
-            worker: _Channel(messages, worker, store) for worker in workers
-        }
+        self._channels = {worker: _Channel(messages, worker) for worker in workers}
         self._done: dict[int, Tensor] = {}
         self._numbers: dict[int, Tensor] = {}
         self._reduction = 0
@@ -131,8 +138,9 @@ class Server:
             self._remove(channel, str(channel.receiving.error))
             return True
         if channel.head is None:
-            channel.head = channel.receiving.head
-            channel.receiving.receive(channel.tensors_for(channel.head))
+            channel.head, channel.slot = channel.receiving.head, None
+            gradients = self._bodies.sent(self._gradients(channel.worker))
+            channel.receiving.receive(channel.tensors_for(channel.head, gradients))
             return True
         head, channel.head = channel.head, None
         self._handle(channel, head)
@@ -164,7 +172,7 @@ class Server:
 
     def _end(self, channel: _Channel) -> None:
         """Close the channel. The other workers continue without this worker."""
-        channel.is_open, channel.head = False, None
+        channel.is_open, channel.head, channel.slot = False, None, None
         with defer_interrupts():
             self._carry_out(self._policy.leave(channel.worker))
         self._reduce_if_due()
@@ -173,17 +181,30 @@ class Server:
 
     def _carry_out(self, decision: Decision) -> None:
         if decision.apply:
-            self._store.apply([self._channels[w].gradients for w in decision.apply])
+            self._store.apply([self._gradients(worker) for worker in decision.apply])
         for worker in decision.answer:
             if self._channels[worker].is_open:
                 self._answer(worker, Kind.PUSH, self._snapshot_if_due())
 
     def _answer(self, worker: int, kind: Kind, extra: Tensor) -> None:
         """Send a worker the current parameters, and extra bytes."""
-        channel = self._channels[worker]
-        channel.values.fill(self._store.values())
-        head = Head(kind, self._policy.version, size=len(extra))
-        send(self._messages, worker, head, [*channel.values.buffers, extra])
+        slot = self._channels[worker].slot = self._current_slot()
+        head = Head(kind, self._policy.version, size=len(extra), detail=slot)
+        parameters = self._bodies.parameters(self._shard, slot)
+        send(self._messages, worker, head, [*self._bodies.sent(parameters), extra])
+
+    def _current_slot(self) -> int:
+        """A slot with the current parameters. It is filled once for each version."""
+        version = self._policy.version
+        if self._filled is None or self._filled[1] != version:
+            read = {channel.slot for channel in self._channels.values()}
+            slot = min(set(range(len(self._channels))) - read)
+            self._bodies.parameters(self._shard, slot).fill(self._store.values())
+            self._filled = slot, version
+        return self._filled[0]
+
+    def _gradients(self, worker: int) -> FlatBuffers:
+        return self._bodies.gradients(self._shard, worker)
 
     def _snapshot_if_due(self) -> Tensor:
         """A snapshot for a worker to keep; empty if none is due."""

@@ -113,7 +113,8 @@ class ShardStore:
         mean = gradients[0]
         for others in gradients[1:]:
             mean.add(others)
-        mean.scale(1 / len(gradients))
+        if len(gradients) > 1:
+            mean.scale(1 / len(gradients))
         self._optimizer.zero_grad()
         mean.set_gradients(self._parameters)
         self._optimizer.step()

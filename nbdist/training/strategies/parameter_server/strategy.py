@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from nbdist.collectives import TolerantMessages, all_gather_object, default_group
 from nbdist.errors import UsageError
 from nbdist.training.strategies.base import Strategy, broadcast_model
+from nbdist.training.strategies.parameter_server.message_bodies import MessageBodies
 from nbdist.training.strategies.parameter_server.server import (
     REDUCTIONS,
     Server,
@@ -105,6 +106,7 @@ class ParameterServer(Strategy):
         """The counts of each server over all runs, at the end of the last `run`."""
         self._shards: Shards | None = None
         self._messages: TolerantMessages | None = None
+        self._bodies: MessageBodies | None = None
         self._worker: Worker | None = None
 
     # -- roles ---------------------------------------------------------------------
@@ -215,8 +217,16 @@ class ParameterServer(Strategy):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Result:
+        assert self._bodies is not None
+        assert self.replica is not None
         worker = self._worker = Worker(
-            messages, self.roles.servers, shards.tensors, shards.versions, shards.keep
+            messages,
+            self._bodies,
+            self.replica,
+            self.roles.servers,
+            shards.tensors,
+            shards.versions,
+            shards.keep,
         )
         try:
             result = fn(*args, **kwargs)
@@ -238,10 +248,17 @@ class ParameterServer(Strategy):
         self._worker.push(options)
 
     def _serve(self, messages: TolerantMessages, shards: Shards) -> Any:
+        assert self._bodies is not None
         assert shards.store is not None
         servers, policy = self.roles.servers, self._policy(shards.report)
         server = Server(
-            messages, self.roles.workers, shards.store, policy, self.snapshot_every
+            messages,
+            self._bodies,
+            servers.index(messages.rank),
+            self.roles.workers,
+            shards.store,
+            policy,
+            self.snapshot_every,
         )
         try:
             result = server.serve()
@@ -265,11 +282,14 @@ class ParameterServer(Strategy):
         """
         assert self._shards is not None
         self._messages = TolerantMessages(default_group())
+        self._bodies = MessageBodies.connect(
+            default_group(), self.roles, self._shards.tensors
+        )
         self._shards.assign(self.roles)
 
     def __getstate__(self) -> dict[str, Any]:
         # A rank that joins gets a copy of this object, and makes its own connections.
-        return {**self.__dict__, "_messages": None, "_worker": None}
+        return {**self.__dict__, "_messages": None, "_bodies": None, "_worker": None}
 
 
 class PushOptimizer(WrappedOptimizer):

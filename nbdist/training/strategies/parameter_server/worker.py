@@ -10,11 +10,11 @@ from torch import Tensor
 
 from nbdist.collectives import TolerantMessages
 from nbdist.errors import CollectiveAborted
+from nbdist.training.strategies.parameter_server.message_bodies import MessageBodies
 from nbdist.training.strategies.parameter_server.messages import (
     Head,
     Kind,
     Receiver,
-    host_buffers,
     packed,
     send,
     unpacked,
@@ -29,6 +29,8 @@ class Worker:
 
     Args:
         messages: messages to the servers.
+        bodies: the gradients and parameters in the messages.
+        worker: number of this worker.
         servers: ranks of the servers.
         shards: for each server, this worker's parameters that the server holds.
         versions: for each server, the version of these parameters.
@@ -39,6 +41,8 @@ class Worker:
     def __init__(
         self,
         messages: TolerantMessages,
+        bodies: MessageBodies,
+        worker: int,
         servers: Sequence[int],
         shards: Sequence[Sequence[Tensor]],
         versions: Sequence[int],
@@ -47,8 +51,10 @@ class Worker:
         self._messages = messages
         self._servers = servers
         self._shards = shards
-        self._gradients = [host_buffers(shard) for shard in shards]
-        self._values = [host_buffers(shard) for shard in shards]
+        self._bodies = bodies
+        self._gradients = [
+            bodies.gradients(number, worker) for number in range(len(shards))
+        ]
         self.versions = list(versions)
         self._keep = keep
         self._options: Any = None
@@ -70,7 +76,7 @@ class Worker:
             gradients = self._gradients[number]
             gradients.fill([parameter.grad for parameter in shard])
             head = Head(Kind.PUSH, self.versions[number])
-            send(self._messages, server, head, gradients.buffers)
+            send(self._messages, server, head, self._bodies.sent(gradients))
         for number, (head, extra) in self._answers(range(len(self._servers))).items():
             self._take_parameters(number, head)
             if len(extra):
@@ -117,7 +123,7 @@ class Worker:
                 send(self._messages, server, head, bodies)
 
     def _take_parameters(self, number: int, head: Head) -> None:
-        self._values[number].copy_to(self._shards[number])
+        self._bodies.received(number, head.detail).copy_to(self._shards[number])
         self.versions[number] = head.version
 
     def _answers(
@@ -146,17 +152,19 @@ class Worker:
             answers[number] = head, extra
             if tensors_for is not None:
                 return tensors_for(number, head)
-            return [*self._values[number].buffers, extra]
+            parameters = self._bodies.received(number, head.detail)
+            return [*self._bodies.sent(parameters), extra]
 
         def look() -> bool:
             for number, receiving in list(open_.items()):
                 # Read once in each call: a later arrival is handled in the next call.
                 arrived = receiving.arrived
                 self._check(self._servers[number], receiving)
-                if arrived and number in answers:
-                    del open_[number]
-                elif arrived:
+                if arrived and number not in answers:
                     receiving.receive(tensors_of(number, receiving.head))
+                    arrived = receiving.is_empty
+                if arrived:
+                    del open_[number]
                 elif number in answers:  # a long message moves while both ends poll
                     self._messages.ring(self._servers[number])
             return not open_
