@@ -27,7 +27,7 @@ from tests.processes import runs
 __all__ = [
     "HELPERS",
     "ClusterProcesses",
-    "ComingRank",
+    "StartingRank",
     "census",
     "fork_server",
     "is_fork_server",
@@ -94,11 +94,11 @@ class ClusterProcesses:
         return cls(psutil.Process(cluster._started.process_supervisor._process.pid))
 
     def helper(self, name: str) -> psutil.Process | None:
-        """ "process supervisor", "controller", "mpiexec" or "rank host".
+        """The helper process of this name; None if it does not run.
 
-        Returns:
-            None if it does not run. A cluster whose ranks are not forked has no rank
-            host.
+        Args:
+            name: "process supervisor", "controller", "mpiexec" or "rank host". A
+                cluster whose ranks are not forked has no rank host.
         """
         if name == "process supervisor":
             return self.supervisor
@@ -162,7 +162,7 @@ class ClusterProcesses:
         return memory_folder(self.run_dir)
 
 
-class ComingRank:
+class StartingRank:
     """A rank that starts, described by its file in the cluster's folder.
 
     Args:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from typing import Any
 import nbformat
 import pytest
 from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
+
+from nbdist.ipc.loopback import free_ports
 
 ROOT = Path(__file__).parent.parent
 SCREENSHOTS = ROOT / "out" / "screenshots"
@@ -55,7 +56,7 @@ class LabServer:
         self.notebooks = self.home / "work"
         self.notebooks.mkdir()
         self._disable_news()
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.url = f"http://127.0.0.1:{free_ports(1)[0]}"
         self._process = subprocess.Popen(
             self._command(),
             cwd=self.notebooks,
@@ -209,10 +210,6 @@ class Lab:
         self.page.screenshot(path=path)
         return path
 
-    def save_notebook(self) -> None:
-        """Save the notebook, with its outputs."""
-        self._run("await nbdistTest.panel.context.save();")
-
     def close_notebook(self) -> None:
         """End the notebook's kernel and close it."""
         self._run(
@@ -276,12 +273,6 @@ def lab(_lab_page: Lab) -> Iterator[Lab]:
     yield _lab_page
     _lab_page.close_notebook()
     assert not _lab_page.errors, "\n".join(_lab_page.errors)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _has_setpriv() -> bool:

@@ -1,4 +1,4 @@
-"""The cluster on which draws are played, and the report for docs/reliability.md."""
+"""The cluster on which draws are run, and the report for docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.report import Report
-from tests.chaos.stage import Stage
+from tests.chaos.reused_cluster import ReusedCluster
 
 
 @pytest.fixture(scope="module")
-def _stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    stage = Stage(tmp_path_factory.mktemp("chaos"))
-    yield stage
-    stage.end()
+def _reused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReusedCluster]:
+    reused = ReusedCluster(tmp_path_factory.mktemp("chaos"))
+    yield reused
+    reused.end()
 
 
 @pytest.fixture
-def stage(_stage: Stage, request: pytest.FixtureRequest) -> Iterator[Stage]:
+def reused(
+    _reused: ReusedCluster, request: pytest.FixtureRequest
+) -> Iterator[ReusedCluster]:
     """A cluster of three ranks. After a draw that fails, the next one gets another."""
     failed = request.session.testsfailed
-    yield _stage
+    yield _reused
     if request.session.testsfailed > failed:
-        _stage.close()
+        _reused.close()
 
 
 @pytest.fixture(scope="session")

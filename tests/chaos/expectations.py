@@ -118,10 +118,10 @@ class Expectation:
 def expected(draw: Draw) -> Expectation:
     """The row of the draw, with its names filled in."""
     row = next(row for row in TABLE if row.fits(draw))
-    struck = draw.process in RANK and draw.fault in DEATHS
+    died = draw.process in RANK and draw.fault in DEATHS
     replaces = draw.moment in ("restart", "recovery")
     replaced = {draw.first} if replaces else set()
-    new = replaced | (set(draw.victims) if struck else set())
+    new = replaced | (set(draw.victims) if died else set())
     ends = row.ends
     if replaced and WHOLE in ends:
         ends = tuple(REPLACED if end == WHOLE else end for end in ends)

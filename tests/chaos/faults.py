@@ -84,7 +84,7 @@ class FolderFull:
     def __init__(self, folder: Path) -> None:
         self._filler = folder / "filler"
 
-    def strike(self) -> None:
+    def fill(self) -> None:
         """Fill it to the last byte."""
         with (
             contextlib.suppress(OSError),
@@ -97,7 +97,7 @@ class FolderFull:
                 except OSError:
                     size //= 2
 
-    def lift(self) -> None:
+    def free(self) -> None:
         """Free the space."""
         self._filler.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ import psutil
 from nbdist import Cluster
 from nbdist.errors import NotRunning
 from tests.chaos import faults
-from tests.cluster_processes import ClusterProcesses, ComingRank, rank_parent
+from tests.cluster_processes import ClusterProcesses, StartingRank, rank_parent
 
 __all__ = ["KINDS", "Killer"]
 
@@ -60,7 +60,7 @@ class Killer:
         self._kinds = kinds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.struck: list[str] = []
+        self.kills: list[str] = []
         """The kinds of the kills so far, in order."""
 
     def start(self) -> None:
@@ -77,8 +77,8 @@ class Killer:
             seen = len(self._notes)
             # The world may change during the choice. Then no process is killed.
             with contextlib.suppress(NotRunning, psutil.Error, ValueError):
-                self._strike(kind)
-                self.struck.append(kind)
+                self._kill(kind)
+                self.kills.append(kind)
                 if self._chance.random() < 0.5:
                     self._await(lambda: len(self._notes) > seen, RECOVERED_WITHIN_S)  # noqa: B023
 
@@ -88,7 +88,7 @@ class Killer:
             if condition() or self._over.wait(0.02):
                 return
 
-    def _strike(self, kind: str) -> None:
+    def _kill(self, kind: str) -> None:
         processes = ClusterProcesses.of(self._cluster)
         infos = self._cluster.ranks
         ranks = [psutil.Process(info.pid) for info in infos]
@@ -102,10 +102,10 @@ class Killer:
             faults.kill([rank_parent(self._chance.choice(infos))])
         elif kind == "a rank and the one that comes in its place":
             number = self._chance.randrange(len(ranks))
-            coming = ComingRank(processes.run_dir, infos[number].rank)
+            starting = StartingRank(processes.run_dir, infos[number].rank)
             faults.kill([ranks[number]])
-            self._await(lambda: coming.process() is not None, NEWCOMER_WITHIN_S)
-            process = coming.process()
+            self._await(lambda: starting.process() is not None, NEWCOMER_WITHIN_S)
+            process = starting.process()
             faults.kill([] if process is None else [process])
         else:
             count = {"one rank": 1, "two ranks": 2, "all ranks": len(ranks)}[kind]

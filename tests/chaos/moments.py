@@ -1,6 +1,6 @@
 """The notebook's calls during which faults are injected.
 
-Each scene is one call of a notebook, and an event in the middle of it: a mark that
+Each of them is one call of a notebook, and an event in the middle of it: a mark that
 ranks write to a pipe, or the stage that a new rank has reached.
 """
 
@@ -21,16 +21,16 @@ from nbdist.cluster.startup import Progress
 from nbdist.training.elastic import checkpoint
 from tests.chaos.draw import RANKS, STAGES, Draw
 from tests.chaos.on_ranks import BIG, SlowToArrive
-from tests.cluster_processes import ClusterProcesses, ComingRank, process_supervisors
+from tests.cluster_processes import ClusterProcesses, StartingRank, process_supervisors
 from tests.processes import wait_until
 
 if TYPE_CHECKING:
-    from tests.chaos.stage import Stage
+    from tests.chaos.reused_cluster import ReusedCluster
 
-__all__ = ["SCENES", "Marks", "Scene"]
+__all__ = ["CALLS", "Marks", "NotebookCall"]
 
 REACHED_WITHIN_S = 60.0
-STRUCK_WITHIN_S = 60.0
+INJECTED_WITHIN_S = 60.0
 NOTICED_WITHIN_S = 2.0
 
 
@@ -73,27 +73,27 @@ class Marks:
             count -= len(os.read(self._pipe, count))
 
 
-class Scene:
-    """A call of a notebook on a stage."""
+class NotebookCall:
+    """A call of a notebook, and an event in the middle of it."""
 
     marks = RANKS
     """The number of ranks that write a mark."""
 
-    def __init__(self, stage: Stage, draw: Draw) -> None:
-        self.stage, self.draw = stage, draw
-        self.struck = threading.Event()
+    def __init__(self, reused: ReusedCluster, draw: Draw) -> None:
+        self.reused, self.draw = reused, draw
+        self.injected = threading.Event()
         """Set when the fault was injected. Stopped processes may still be stopped."""
 
     def prepare(self) -> None:
         """Prepare the call, before ranks wait at their positions."""
 
-    def act(self) -> None:
+    def make(self) -> None:
         """Make the notebook's call. Raises the error that the user would see."""
         raise NotImplementedError
 
     def wait(self) -> None:
         """Wait until the call is in its middle. Called on another thread."""
-        self.stage.marks.wait(self.marks)
+        self.reused.marks.wait(self.marks)
 
     def targets(self) -> list[psutil.Process]:
         """The processes that get the fault, when the call is in its middle."""
@@ -103,37 +103,37 @@ class Scene:
         if draw.process == "rank parent":
             return [self._parent(rank) for rank in draw.victims]
         if draw.process == "worker":
-            pids = [pid for rank in draw.victims for pid in self.stage.workers[rank]]
+            pids = [pid for rank in draw.victims for pid in self.reused.workers[rank]]
             return [psutil.Process(pid) for pid in pids]
         if draw.process == "folder":
             return []
-        helper = self.stage.processes.helper(draw.process)
+        helper = self.reused.processes.helper(draw.process)
         return [] if helper is None else [helper]
 
     def _rank(self, rank: int) -> psutil.Process:
-        return self.stage.ranks[rank]
+        return self.reused.ranks[rank]
 
     def _parent(self, rank: int) -> psutil.Process:
-        return self.stage.parents[rank]
+        return self.reused.parents[rank]
 
     def check(self) -> None:
-        """Check the result of this scene after the recovery."""
+        """Check the result of this call after the recovery."""
 
 
-class Idle(Scene):
+class Idle(NotebookCall):
     """No cell runs, and then a cell is run."""
 
     def wait(self) -> None:
         pass
 
-    def act(self) -> None:
-        assert self.struck.wait(STRUCK_WITHIN_S)
+    def make(self) -> None:
+        assert self.injected.wait(INJECTED_WITHIN_S)
         if not self.draw.fault.startswith(("wrong", "disk")):
             self._await_notice()
-        self.stage.cluster.execute("pass")
+        self.reused.cluster.execute("pass")
 
     def _await_notice(self) -> None:
-        draw, cluster = self.draw, self.stage.cluster
+        draw, cluster = self.draw, self.reused.cluster
         if draw.process in ("rank", "rank parent") and draw.fault != "SIGSTOP":
             died = set(draw.victims)
             wait_until(
@@ -143,52 +143,52 @@ class Idle(Scene):
             )
         elif draw.process in ("controller", "mpiexec", "process supervisor"):
             wait_until(
-                lambda: bool(self.stage.said) or not cluster.running,
+                lambda: bool(self.reused.said) or not cluster.running,
                 NOTICED_WITHIN_S,
                 lambda: f"{draw.process}: nothing was said, and the cluster runs on",
             )
 
 
-class Cell(Scene):
+class Cell(NotebookCall):
     """A cell without collectives runs."""
 
-    def act(self) -> None:
-        self.stage.cluster.execute("on_ranks.hold()")
+    def make(self) -> None:
+        self.reused.cluster.execute("on_ranks.hold()")
 
 
-class Collective(Scene):
+class Collective(NotebookCall):
     """All ranks call all-reduces one after the other."""
 
-    def act(self) -> None:
-        self.stage.cluster.execute("on_ranks.reduce_until_struck()")
+    def make(self) -> None:
+        self.reused.cluster.execute("on_ranks.reduce_until_injected()")
 
 
-class Push(Scene):
+class Push(NotebookCall):
     """The ranks unpickle a value that the notebook has sent."""
 
-    def act(self) -> None:
-        held = SlowToArrive(self.stage.folder)
-        self.stage.cluster.push(pushed=[held, bytes(BIG * 8)])
+    def make(self) -> None:
+        held = SlowToArrive(self.reused.folder)
+        self.reused.cluster.push(pushed=[held, bytes(BIG * 8)])
 
 
-class Pull(Scene):
+class Pull(NotebookCall):
     """The ranks pickle a value that the notebook pulls."""
 
-    def act(self) -> None:
-        values = self.stage.cluster.pull(
+    def make(self) -> None:
+        values = self.reused.cluster.pull(
             f"[on_ranks.SlowToLeave(), torch.zeros({BIG}, dtype=torch.float64)]"
         )
         assert [value[0] for value in values] == [7] * RANKS
 
 
-class Save(Scene):
+class Save(NotebookCall):
     """Rank 0 writes a file of saved state. The previous file must stay complete."""
 
     marks = 1
 
     def prepare(self) -> None:
-        self._path = self.stage.folder / "saved.state"
-        self.stage.cluster.execute(self._code(1.0))
+        self._path = self.reused.folder / "saved.state"
+        self.reused.cluster.execute(self._code(1.0))
 
     def _code(self, value: float) -> str:
         return (
@@ -198,8 +198,8 @@ class Save(Scene):
             "nbdist.barrier()"
         )
 
-    def act(self) -> None:
-        self.stage.cluster.execute(self._code(2.0))
+    def make(self) -> None:
+        self.reused.cluster.execute(self._code(2.0))
 
     def check(self) -> None:
         opened = checkpoint.check(self._path)
@@ -207,85 +207,85 @@ class Save(Scene):
         assert set(opened.header["names"]) == {"wire", "value"}
 
 
-class Commit(Scene):
+class Commit(NotebookCall):
     """All ranks are in one commit of an elastic training."""
 
     def prepare(self) -> None:
-        self.stage.reference()
+        self.reused.reference()
 
-    def act(self) -> None:
-        self.stage.cluster.execute(
+    def make(self) -> None:
+        self.reused.cluster.execute(
             "state = make_state(wire=on_ranks.Tripwire())\nresult = train(state)"
         )
 
     def check(self) -> None:
-        self.stage.assert_trained()
+        self.reused.assert_trained()
 
 
-class Change(Scene):
+class Change(NotebookCall):
     """A new rank starts. The draw's `stage` is the stage that it has reached."""
 
     def prepare(self) -> None:
         if self.draw.stage == "setup cell":
-            self.stage.marks.newcomers.touch()
-        self._coming = ComingRank(self.stage.processes.run_dir, self.draw.first)
+            self.reused.marks.newcomers.touch()
+        self._starting = StartingRank(self.reused.processes.run_dir, self.draw.first)
 
     def wait(self) -> None:
         if self.draw.stage == "setup cell":
-            self.stage.marks.wait(1)
+            self.reused.marks.wait(1)
         else:
-            _await_stage(self._coming, self.draw.stage)
+            _await_stage(self._starting, self.draw.stage)
 
     def _rank(self, rank: int) -> psutil.Process:
         if rank != self.draw.first:
             return super()._rank(rank)
-        return _await_process(self._coming)
+        return _await_process(self._starting)
 
     def _parent(self, rank: int) -> psutil.Process:
         if rank != self.draw.first:
             return super()._parent(rank)
-        return _await_parent(self._coming)
+        return _await_parent(self._starting)
 
 
 class Scale(Change):
     """The world grows by one rank."""
 
-    def act(self) -> None:
-        self.stage.cluster.scale(RANKS + 1)
+    def make(self) -> None:
+        self.reused.cluster.scale(RANKS + 1)
 
 
 class Restart(Change):
     """One rank is replaced on request of the user."""
 
-    def act(self) -> None:
-        self.stage.cluster.replace([self.draw.first])
+    def make(self) -> None:
+        self.reused.cluster.replace([self.draw.first])
 
 
 class Recovery(Change):
     """One rank has died, and the next cell replaces it."""
 
-    def act(self) -> None:
-        cluster, first = self.stage.cluster, self.draw.first
-        os.kill(self.stage.ranks[first].pid, signal.SIGKILL)
+    def make(self) -> None:
+        cluster, first = self.reused.cluster, self.draw.first
+        os.kill(self.reused.ranks[first].pid, signal.SIGKILL)
         wait_until(lambda: first in cluster.died(), NOTICED_WITHIN_S)
         cluster.execute("pass")
 
 
-class Start(Scene):
+class Start(NotebookCall):
     """The first ranks start."""
 
-    def __init__(self, stage: Stage, draw: Draw) -> None:
-        super().__init__(stage, draw)
-        stage.close()
+    def __init__(self, reused: ReusedCluster, draw: Draw) -> None:
+        super().__init__(reused, draw)
+        reused.close()
         self._before = process_supervisors()
 
-    def act(self) -> None:
-        self.stage.start(self._stay)
+    def make(self) -> None:
+        self.reused.start(self._stay)
 
     def _stay(self, progress: Progress) -> None:
         """Make the start wait until the fault was injected."""
         if all(_is_past(progress.stages.get(r), self.draw.stage) for r in self._whose):
-            assert self.struck.wait(STRUCK_WITHIN_S)
+            assert self.injected.wait(INJECTED_WITHIN_S)
 
     @property
     def _whose(self) -> Sequence[int]:
@@ -297,32 +297,34 @@ class Start(Scene):
             lambda: len(process_supervisors() - self._before) == 1, REACHED_WITHIN_S
         )
         (supervisor,) = process_supervisors() - self._before
-        self.stage.processes = ClusterProcesses(supervisor)
-        run_dir = self.stage.processes.run_dir
-        self._coming = [ComingRank(run_dir, rank, again=False) for rank in range(RANKS)]
+        self.reused.processes = ClusterProcesses(supervisor)
+        run_dir = self.reused.processes.run_dir
+        self._starting = [
+            StartingRank(run_dir, rank, again=False) for rank in range(RANKS)
+        ]
         for rank in self._whose:
-            _await_stage(self._coming[rank], self.draw.stage)
-        assert self.stage.processes.memory.exists()
+            _await_stage(self._starting[rank], self.draw.stage)
+        assert self.reused.processes.memory.exists()
 
     def targets(self) -> list[psutil.Process]:
         if self.draw.process in ("controller", "mpiexec"):
-            helper = self.stage.processes.helper
+            helper = self.reused.processes.helper
             wait_until(lambda: helper(self.draw.process) is not None, REACHED_WITHIN_S)
         return super().targets()
 
     def _rank(self, rank: int) -> psutil.Process:
-        return _await_process(self._coming[rank])
+        return _await_process(self._starting[rank])
 
     def _parent(self, rank: int) -> psutil.Process:
-        return _await_parent(self._coming[rank])
+        return _await_parent(self._starting[rank])
 
 
-def _await_stage(coming: ComingRank, stage: str) -> None:
+def _await_stage(starting: StartingRank, stage: str) -> None:
     """Wait until a rank that starts has reached this stage, or a later one."""
     wait_until(
-        lambda: _is_past(coming.stage, stage),
+        lambda: _is_past(starting.stage, stage),
         REACHED_WITHIN_S,
-        lambda: f"{stage}: it is at {coming.stage}",
+        lambda: f"{stage}: it is at {starting.stage}",
     )
 
 
@@ -330,22 +332,22 @@ def _is_past(now: str | None, stage: str) -> bool:
     return now is not None and STAGES.index(now) >= STAGES.index(stage)
 
 
-def _await_process(coming: ComingRank) -> psutil.Process:
-    wait_until(lambda: coming.process() is not None, REACHED_WITHIN_S)
-    process = coming.process()
+def _await_process(starting: StartingRank) -> psutil.Process:
+    wait_until(lambda: starting.process() is not None, REACHED_WITHIN_S)
+    process = starting.process()
     assert process is not None
     return process
 
 
-def _await_parent(coming: ComingRank) -> psutil.Process:
+def _await_parent(starting: StartingRank) -> psutil.Process:
     """The parent of a rank, when the rank's process exists."""
-    _await_process(coming)
-    parent = coming.parent()
+    _await_process(starting)
+    parent = starting.parent()
     assert parent is not None
     return parent
 
 
-SCENES: dict[str, type[Scene]] = {
+CALLS: dict[str, type[NotebookCall]] = {
     "start": Start,
     "idle": Idle,
     "cell": Cell,

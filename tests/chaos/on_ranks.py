@@ -73,7 +73,7 @@ def hold(folder: Path | None = None) -> None:
         time.sleep(POLL_S)
 
 
-def reduce_until_struck() -> None:
+def reduce_until_injected() -> None:
     """Call all-reduces of 4 MB until the fault, and check each result."""
     import torch
 

@@ -1,6 +1,6 @@
 """After any fault on any process at any moment, the cluster ends in an expected state.
 
-A draw that fails prints its seed. `NBDIST_CHAOS_SEED=1234 pytest tests/chaos` plays
+A draw that fails prints its seed. `NBDIST_CHAOS_SEED=1234 pytest tests/chaos` runs
 only this draw. Several seeds are separated by commas.
 """
 
@@ -34,9 +34,9 @@ from tests.chaos.expectations import (
     Expectation,
     expected,
 )
-from tests.chaos.moments import SCENES, Scene
+from tests.chaos.moments import CALLS, NotebookCall
 from tests.chaos.report import Report
-from tests.chaos.stage import Stage
+from tests.chaos.reused_cluster import ReusedCluster
 from tests.cluster_processes import census
 from tests.processes import wait_until
 
@@ -67,119 +67,123 @@ def _param(seed: int, *marks: pytest.MarkDecorator) -> ParameterSet:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("drawn", _params())
-def test_a_draw(stage: Stage, report: Report, drawn: Draw) -> None:
-    if drawn.fault == "disk full" and stage.full is None:
+def test_a_draw(reused: ReusedCluster, report: Report, drawn: Draw) -> None:
+    if drawn.fault == "disk full" and reused.full is None:
         pytest.skip("a full disk needs a file system of its own, which root can mount")
     report.tried(drawn)
     print(f"run it alone: NBDIST_CHAOS_SEED={drawn.seed} pytest tests/chaos")
-    _play(stage, drawn, expected(drawn))
+    _run_draw(reused, drawn, expected(drawn))
     report.held(drawn)
 
 
-def _play(stage: Stage, drawn: Draw, wanted: Expectation) -> None:
+def _run_draw(reused: ReusedCluster, drawn: Draw, wanted: Expectation) -> None:
     if drawn.moment != "start":
-        _prepare(stage, drawn)
-    scene = SCENES[drawn.moment](stage, drawn)
-    scene.prepare()
-    stage.said.clear()
-    stage.marks.arm()
-    before = None if drawn.moment == "start" else Before(stage)
-    striker = _Striker(stage, scene)
-    with striker:
-        ended = attempt(lambda: _act(scene), wanted.within_s)
-    story = Story(drawn, striker, ended, stage.said)
-    story.require(not striker.failed, "the fault could not be brought about")
-    story.require(not ended.overdue, f"it had not ended after {wanted.within_s:g} s")
+        _prepare(reused, drawn)
+    call = CALLS[drawn.moment](reused, drawn)
+    call.prepare()
+    reused.said.clear()
+    reused.marks.arm()
+    before = None if drawn.moment == "start" else Before(reused)
+    injector = _Injector(reused, call)
+    with injector:
+        ended = attempt(lambda: _act(call), wanted.within_s)
+    outcome = Outcome(drawn, injector, ended, reused.said)
+    outcome.require(not injector.failed, "the fault could not be brought about")
+    outcome.require(not ended.overdue, f"it had not ended after {wanted.within_s:g} s")
     if drawn.process in HELPER and drawn.fault in DEATHS and ended.error is None:
         # Calls that need only the ranks may end before the death is noticed.
-        wait_until(lambda: _has_noticed(stage), NOTICED_WITHIN_S)
-    after = story.after = attempt(lambda: _next_cell(stage), wanted.within_s)
-    story.require(not after.overdue, "the next cell did not end")
+        wait_until(lambda: _has_noticed(reused), NOTICED_WITHIN_S)
+    after = outcome.after = attempt(lambda: _next_cell(reused), wanted.within_s)
+    outcome.require(not after.overdue, "the next cell did not end")
     for pattern in wanted.says:
-        story.require(bool(re.search(pattern, story.said)), f"not said: {pattern!r}")
+        outcome.require(
+            bool(re.search(pattern, outcome.said)), f"not said: {pattern!r}"
+        )
     if wanted.raises is not None:
         raised = ended.error is not None
-        story.require(raised == wanted.raises, "raised" if raised else "did not raise")
-    if not stage.running:
-        story.require(ENDED in wanted.ends, "the cluster has ended")
-        stage.close()
-        stage.assert_nothing_left()
-        stage.ready()
-        stage.assert_sums()
+        outcome.require(
+            raised == wanted.raises, "raised" if raised else "did not raise"
+        )
+    if not reused.running:
+        outcome.require(ENDED in wanted.ends, "the cluster has ended")
+        reused.close()
+        reused.assert_nothing_left()
+        reused.ready()
+        reused.assert_sums()
         return
-    story.require(set(wanted.ends) != {ENDED}, "the cluster still runs")
-    story.require(after.error is None, "the next cell does not work")
-    new = set() if before is None else before.new_ranks(stage)
+    outcome.require(set(wanted.ends) != {ENDED}, "the cluster still runs")
+    outcome.require(after.error is None, "the next cell does not work")
+    new = set() if before is None else before.new_ranks(reused)
     ends = {WHOLE: set(), REPLACED: set(wanted.new), RENEWED: set(range(RANKS))}
     right = new in [ends[end] for end in wanted.ends if end in ends]
-    story.require(right, f"the processes of ranks {sorted(new)} are new")
-    _assert_right(stage, scene, new, before)
+    outcome.require(right, f"the processes of ranks {sorted(new)} are new")
+    _assert_right(reused, call, new, before)
 
 
-def _prepare(stage: Stage, drawn: Draw) -> None:
+def _prepare(reused: ReusedCluster, drawn: Draw) -> None:
     """Make sure that three ranks run, each with its variable."""
-    stage.ready()
-    stage.keep()
+    reused.ready()
+    reused.keep()
     if drawn.process == "worker":
-        stage.cluster.execute("on_ranks.fetch()")
-        stage.workers = dict(enumerate(stage.cluster["on_ranks.workers()"]))
+        reused.cluster.execute("on_ranks.fetch()")
+        reused.workers = dict(enumerate(reused.cluster["on_ranks.workers()"]))
 
 
-def _act(scene: Scene) -> None:
+def _act(call: NotebookCall) -> None:
     """Make the notebook's call, and a loop that shows a broken loader."""
-    scene.act()
-    if scene.draw.process == "worker":
-        scene.stage.cluster.execute("on_ranks.fetch(4)")
+    call.make()
+    if call.draw.process == "worker":
+        call.reused.cluster.execute("on_ranks.fetch(4)")
 
 
-def _has_noticed(stage: Stage) -> bool:
+def _has_noticed(reused: ReusedCluster) -> bool:
     """Whether the notebook knows that a helper process has ended."""
-    return not stage.running or stage.cluster._is_lost or bool(stage.said)
+    return not reused.running or reused.cluster._is_lost or bool(reused.said)
 
 
-def _next_cell(stage: Stage) -> None:
-    if stage.started:
-        stage.cluster.execute("pass")
-        stage.look_up()
+def _next_cell(reused: ReusedCluster) -> None:
+    if reused.started:
+        reused.cluster.execute("pass")
+        reused.look_up()
 
 
 def _assert_right(
-    stage: Stage, scene: Scene, new: set[int], before: Before | None
+    reused: ReusedCluster, call: NotebookCall, new: set[int], before: Before | None
 ) -> None:
     """Check that all ranks work and have their variables, and nothing is left over."""
-    stage.assert_sums()
+    reused.assert_sums()
     if before is not None:
-        stage.assert_kept(but=new)
-    if not (scene.draw.process == "worker" and scene.draw.fault in DEATHS):
-        scene.check()  # a worker's death ends the call of its rank
-    if stage.cluster.size != RANKS:
-        stage.cluster.scale(RANKS, drop=True)
-        stage.look_up()
-    if scene.draw.process == "worker":
-        stage.cluster.execute("on_ranks.drop_loader()")
+        reused.assert_kept(but=new)
+    if not (call.draw.process == "worker" and call.draw.fault in DEATHS):
+        call.check()  # a worker's death ends the call of its rank
+    if reused.cluster.size != RANKS:
+        reused.cluster.scale(RANKS, drop=True)
+        reused.look_up()
+    if call.draw.process == "worker":
+        reused.cluster.execute("on_ranks.drop_loader()")
     elif before is not None:
-        before.assert_nothing_more(stage)
+        before.assert_nothing_more(reused)
 
 
 class Before:
     """The processes and files at the beginning of a draw.
 
     Args:
-        stage: the stage of the draw.
+        reused: the cluster of the draw.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._pids = {rank: process.pid for rank, process in stage.ranks.items()}
-        self._in_memory = stage.processes.in_memory()
+    def __init__(self, reused: ReusedCluster) -> None:
+        self._pids = {rank: process.pid for rank, process in reused.ranks.items()}
+        self._in_memory = reused.processes.in_memory()
 
-    def new_ranks(self, stage: Stage) -> set[int]:
+    def new_ranks(self, reused: ReusedCluster) -> set[int]:
         """The ranks that are new processes now."""
         pids = self._pids
-        return {rank for rank in pids if stage.ranks[rank].pid != pids[rank]}
+        return {rank for rank in pids if reused.ranks[rank].pid != pids[rank]}
 
-    def assert_nothing_more(self, stage: Stage) -> None:
+    def assert_nothing_more(self, reused: ReusedCluster) -> None:
         """Check that no process and no file in shared memory is left over."""
-        processes, whole = stage.processes, census(stage.infos)
+        processes, whole = reused.processes, census(reused.infos)
         wait_until(lambda: processes.census() == whole, 10.0, processes.describe)
         assert processes.in_memory() <= {*self._in_memory, "commit"}
 
@@ -200,7 +204,7 @@ class Ended:
         return "\n".join(["" if self.error is None else str(self.error), *rendered])
 
     @property
-    def story(self) -> str:
+    def description(self) -> str:
         """A description for the message of a failed test."""
         error = "no error" if self.error is None else repr(self.error)
         where = f", overdue at\n{self.overdue}" if self.overdue else ""
@@ -236,11 +240,11 @@ def attempt(act: Callable[[], None], within_s: float) -> Ended:
 
 
 @dataclass
-class Story:
-    """A description of a draw, for the message of a failed test."""
+class Outcome:
+    """The outcome of a draw, in words for the message of a failed test."""
 
     drawn: Draw
-    striker: _Striker
+    injector: _Injector
     ended: Ended
     notes: list[str]
     after: Ended | None = None
@@ -252,81 +256,83 @@ class Story:
         return "\n".join([self.ended.text, after, *self.notes])
 
     def require(self, condition: bool, what: str) -> None:
-        """Fail the test with the story unless the condition holds."""
+        """Fail the test with a description unless the condition holds."""
         if condition:
             return
         lines = [
             f"{self.drawn}: {what}",
-            f"struck: {self.striker.story}",
-            f"it ended after {self.ended.story}",
-            "" if self.after is None else f"the next cell after {self.after.story}",
+            f"the fault: {self.injector.description}",
+            f"it ended after {self.ended.description}",
+            ""
+            if self.after is None
+            else f"the next cell after {self.after.description}",
             f"notes: {self.notes}",
         ]
-        story = "\n".join(filter(None, lines))
-        print(story)
-        pytest.fail(story, pytrace=False)
+        text = "\n".join(filter(None, lines))
+        print(text)
+        pytest.fail(text, pytrace=False)
 
 
-class _Striker:
-    """Waits on another thread until a scene is in its middle, and injects the fault."""
+class _Injector:
+    """Waits on another thread until a call is in its middle, and injects the fault."""
 
-    def __init__(self, stage: Stage, scene: Scene) -> None:
-        self._stage, self._scene = stage, scene
+    def __init__(self, reused: ReusedCluster, call: NotebookCall) -> None:
+        self._reused, self._call = reused, call
         self._thread = threading.Thread(target=self._run)
         self.failed = False
-        self.story = "nothing yet"
+        self.description = "not injected"
 
-    def __enter__(self) -> _Striker:
+    def __enter__(self) -> _Injector:
         self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._thread.join()
-        if self._stage.full is not None:
-            self._stage.full.lift()
+        if self._reused.full is not None:
+            self._reused.full.free()
 
     def _run(self) -> None:
-        drawn = self._scene.draw
+        drawn = self._call.draw
         try:
-            self._scene.wait()
-            targets = self._scene.targets()
+            self._call.wait()
+            targets = self._call.targets()
             assert targets or drawn.process == "folder", "there is no such process"
-            self.story = f"{[process.pid for process in targets]}"
-            with self._letting_go() as struck:
-                self._strike(targets, struck)
+            self.description = f"{[process.pid for process in targets]}"
+            with self._injecting() as on_injected:
+                self._inject(targets, on_injected)
         except Exception:  # noqa: BLE001 - the main thread says it
             self.failed = True
-            self.story += f", then {traceback.format_exc()}"
-            self._struck()
+            self.description += f", then {traceback.format_exc()}"
+            self._report_injected()
 
     @contextlib.contextmanager
-    def _letting_go(self) -> Iterator[Callable[[], None]]:
-        yield self._struck
-        self._struck()
+    def _injecting(self) -> Iterator[Callable[[], None]]:
+        yield self._report_injected
+        self._report_injected()
 
-    def _struck(self) -> None:
-        self._scene.struck.set()
-        self._stage.marks.let_go()
+    def _report_injected(self) -> None:
+        self._call.injected.set()
+        self._reused.marks.let_go()
 
-    def _strike(
-        self, targets: list[psutil.Process], struck: Callable[[], None]
+    def _inject(
+        self, targets: list[psutil.Process], on_injected: Callable[[], None]
     ) -> None:
-        stage, drawn = self._stage, self._scene.draw
+        reused, drawn = self._reused, self._call.draw
         if drawn.fault == "SIGKILL":
             faults.kill(targets)
         elif drawn.fault == "SIGSTOP":
             helper = not drawn.victims
             faults.stop_and_continue(
                 targets,
-                struck,
-                lambda: helper and (stage.said_stopped() or not stage.running),
+                on_injected,
+                lambda: helper and (reused.said_stopped() or not reused.running),
                 SAID_WITHIN_S if helper else STOPPED_S,
             )
         elif drawn.fault == "disk full":
-            assert stage.full is not None
-            stage.full.strike()
+            assert reused.full is not None
+            reused.full.fill()
         elif drawn.fault == "wrong message":
-            uuids = [info.engine_uuid for info in stage.infos]
-            faults.send_wrong(stage.processes.run_dir, drawn.port, uuids)
+            uuids = [info.engine_uuid for info in reused.infos]
+            faults.send_wrong(reused.processes.run_dir, drawn.port, uuids)
         else:
-            faults.exit_code(targets, stage.folder, int(drawn.fault.split()[-1]))
+            faults.exit_code(targets, reused.folder, int(drawn.fault.split()[-1]))

@@ -155,7 +155,7 @@ def test_a_training_survives_some_kills(tmp_path: Path) -> None:
         prepare(cluster, tmp_path, pause_s=0.01, epochs=10_000)
         kinds = ("one rank", "all ranks", "a rank's parent")
         killer = Killer(cluster, notes, 7, 1.0, kinds)
-        ending = _Ending(killer, tmp_path, lambda: len(killer.struck) >= FEW, 120.0)
+        ending = _Ending(killer, tmp_path, lambda: len(killer.kills) >= FEW, 120.0)
         _assert_survives(cluster, notes, tmp_path, ending)
 
 
@@ -174,4 +174,4 @@ def test_a_training_survives_minutes_of_kills(seed: int, tmp_path: Path) -> None
         )
         ending = _Ending(killer, tmp_path, lambda: False, 60.0 * MINUTES)
         _assert_survives(cluster, notes, tmp_path, ending)
-        print(f"{len(killer.struck)} kills: {killer.struck}")
+        print(f"{len(killer.kills)} kills: {killer.kills}")

@@ -120,3 +120,25 @@ def test_a_slow_rank_passes_a_barrier_after_the_other_ranks_have_ended(
 ) -> None:
     slow.execute(f"if rank != 3: time.sleep(0.3)\n{operation}", timeout_s=30)
     assert slow.pull("passed", [3]) == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "counts", "differ"),
+    [
+        (["GPU-a", "GPU-b"], [{"0": 2}, {"0": 1}], True),
+        (["GPU-a", "GPU-b"], [{"0": 2}, {"0": 2}], False),
+        (["GPU-a", "GPU-b"], [{"0": 2, "1": 7}, {"0": 2}], False),  # a smaller group
+        (["GPU-a", "GPU-b"], [{"0": 2}, None], False),  # no answer
+        (["GPU-a", "GPU-a"], [{"0": 2}, {"0": 1}], False),  # NCCL is not used
+        ([None, None], [{"0": 0}, {"0": 0}], False),
+    ],
+)
+def test_work_of_nccl_that_not_all_ranks_have_queued_is_noticed(
+    gpus: list[str | None], counts: list[dict[str, int] | None], differ: bool
+) -> None:
+    registry: Any = SimpleNamespace(
+        infos=[SimpleNamespace(device_uuid=gpu) for gpu in gpus],
+        ask=lambda target: dict(enumerate(counts)),
+    )
+    supervisor = CallSupervisor(registry, None)  # type: ignore[arg-type]
+    assert supervisor._differ_in_nccl() is differ

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from nbdist import CellError, CellTimeout, Cluster, UsageError
+from nbdist.cluster.failures import ANSI
 from nbdist.cluster.observer import Event, Quiet
 from nbdist.cluster.result import CellResult
-from nbdist.ipc.signed_messages import Gate, Opened
+from nbdist.ipc.signed_messages import Opened
 from nbdist.wire import REPLY, TELEMETRY
 from tests.cluster_processes import ClusterProcesses
 
@@ -210,20 +211,22 @@ def test_a_call_without_output_takes_one_message_of_each_rank(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     arrived: list[str] = []
-    _control, shell, output, *_ = cluster._live().client._client.gates
+    client = cluster._live().client._client
+    _control, _shell, output, *_ = client.gates
+    admit, take_reply = output.opened, client._take_reply
 
-    def count(gate: Gate) -> None:
-        def opened(frames: Sequence[Any]) -> Opened | None:
-            message = admit(frames)
-            assert message is not None
-            arrived.append(message.message["msg_type"])
-            return message
+    def opened(frames: Sequence[Any]) -> Opened | None:
+        message = admit(frames)
+        assert message is not None
+        arrived.append(message.message["msg_type"])
+        return message
 
-        admit = gate.opened
-        monkeypatch.setattr(gate, "opened", opened)
+    def take(*reply: Any) -> None:
+        arrived.append(REPLY)
+        take_reply(*reply)
 
-    count(shell)
-    count(output)
+    monkeypatch.setattr(output, "opened", opened)
+    monkeypatch.setattr(client, "_take_reply", take)
     cluster.run(len, [])
     cluster.execute("x = 1")
     assert [kind for kind in arrived if kind != TELEMETRY] == [REPLY] * 8
@@ -379,10 +382,26 @@ def test_tqdm_chooses_the_text_bar(cluster: Cluster):
         "assert issubclass(tqdm.auto.tqdm, tqdm.std.tqdm)\n"
         "assert not issubclass(tqdm.auto.tqdm, tqdm.notebook.tqdm)\n"
         "for _ in tqdm.auto.trange(3): pass\n"
-        "for _ in tqdm.autonotebook.trange(3): pass"
+        "for _ in tqdm.autonotebook.trange(3): pass\n"
+        "for _ in tqdm.notebook.trange(3): pass\n"
+        "for _ in tqdm.notebook.tqdm([1, 2, 3], colour='red'): pass\n"
+        "with tqdm.notebook.tqdm(total=3, display=False) as bar: bar.update(3)"
     )
-    assert [result[rank].stderr.count("| 3/3 [") for rank in range(4)] == [2] * 4
+    assert [result[rank].stderr.count("3/3 [") for rank in range(4)] == [4] * 4
     assert [result[rank].outputs for rank in range(4)] == [[]] * 4
+
+
+def test_tb_shows_the_last_traceback(cluster: Cluster):
+    with pytest.raises(CellError, match="not here"):
+        cluster.execute("def inner():\n    raise ValueError('not here')\ninner()")
+    result = cluster.execute("%tb\n%tb Minimal", ranks=[0, 3])
+    for rank in (0, 3):
+        text = ANSI.sub("", result[rank].stdout)
+        assert "inner()" in text
+        assert text.count("ValueError: not here") == 2
+        assert result[rank].outputs == []
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        cluster.execute("1 / 0")
 
 
 def test_long_output_is_capped_and_kept_in_a_file(cluster: Cluster):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from elastic_training import STEPS, TRAIN, prepare
 
+from nbdist.cluster import membership
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.recovery import Recovery
 from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
 from tests.cluster.test_slow_values import SLOW, WITHIN_S, pressed_when
 from tests.processes import wait_until
@@ -151,24 +153,35 @@ def test_a_resize_beyond_the_limits_is_refused_at_once(cluster: Cluster) -> None
     assert refused == ["-n 4: steps has max_ranks=3", "-n 1: steps has min_ranks=2"]
 
 
-def test_an_interrupt_during_a_recovery_is_delivered_after_it(cluster: Cluster) -> None:
-    """Jupyter's button sends SIGINT to the process that waits for the cell."""
+@pytest.mark.parametrize(
+    ("moment", "grace_s"), [("_meet", 30), ("_meet", 0), ("_bring_up_to_date", 30)]
+)
+def test_an_interrupt_during_a_recovery_is_delivered_after_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, moment: str, grace_s: float
+) -> None:
+    """Jupyter's button sends SIGINT to the process that waits for the cell.
+
+    Without a grace the change is cancelled, also on ranks that have not begun it.
+    """
+    monkeypatch.setattr(membership, "INTERRUPT_GRACE_S", grace_s)
     before = [info.pid for info in cluster.ranks]
-    interrupted = threading.Event()
+    begin = getattr(Recovery, moment)
+    pressed = []
 
-    def interrupt() -> None:
-        wait_until(lambda: bool(cluster.died()), 60)
-        time.sleep(0.3)  # so that it comes in the middle
-        os.kill(os.getpid(), signal.SIGINT)
-        interrupted.set()
+    def press_and_begin(*args: object) -> list[str]:
+        if not pressed:
+            pressed.append(moment)
+            os.kill(os.getpid(), signal.SIGINT)
+        return begin(*args)
 
+    monkeypatch.setattr(Recovery, moment, press_and_begin)
     cluster.execute("if rank == 1: events = [(5, 'forward', die)]")
-    other = threading.Thread(target=interrupt)
-    other.start()
-    with pytest.raises(CellInterrupted):
+    notes: list[str] = []
+    cluster.on_note = notes.append
+    with pytest.raises(CellInterrupted, match="the surviving ranks keep") as error:
         cluster.execute(TRAIN, timeout_s=60)
-    other.join(10)
-    assert interrupted.is_set()
+    assert "rank 1 was replaced" in "\n".join([*notes, error.value.note])
+    assert pressed
     after = [info.pid for info in cluster.ranks]
     assert [r for r in range(3) if after[r] != before[r]] == [1]
 

@@ -196,3 +196,18 @@ def test_the_file_of_a_value_in_transfer_is_removed():
         footprint = Footprint([program.pid], run_dir, path)
         program.kill()
         footprint.assert_gone()
+
+
+def test_torchs_files_in_shared_memory_end_with_their_rank():
+    """CUDA IPC makes such files, in which torch counts readers."""
+    with Cluster(n=2, device="cpu") as cluster:
+        cluster.execute(
+            "import os\n"
+            "path = f'/dev/shm/torch_{os.getpid()}_1_0'\n"
+            "with open(path, 'w'): pass"
+        )
+        paths = [Path(path) for path in cluster["path"]]
+        os.kill(cluster.ranks[1].pid, signal.SIGKILL)
+        wait_until(lambda: not paths[1].exists(), 10)
+        assert paths[0].exists()
+    wait_until(lambda: not paths[0].exists(), 10)

@@ -381,6 +381,23 @@ def test_a_rank_host_that_is_killed_during_a_start_is_named() -> None:
     assert failed.value.died
 
 
+def test_a_controller_that_ends_while_the_notebook_connects_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nbdist.cluster.ipp_client.CONNECT_TIMEOUT_S", 1)
+
+    def kill(progress: Progress) -> None:
+        if progress.controller:
+            for process in psutil.Process(server_pid()).children(recursive=True):
+                if "controller" in " ".join(process.cmdline()):
+                    process.kill()
+
+    # The process supervisor then ends the rank host, which may be seen first.
+    named = "(rank host|controller) ended with SIGKILL"
+    with pytest.raises(StartError, match=named):
+        Cluster(1, device="cpu").start(kill)
+
+
 @pytest.mark.parametrize("when", ["before", "after", "importing"])
 def test_a_stopped_fork_server_does_not_delay_a_start(when: str) -> None:
     if when == "importing":
@@ -407,7 +424,7 @@ def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -
     fork_server_client.prepare(os.environ)
     assert fork_server_client.await_ready(60)
     hanging = psutil.Process(server_pid())
-    monkeypatch.setattr(signal, "SIGCONT", 0)  # nobody wakes it
+    monkeypatch.setattr(signal, "SIGCONT", 0)  # it is not continued
     hanging.suspend()
     with Cluster(1, device="cpu") as cluster:
         assert started(cluster) == [FORKED]
@@ -457,6 +474,64 @@ def test_a_fork_server_that_was_killed_is_replaced() -> None:
         assert server_pid() != killed
 
 
+def test_a_rank_has_what_its_first_optimizer_imports() -> None:
+    fork_server_client.prepare(os.environ)
+    assert fork_server_client.await_ready(60)
+    with Cluster(1, device="cpu") as cluster:
+        assert started(cluster) == [FORKED]
+        cluster.execute("import sys; seen = 'torch._dynamo' in sys.modules")
+        assert cluster["seen"] == [True]
+
+
+def test_the_fork_server_serves_before_its_later_imports() -> None:
+    fork_server_client.close()
+    with Cluster(1, device="cpu") as cluster:
+        assert started(cluster) == [FORKED]
+        cluster.execute("import sys; seen = 'torch._dynamo' in sys.modules")
+        assert cluster["seen"] == [False]
+    assert fork_server_client.await_ready(60)
+
+
+def test_a_replaced_rank_has_what_its_rank_host_imports_later() -> None:
+    fork_server_client.close()
+    with Cluster(2, device="cpu", threads=1) as cluster:
+        cluster.execute("import sys; seen = 'torch._dynamo' in sys.modules")
+        assert cluster["seen"] == [False, False]
+        host = rank_host(cluster)
+        before = host.memory_info().rss
+
+        def has_imported() -> bool:
+            return (
+                host.memory_info().rss > before + 3e7
+                and host.status() == psutil.STATUS_SLEEPING
+            )
+
+        wait_until(has_imported, 60)
+        os.kill(cluster.infos[1].pid, signal.SIGKILL)
+        wait_until(lambda: bool(cluster.died()), 10)
+        cluster.execute("import sys; seen = 'torch._dynamo' in sys.modules")
+        assert started(cluster) == [FORKED, FORKED]
+        assert cluster["seen"] == [False, True]
+
+
+def test_a_later_import_that_fails_is_left_to_the_ranks() -> None:
+    program = (
+        "import socket, sys\n"
+        "from nbdist.ipc import fork_messages, fork_server\n"
+        "fork_server.LATER = ('no_such_module', 'colorsys')\n"
+        "ours, theirs = socket.socketpair()\n"
+        "server = fork_server._Server(theirs)\n"
+        "for _ in range(2):\n"
+        "    server._import_next()\n"
+        "assert 'complete' in fork_messages.receive(ours)[0]\n"
+        "assert sys.modules['colorsys'].__file__ in server.stamps.files\n"
+        "assert server.stamps.changed() is None\n"
+    )
+    one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, env=one_thread, timeout=60, check=True)
+
+
 def test_a_rank_host_without_a_process_supervisor_ends(tmp_path: Path) -> None:
     program = (
         "import socket, sys\n"
@@ -465,7 +540,7 @@ def test_a_rank_host_without_a_process_supervisor_ends(tmp_path: Path) -> None:
         "listener = socket.socket(socket.AF_UNIX)\n"
         "listener.bind(sys.argv[1])\n"
         "listener.listen()\n"
-        "fork_server._RankHost(listener, fork_server._Stamps({})).run()\n"
+        "fork_server._RankHost(listener, fork_server._Stamps({}), []).run()\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "socket")]
     assert subprocess.run(command, timeout=30).returncode == 0
@@ -585,7 +660,7 @@ def test_the_status_shows_how_many_ranks_were_forked(
     session = Session()
     for preload, said in (
         ("", "; 1 of 1 ranks forked"),
-        ("0", "; 1 of 1 ranks not forked: NBDIST_PRELOAD=0 is set"),
+        ("0", "; 1 of 1 ranks not forked: switched off by NBDIST_PRELOAD=0"),
     ):
         monkeypatch.setenv("NBDIST_PRELOAD", preload)
         try:

@@ -26,6 +26,9 @@ assert (tensor == world_size * (world_size + 1) / 2).all()
 """
 
 
+MIB = 2**20
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("on_failure", ["shrink", "replace"])
@@ -38,3 +41,20 @@ def test_no_device_waits_for_a_dead_rank(on_failure: str) -> None:
         with pytest.raises(CellError):
             cluster.execute(RUN_AHEAD, timeout_s=60)
         cluster.execute(SUM, timeout_s=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_memory_that_a_dead_rank_has_read_is_freed() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    held = "torch.cuda.ipc_collect(); held = torch.cuda.memory_allocated()"
+    with Cluster(2, ranks_per_gpu=2, on_failure="replace") as cluster:
+        cluster.execute(SUM + held)
+        before = cluster.pull("held", [0])[0]
+        for _ in range(2):
+            with pytest.raises(CellError):
+                cluster.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)")
+            cluster.execute(SUM + held, timeout_s=60)
+        assert cluster.pull("held", [0])[0] < before + 20 * MIB

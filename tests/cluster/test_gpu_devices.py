@@ -9,6 +9,7 @@ import torch
 
 from nbdist import Cluster
 from nbdist.errors import CellTimeout
+from nbdist.ipc import endpoints
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,6 +23,19 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
+def test_each_thread_of_a_rank_uses_its_own_gpu(cluster: Cluster) -> None:
+    assert cluster["torch.cuda.current_device()"] == [0, 1]
+    cluster.execute(
+        "class Look:\n"
+        "    def __repr__(self): return f'GPU {torch.cuda.current_device()}'\n"
+        "look = Look()\n"
+    )
+    registry = cluster._live()
+    answers = registry.ask(endpoints.DESCRIBE, "look", 0)  # by the control thread
+    for rank in range(2):
+        assert f"GPU {rank}" in answers[rank]["text/plain"]
+
+
 def test_a_script_selects_the_gpu_of_its_local_rank(cluster: Cluster) -> None:
     cluster.execute(
         "import os\n"
@@ -31,7 +45,7 @@ def test_a_script_selects_the_gpu_of_its_local_rank(cluster: Cluster) -> None:
     )
     assert cluster["str(device)"] == ["cuda:0", "cuda:1"]
     assert cluster["str(x.device)"] == ["cuda:0", "cuda:1"]
-    assert cluster["torch.cuda.device_count()"] == [2, 2]
+    assert cluster["torch.cuda.device_count()"] == [torch.cuda.device_count()] * 2
     assert [x.tolist() for x in cluster["x.cpu()"]] == [[3.0] * 3] * 2
 
 

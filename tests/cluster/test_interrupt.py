@@ -263,10 +263,12 @@ def test_ranks_that_wait_in_nccl_are_released():
         pytest.skip("NCCL needs a GPU for each of two ranks")
     waiting = "t = torch.ones(3, device=device)\nif rank: dist.all_reduce(t)\n"
     with Cluster(2, device="cuda") as cluster:
-        for _ in range(2):
-            interrupted(cluster, f"{waiting}torch.cuda.synchronize()", Press(2, 0.5))
+        with pytest.raises(CellError, match="the cell of rank 0 has ended"):
+            cluster.execute(waiting)  # NCCL has not connected the ranks
+        for _ in range(3):
             cluster.execute("t = torch.ones(3, device=device)\ndist.all_reduce(t)")
             assert [t.tolist() for t in cluster["t"]] == [[2.0] * 3] * 2
+            interrupted(cluster, f"{waiting}torch.cuda.synchronize()", Press(2, 0.5))
 
 
 HANDLES = """

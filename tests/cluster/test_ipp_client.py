@@ -80,7 +80,7 @@ def test_a_client_whose_controller_was_killed_leaves_no_socket(
     controller.wait()
     taken = threading.Event()
     client._client._mux_stream.on_send(lambda *_: taken.set())
-    client.send("nobody", endpoints.STATUS)
+    client.send("no engine", endpoints.STATUS)
     assert taken.wait(WITHIN_S)  # by the socket, for a controller that may come back
     client.close()
     wait_until(lambda: events() <= without_sockets, 5.0, lambda: f"{events()} are left")

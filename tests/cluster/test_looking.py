@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
 import threading
 import time
@@ -14,6 +16,8 @@ import pytest
 from nbdist import CellError, Cluster
 from nbdist.cluster.observer import Event, Quiet
 from nbdist.session import Session
+from nbdist.wire import format_ranks
+from tests.cluster import flipped_bits
 from tests.processes import wait_until
 
 DEADLINE_S = 10.0
@@ -158,7 +162,7 @@ def test_variables_of_every_kind_can_be_described(cluster: Cluster, session: Ses
     )
     answers = cluster.variables()
     assert all(answer is not None for answer in answers.values())
-    described = {variable.name: variable for variable in answers[0]}
+    described = {variable.name: variable for variable in answers[0] or []}
     expected = {"rude", "sparse", "meta", "conj", "grad", "array", "dates", "objects"}
     assert (
         expected | {"model", "generator", "text", "t_float8_e5m2_3"} <= described.keys()
@@ -178,8 +182,156 @@ def test_a_value_that_cannot_be_printed_is_an_error(cluster: Cluster):
     with pytest.raises(CellError, match="RecursionError"):
         cluster.inspect("deep")
     cluster.execute("strided = torch.arange(4.0)[::4]")
-    assert cluster.variables("strided")[0][0].value == "0"
+    (strided,) = cluster.variables("strided")[0] or []
+    assert strided.value == "0"
     cluster.execute("del deep")
+
+
+def rows_of(table: object) -> dict[str, list[str]]:
+    """The ranks of each row of a table of variables, by name."""
+    rows: dict[str, list[str]] = {}
+    for line in str(table).splitlines()[2:]:
+        name, *ranks = re.split(r"  +", line)[:2]
+        if ranks:  # the line is no note
+            rows.setdefault(name, []).extend(ranks)
+    return rows
+
+
+def test_one_flipped_bit_of_one_rank_is_found_in_100_of_100_places(
+    cluster: Cluster, session: Session
+):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    cluster.run(flipped_bits.make)
+    equal = rows_of(session.variables_table("b_*"))
+    assert set(map(tuple, equal.values())) == {("all",)}
+    assert len(equal) == 12
+    for flip in (rng.randrange(2**32) for _ in range(100)):
+        rank = rng.randrange(4)
+        others = format_ranks({0, 1, 2, 3} - {rank})
+        (name,) = cluster.on([rank]).run(flipped_bits.flip, flip)
+        found = rows_of(session.variables_table("b_*"))
+        assert sorted(found.pop(name)) == sorted([str(rank), others]), (flip, name)
+        assert found == {each: equal[each] for each in found}, (flip, name)
+        cluster.on([rank]).run(flipped_bits.flip, flip)
+    assert rows_of(session.variables_table("b_*")) == equal
+
+
+def test_inspect_compares_values_and_not_their_texts(
+    cluster: Cluster, session: Session
+):
+    cluster.execute(
+        "import pandas as pd\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Linear(3, 3)\n"
+        "frame = pd.DataFrame({'a': [0.1] * 100})\n"
+        "numbers = torch.full((2000,), 0.1)\n"
+        "if rank == 2:\n"
+        "    model.weight.data.view(torch.int32)[1, 1] ^= 1\n"
+        "    frame.iloc[50, 0] += 1e-15\n"
+        "    numbers.view(torch.int32)[1000] ^= 1"
+    )
+    for expression in ("model", "model.state_dict()", "frame", "numbers"):
+        shown = session.inspect_table(expression)._repr_html_()
+        ranks = re.findall(r"<tr><td[^>]*>([^<]*)<", shown)
+        assert ranks == ["0-1,3", "2"], expression
+    assert str(session.inspect_table("model.bias")).splitlines()[2][:3] == "0-3"
+
+
+def test_inspect_answers_while_a_cell_runs(cluster: Cluster, session: Session):
+    cluster.execute(
+        "x = torch.tensor([1.0, float('nan'), 3.0])\nif rank != 2: own = [rank]\n"
+        "import time\n"
+        "class Slow:\n"
+        "    def __repr__(self):\n"
+        "        while True: time.sleep(0.01)\n"
+        "slow = Slow()"
+    )
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        x = within(DEADLINE_S, lambda: session.inspect_table("x"))
+        own = within(DEADLINE_S, lambda: session.inspect_table("own"))
+        slow = within(DEADLINE_S, lambda: session.inspect_table("slow"))
+    assert "0-3" in x
+    assert "1 nan" in x
+    assert "[3]" in own
+    assert "NameError: name 'own' is not defined" in own
+    assert "takes longer" in slow
+
+
+def test_inspect_keeps_the_form_of_tensors(cluster: Cluster, session: Session):
+    cluster.execute(
+        "x = torch.arange(6.0).reshape(2, 3)\nx[1, 2] = float('inf')\n"
+        "whole = torch.arange(4)\nnothing = torch.empty(0)\nflag = torch.tensor(True)\n"
+        "half = torch.ones(2).to(torch.float8_e5m2)\nparts = torch.ones(2) * 1j"
+    )
+    lines = str(session.inspect_table("x")).splitlines()
+    assert lines[2] == "0-3    tensor([[0., 1., 2.],"
+    assert lines[3] == "               [3., 4., inf]])"
+    assert lines[4].strip() == (
+        "float32 2×3 cpu, min 0, max 4, mean 2, norm 5.47723, 0 nan, 1 inf  █ █ █ █ █"
+    )
+    assert "white-space:pre" in session.inspect_table("x")._repr_html_()
+    assert "int64 4 cpu, min 0, max 3, mean 1.5" in str(session.inspect_table("whole"))
+    for name in ("nothing", "flag", "half", "parts", "x.to_sparse()"):
+        assert session.inspect_table(name)
+
+
+def test_what_cannot_be_compared_says_so(cluster: Cluster, session: Session):
+    cluster.execute("pieces = (i for i in range(3))\nlist_of = [1, lambda: 1]")
+    shown = str(session.variables_table("pieces"))
+    assert "all, not compared" in shown
+    assert "pieces is not compared: cannot pickle 'generator' object" in shown
+    shown = str(session.inspect_table("list_of"))
+    assert "not compared: list_of[1]: it is defined in a cell" in shown
+
+
+def test_one_slow_variable_costs_the_others_nothing(cluster: Cluster, session: Session):
+    cluster.execute(
+        "import time\n"
+        "class Slow:\n"
+        "    def __repr__(self):\n"
+        "        while True: time.sleep(0.01)\n"
+        "class Slower(Slow):\n"
+        "    def __reduce__(self):\n"
+        "        while True: pass\n"
+        "a_slow, b_slow, c = Slow(), Slower(), [1.0]\n"
+        "d_large = torch.ones(20_000_000)\n"
+    )
+    session.variables_table("c")  # the ranks' first look starts a thread
+    begin = time.monotonic()
+    table = session.variables_table("*")
+    assert time.monotonic() - begin < 9
+    rows = rows_of(table)
+    assert rows["c"] == rows["d_large"] == rows["a_slow"] == ["all"], table
+    assert rows["b_slow"] == ["all, not compared"]
+    assert "b_slow is not compared: it takes longer than" in str(table)
+    assert "<repr takes longer than" in str(table)
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        begin = time.monotonic()
+        table = session.variables_table("*")
+        assert time.monotonic() - begin < 4
+    assert rows_of(table)["c"] == ["all"], table  # the others had to share two cores
+    cluster.execute("del a_slow, b_slow, d_large")
+
+
+def test_a_look_keeps_nothing_alive(cluster: Cluster, session: Session):
+    cluster.execute(
+        "import gc, weakref\nkept = torch.ones(10)\nmodel = torch.nn.Linear(2, 2)\n"
+        "gone = weakref.ref(kept), weakref.ref(model)"
+    )
+    session.variables_table("*")
+    session.inspect_table("model")
+    session.inspect_table("kept")
+    cluster.execute("del kept, model\ngc.collect()")
+    assert cluster["[each() is None for each in gone]"] == [[True, True]] * 4
+
+
+def test_a_look_loads_no_torch_in_the_notebook(cluster: Cluster):
+    cluster.execute("x = torch.ones(2)")
+    assert {type(v).__module__ for v in cluster.variables("x")[0] or []} == {
+        "nbdist.wire"
+    }
 
 
 def test_inspect_shows_the_value_of_each_rank(cluster: Cluster, session: Session):
@@ -200,7 +352,7 @@ def test_a_rank_that_does_not_answer_is_named_in_time(
         assert "does not answer" in status[3]
         assert "idle" in status[2]
         assert "does not answer" in within(5, session.stacks_text)
-        variables = within(15, lambda: session.variables_table("*"))
+        variables = within(8, lambda: session.variables_table("*"))
         assert "rank 1 does not answer" in str(variables)
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -72,7 +72,7 @@ def test_only_out_of_memory_failures_are_explained():
     assert "rank 0: does not answer" in reports[0].traceback[-1]
 
     def never():
-        raise AssertionError("nobody is asked without need")
+        raise AssertionError("the ranks are asked without need")
 
     assert explained([other], INFOS, never) == [other]
 

@@ -18,6 +18,7 @@ from nbdist.cluster import rank_registry
 from nbdist.cluster.rank_registry import ExitOrder, RankRegistry
 from nbdist.cluster.startup_status import ends_within
 from nbdist.cluster.supervisor_client import Loss
+from nbdist.errors import RankDied
 from nbdist.wire import RankInfo
 from tests.rank_info import rank_info
 
@@ -139,6 +140,23 @@ def test_a_wait_for_deaths_ends_with_the_death(
     waiting.join(WITHIN_S)
     assert found == [True]
     assert not registry.await_deaths(lambda died: 0 in died, 0.0)
+
+
+def test_a_selection_of_dead_ranks_says_which_ranks_live(
+    families: list[Family], registry: RankRegistry
+) -> None:
+    others = "runs on the others, which keep their variables"
+    families[2].kill()
+    registry._on_death(1)
+    with pytest.raises(RankDied, match=rf"rank 1 .* has died.*\. -r 0 {others}; %dist"):
+        registry.select(None)
+    families[1].kill()
+    registry._on_death(0)
+    with pytest.raises(
+        RankDied, match=r"rank 0 .*; rank 1 .*\. %dist_stop and"
+    ) as none:
+        registry.select(None)
+    assert others not in str(none.value)
 
 
 def test_a_wait_for_a_process_that_is_not_a_child_ends_with_it(

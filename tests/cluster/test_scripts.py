@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from nbdist import Cluster
-from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
+from nbdist.errors import (
+    CellError,
+    CellInterrupted,
+    CellTimeout,
+    PortInUse,
+    UsageError,
+)
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -205,3 +212,115 @@ def test_a_script_that_cannot_run_is_refused_before_anything_is_sent(
     )
     with pytest.raises(CellError, match="leave both out"):
         cluster.run_script(path)
+
+
+def test_a_script_may_choose_the_start_method_each_time(cluster: Cluster, script):
+    path = script(
+        """
+import multiprocessing as mp
+import os
+
+def child(queue):
+    queue.put((mp.get_start_method(), os.environ["RANK"]))
+
+if __name__ == "__main__":
+    mp.set_start_method("spawn")
+    queue = mp.SimpleQueue()
+    process = mp.Process(target=child, args=(queue,))
+    process.start()
+    print(queue.get(), flush=True)
+    process.join()
+"""
+    )
+    method = "__import__('multiprocessing').get_start_method(allow_none=True)"
+    before = cluster[method]
+    for _run in range(2):
+        result = cluster.run_script(path)
+        shown = [result[rank].stdout.strip() for rank in range(4)]
+        assert shown == [f"('spawn', '{rank}')" for rank in range(4)]
+    assert cluster[method] == before
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3], ids=["first", "middle", "last"])
+def test_all_ranks_begin_again_after_one_fails(cluster: Cluster, victim: int):
+    notes: list[str] = []
+    before, cluster.on_note = cluster.on_note, notes.append
+    how = "exits" if victim == 1 else "raises"
+    try:
+        result = cluster.run_script(
+            SCRIPTS / "begins_again.py", [how, str(victim), "2"], max_restarts=3
+        )
+    finally:
+        cluster.on_note = before
+    for rank in range(4):
+        assert result[rank].stdout == f"run 2 of 3 on {rank}\nsum 4\n"
+    failed = [note.splitlines()[0] for note in notes]
+    why = "exit code 7" if how == "exits" else "ValueError: run 0 fails"
+    assert why in failed[0]
+    assert failed[0].startswith(f"rank {victim} of 4 in begins_again.py line ")
+    assert [note.splitlines()[-1] for note in notes] == [
+        f"begins_again.py begins again on all ranks: restart {count} of 3"
+        for count in (1, 2)
+    ]
+    assert_whole(cluster)
+
+
+def test_after_the_last_restart_the_error_is_the_last_one(cluster: Cluster):
+    notes: list[str] = []
+    before, cluster.on_note = cluster.on_note, notes.append
+    try:
+        with pytest.raises(CellError) as raised:
+            cluster.run_script(
+                SCRIPTS / "begins_again.py", ["raises", "2", "9"], max_restarts=1
+            )
+    finally:
+        cluster.on_note = before
+    first, *others = str(raised.value).splitlines()
+    assert "ValueError: run 1 fails" in first
+    assert first.startswith("rank 2 of 4")
+    assert any("Ended: interrupted, because rank 2 has failed" in o for o in others)
+    assert len(notes) == 1
+    with pytest.raises(UsageError, match="--max-restarts -1: expected a whole number"):
+        cluster.run_script(SCRIPTS / "begins_again.py", max_restarts=-1)
+    assert_whole(cluster)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3], ids=["first", "middle", "last"])
+def test_all_ranks_begin_again_after_one_dies(cluster: Cluster, victim: int):
+    notes: list[str] = []
+    before, cluster.on_note = cluster.on_note, notes.append
+    try:
+        result = cluster.run_script(
+            SCRIPTS / "begins_again.py", ["dies", str(victim), "1"], max_restarts=1
+        )
+    finally:
+        cluster.on_note = before
+    (note,) = notes
+    assert note.count(f"rank {victim} was replaced") == 1
+    for rank in range(4):
+        assert result[rank].stdout == f"run 1 of 1 on {rank}\nsum 4\n"
+    assert_whole(cluster)
+
+
+def test_a_death_after_the_last_restart_is_the_error(cluster: Cluster):
+    with pytest.raises(CellError, match=r"rank 3 of 4: RankDied: .*SIGKILL"):
+        cluster.run_script(
+            SCRIPTS / "begins_again.py", ["dies", "3", "2"], max_restarts=1
+        )
+    assert_whole(cluster)
+
+
+def test_worlds_on_one_port_are_an_error_that_names_it(cluster: Cluster):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(PortInUse) as raised:
+        cluster.run_script(SCRIPTS / "own_worlds.py", [str(port)], timeout_s=90)
+    assert time.monotonic() - start < 80
+    text = str(raised.value)
+    assert re.search(rf"rank \d.* cannot listen on port {port}, because rank \d", text)
+    assert f"MASTER_PORT = {port} + int(os.environ['RANK'])" in text
+    children = "len(__import__('multiprocessing').active_children())"
+    assert cluster[children] == [0] * 4
+    assert_whole(cluster)

@@ -242,10 +242,10 @@ def test_a_slow_repr_delays_neither_status_nor_interrupt(
     looking = threading.Thread(target=lambda: found.append(cluster.variables("thing")))
     looking.start()
     wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 20)
-    start = time.monotonic()
     assert all(state is not None for state in cluster.status().values())
     with pytest.raises(CellTimeout):
         cluster.execute("time.sleep(60)", timeout_s=0.3)
-    assert time.monotonic() - start < 3, "not after the variables were described"
+    assert looking.is_alive(), "not after the variables were described"
     looking.join()
-    assert [found[0][rank][0].value for rank in range(4)] == ["slow"] * 4
+    shown = [found[0][rank][0].value for rank in range(4)]
+    assert shown == ["<repr takes longer than 2 s>"] * 4

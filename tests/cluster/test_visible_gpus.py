@@ -120,7 +120,7 @@ def test_all_gpus_are_visible(seen: Any) -> None:
     )
 
 
-def test_memory_that_is_shared_with_the_host_is_the_host_s(seen: Any) -> None:
+def test_a_gpu_without_memory_of_its_own_has_the_memory_of_the_host(seen: Any) -> None:
     (gpu,) = seen(Card("GPU-a", memory=NotSupported()))
     assert gpu.memory == psutil.virtual_memory().total
 
@@ -145,7 +145,7 @@ def test_mig_devices_replace_their_gpu(seen: Any) -> None:
     ("visible", "expected"),
     [
         ("1,0", ["GPU-b2", "GPU-a1"]),
-        ("0,7,1", ["GPU-a1"]),  # CUDA stops at the first that is none
+        ("0,7,1", ["GPU-a1"]),  # CUDA ignores what follows an unknown number
         ("GPU-b", ["GPU-b2"]),
         ("", []),
         ("-1", []),

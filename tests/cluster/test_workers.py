@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 import nbdist
-from nbdist.cluster import workers as office
 from nbdist.errors import UsageError
 from tests.processes import Footprint, Program, runs, wait_until
 
@@ -126,9 +125,11 @@ def test_workers_of_a_cluster_have_their_roles():
         "names = ['ROLE_NAME', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'TF_CONFIG']\n"
         "print(json.dumps([os.environ[name] for name in names]))",
     )
-    assert [member.role for member in members] == ["worker", "worker", "ps"]
+    assert [each.role for each in members.members] == ["worker", "worker", "ps"]
+    assert [each.rank for each in members.workers] == [0, 1]
+    assert [each.rank for each in members.servers] == [2]
     assert nbdist.await_workers(members, show=False).ok
-    printed = [json.loads(member.output) for member in members]
+    printed = [json.loads(member.output) for member in members.members]
     assert [each[:3] for each in printed] == [
         ["worker", "0", "2"], ["worker", "1", "2"], ["ps", "0", "1"],
     ]  # fmt: skip
@@ -137,6 +138,45 @@ def test_workers_of_a_cluster_have_their_roles():
     addresses = [*itertools.chain(*configs[0]["cluster"].values())]
     assert len(set(addresses)) == 3
     assert configs[2]["task"] == {"type": "ps", "index": 0}
+
+
+def test_the_calls_of_clouderas_library_work_as_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    workers = nbdist.launch_workers(
+        n=2, cpu=1, memory=4, nvidia_gpu=0, script="", code="print('hello')", env={}
+    )
+    ids = [worker["id"] for worker in workers]
+    result = nbdist.await_workers(ids, wait_for_completion=True, timeout_seconds=60)
+    assert result["failures"] == []
+    assert [each["id"] for each in result["workers"]] == ids
+    assert result["workers"][0]["ip_address"] == "127.0.0.1"
+    assert {
+        each["id"]: each["ip_address"] for each in nbdist.list_workers()
+    }.items() >= {(number, "127.0.0.1") for number in ids}
+    nbdist.stop_workers(*ids)
+    (broken,) = nbdist.launch_workers(n=1, code="raise SystemExit(3)")
+    failures = nbdist.await_workers([broken["id"]], show=False)["failures"]
+    assert [(each["id"], each["reason"]) for each in failures] == [
+        (broken["id"], "exit code 3")
+    ]
+    assert dict(broken)["status"] == "failed"
+    with pytest.raises(KeyError, match="'engine': expected one of id, rank"):
+        broken["engine"]
+
+    Path("train_worker.py").write_text(
+        "import json, os\nprint(json.loads(os.environ['TF_CONFIG'])['cluster'])"
+    )
+    cluster_spec, session_addr = nbdist.run_cluster(
+        n_workers=2, n_ps=1, cpu=0.5, memory=2, worker_script="train_worker"
+    )
+    assert {role: len(each) for role, each in cluster_spec.items()} == {
+        "worker": 2,
+        "ps": 1,
+    }
+    assert session_addr == f"grpc://{cluster_spec['worker'][0]}"
+    started = nbdist.list_workers()[-3:]
+    assert nbdist.await_workers(started, show=False).ok
+    assert [each.output.strip() for each in started] == [str(cluster_spec)] * 3
 
 
 def test_workers_form_a_torch_distributed_world():
@@ -173,10 +213,13 @@ def test_no_worker_outlives_its_notebook():
         "import nbdist\n"
         f"a, b = nbdist.launch_workers(2, code={FOR_EVER!r})\n"
         "nbdist.await_workers([a, b], wait_for_completion=False)\n"
-        "print(a.pid, b.pid, a.process_supervisor.run_dir, flush=True)\n"
+        "print('has', a.pid, b.pid, a.process_supervisor.run_dir, flush=True)\n"
         "input()"
     ) as notebook:
-        *pids, folder = notebook.line().split()
+        line = ""
+        while not line.startswith("has "):  # a worker may have printed before
+            line = notebook.line()
+        _, *pids, folder = line.split()
         left = Footprint([int(pid) for pid in pids], Path(folder))
         notebook.kill()
         left.assert_gone()
@@ -219,4 +262,4 @@ def test_an_unknown_worker_is_an_error():
         nbdist.await_workers(10_000)
     with pytest.raises(UsageError, match="timeout_seconds=-1"):
         nbdist.await_workers(timeout_seconds=-1)
-    assert office.list_workers() is not office.list_workers()
+    assert nbdist.list_workers() is not nbdist.list_workers()

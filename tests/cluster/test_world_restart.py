@@ -35,7 +35,7 @@ from nbdist.errors import (
 )
 from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
-from tests.cluster_processes import ClusterProcesses, ComingRank
+from tests.cluster_processes import ClusterProcesses, StartingRank
 from tests.processes import wait_until
 
 
@@ -64,11 +64,11 @@ def notes_of(cluster: Cluster) -> list[str]:
 
 def while_recovering(cluster: Cluster, rank: int, act: object) -> threading.Thread:
     """Call `act` with the process of a rank as soon as it has started."""
-    coming = ComingRank(ClusterProcesses.of(cluster).run_dir, rank)
+    starting = StartingRank(ClusterProcesses.of(cluster).run_dir, rank)
 
     def watch() -> None:
-        wait_until(lambda: coming.process() is not None, 30)
-        act(coming.process())  # type: ignore[operator]
+        wait_until(lambda: starting.process() is not None, 30)
+        act(starting.process())  # type: ignore[operator]
 
     thread = threading.Thread(target=watch)
     thread.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nbdist import Cluster
+from nbdist.session import Session
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -67,7 +68,7 @@ def blocks_of(page: Path) -> list[str]:
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     # Loading Keras takes longer than running all pages, and TPU needs torch_xla.
     # tests/keras and tests/strategies/test_xla.py test the same.
-    elsewhere = ("nbdist.keras", "strategies.TPU")
+    elsewhere = ("nbdist.keras", "import keras", "strategies.TPU")
     return [block for block in blocks if not any(name in block for name in elsewhere)]
 
 
@@ -81,6 +82,9 @@ def test_a_page_runs_as_written(
     here = cluster.run(os.getcwd)[0]
     cluster.run(os.chdir, str(tmp_path))
     notebook = {"cluster": cluster}
+    session = Session()
+    monkeypatch.setattr(session, "_cluster", cluster)
+    monkeypatch.setattr("nbdist.session._notebook_session", session)
     try:
         cluster.execute(GIVEN[page], timeout_s=DEADLINE_S)
         for block in blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -58,19 +60,53 @@ def test_a_print_looks_once_for_text_of_other_writers(
 ) -> None:
     output, me = shown.output, threading.get_ident()
     looks: list[int] = []
-    look = output._read_tails
+    look = output._begin_print
 
     def counted() -> None:
         looks.append(threading.get_ident())
         look()
 
     with output.during("In[1]"):
-        monkeypatch.setattr(output, "_read_tails", counted)
-        monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
+        monkeypatch.setattr(output, "_begin_print", counted)
+        monkeypatch.setattr("nbdist.engine.output._now", lambda: 1.0)
         for step in range(3):
             print("loss", step, 0.5, file=output.stdout)
         assert looks.count(me) == 3
     assert shown.stdout == "loss 0 0.5\nloss 1 0.5\nloss 2 0.5\n"
+
+
+class PrintsAtItsEnd:
+    """An object that prints when it is collected, at any moment."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._itself = self
+
+    def __del__(self) -> None:
+        print("collected", file=self._file)
+
+
+def test_the_text_of_threads_and_finalizers_is_complete_and_in_order(
+    shown: Shown,
+) -> None:
+    def print_steps(name: str) -> None:
+        for step in range(3000):
+            shown.output.stdout.write(f"{name} {step}\n")
+            if step % 100 == 0:
+                PrintsAtItsEnd(shown.output.stdout)
+
+    with shown.output.during("In[1]"):
+        threads = [threading.Thread(target=print_steps, args=(n,)) for n in "xyz"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        gc.collect()
+    lines = shown.stdout.splitlines()
+    for name in "xyz":
+        steps = [line for line in lines if line[0] == name]
+        assert steps == [f"{name} {step}" for step in range(3000)]
+    assert lines.count("collected") == 90
 
 
 def test_text_of_other_writers_is_found_within_a_line(shown: Shown) -> None:

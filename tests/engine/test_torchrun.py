@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist.ipc.loopback import free_ports
+
 N = 3
 JOINS = """
 import torch, torch.distributed as dist
@@ -33,6 +35,35 @@ nbdist.init()
 if nbdist.rank() == 1:
     raise ValueError("broken on purpose")
 nbdist.all_reduce(torch.ones(2))
+"""
+
+SERVES_THE_STORE = """
+import os, subprocess, sys, time
+from pathlib import Path
+import torch.distributed
+
+torchs = sys.modules["torch.distributed.rendezvous"]
+gone = Path(os.environ["TMPDIR"]) / "gone"
+
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **options):
+        gone.touch()  # rank 0 has read the store, and starts mpiexec
+        super().__init__(*args, **options)
+
+def rendezvous(url):
+    found = next(torchs.of_torch(url))
+    while not gone.exists():
+        time.sleep(0.01)
+    yield found
+
+torchs.of_torch = torchs.rendezvous
+if os.environ["RANK"] == "0":
+    subprocess.Popen = Popen
+else:
+    torchs.rendezvous = rendezvous
+import nbdist
+nbdist.init()
+print("joined", nbdist.size())
 """
 
 
@@ -117,3 +148,33 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
         torchrun_.kill()
     _gone, living = psutil.wait_procs(ranks, timeout=10)
     assert living == []
+
+
+def test_ranks_join_that_read_rank_0s_store_late(tmp_path: Path) -> None:
+    # Without torchrun's agent, rank 0 serves the store.
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SERVES_THE_STORE],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ["joined 2" in text for text in printed] == [True, True], printed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.ipc.direct_socket import MOST_BYTES, DirectSocket, listen
+from nbdist.ipc.direct_socket import MOST_BYTES, DirectSocket, head_of, listen
 
 pytestmark = pytest.mark.skipif(
     not hasattr(socket, "SOCK_SEQPACKET"), reason="the system has no such sockets"
@@ -42,6 +42,22 @@ def test_messages_arrive_whole_and_in_order(ends: Ends):
         assert received(ends[1]) == [bytes(frame) for frame in message]
     with pytest.raises(BlockingIOError):
         ends[1].receive()
+
+
+def test_a_brief_message_has_a_head_and_frames(ends: Ends):
+    ends[0].send_brief(["name", None, 1, "\udcff"], [b"frame", b""])
+    frames = ends[1].receive()
+    assert frames is not None
+    assert head_of(frames) == ["name", None, 1, "\udcff"]
+    assert frames[2:] == [b"frame", b""]
+
+
+def test_other_messages_have_no_head(ends: Ends):
+    for message in ([b"<IDS|MSG>", b"[]"], [b"<nbdist>"], [b""]):
+        ends[0].send_multipart(message)
+        frames = ends[1].receive()
+        assert frames is not None
+        assert head_of(frames) is None
 
 
 def test_a_message_that_exceeds_a_packet_is_not_sent(ends: Ends):

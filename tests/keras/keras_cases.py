@@ -17,6 +17,9 @@ import nbdist.keras as hvd  # isort: skip - it chooses Keras's backend
 import keras
 
 from nbdist.errors import UsageError
+from nbdist.ipc import serialization
+from nbdist.strategies import Mirrored, MultiWorkerMirrored, OneDevice
+from nbdist.training.elastic.state import State
 
 CASES: dict[str, Callable[[], None]] = {}
 
@@ -197,3 +200,98 @@ def one_rank_saves() -> None:
     loaded = keras.models.load_model(folder / "0.keras")
     assert_equal(loaded, net)
     assert not hasattr(type(loaded.optimizer), "_nbdist_base")
+
+
+@case
+def a_strategy_drives_fit() -> None:
+    x, y = samples(20)  # the last batch of 8 has parts of 3, 3 and 2
+    weights = np.linspace(0.5, 1.5, 20)
+    for strategy, options in (
+        (Mirrored(), {}),
+        (MultiWorkerMirrored(communication="RING"), {"sample_weight": weights}),
+        (OneDevice(), {}),
+    ):
+        with strategy.scope():
+            # Each rank draws its own weights: fit sends those of rank 0.
+            alone = isinstance(strategy, OneDevice)
+            net = model(keras.optimizers.Adam(0.01), seed=1 if alone else hvd.rank())
+        reference = model(keras.optimizers.Adam(0.01), seed=1 if alone else 0)
+        how = {"batch_size": 12, "epochs": 3, "shuffle": False, "verbose": 0}
+        seen = net.fit(x, y, **how, **options)
+        reference.fit(x, y, **how, **options)
+        assert_equal(net, reference, rtol=2e-4)
+        everybody = hvd.allgather_object(seen.history["loss"])
+        assert all(losses == everybody[0] for losses in everybody)
+    assert not hasattr(model(keras.optimizers.SGD(0.1)), "_nbdist_adopt")
+
+
+@case
+def a_strategy_divides_every_epoch_in_a_new_order() -> None:
+    x, y = np.arange(24.0)[:, None] * np.ones((1, 5)), np.zeros((24, 2))
+    batches: list[list[float]] = []
+    with Mirrored().scope():
+        net = model(keras.optimizers.SGD(0.0))
+    step = net.train_step
+
+    def watched(data: Any) -> Any:
+        batches.append([float(row) for row in data[0][:, 0]])
+        return step(data)
+
+    net.train_step = watched
+    net.fit(x, y, batch_size=6, epochs=2, verbose=0, validation_split=0.25)
+    everybody = hvd.allgather_object(batches)
+    epochs = [
+        [row for each in everybody for part in each[i : i + 3] for row in part]
+        for i in (0, 3)
+    ]
+    for epoch in epochs:  # all but the last quarter, each once
+        assert sorted(epoch) == [float(row) for row in range(18)]
+    assert epochs[0] != epochs[1]
+    with pytest.raises(UsageError, match="class_weight with 20 samples in batches"):
+        net.fit(x[:20], y[:20], batch_size=12, class_weight={0: 1.0})
+
+
+@case
+def a_pickled_model_keeps_the_state_of_its_optimizer() -> None:
+    x, y = samples(8 * hvd.size())
+    nets = [model(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))]
+    with Mirrored().scope():
+        nets.append(model(keras.optimizers.Adam(0.01)))
+    nets.append(model(keras.optimizers.SGD(0.1, momentum=0.9)))
+    for net in nets:
+        net.train_on_batch(mine(x), mine(y))
+        for names in (("net", "optimizer"), ("optimizer", "net")):
+            values = {"net": net, "optimizer": net.optimizer}
+            packed = serialization.dumps_named({name: values[name] for name in names})
+            copied = serialization.loads_named(packed)
+            twin = copied["net"]
+            assert copied["optimizer"] is twin.optimizer
+            own, other = net.optimizer.variables, twin.optimizer.variables
+            for one, two in zip(own, other, strict=True):
+                np.testing.assert_array_equal(one.numpy(), two.numpy())
+            assert ("fit" in vars(twin)) == ("fit" in vars(net))
+        before = net.get_weights()
+        net.train_on_batch(mine(x), mine(y))
+        twin.train_on_batch(mine(x), mine(y))
+        assert_equal(twin, net)
+        assert not np.array_equal(before[0], net.get_weights()[0])
+
+
+@case
+def a_state_restores_a_model_with_its_optimizer() -> None:
+    x, y = samples(8)
+    net, fresh = (model(keras.optimizers.Adam(0.01), seed=seed) for seed in (1, 2))
+    net.train_on_batch(x, y)
+    state = State(model=net)
+    state.commit()
+    weights = net.get_weights()
+    moments = [variable.numpy().copy() for variable in net.optimizer.variables]
+    net.train_on_batch(x, y)
+    state.restore()
+    other = State(model=fresh)
+    other._load_object("model", state._committed.values["model"])
+    for each in (net, fresh):
+        for one, two in zip(each.get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(one, two)
+        for variable, value in zip(each.optimizer.variables, moments, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)

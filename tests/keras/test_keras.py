@@ -19,7 +19,10 @@ CASES = [
     "equals_one_process_on_the_full_batch", "a_wrapped_optimizer_keeps_its_state",
     "compressed_and_summed", "variables_are_broadcast",
     "ranks_with_different_weights_become_equal", "metrics_are_averaged",
-    "the_learning_rate_warms_up", "one_rank_saves",
+    "the_learning_rate_warms_up", "one_rank_saves", "a_strategy_drives_fit",
+    "a_strategy_divides_every_epoch_in_a_new_order",
+    "a_pickled_model_keeps_the_state_of_its_optimizer",
+    "a_state_restores_a_model_with_its_optimizer",
 ]  # fmt: skip
 
 
@@ -51,6 +54,39 @@ def test_a_keras_script_trains_in_a_cell(cluster: Cluster) -> None:
     assert "the learning rate has reached 0.008" in printed
 
 
+TRAINING = """
+import nbdist.keras as hvd
+import keras, numpy as np
+
+hvd.init()
+keras.utils.set_random_seed(1)
+optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+model.compile(loss="mse", optimizer=optimizer)
+x, y = np.random.default_rng(0).normal(size=(2, 16, 5))
+model.fit(x, y[:, :2], epochs=2, verbose=0)
+"""
+GOES_ON = """
+hvd.init()
+assert model.optimizer is optimizer
+model.fit(x, y[:, :2], epochs=1, verbose=0)
+moments = [float(np.abs(v.numpy()).sum()) for v in optimizer.variables]
+weights = [float(np.abs(w).sum()) for w in model.get_weights()]
+"""
+
+
+def test_a_rank_that_is_replaced_gets_the_state_of_its_optimizer(
+    cluster: Cluster,
+) -> None:
+    cluster.execute(TRAINING)
+    cluster.replace([2])
+    cluster.execute(GOES_ON)
+    moments, weights = cluster["moments"], cluster["weights"]
+    assert moments == [moments[0]] * 4
+    assert weights == [weights[0]] * 4
+    assert moments[0][0] == 3  # the iterations: two before the death, one after
+
+
 def test_nbdist_loads_without_keras() -> None:
     program = """
 import sys
@@ -72,7 +108,7 @@ import os, sys, types
 keras = types.ModuleType("keras")
 keras.backend = types.SimpleNamespace(backend=lambda: "jax")
 sys.modules["keras"] = keras
-from nbdist.keras.variables import check_backend
+from nbdist.training.keras_models import check_backend
 try:
     check_backend()
 except ValueError as error:

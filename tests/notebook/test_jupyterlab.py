@@ -19,9 +19,18 @@ for step in range(60):
 print("done")""",
     "%%distributed\nif rank == 1:\n    raise ValueError('on purpose')",
     "%dist_status",
+    """%%distributed -b
+import time
+for step in range(40):
+    print("step", step, "\\n" if step == 3 else "", end="\\r")
+    time.sleep(0.1)
+if rank == 1:
+    raise ValueError("behind the front")""",
+    "%dist_jobs",
+    "%dist_wait",
     "%dist_stop",
 ]
-MONITOR, TRAINING, FAILING = 1, 2, 3
+MONITOR, TRAINING, FAILING, STATUS, BEHIND, JOBS, WAITING, STOP = range(1, 9)
 PICTURE = "document.querySelector('.nbdist-monitor canvas').toDataURL()"
 
 
@@ -56,5 +65,24 @@ def test_a_cluster_is_started_used_watched_and_stopped(lab: Lab) -> None:
         failed[0]["evalue"]
     )
     lab.screenshot("jupyterlab-failed")
-    assert texts(lab.run_cell(4)).count("idle") == 2
-    assert "stopped" in texts(lab.run_cell(5))
+    assert texts(lab.run_cell(STATUS)).count("idle") == 2
+    assert "● rank 0-1 running" in texts(lab.run_cell(BEHIND))
+    assert "running for" in texts(lab.run_cell(JOBS))
+    lab.wait(f"() => {shown(BEHIND)}.includes('[0-1] step 3')")
+    lab.screenshot("jupyterlab-background")
+    waited = lab.run_cell(WAITING)
+    assert "behind the front" in str(waited[0]["evalue"])
+    lab.wait(f"() => {shown(BEHIND)}.includes('ValueError: behind the front')")
+    lab.screenshot("jupyterlab-background-failed")
+    ended = lab.outputs(BEHIND)
+    assert [output["ename"] for output in ended if "ename" in output] == ["CellError"]
+    assert "✗ rank 1 failed after" in texts(ended)
+    assert "stopped" in texts(lab.run_cell(STOP))
+
+
+def shown(cell: int) -> str:
+    """JavaScript for the text in the output area of a cell."""
+    return (
+        "nbdistTest.panel.content.widgets"
+        f"[{cell}].node.querySelector('.jp-Cell-outputArea').textContent"
+    )

@@ -44,6 +44,19 @@ class Reply:
         return re.sub(r"\x1b\[[\d;]*m", "", "\n".join([*shown, self.traceback]))
 
 
+def _take(reply: Reply, kind: str, content: dict[str, Any]) -> None:
+    """Add a message of a kernel to a cell's output."""
+    if kind == "stream":
+        name = content["name"]
+        setattr(reply, name, getattr(reply, name) + content["text"])
+    elif kind in ("display_data", "execute_result", "update_display_data"):
+        reply.displays.append(content["data"])
+    elif kind == "error":
+        reply.traceback = "\n".join(content["traceback"])
+    elif kind == "clear_output":
+        reply.stdout, reply.stderr, reply.displays = "", "", []
+
+
 class Notebook:
     """A kernel, and methods that run cells in it."""
 
@@ -70,15 +83,9 @@ class Notebook:
             if message["parent_header"].get("msg_id") != request:
                 continue
             kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                name = content["name"]
-                setattr(reply, name, getattr(reply, name) + content["text"])
-            elif kind in ("display_data", "execute_result", "update_display_data"):
-                reply.displays.append(content["data"])
-            elif kind == "error":
-                reply.traceback = "\n".join(content["traceback"])
-            elif kind == "status" and content["execution_state"] == "idle":
+            if kind == "status" and content["execution_state"] == "idle":
                 break
+            _take(reply, kind, content)
             on_output(reply)
         answer = self.client.get_shell_msg(timeout=CELL_S)
         while answer["parent_header"].get("msg_id") != request:
@@ -89,6 +96,25 @@ class Notebook:
 
     def run(self, code: str) -> Reply:
         return self.finish(self.send(code))
+
+    def start(self, code: str) -> tuple[str, Reply, float]:
+        """Run a cell that goes on in the background.
+
+        Returns:
+            The request, its output so far, and the seconds that the kernel was busy.
+        """
+        begun = time.monotonic()
+        request = self.send(code)
+        reply = self.finish(request)
+        return request, reply, time.monotonic() - begun
+
+    def read(self, request: str, reply: Reply, until: Callable[[Reply], bool]) -> None:
+        """Read the output of an ended request until a condition holds for it."""
+        deadline = time.monotonic() + CELL_S
+        while not until(reply):
+            message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
+            if message["parent_header"].get("msg_id") == request:
+                _take(reply, message["msg_type"], message["content"])
 
     def interrupt_when_it_prints(self, code: str) -> Reply:
         pressed = False
@@ -171,6 +197,47 @@ def test_a_figure_and_html_are_shown_under_their_rank(notebook: Notebook):
     assert "[1]" in reply.text
 
 
+OUT_OF_STEP = """%%distributed
+import time
+from IPython.display import HTML, display
+time.sleep(0.5 * (1 - rank))
+print("alike")
+print("mine is", rank)
+display(HTML("<b>alike</b>"))
+display(HTML(f"<i>{rank}</i>"))
+print("end")
+"value"
+"""
+
+
+@pytest.mark.parametrize("option", ["", " -b"], ids=["front", "behind"])
+def test_output_is_in_rank_order_and_equal_output_shown_once_at_the_end(
+    notebook: Notebook, option: str
+):
+    code = OUT_OF_STEP.replace("%%distributed", f"%%distributed{option}")
+    request, reply, _ = notebook.start(code)
+    if option:
+        notebook.read(request, reply, lambda reply: "finished in" in reply.stdout)
+    number = re.search(r"Out\[(\d+)\]", reply.text)
+    assert number is not None
+    lines = re.sub(r"\x1b\[[\d;]*m", "", reply.stdout).splitlines()
+    assert lines[: 8 if option else None] == [
+        "[0-1] alike", "[0] mine is 0", "[1] mine is 1", "[0-1]", "[0]", "[1]",
+        "[0-1] end", f"[0-1] Out[{number[1]}]: 'value'",
+    ]  # fmt: skip
+    html = [data["text/html"] for data in reply.displays]
+    assert html == ["<b>alike</b>", "<i>0</i>", "<i>1</i>"]
+
+
+def test_output_that_the_notebook_itself_prints_is_not_cleared(notebook: Notebook):
+    cell = "import time\ntime.sleep(0.5 * (1 - rank))\nprint('alike')"
+    reply = notebook.run(
+        f"print('before')\nget_ipython().run_cell_magic('distributed', '', {cell!r})"
+    )
+    assert "before" in reply.text
+    assert "[1] alike" in reply.text
+
+
 def test_a_display_is_updated(notebook: Notebook):
     reply = notebook.run(
         "%%distributed -r 0\nhandle = display('first', display_id=True)\n"
@@ -201,6 +268,23 @@ def test_a_failed_cell_fails_and_shows_the_notebooks_lines(notebook: Notebook):
         ("%dist_push nothing_here", ["nothing_here"]),
         ("%dist_pull not-a-name", ["'not-a-name'"]),
         ("%dist_inspect", ["expression"]),
+        ("%dist_diff -a", ["expression", "model"]),
+        ("%%distributed -b -r 5\n1", ["rank 5", "0-1"]),
+        ("%%distributed -b --timeout -1\n1", ["-1", "above 0"]),
+        ("%dist_start -N 4", ["-N 4", "did you mean -n 4?"]),
+        ("%dist_start 4", ["did you mean -n 4?"]),
+        ("%dist_start --ranks-per-gpus=2", ["did you mean --ranks-per-gpu 2?"]),
+        ("%dist_scale 3", ["did you mean -n 3?"]),
+        ("%dist_restart 1", ["did you mean -r 1?"]),
+        ("%%distributed 1\n1", ["did you mean -r 1?"]),
+        ("# a comment\n%%distributed\nprint(rank)", ["must be the first line"]),
+        ("%dist_push x=1/0", ["ZeroDivisionError"]),
+        ("%dist_push x=(1", ["x=(1", "not an expression"]),
+        ("%dist_push a.b=1", ["'a.b=1'", "NAME=EXPRESSION"]),
+        ("%dist_wait 999", ["In[999]", "%dist_jobs"]),
+        ("%dist_auto maybe", ["maybe"]),
+        ("%dist_wait five", ["'five'", "In[5]"]),
+        ("%dist_interrupt 999", ["In[999]", "%dist_jobs"]),
     ],
 )
 def test_an_invalid_line_is_an_error_of_one_line(
@@ -226,10 +310,30 @@ def test_push_pull_inspect_and_vars_work(notebook: Notebook):
     notebook.run("%dist_pull square -r 1")
     assert notebook.run("square").displays[-1]["text/plain"] == "26"
     assert "25" in notebook.run("%dist_inspect square").text
+    assert "bit for bit, in 1 leaf" in notebook.run("%dist_diff number").text
+    assert "25 on rank 0, 26 on rank 1" in notebook.run("%dist_diff -a square").text
     table = notebook.run("%dist_vars num*").text
     assert "number" in table
     assert "square" not in table
     assert "rank 0-1" in notebook.run("%dist_stacks").text
+
+
+def test_push_and_pull_take_expressions(notebook: Notebook):
+    notebook.run("rates = {'a b': 0.5}")
+    assert notebook.run("%dist_push lr=rates['a b'] both=[1, 2] rates").status == "ok"
+    notebook.run("%%distributed\nmodel = [lr * rank, both, rates]")
+    assert notebook.run("%dist_pull model[0] + 1 as w").status == "ok"
+    assert notebook.run("w").displays[-1]["text/plain"] == "[1.0, 1.5]"
+    notebook.run("%dist_pull model[1][-1] as last -r 1")
+    assert notebook.run("last").displays[-1]["text/plain"] == "2"
+    reply = notebook.run("%dist_pull model[0]")
+    assert "as in %dist_pull losses[-1] as last" in reply.text
+
+
+def test_the_notebooks_cluster_is_there_for_python(notebook: Notebook):
+    notebook.run("%%distributed\nmine = rank + 1")
+    reply = notebook.run("import nbdist\nnbdist.cluster()['mine']")
+    assert reply.displays[-1]["text/plain"] == "[1, 2]"
 
 
 def test_an_interrupt_and_a_timeout_end_push_and_pull(
@@ -292,19 +396,42 @@ def test_an_interrupt_stops_run_all(notebook: Notebook):
     assert answer["content"]["status"] == "aborted"
 
 
-def test_completion_in_a_distributed_cell(notebook: Notebook):
+@pytest.mark.parametrize(
+    ("code", "completed"),
+    [
+        ("%%distributed\nx = learning_r", "%%distributed\nx = learning_rates"),
+        (
+            "%%distributed\n# first\nlearning_r",
+            "%%distributed\n# first\nlearning_rates",
+        ),
+        (
+            "%%distributed\nx = learning_rates.app",
+            "%%distributed\nx = learning_rates.append",
+        ),
+        ("%dist_inspect learning_r", "%dist_inspect learning_rates"),
+        ("%dist_inspect learning_rates.app", "%dist_inspect learning_rates.append"),
+        ("x = 1\n%dist_pull learning_r", "x = 1\n%dist_pull learning_rates"),
+        ("%dist_start --dev", "%dist_start --device"),
+        ("%dist_start -n 4 --", "%dist_start -n 4 --threads"),
+        ("%dist_restart -", "%dist_restart --ranks"),
+    ],
+)
+def test_completion(notebook: Notebook, code: str, completed: str):
     notebook.run("%%distributed\nlearning_rates = [1]")
-    code = "%%distributed\nx = learning_r"
+    assert completed in completions(notebook, code)
+
+
+def completions(notebook: Notebook, code: str) -> set[str]:
+    """The code with each of the completions that Tab offers at its end."""
     notebook.client.complete(code, len(code))
     answer = notebook.client.get_shell_msg(timeout=CELL_S)
     while answer["msg_type"] != "complete_reply":
         answer = notebook.client.get_shell_msg(timeout=CELL_S)
     content = answer["content"]
-    completed = {
+    return {
         code[: content["cursor_start"]] + match + code[content["cursor_end"] :]
         for match in content["matches"]
     }
-    assert "%%distributed\nx = learning_rates" in completed
 
 
 def inspect(notebook: Notebook, code: str, cursor: int | None = None) -> str:
@@ -367,6 +494,154 @@ def test_an_error_whose_text_utf8_cannot_encode_is_shown(notebook: Notebook):
     assert r"[0-1] odd \ud800" in reply.text
 
 
+# -- plain cells on the ranks ---------------------------------------------------------
+
+
+@pytest.fixture
+def automatic(notebook: Notebook) -> Iterator[Notebook]:
+    """A notebook whose plain cells run on the ranks."""
+    assert "plain cells run in the notebook" in notebook.run("%dist_auto").text
+    assert "plain cells run on the ranks" in notebook.run("%dist_auto on").text
+    yield notebook
+    assert "plain cells run in the notebook" in notebook.run("%dist_auto off").text
+    assert notebook.run("print('here')").text.strip() == "here"
+
+
+def test_plain_cells_run_on_the_ranks_and_say_so(automatic: Notebook):
+    reply = automatic.run("double = rank * 2\ndouble")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", reply.stdout).splitlines()
+    assert re.fullmatch(r"\[0\] Out\[\d+\]: 0", shown[0])
+    assert re.fullmatch(r"\[1\] Out\[\d+\]: 2", shown[1])
+    last = r"✓ rank 0-1 finished in \d\.\d s   \(%dist_auto\)"
+    assert re.fullmatch(last, shown[2])
+    reply = automatic.run("import asyncio\nawait asyncio.sleep(0)\n1 / rank")
+    assert reply.error == "CellError"
+    assert re.search(r"rank 0 of 2 on \S+ in In\[\d+\] line 3\]", reply.text)
+    assert "✗ rank 0 failed" in reply.text
+
+
+def test_some_cells_run_in_the_notebook_meanwhile(automatic: Notebook):
+    automatic.run("mine = rank")
+    reply = automatic.run("%%local\nhere = 'here'\n1 / 0")
+    assert reply.error == "ZeroDivisionError"
+    assert re.search(r"----> 3 1 */ *0", reply.text), reply.text
+    assert "'here'" in automatic.run("%%local\nhere").text
+    assert automatic.run("import time\n%dist_pull mine").status == "ok"
+    assert "[0, 1]" in automatic.run("%%local\nmine").text
+    assert "[1] 1" in automatic.run("%%distributed -r 1\nprint(rank)").text
+    assert automatic.run("%%time\nx = 1").text.count("Wall time") == 1
+
+
+def test_completion_and_help_ask_the_ranks_meanwhile(automatic: Notebook):
+    automatic.run("only_here = [1]")
+    assert "x = only_here" in completions(automatic, "x = only_h")
+    assert "list" in inspect(automatic, "only_here")
+    assert inspect(automatic, "%%local\nonly_here") == ""
+
+
+# -- cells in the background ---------------------------------------------------------
+
+
+def is_there(text: str) -> Callable[[Reply], bool]:
+    return lambda reply: text in reply.text
+
+
+STEPS = """%%distributed --background
+import time
+for step in range(3):
+    print("step", step, "of rank", rank)
+    time.sleep(0.3)
+"last"
+"""
+ENDLESS = "%%distributed -b\nprint('here')\nimport time\ntime.sleep(600)"
+
+
+def test_a_cell_in_the_background_shows_its_output_in_its_own_area(notebook: Notebook):
+    request, reply, busy_s = notebook.start(STEPS)
+    assert reply.status == "ok"
+    assert "● rank 0-1 running" in reply.text
+    assert "step 2" not in reply.text
+    assert busy_s < 0.3  # 50 ms on a quiet machine
+    other = notebook.run("print('the kernel is free')")
+    assert other.text.strip() == "the kernel is free"
+    notebook.read(request, reply, is_there("finished in"))
+    for rank in (0, 1):
+        assert f"[{rank}] step 2 of rank {rank}" in reply.text
+    assert "[0-1] Out[" in reply.text
+    assert reply.stdout.rstrip().splitlines()[-1].count("✓ rank 0-1 finished in") == 1
+    waited = notebook.run("%dist_wait")
+    assert re.search(r"In\[\d+\] finished in \d", waited.text)
+    assert "no cell in the background" in notebook.run("%dist_wait").text
+
+
+def number_of(reply: Reply) -> str:
+    found = re.search(r"%dist_interrupt (\d+) ends In", reply.text)
+    assert found is not None, reply.text
+    return found[1]
+
+
+def test_cells_in_the_background_are_listed_queued_and_interrupted(notebook: Notebook):
+    first, output, _ = notebook.start(ENDLESS)
+    number = number_of(output)
+    _second, waiting, _ = notebook.start("%%distributed -b -r 0\nnever = 1")
+    assert f"waits for In[{number}]" in waiting.text
+    table = notebook.run("%dist_jobs").text
+    assert re.search(rf"In\[{number}\] +0-1 +running for .* print\('here'\)", table)
+    assert re.search(r"In\[\d+\] +0 +waits for its turn +never = 1", table)
+    assert notebook.run("%dist_status").text.count(f"busy: In[{number}]") == 2
+    assert "time.sleep(600)" in notebook.run("%dist_stacks").text
+    done = notebook.run(f"%dist_interrupt {number_of(waiting)}").text
+    assert "cancelled before it began" in done
+    assert "is interrupted" in notebook.run("%dist_interrupt").text
+    notebook.read(first, output, lambda reply: bool(reply.traceback))
+    assert "CellInterrupted" in output.traceback
+    assert "■ rank 0-1 interrupted" in output.text
+    reply = notebook.run(f"%dist_wait {number}")
+    assert reply.error == "CellInterrupted"
+    assert "all ranks keep their variables" in reply.text
+    reply = notebook.run(f"%dist_wait In[{number_of(waiting)}]")
+    assert "cancelled before it began" in reply.text
+    assert "interrupted after" in notebook.run("%dist_jobs").text
+    assert "no cell runs in the background" in notebook.run("%dist_interrupt").text
+
+
+def test_a_failure_in_the_background_is_shown_and_raised_by_dist_wait(
+    notebook: Notebook,
+):
+    code = "%%distributed -b\nif rank:\n    raise ValueError('on purpose')"
+    request, reply, _ = notebook.start(code)
+    notebook.read(request, reply, lambda reply: bool(reply.traceback))
+    assert "✗ rank 1 failed" in reply.text
+    for shown in (reply, notebook.run("%dist_wait")):
+        assert "rank 1 of 2" in shown.text
+        assert "ValueError: on purpose" in shown.text
+        assert re.search(r"In\[\d+\], line 3", shown.text), shown.text
+    assert shown.error == "CellError"
+    assert "failed after" in notebook.run("%dist_jobs").text
+
+
+def test_calls_that_need_the_ranks_say_that_they_wait(notebook: Notebook):
+    notebook.start("%%distributed -b\nimport time\ntime.sleep(1.5)\nx = rank")
+    reply = notebook.run("%dist_pull x")
+    assert reply.status == "ok"
+    assert re.search(r"waits for In\[\d+\], in the background", reply.text)
+    assert notebook.run("x").displays[-1]["text/plain"] == "[0, 1]"
+
+
+def test_the_interrupt_button_ends_a_wait_and_not_the_cell(notebook: Notebook):
+    request, output, _ = notebook.start(ENDLESS)
+    number = number_of(output)
+    reply = notebook.interrupt_when_it_prints(f"print('x')\n%dist_wait {number}")
+    assert reply.error == "CellInterrupted"
+    assert "continues in the background" in reply.text
+    reply = notebook.interrupt_when_it_prints("%%distributed\nnever = 1")
+    assert reply.error == "CellInterrupted"
+    assert "nothing was run" in reply.text
+    assert notebook.run("%dist_status").text.count(f"busy: In[{number}]") == 2
+    notebook.run(f"%dist_interrupt {number}")
+    notebook.read(request, output, lambda reply: bool(reply.traceback))
+
+
 # -- a notebook of its own -----------------------------------------------------------
 
 
@@ -387,7 +662,10 @@ def test_a_cluster_starts_again_after_dist_stop(own_notebook: Notebook):
     assert "stopped" in own_notebook.run("%dist_stop").text
     footprint.assert_gone()
     assert "no cluster was running" in own_notebook.run("%dist_stop").text
-    for cell in ("%%distributed\n1", "%dist_status", "%dist_vars", "%dist_stacks"):
+    for cell in (
+        "%%distributed\n1", "%dist_status", "%dist_vars", "%dist_stacks",
+        "import nbdist; nbdist.cluster()", "%dist_auto on",
+    ):  # fmt: skip
         reply = own_notebook.run(cell)
         assert reply.error == "NotRunning"
         assert "%dist_start" in reply.text
@@ -398,13 +676,15 @@ def test_a_cluster_starts_again_after_dist_stop(own_notebook: Notebook):
     footprint.assert_gone()
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_a_kernel_restart_leaves_nothing(own_notebook: Notebook, busy: bool):
+@pytest.mark.parametrize("busy", [False, True, "-b"], ids=["idle", "busy", "behind"])
+def test_a_kernel_restart_leaves_nothing(own_notebook: Notebook, busy: bool | str):
     footprint = own_notebook.footprint()
-    if busy:
+    if busy == "-b":
+        own_notebook.start(ENDLESS)
+    elif busy:
         request = own_notebook.send("%%distributed\nprint('here')\nwhile True: pass")
         wait_for_text(own_notebook, request)
-    own_notebook.manager.restart_kernel(now=busy)
+    own_notebook.manager.restart_kernel(now=busy is True)
     footprint.assert_gone()
     own_notebook.client.stop_channels()
     own_notebook._connect()

@@ -80,6 +80,29 @@ def test_the_progress_is_one_line_that_is_redrawn(terminal: Terminal) -> None:
     assert len([line for line in shown if "✓ rank 0-1 finished" in line]) == 1
 
 
+def test_a_cell_in_the_background_prints_above_the_prompt(terminal: Terminal) -> None:
+    cell = "import time; [(time.sleep(1), print(i))[1] for i in range(3)]; 1 / rank"
+    started = terminal.run(
+        f"get_ipython().run_cell_magic('distributed', '-b', {cell!r})"
+    )
+    assert "in the background: %dist_interrupt" in started
+    received = terminal.run("%dist_wait")
+    shown = screen(received)
+    assert [line for line in shown if line.startswith("[0-1]")][-1] == "[0-1] 2"
+    assert "running" not in received  # a line that is redrawn would hide the prompt
+    assert len([line for line in shown if "✗ rank 0 failed" in line]) == 1
+    assert "ZeroDivisionError: division by zero" in received
+
+
+def test_plain_lines_run_on_the_ranks(terminal: Terminal) -> None:
+    assert "on the ranks" in terminal.run("%dist_auto on")
+    shown = screen(terminal.run("print('I am', rank)"))
+    assert {"[0] I am 0", "[1] I am 1"} < set(shown)
+    assert "(%dist_auto)" in shown[-1]
+    assert "in the notebook" in terminal.run("%dist_auto off")
+    assert screen(terminal.run("print('here')"))[0] == "here"
+
+
 def test_the_monitor_is_a_table_of_the_latest_values(terminal: Terminal) -> None:
     assert "nothing was logged" in terminal.run("%dist_monitor")
     log = "nbdist.log(loss=rank + 0.5); nbdist.log(loss=rank + 0.25)"
@@ -92,3 +115,8 @@ def test_the_monitor_is_a_table_of_the_latest_values(terminal: Terminal) -> None
         ["loss", "0", "1", "0.25"],
         ["loss", "1", "1", "1.25"],
     ]
+    assert "unrecognized arguments: loss" in terminal.run("%dist_monitor loss")
+    assert "4 rows in" in terminal.run("%dist_monitor --save values.csv")
+    terminal.run("import nbdist")
+    received = terminal.run("nbdist.metrics('loss').groupby('rank').value.min()[1]")
+    assert "1.25" in received

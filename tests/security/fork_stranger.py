@@ -14,7 +14,7 @@ import socket
 import sys
 from pathlib import Path
 
-from nbdist.ipc.fork_messages import Request, receive, send, socket_address
+from nbdist.ipc.fork_messages import receive, request, send, socket_address
 
 TIMEOUT_S = 10.0
 
@@ -31,7 +31,7 @@ def main() -> None:
         with socket_address(Path(sys.argv[2])) as address:
             connection.connect(address)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(connection, Request([], folder="/").message)
+            send(connection, request([], folder="/"))
             got = receive(connection, descriptors=1)
     print(json.dumps(got), flush=True)
 

@@ -31,7 +31,7 @@ listener.bind(sys.argv[1])
 os.chmod(sys.argv[1], 0o777)
 listener.listen()
 print("listens", flush=True)
-fork_server._RankHost(listener, fork_server._Stamps({})).run()
+fork_server._RankHost(listener, fork_server._Stamps({}), []).run()
 """
 TIMEOUT_S = 60.0
 SHARED = (Path("/tmp"), Path("/dev/shm"))

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from nbdist import Cluster
+from nbdist.ipc import endpoints, serialization
+from nbdist.ipc.direct_socket import DirectSocket, path_of
 from nbdist.session import Session
 from tests.processes import wait_until
 from tests.security.attack import (
@@ -125,6 +127,9 @@ def test_a_request_that_is_sent_again_runs_once(cluster: Cluster):
 class Changing:
     """Sends each message twice: with a changed argument, then as it is."""
 
+    header = None
+    """A direct socket without a header is not trusted, so that messages are signed."""
+
     def __init__(self, end: Any) -> None:
         self._send = end.send_multipart
         self.sent = 0
@@ -162,6 +167,23 @@ def test_changed_arguments_are_not_unpickled(
     assert refused(cluster) == before + 4
 
 
+def test_a_brief_message_counts_only_after_a_signed_one(cluster: Cluster):
+    cluster.execute("x = []")
+    registry = cluster._live()
+    before = refused(cluster)
+    frames = serialization.dumps((("x.append(1)", 1), {}))
+    with contextlib.ExitStack() as stack:
+        for info in registry.infos:
+            path = path_of(registry.run_dir, info.engine_uuid)
+            stranger = DirectSocket.connect(path)
+            stack.callback(stranger.close)
+            stranger.send_brief(["a name", endpoints.RUN_CELL, "In[1]"], frames)
+        wait_until(lambda: refused(cluster) == before + 4, DEADLINE_S)
+    assert cluster["x"] == [[]] * 4
+    client = registry.client._client
+    assert all(direct.header is not None for direct in client.direct.values())
+
+
 def test_bytes_of_another_protocol_lose_no_message(cluster: Cluster):
     """A program may send bytes of another protocol to the wrong socket."""
     print(f"NBDIST_SEED={SEED}")
@@ -177,7 +199,9 @@ def test_bytes_of_another_protocol_lose_no_message(cluster: Cluster):
                 client.connect(path)
                 with contextlib.suppress(BrokenPipeError):  # refused already
                     client.sendall(noise)
-        for path in cluster._live().run_dir.glob("direct:*"):
+        registry = cluster._live()
+        for info in registry.infos:
+            path = path_of(registry.run_dir, info.engine_uuid)
             for noise in (b"x", b"", *(rng.randbytes(5000) for _ in range(5))):
                 packets = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 stack.enter_context(packets).connect(str(path))

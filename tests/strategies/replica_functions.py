@@ -26,7 +26,14 @@ import nbdist
 from nbdist.collectives import Group, set_default_group
 from nbdist.collectives.torch_backend.registration import register
 from nbdist.errors import UsageError
-from nbdist.training.strategies import CentralStorage, LocalSGD, Mirrored
+from nbdist.training.strategies import (
+    CentralStorage,
+    InputContext,
+    LocalSGD,
+    Mirrored,
+    MultiWorkerMirrored,
+    OneDevice,
+)
 
 Found = dict[str, Any]
 
@@ -68,6 +75,9 @@ def run_all_functions() -> Found:
         "mirrored sgd": compare(Mirrored(), sgd),
         "mirrored adam": compare(Mirrored(), adam),
         "mirrored ring": compare(Mirrored("ring"), sgd),
+        "mirrored devices": compare(Mirrored(devices=["/cpu:0"] * group.size), sgd),
+        "multi-worker mirrored": compare(MultiWorkerMirrored("RING"), sgd),
+        "one device": compare(OneDevice("/device:CPU:0"), sgd),
         "central sgd": compare(CentralStorage(), sgd),
         "central adam": compare(CentralStorage(root=1), adam),
         "local every 1": compare(LocalSGD(), plain),
@@ -75,6 +85,8 @@ def run_all_functions() -> Found:
         "central state": where_the_state_is(),
         "drift": drift(group.rank),
         "reduce": reductions(group.rank),
+        "reduce axis": reductions_along_an_axis(group.rank),
+        "from function": from_a_function(),
         "shares": shares(),
         "schedule": with_a_schedule(),
     }
@@ -138,6 +150,27 @@ def reductions(rank: int) -> Any:
     )  # fmt: skip
 
 
+def reductions_along_an_axis(rank: int) -> Any:
+    """Rank r has r+1 rows, of r each."""
+    strategy, rows = Mirrored(), torch.full((rank + 1, 2), float(rank))
+    return [
+        strategy.reduce(op, rows, axis=0).tolist()
+        for op in ("SUM", "mean", "min", "max")
+    ] + [strategy.reduce("SUM", float(rank), axis=None)]
+
+
+def from_a_function() -> Any:
+    strategy = Mirrored()
+
+    def part(context: InputContext) -> list[int]:
+        assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
+        size = context.get_per_replica_batch_size(8)
+        first = context.input_pipeline_id * size
+        return list(range(first, first + size))
+
+    return strategy.distribute_datasets_from_function(part)
+
+
 def shares() -> list[tuple[int, int]]:
     """(samples here, samples of all) of each batch, of 10 samples in batches of 8."""
     strategy = Mirrored()
@@ -183,6 +216,16 @@ def refusals() -> list[str]:
         lambda: Mirrored().average_loss(torch.ones(3)),
         lambda: Mirrored().distribute(iter([1]), 2),
         lambda: LocalSGD().setup(model, torch.optim.LBFGS(model.parameters())),
+        lambda: Mirrored(devices=["/gpu:0", "/gpu:1"]),
+        lambda: Mirrored(devices=["/cpu:0"]),
+        lambda: Mirrored(devices=["abacus:0"] * 2),
+        lambda: MultiWorkerMirrored("tree"),
+        lambda: OneDevice("/gpu:0"),
+        lambda: CentralStorage().scope(),
+        lambda: Mirrored().reduce("sum", torch.ones(2), axis=1),
+        lambda: Mirrored().distribute_datasets_from_function(
+            lambda context: context.get_per_replica_batch_size(3)
+        ),
     ]
     messages = []
     for attempt in bad:

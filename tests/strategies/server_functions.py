@@ -28,6 +28,7 @@ import nbdist
 from nbdist.collectives.tolerant_messages import Doorbell
 from nbdist.errors import UsageError
 from nbdist.training.strategies import Mirrored, ParameterServer
+from nbdist.training.strategies.parameter_server import message_bodies
 
 Found = dict[str, Any]
 LONGEST_SLEEP_S = 0.05
@@ -41,6 +42,7 @@ def run_all_functions() -> Found:
         "sync sgd": distance(ParameterServer(), sgd),
         "sync adam": distance(ParameterServer(), adam),
         "sync, 2 servers": distance(ParameterServer(n_ps=2), sgd),
+        "async, sent": sent(),
         "accuracies": accuracies(),
         "staleness": scripted(group.rank),
         "bound": bounded(group.rank),
@@ -57,6 +59,25 @@ def distance(strategy: ParameterServer, make: Callable[[Any], Any]) -> float:
     """The largest difference of a parameter from a training in one process."""
     model, _ = train_with(strategy, 2, make)
     return float((flat(model) - flat(train_alone(2, make))).abs().max())
+
+
+def sent() -> tuple[float, list[bool]]:
+    """Train where the ranks share no memory, so that gradients are sent.
+
+    Returns:
+        The accuracy, and whether gradients are sent: with this strategy, and with one
+        that was set up without the patch.
+    """
+    strategy = ParameterServer(mode="async", n_ps=2)
+    with patch.object(message_bodies, "share", lambda *_: None):
+        model, _ = train_with(strategy, 2 * EPOCHS, plain)
+    shared = ParameterServer()
+    shared.setup(model, plain(model.parameters()))
+    sends = [
+        bool(each._bodies.sent(each._bodies.gradients(0, 0)))
+        for each in (strategy, shared)
+    ]
+    return accuracy(model), sends
 
 
 def accuracies() -> dict[str, float]:

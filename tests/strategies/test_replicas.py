@@ -13,7 +13,7 @@ FUNCTIONS = str(Path(__file__).with_name("replica_functions.py"))
 RANKS = 4
 EXACT = [
     "mirrored sgd", "mirrored adam", "mirrored ring", "central sgd", "central adam",
-    "local every 1",
+    "local every 1", "mirrored devices", "multi-worker mirrored", "one device",
 ]  # fmt: skip
 
 
@@ -61,6 +61,18 @@ def test_reductions() -> None:
         assert here["reduce"] == expected
 
 
+def test_reductions_along_an_axis_weigh_each_row_the_same() -> None:
+    total = float(sum(rank * (rank + 1) for rank in range(RANKS)))
+    mean = total / sum(range(1, RANKS + 1))
+    expected = [[total] * 2, [mean] * 2, [0.0] * 2, [RANKS - 1.0] * 2, 6.0]
+    assert [here["reduce axis"] for here in found()] == [expected] * RANKS
+
+
+def test_a_function_divides_the_data_by_its_input_context() -> None:
+    parts = [here["from function"] for here in found()]
+    assert parts == [[2 * rank, 2 * rank + 1] for rank in range(RANKS)]
+
+
 def test_every_sample_is_in_exactly_one_part() -> None:
     shares = [here["shares"] for here in found()]
     assert [[own for own, _ in each] for each in shares] == [
@@ -78,6 +90,10 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
         "algorithm='tree'", "algorithm 'nccl' on cpu", "root=7", "every=0",
         "call setup", "reduce('xor'", "reduce() got a str", "global_batch_size is 0",
         "a data set with a length", "LBFGS",
+        "computes on cpu, not on cuda", "one for each of the 2 ranks",
+        "device 'abacus:0': expected a name", "communication='tree'",
+        "device='/gpu:0': this rank computes on cpu", "does not drive Keras's fit",
+        "reduce(axis=1) of a tensor of shape (2,)", "not a multiple of the 2 replicas",
     ]  # fmt: skip
     for messages in launch(2, FUNCTIONS, "refusals"):
         assert len(messages) == len(expected), messages

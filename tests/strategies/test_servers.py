@@ -39,6 +39,13 @@ def test_the_accuracy_on_digits_is_that_of_one_process(name: str) -> None:
         assert accuracies[name] == found()[0]["accuracies"][name]
 
 
+def test_gradients_are_sent_where_the_ranks_share_no_memory() -> None:
+    for here in found():
+        accuracy, sends = here["async, sent"]
+        assert sends == [True, False]
+        assert accuracy >= here["accuracies"]["alone"] - 0.01
+
+
 def test_the_staleness_of_each_gradient_is_counted() -> None:
     expected: Counter[int] = Counter()
     pulled = {0: 0, 1: 0, 2: 0}

@@ -201,6 +201,7 @@ def test_flush_with_nothing_to_do_returns_at_once() -> None:
         assert made.flush(0)
 
 
+@pytest.mark.streams
 @pytest.mark.gpu
 def test_a_cuda_scalar_is_copied_without_synchronising() -> None:
     if not torch.cuda.is_available():

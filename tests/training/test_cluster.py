@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,6 +24,13 @@ class Slow(Dataset):
         time.sleep(0.002)
         return index
 """
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Ranks without steps and child processes of other tests."""
+    with Cluster(4, device="cpu") as started:
+        yield started
 
 
 def recorded(cluster: Cluster) -> list[int]:

@@ -355,6 +355,7 @@ def test_batches_move_with_their_containers():
     assert len(list(device_prefetch._tensors_in(batch))) == 4
 
 
+@pytest.mark.streams
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_batches_are_copied_to_a_gpu_during_the_step():

@@ -30,6 +30,10 @@ class Screen:
         else:
             self.lost.append(display_id)
 
+    def clear(self, *, wait: bool) -> None:
+        self.shown.clear()
+        print("cleared")
+
     @property
     def texts(self) -> list[str]:
         """The current texts of the displays that are not blank, in their order."""
@@ -45,6 +49,8 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.setattr(live_text, "display", screen.display)
     monkeypatch.setattr(live_text, "update_display", screen.update)
     monkeypatch.setattr(live_text, "in_notebook", lambda: True)
+    monkeypatch.setattr(cell_view, "may_clear_output", lambda: True)
+    monkeypatch.setattr(cell_view, "clear_output", screen.clear)
     yield screen
     assert screen.lost == []
 
@@ -54,9 +60,10 @@ class Cell:
 
     count = 0
 
-    def __init__(self, ranks: int = 2) -> None:
+    def __init__(self, ranks: int = 2, *, is_alone: bool = False) -> None:
         Cell.count += 1
-        self.view = CellView(range(ranks), f"cell-{Cell.count}")
+        key = f"cell-{Cell.count}"
+        self.view = CellView(range(ranks), key, is_alone=is_alone)
 
     def send(self, rank: int, kind: str, **content: Any) -> None:
         message = {"msg_type": kind, "content": content}
@@ -133,6 +140,53 @@ def test_equal_displays_are_shown_once(screen: Screen):
     cell.end(0, 1)
     cell.view.close()
     assert screen.texts == ["figure", "other"]
+
+
+def out_of_step(cell: Cell, lines: int = 1) -> None:
+    """Rank 1 shows everything, and then rank 0 does."""
+    for rank in (1, 0):
+        cell.say(rank, "alike\n" * lines + f"mine {rank}\n")
+        cell.show(rank, "figure")
+        cell.end(rank)
+        while cell.view._waiting_since is not None:
+            time.sleep(cell.view.due() or 0)
+    cell.view.close()
+
+
+def test_the_end_brings_output_into_rank_order(
+    screen: Screen, capsys: pytest.CaptureFixture[str]
+):
+    out_of_step(Cell(is_alone=True))
+    shown = plain(capsys.readouterr().out)
+    assert "[1] alike" in shown[: shown.index("cleared")]
+    assert shown[shown.index("cleared") + 1 :] == [
+        "[0-1] alike", "[0] mine 0", "[1] mine 1", "[0-1]",
+    ]  # fmt: skip
+    assert screen.texts == ["figure"]
+
+
+@pytest.mark.parametrize("why", ["other output", "long", "a note"])
+def test_output_keeps_its_order_if_it_cannot_be_replaced(
+    screen: Screen, capsys: pytest.CaptureFixture[str], why: str
+):
+    cell = Cell(is_alone=why != "other output")
+    if why == "a note":
+        live_text.print_note("rank 1 was replaced")
+    out_of_step(cell, 1000 if why == "long" else 1)
+    assert "cleared" not in plain(capsys.readouterr().out)
+    assert screen.texts == ["figure", "figure"]
+
+
+def test_output_in_rank_order_is_not_replaced(
+    screen: Screen, capsys: pytest.CaptureFixture[str]
+):
+    cell = Cell(is_alone=True)
+    for rank in (0, 1):
+        cell.say(rank, f"alike\nmine {rank}\n")
+    cell.end(0, 1)
+    cell.view.close()
+    shown = plain(capsys.readouterr().out)
+    assert shown == ["[0-1] alike", "[0] mine 0", "[1] mine 1"]
 
 
 def test_displays_with_a_display_id_are_not_merged(screen: Screen):

@@ -1,4 +1,4 @@
-"""A cluster of three ranks on which draws are played one after the other."""
+"""A cluster of three ranks on which draws are run one after the other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.cluster import elastic_training
 from tests.cluster_processes import ClusterProcesses, rank_parent
 from tests.processes import Footprint, wait_until
 
-__all__ = ["Stage"]
+__all__ = ["ReusedCluster"]
 
 FOLDER_BYTES = 256 << 20
 GONE_WITHIN_S = 10.0
@@ -35,7 +35,7 @@ MORE_DESCRIPTORS = 3
 KEEP = "kept = (rank, torch.arange(3) + rank, os.getpid())"
 
 
-class Stage:
+class ReusedCluster:
     """A cluster that runs until a draw ends it, and its notes.
 
     Args:

@@ -1,0 +1,287 @@
+"""Digests: equal for values that are equal bit for bit, and for no others."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+import struct
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from nbdist.training.digest import combined, device_hash, digests_of
+from nbdist.training.leaves import Deadline, TooSlow, leaves_of
+
+OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000001))[0]
+
+
+def digest(value: object) -> bytes:
+    """The digest of a value that can be compared as a whole."""
+    leaves = leaves_of("v", value)
+    digests = digests_of(leaves)
+    assert [each for each in digests if isinstance(each, str)] == []
+    return combined(leaves, digests)
+
+
+def reason(value: object) -> str:
+    """Why a value cannot be compared."""
+    reasons = [d for d in digests_of(leaves_of("v", value)) if isinstance(d, str)]
+    assert reasons
+    return reasons[0]
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@dataclass
+class Settings:
+    lr: float = 0.1
+    milestones: list[int] = field(default_factory=lambda: [1, 2])
+
+
+class Other(Settings):
+    pass
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.register_buffer("hidden", torch.ones(2), persistent=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def values() -> dict[str, Any]:
+    model, optimizer = trained()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        "float": torch.randn(3, 5),
+        "bfloat16": torch.randn(7).bfloat16(),
+        "float8": torch.randn(9).to(torch.float8_e5m2),
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "bool": torch.tensor([True, False]),
+        "uint64": torch.arange(3).to(torch.uint64),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.0),
+        "nan": torch.full((3,), float("nan")),
+        "transposed": torch.randn(4, 6).t(),
+        "strided": torch.arange(9.0)[1::3],
+        "conjugated": torch.tensor([1 + 2j, 3]).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "array": np.arange(6.0).reshape(2, 3).T,
+        "dates": np.array(["2020-01-01"], "M8[D]"),
+        "record": np.array(
+            [("a", 1)], dtype=np.dtype([("n", "U3"), ("v", "i8")], align=True)
+        ),
+        "objects": np.array([1, "x", None], dtype=object),
+        "masked": np.ma.masked_equal([1, 2, 3], 2),
+        "frame": pd.DataFrame(
+            {
+                "a": [1.0, np.nan],
+                "b": ["x", None],
+                "c": pd.Categorical(["u", "v"]),
+                "d": pd.date_range("2020", periods=2, tz="UTC"),
+                "e": pd.array([1, None], dtype="Int64"),
+            }
+        ),
+        "nested": {"a": [1, (2.0, "x", None)], 3: {"b": [b"y", True]}},
+        "mixed": [1, 2.5, "x", float("nan")],
+        "large": [2**70, -1],
+        "set": {1, "a", (2.0, None)},
+        "tuple": Pair([1.0], {"k": 2}),
+        "settings": Settings(),
+        "deque": collections.deque([1, 2], maxlen=3),
+        "defaultdict": collections.defaultdict(list, {"k": [1, "a"]}),
+        "generator": np.random.default_rng(0),
+        "random": random.Random(0),
+        "sampler": torch.utils.data.DistributedSampler([1, 2, 3], 2, 0),
+        "loader": torch.utils.data.DataLoader([1, 2, 3]),
+    }
+
+
+@pytest.mark.parametrize("name", values())
+def test_a_copy_has_the_same_digest(name: str):
+    value = values()[name]
+    assert digest(value) == digest(copy.deepcopy(value))
+    assert digest([value, 1]) != digest([value, 2])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.0, -0.0),
+        (float("nan"), OTHER_NAN),
+        (1, True),
+        (1, 1.0),
+        ("1", b"1"),
+        ("1", 1),
+        ([0, 0], [0.0, 0.0]),
+        ([], ()),
+        ([], {}),
+        ([1, 2], (1, 2)),
+        ([1], [1, 1]),
+        ([[1], [2]], [[1, 2], []]),
+        ([0.0, 1], [-0.0, 1]),
+        ([float("nan"), "a"], [OTHER_NAN, "a"]),
+        ({"a": 1}, {"a": 1, "b": None}),
+        ({1: 2}, {"1": 2}),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.tensor([1.0, 2]), torch.tensor([2.0, 1])),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj()),
+        (torch.empty(0), torch.empty(0, 1)),
+        (np.zeros(2), np.zeros(2, np.float32)),
+        (np.array(["a"]), np.array(["b"])),
+        (Settings(), Other()),
+        (Settings(), Settings(milestones=[1, 3])),
+        (pd.Series([1, 2]), pd.Series([1, 2], index=[1, 0])),
+        (pd.DataFrame({"a": [1]}), pd.DataFrame({"b": [1]})),
+        (nn.Linear(2, 2).eval(), nn.Linear(2, 2).train()),
+        (nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())),
+    ],
+)
+def test_values_that_differ_have_different_digests(one: object, other: object):
+    assert digest(one) != digest(other)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_sparse_matrix_by_rows_is_compared():
+    matrix = torch.eye(3).to_sparse_csr()
+    assert digest(matrix) == digest(matrix.clone())
+    assert digest(matrix) != digest(
+        torch.diag(torch.tensor([1.0, 1, 2])).to_sparse_csr()
+    )
+
+
+def test_the_order_of_a_dict_and_of_a_set_does_not_matter():
+    assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1})
+    assert digest({str(i) for i in range(99)}) == digest(
+        {str(i) for i in reversed(range(99))}
+    )
+
+
+def test_the_layout_in_memory_does_not_matter():
+    matrix = torch.randn(4, 6)
+    assert digest(matrix.t()) == digest(matrix.t().contiguous())
+    images = torch.randn(2, 3, 4, 4)
+    assert digest(images) == digest(images.to(memory_format=torch.channels_last))
+    assert digest(matrix[1:, 1:]) == digest(matrix[1:, 1:].clone())
+
+
+def test_a_value_that_holds_itself_has_a_digest():
+    def cyclic(last: int) -> list[object]:
+        value: list[object] = [1, "a", [last, []]]
+        value.append(value)
+        return value
+
+    assert digest(cyclic(1)) == digest(cyclic(1))
+    assert digest(cyclic(1)) != digest(cyclic(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ((i for i in range(3)), "generator"),
+        (lambda: 1, "defined in a cell"),
+        (torch.empty(2, device="meta"), "no values"),
+        (np.longdouble(1), "unused bits"),
+        ({(i for i in "a"): 1}, "generator"),
+        (nn.LazyLinear(3), "no values yet"),
+    ],
+)
+def test_what_cannot_be_compared_says_why(value: object, why: str):
+    assert why in reason(value)
+
+
+def test_a_deeply_nested_list_is_not_compared():
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert "nested too deeply" in reason(deep)
+    while deep:  # or its deletion overflows the stack
+        deep = deep.pop()  # type: ignore[assignment]
+
+
+def test_looking_neither_keeps_nor_locks_a_tensor():
+    tensor = torch.ones(1000)
+    digest(tensor)
+    tensor.untyped_storage().resize_(0)  # as FSDP does between steps
+    assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_a_deadline_ends_a_digest():
+    deadline = Deadline(0.0)
+    with pytest.raises(TooSlow):
+        digests_of(leaves_of("v", list(range(3))), deadline)
+    with pytest.raises(TooSlow, match=r"0\.05 s"):
+        leaves_of("v", [[i, []] for i in range(10**6)], Deadline(0.05))
+
+
+# -- the hash on devices, which runs on a CPU tensor too -------------------------------
+
+
+def hashed(tensor: torch.Tensor) -> int:
+    return int(device_hash(tensor))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("size", [1, 3, 8, 1001])
+def test_each_flipped_bit_changes_the_hash_of_a_device(dtype: torch.dtype, size: int):
+    tensor = torch.randn(size).to(dtype)
+    before = hashed(tensor)
+    assert hashed(tensor.clone()) == before
+    octets = tensor.view(torch.uint8)
+    rng = random.Random(size)
+    for _ in range(50):
+        place, bit = rng.randrange(octets.numel()), 1 << rng.randrange(8)
+        octets[place] ^= bit
+        assert hashed(tensor) != before
+        octets[place] ^= bit
+    assert hashed(tensor) == before
+
+
+def test_the_hash_of_a_device_sees_order_and_signs(monkeypatch: pytest.MonkeyPatch):
+    tensor = torch.randn(5000, dtype=torch.float64)
+    hashes = {
+        hashed(tensor),
+        hashed(-tensor),
+        hashed(tensor.flip(0)),
+        hashed(tensor.roll(1)),
+        hashed(torch.zeros(2)),
+        hashed(-torch.zeros(2)),
+        hashed(torch.zeros(0)),
+    }
+    assert len(hashes) == 7
+    whole = hashed(tensor)
+    monkeypatch.setattr("nbdist.training.digest.DEVICE_BLOCK_BYTES", 1024)
+    assert hashed(tensor) == whole
+    assert hashed(torch.cat([torch.zeros(1), tensor.float()])[1:]) == hashed(
+        tensor.float()
+    )
+
+
+def test_a_tensor_of_20_million_elements_takes_less_than_a_second():
+    tensor = torch.randn(20_000_000)
+    took = []
+    for _ in range(3):
+        begin = time.monotonic()
+        digest(tensor)
+        took.append(time.monotonic() - begin)
+    assert min(took) < 1, took
