@@ -159,7 +159,7 @@ def measure(n: int) -> tuple[Times, Times]:
     with ExitStack() as kernels:
         of_both = running_kernel(*start_new_kernel(), SETUP.format(n=n), TEARDOWN)
         kernel = kernels.enter_context(of_both)
-        contestants: dict[str, Callable[[], float]] = {
+        variants: dict[str, Callable[[], float]] = {
             "%%distributed": lambda: kernel.run("%%distributed\npass"),
             "%%px": lambda: kernel.run("%%px\npass"),
             "the kernel alone": lambda: kernel.run("pass"),
@@ -168,7 +168,7 @@ def measure(n: int) -> tuple[Times, Times]:
         }
         if python := os.environ.get("BENCH_MONARCH_PYTHON"):
             monarch = kernels.enter_context(monarch_kernel(python, n))
-            contestants |= {
+            variants |= {
                 "Monarch's cell": lambda: monarch.run(MONARCH_CALL),
                 "Monarch's call": lambda: monarch.call(MONARCH_CALL),
             }
@@ -177,7 +177,7 @@ def measure(n: int) -> tuple[Times, Times]:
             "%%px": lambda: kernel.run(f"%%px\n{PRINT}"),
         }
         return (
-            alternate(contestants, REPEATS, WARMUPS),
+            alternate(variants, REPEATS, WARMUPS),
             alternate(printing, LINES_REPEATS),
         )
 

@@ -46,7 +46,7 @@ def main() -> None:
         + f"\n\nMedian of {chosen.repeats} steps (and the middle half of them) of a "
         f"perceptron of {parameters:.0f} million parameters in float32: forward and "
         f"backward of {BATCH} samples on each rank, with DDP's own buckets. The "
-        'contestants take turns; "no communication" is a step under `no_sync`. The '
+        'variants take turns; "no communication" is a step under `no_sync`. The '
         "share is what nbdist's step spends beyond that one, as a part of the step.",
     )
 
@@ -61,7 +61,7 @@ def row(ranks: int, times: Times) -> list[str]:
 
 
 def launch(ranks: int, repeats: int, device: str) -> Times:
-    """Rank 0's times, by contestant."""
+    """Rank 0's times, by variant."""
     with allow_open_mpi(), tempfile.TemporaryDirectory(prefix="ddp-") as folder:
         arguments = f"{folder!r}, {repeats}, {device!r}"
         program = f"from benchmarks.ddp import measure; measure({arguments})"
@@ -97,12 +97,12 @@ def measure(folder: str, repeats: int, device: str) -> None:
         "nbdist", store=store, rank=world.rank, world_size=world.size
     )
     steps = {
-        ALONE: contestant(device, None, sync=False),
-        "nbdist": contestant(device, None),
-        "gloo": contestant(device, dist.new_group(backend="gloo")),
+        ALONE: variant(device, None, sync=False),
+        "nbdist": variant(device, None),
+        "gloo": variant(device, dist.new_group(backend="gloo")),
     }
     if device == "cuda" and torch.cuda.device_count() >= world.size:
-        steps["nccl"] = contestant(device, dist.new_group(backend="nccl"))
+        steps["nccl"] = variant(device, dist.new_group(backend="nccl"))
     times = alternate(steps, repeats, warmups=3)
     if world.rank == 0:
         (Path(folder) / "times").write_text(json.dumps(times), encoding="utf-8")
@@ -111,7 +111,7 @@ def measure(folder: str, repeats: int, device: str) -> None:
     world.close()
 
 
-def contestant(device: str, group: Any, *, sync: bool = True) -> Callable[[], float]:
+def variant(device: str, group: Any, *, sync: bool = True) -> Callable[[], float]:
     """A training step, begun by all ranks together."""
     import torch
     import torch.distributed as dist

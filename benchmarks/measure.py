@@ -1,7 +1,8 @@
-"""Contestants that take turns, and what their times say."""
+"""Times variants of some work in turn, and summarises their times."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -14,42 +15,55 @@ Times = dict[str, list[float]]
 
 
 def alternate(
-    contestants: Mapping[str, Callable[[], float]], repeats: int, warmups: int = 1
+    variants: Mapping[str, Callable[[], float]], repeats: int, warmups: int = 1
 ) -> Times:
-    """Let each contestant run once, then each again: what disturbs, disturbs all.
+    """Run each variant once in each round, so that a disturbance affects all of them.
 
     Args:
-        contestants: By name, a function that does the work and returns its seconds.
-        warmups: Rounds that are not counted.
+        variants: By name, a function that does the work and returns its seconds.
+        repeats: Rounds that are counted.
+        warmups: Rounds before them that are not counted.
     """
-    times: Times = {name: [] for name in contestants}
+    times: Times = {name: [] for name in variants}
     for turn in range(warmups + repeats):
-        for name, contestant in contestants.items():
-            seconds = contestant()
+        for name, variant in variants.items():
+            seconds = variant()
             if turn >= warmups:
                 times[name].append(seconds)
     return times
 
 
 def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
-    """A contestant that times the whole of `work`."""
+    """A variant whose time is that of one call of `work`."""
 
-    def contestant() -> float:
+    def variant() -> float:
         begun = time.perf_counter()
         work()
         return time.perf_counter() - begun
 
-    return contestant
+    return variant
 
 
-def printed_by(program: str, limit_s: float) -> str:
-    """The last line that a program prints in a fresh interpreter."""
+def printed_by(
+    program: str,
+    limit_s: float,
+    *arguments: str,
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """The last line that a program prints in a fresh interpreter.
+
+    Args:
+        arguments: Those of the program.
+        env: Environment variables to add.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [python, "-c", program, *arguments],
         check=True,
         timeout=limit_s,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, **(env or {})},
     )
     return done.stdout.splitlines()[-1]
 

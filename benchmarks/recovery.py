@@ -151,14 +151,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     repeats = parser.parse_args().repeats
     os.environ["OMP_NUM_THREADS"] = "1"
-    contestants: dict[str, Callable[[Path], None]] = {
+    variants: dict[str, Callable[[Path], None]] = {
         "elastic run, shrink": lambda folder: elastic(folder, "shrink"),
         "elastic run, replace": lambda folder: elastic(folder, "replace"),
         "`%dist_restart` and a checkpoint": restarted,
         "`torchrun --max-restarts` and a checkpoint": by_torchrun,
     }
     times = alternate(
-        {name: lambda work=work: gap(work) for name, work in contestants.items()},
+        {name: lambda work=work: gap(work) for name, work in variants.items()},
         repeats,
         warmups=0,
     )

@@ -38,7 +38,7 @@ def on_rank() -> Times:
     tensor = torch.tensor(0.5)
 
     def calls(call: Callable[[], object]) -> Callable[[], float]:
-        def contestant() -> float:
+        def variant() -> float:
             begun = time.perf_counter()
             for _ in range(CALLS):
                 call()
@@ -48,15 +48,15 @@ def on_rank() -> Times:
                 queue.get()
             return spent / CALLS
 
-        return contestant
+        return variant
 
-    contestants: dict[str, Callable[[], object]] = {
+    variants: dict[str, Callable[[], object]] = {
         "list.append": lambda: kept.append((time.time(), {"loss": 0.5, "lr": 0.1})),
         "nbdist.log": lambda: nbdist.log(loss=0.5, lr=0.1),
         "nbdist.log of a tensor": lambda: nbdist.log(loss=tensor, lr=0.1),
         "logging.QueueHandler": lambda: logger.info("loss %f lr %f", 0.5, 0.1),
     }
-    return alternate({name: calls(c) for name, c in contestants.items()}, REPEATS)
+    return alternate({name: calls(c) for name, c in variants.items()}, REPEATS)
 
 
 def in_notebook() -> Times:
@@ -89,7 +89,7 @@ def in_notebook() -> Times:
 
 
 def rows(where: str, times: Times) -> list[list[str]]:
-    """A row for each contestant, beside `list.append`."""
+    """A row for each variant, beside `list.append`."""
     base = statistics.median(times["list.append"])
     found = []
     for name, spent in times.items():

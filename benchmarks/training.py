@@ -90,10 +90,14 @@ def line(worlds: dict[int, World], model: str, way: str) -> list[str]:
         *(rates(found, model, way) for found in worlds.values()),
         *(
             f"{rate(found, model, way) / (ranks * one):.0%}"
+            if way in found["models"][model]["ways"]
+            else "–"
             for ranks, found in several.items()
         ),
         *(
             f"{rate(found, model, way) / rate(found, model, scaling.PEER):.2f}"
+            if way in found["models"][model]["ways"]
+            else "–"
             for found in several.values()
         ),
     ]

@@ -18,8 +18,8 @@ BYTES = 100_000_000
 READ = "total = float(x.sum())"
 
 
-def contestants(cluster: Cluster, client: Any, value: Any) -> dict[str, dict[str, Any]]:
-    """By work and contestant, what to time. Each ends when every rank has the value."""
+def variants(cluster: Cluster, client: Any, value: Any) -> dict[str, dict[str, Any]]:
+    """What to time, by work and variant. Each ends when every rank has the value."""
     view = client[:]
 
     def nbdist_push_and_read() -> None:
@@ -47,7 +47,7 @@ def contestants(cluster: Cluster, client: Any, value: Any) -> dict[str, dict[str
 
 
 def check(cluster: Cluster, client: Any, value: Any) -> None:
-    """What was pushed last has arrived whole, on both sides."""
+    """Check that the value pushed last has arrived complete, by both variants."""
     expected = float(value.sum())
     assert cluster[READ.partition(" = ")[2]] == [expected] * RANKS
     assert client[:]["total"] == [expected] * RANKS
@@ -64,7 +64,7 @@ def main() -> None:
         client[:].execute("import numpy, torch; torch.set_num_threads(1)", block=True)
         for kind, value in values.items():
             results[kind] = {}
-            for work, pair in contestants(cluster, client, value).items():
+            for work, pair in variants(cluster, client, value).items():
                 timed = {name: seconds_of(action) for name, action in pair.items()}
                 times = results[kind][work] = alternate(timed, REPEATS)
                 ours, theirs = times["nbdist"], times["ipyparallel"]

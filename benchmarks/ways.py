@@ -64,7 +64,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Way:
-    """One contestant."""
+    """A way to train that is measured."""
 
     turn: Callable[[], float]
     """Takes `STEPS` steps; the seconds on this rank."""
@@ -95,6 +95,9 @@ def all_ways(problem: Problem, gloo: Any) -> dict[str, Way]:
     if server is not None and ranks > 1:
         strategies["ParameterServer, sync"] = server(mode="sync")
         strategies["ParameterServer, async"] = server(mode="async")
+    if server is not None and ranks > 2:
+        strategies["ParameterServer(2), sync"] = server(n_ps=2, mode="sync")
+        strategies["ParameterServer(2), async"] = server(n_ps=2, mode="async")
     for name, strategy in strategies.items():
         ways[name] = _way(problem, strategy.setup, strategy)
     return ways
