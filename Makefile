@@ -17,7 +17,7 @@ SIMGPU_MINUTES ?= 60
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab test soak gpu simgpu simgpu-mutants bench reliability lint docs clean
+.PHONY: help demo lab test soak upstream gpu simgpu simgpu-mutants bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lab    open it in JupyterLab"
 	@echo "make test   every test but the long ones"
 	@echo "make soak   the long ones"
+	@echo "make upstream  PyTorch's and Horovod's own distributed tests; downloads 27 MB"
 	@echo "make gpu    the tests and benchmarks of a machine with GPUs; writes out/gpu-report.md"
 	@echo "make simgpu  the CUDA tests on simulated GPUs; installs 6 GB in $(SIMGPU_VENV)"
 	@echo "make bench  measure, and write docs/benchmarks.md"
@@ -48,6 +49,11 @@ test: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(RUN) -m pytest -m slow
+
+# A suite that cannot be downloaded is skipped.
+upstream: $(VENV)/.test
+	-$(RUN) tests/upstream/fetch.py
+	$(RUN) -m pytest -m slow tests/upstream
 
 gpu: $(VENV)/.test
 	$(RUN) tests/gpu_report.py
