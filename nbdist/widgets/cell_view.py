@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from IPython.display import clear_output, display, update_display
 
+from nbdist.widgets.arrangement import arrange
 from nbdist.widgets.lines import Item, LineSplitter, merge
 from nbdist.widgets.live_text import count_notes, live_text, may_clear_output
 from nbdist.wire import format_ranks
@@ -185,7 +186,7 @@ class CellView:
             return
         if not may_clear_output():
             return
-        arranged = list(merge(kept))
+        arranged = arrange(kept)
         if _names_of(arranged) != self._written:
             clear_output(wait=True)
             self._show(arranged)
@@ -221,7 +222,7 @@ class CellView:
         count = content.get("execution_count")
         if count is not None and data.keys() == {"text/plain"}:
             text = data["text/plain"]
-            label = f"\x1b[31mOut[{count}]:\x1b[0m" + ("\n" if "\n" in text else " ")
+            label = f"Out[{count}]:" + ("\n" if "\n" in text else " ")
             self._add(rank, Item("stdout", [label + text]))
             return
         shown = {**content, "data": data}
@@ -271,10 +272,13 @@ class CellView:
     def _show(self, merged: Iterable[tuple[list[int], Item]]) -> None:
         texts: list[tuple[str, list[str]]] = []
         for ranks, item in merged:
-            if item.kind == "display":
+            if item.kind in ("display", "grid"):
                 self._write(texts)
                 texts = []
-                self._display(ranks, item.payload)
+                if item.kind == "grid":
+                    display(item.payload, raw=True)
+                else:
+                    self._display(ranks, item.payload)
                 continue
             if not texts or texts[-1][0] != item.kind:
                 texts.append((item.kind, []))
@@ -401,4 +405,5 @@ def _named(rank: int, own_id: str) -> str:
 
 @functools.lru_cache
 def _label(ranks: tuple[int, ...]) -> str:
-    return f"\x1b[36m[{format_ranks(ranks)}]\x1b[0m"
+    # In bold, because no colour is readable on a light and on a dark background.
+    return f"\x1b[1m[{format_ranks(ranks)}]\x1b[0m"

@@ -18,7 +18,7 @@ class Item(NamedTuple):
     """Some lines that follow each other, or one displayed object."""
 
     kind: str
-    """"stdout", "stderr" or "display"."""
+    """"stdout", "stderr", "display" or "grid"."""
     keys: Sequence[Hashable]
     """The lines; or one value, which is equal for displays that look the same."""
     payload: object = None

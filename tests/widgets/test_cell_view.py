@@ -20,7 +20,7 @@ class Screen:
         self.shown: dict[str, Any] = {}
         self.lost: list[str] = []
 
-    def display(self, data: Any, *, display_id: str, **_rest: object) -> None:
+    def display(self, data: Any, *, display_id: str = "grid", **_rest: object) -> None:
         assert display_id not in self.shown
         self.shown[display_id] = data
 
@@ -163,6 +163,55 @@ def test_the_end_brings_output_into_rank_order(
         "[0-1] alike", "[0] mine 0", "[1] mine 1", "[0-1]",
     ]  # fmt: skip
     assert screen.texts == ["figure"]
+
+
+def test_the_end_shows_figures_of_different_ranks_side_by_side(
+    screen: Screen, capsys: pytest.CaptureFixture[str]
+):
+    cell = Cell(3, is_alone=True)
+    pixels = {"image/png": "iVBORw0K\n", "text/plain": "<Figure>"}
+    size = {"image/png": {"width": 20, "height": 10}}
+    for rank in (2, 0):
+        cell.say(rank, f"drawn by {rank}\n")
+        data = {**pixels, "text/plain": f"<Figure {rank}>"}
+        cell.send(rank, "display_data", data=data, metadata=size)
+    cell.say(1, "drawn by 1\n")
+    vector = {"image/svg+xml": "<svg>é</svg>", "text/plain": "<Figure 1>"}
+    cell.send(1, "display_data", data=vector)
+    cell.end(0, 1, 2)
+    assert len(screen.shown) == 3
+    cell.view.close()
+    (shown,) = screen.shown.values()
+    assert shown["text/plain"].splitlines() == [
+        "[0] <Figure 0>", "[1] <Figure 1>", "[2] <Figure 2>",
+    ]  # fmt: skip
+    html = shown["text/html"]
+    at = [html.index(f">[{rank}]<") for rank in range(3)]
+    assert at == sorted(at)
+    assert 'src="data:image/png;base64,iVBORw0K"' in html
+    assert 'width="20" height="10"' in html
+    assert 'src="data:image/svg+xml;base64,PHN2Zz7DqTwvc3ZnPg=="' in html
+    assert plain(capsys.readouterr().out)[-4:] == [
+        "cleared", "[0] drawn by 0", "[1] drawn by 1", "[2] drawn by 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["equal", "named", "text"])
+def test_other_displays_stand_below_each_other(screen: Screen, what: str):
+    cell = Cell(2, is_alone=True)
+    for rank in (0, 1):
+        if what == "equal":
+            cell.show(rank, "alike")
+            cell.show(rank, "also alike")
+        elif what == "named":
+            cell.show(rank, f"table {rank}", own_id=f"name {rank}")
+        else:
+            data = {"text/plain": f"text {rank}"}
+            cell.send(rank, "display_data", data=data, metadata={})
+    cell.end(0, 1)
+    cell.view.close()
+    assert len(screen.shown) == 2
+    assert "grid" not in screen.shown
 
 
 @pytest.mark.parametrize("why", ["other output", "long", "a note"])
