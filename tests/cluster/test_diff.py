@@ -36,7 +36,8 @@ def test_equal_values_are_equal_in_every_leaf(cluster: Cluster, session: Session
         "model is equal on rank 0-3, bit for bit, in 8 leaves"
     )
     every = str(session.diff_table("model", everything=True))
-    assert re.search(r"model\.0\.weight +float32 4×3 cpu +equal", every)
+    kind = cluster.ranks[0].device.partition(":")[0]
+    assert re.search(rf"model\.0\.weight +float32 4×3 {kind} +equal", every)
     html = session.diff_table("model", everything=True)._repr_html_()
     assert "model.0.weight" in html
 
@@ -80,7 +81,9 @@ def test_values_of_every_kind_are_compared(cluster: Cluster):
     assert found["value['lr']"].groups == ((0, 1, 2), (3,))
     assert found["value['lr']"].difference == "0.1 on rank 0-2, 1.1 on rank 3"
     assert found["value['name']"].difference == "'a' on rank 1-3, 'b' on rank 0"
-    assert "float32 2 cpu | float32 3 cpu" in found["value['x']"].difference
+    kind = cluster.ranks[0].device.partition(":")[0]
+    shapes = f"float32 2 {kind} | float32 3 {kind}"
+    assert shapes in found["value['x']"].difference
     assert found["value['late']"].index == (1,)
     assert "missing" in found["value['extra']"].form
 

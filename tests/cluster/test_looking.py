@@ -77,7 +77,7 @@ def test_the_status_of_idle_ranks(cluster: Cluster, session: Session):
         "rank", "state", "device", "memory", "host", "pid", "transport",
     ]  # fmt: skip
     for info, line in zip(cluster.ranks, lines[2:6], strict=True):
-        assert line.split()[:3] == [str(info.rank), "idle", "cpu"]
+        assert line.split()[:3] == [str(info.rank), "idle", info.device]
         assert str(info.pid) in line
         assert "MiB" in line
         assert info.host in line
@@ -119,8 +119,9 @@ def test_variables_are_shown_while_a_cell_runs(cluster: Cluster, session: Sessio
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
         table = within(DEADLINE_S, lambda: session.variables_table("*"))
     rows = [line.split() for line in str(table).splitlines()]
+    device = cluster.ranks[0].device
     assert [r for r in rows if r[0] == "same"] == [
-        ["same", "all", "Tensor", "(2,", "3)", "float32", "cpu", "norm", "2.44949"]
+        ["same", "all", "Tensor", "(2,", "3)", "float32", device, "norm", "2.44949"]
     ]
     assert [r[1:4] for r in rows if r[0] == "own"] == [
         [str(rank), "int", str(rank)] for rank in range(4)
@@ -265,14 +266,18 @@ def test_inspect_keeps_the_form_of_tensors(cluster: Cluster, session: Session):
         "whole = torch.arange(4)\nnothing = torch.empty(0)\nflag = torch.tensor(True)\n"
         "half = torch.ones(2).to(torch.float8_e5m2)\nparts = torch.ones(2) * 1j"
     )
+    device = cluster.ranks[0].device
+    end = ")" if device == "cpu" else f", device='{device}')"
     lines = str(session.inspect_table("x")).splitlines()
     assert lines[2] == "0-3    tensor([[0., 1., 2.],"
-    assert lines[3] == "               [3., 4., inf]])"
+    assert lines[3] == f"               [3., 4., inf]]{end}"
     assert lines[4].strip() == (
-        "float32 2×3 cpu, min 0, max 4, mean 2, norm 5.47723, 0 nan, 1 inf  █ █ █ █ █"
+        f"float32 2×3 {device}, min 0, max 4, mean 2, norm 5.47723, 0 nan, 1 inf"
+        "  █ █ █ █ █"
     )
     assert "white-space:pre" in session.inspect_table("x")._repr_html_()
-    assert "int64 4 cpu, min 0, max 3, mean 1.5" in str(session.inspect_table("whole"))
+    whole = str(session.inspect_table("whole"))
+    assert f"int64 4 {device}, min 0, max 3, mean 1.5" in whole
     for name in ("nothing", "flag", "half", "parts", "x.to_sparse()"):
         assert session.inspect_table(name)
 

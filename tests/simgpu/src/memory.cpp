@@ -256,6 +256,11 @@ SIMGPU_EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* of,
   return cudaSuccess;
 }
 
+static std::atomic<size_t> bytes_to_host{0};
+
+// For tests: the bytes that this process has copied from a device to the host.
+SIMGPU_EXPORT size_t simgpu_bytes_to_host() { return bytes_to_host; }
+
 // From pageable host memory the data is taken before the call returns. To pageable host
 // memory the call waits for the copy. From and to pinned memory it does neither.
 SIMGPU_EXPORT cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t size,
@@ -265,6 +270,7 @@ SIMGPU_EXPORT cudaError_t cudaMemcpyAsync(void* target, const void* source, size
   Stream* stream = stream_of(handle);
   int device = device_of(stream);
   bool to_device = is_device_memory(target), from_device = is_device_memory(source);
+  if (from_device && !to_device) bytes_to_host += size;
   std::shared_ptr<std::vector<char>> taken;
   if (!from_device && !is_pinned_memory(source)) {
     auto* bytes = static_cast<const char*>(source);

@@ -5,6 +5,7 @@
 // first. What the CPU's kernel raises while it runs in the stream is a device-side
 // assertion: it breaks the context.
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -382,6 +383,8 @@ struct Registration {
       (key == "CUDA" ? dense : sparse)
           .impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&boxed>());
     dense.impl("copy_", TORCH_FN(copy));
+    // cuDNN has kernels of its own. Without it, convolutions are aten's operators.
+    at::globalContext().setUserEnabledCuDNN(false);
   }
 };
 Registration* registration = new Registration;
