@@ -106,6 +106,26 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class TimeSplit:
+    """What a rank's main thread did in the last seconds in which it ran code.
+
+    The shares are those of a number of looks at the thread, and add up to 1.
+    """
+
+    compute: float
+    """In code that is neither of the next two, which includes the waits for a GPU."""
+    communication: float
+    """In collectives and messages, which includes the waits for other ranks."""
+    data: float
+    """In data loaders and datasets, which includes the waits for their workers."""
+    place: str
+    """The user's line outside of communication that was seen most often, such as
+    "In[4] line 7"; "" if there is none."""
+    place_share: float
+    """The share of that line."""
+
+
+@dataclass(frozen=True)
 class DeviceSample:
     """The use of one rank's device and process at one moment."""
 
@@ -121,6 +141,8 @@ class DeviceSample:
     """Bytes in this rank's torch allocator on the GPU; resident bytes on the CPU."""
     cpu: float
     """Percent of one core that this process used; 200 is two cores."""
+    split: TimeSplit | None = None
+    """None if the rank has not run enough code yet."""
 
 
 @dataclass(frozen=True)

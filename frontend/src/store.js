@@ -17,10 +17,12 @@ export class Store {
   metrics = new Map();
   /** rank → { rank, host, device, name } */
   ranks = new Map();
-  /** rank → { rank, device, utilisation, used, total, own, cpu } */
+  /** rank → { rank, device, utilisation, used, total, own, cpu, split } */
   devices = new Map();
   /** [rank, count] of records that never arrived */
   lost = [];
+  /** A sentence on the rank for which the others wait; "" if there is none. */
+  slow = "";
   /** Ranks that the user does not want to see, in any view. */
   hidden = new Set();
   sequence = -1;
@@ -47,6 +49,7 @@ export class Store {
     );
     for (const device of message.devices) this.devices.set(device.rank, device);
     this.lost = message.lost;
+    this.slow = message.slow;
     for (const listener of this.#listeners) listener();
     return true;
   }

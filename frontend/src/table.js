@@ -3,7 +3,8 @@ import { h, setText } from "./dom.js";
 import { memory, number, percent, reading } from "./format.js";
 import { stroke } from "./palette.js";
 
-const HEADINGS = ["Rank", "Device", "Utilisation", "Memory", "Step"];
+const ACTIVITIES = ["compute", "communication", "data"];
+const HEADINGS = ["Rank", "Device", "Utilisation", "Time", "Memory", "Step"];
 
 export class RankTable {
   #body = h("tbody");
@@ -42,6 +43,7 @@ class Row {
   #where = h("td");
   #spark = new Sparkline();
   #load = h("span", { class: "percent" });
+  #time = new TimeBar();
   #fill = h("span");
   #bar = h("span", { class: "bar", role: "meter", "aria-label": "Memory", "aria-valuemin": "0", "aria-valuemax": "100" }, this.#fill);
   #amount = h("span", { class: "amount" });
@@ -54,6 +56,7 @@ class Row {
       h("th", { scope: "row" }, this.#mark, String(rank)),
       this.#where,
       h("td", { class: "load" }, this.#spark.element, this.#load),
+      h("td", {}, this.#time.element),
       h("td", { class: "memory" }, this.#bar, this.#amount),
       this.#step,
       this.#value);
@@ -66,6 +69,7 @@ class Row {
     setTitle(this.#where, info?.name ?? "");
     setText(this.#load, percent(device?.utilisation.at(-1)));
     this.#spark.draw(device?.utilisation ?? []);
+    this.#time.draw(device?.split);
     this.#drawMemory(device);
     setText(this.#step, latest ? number(latest.step) : "–");
     setText(this.#value, latest ? reading(latest.value) : "–");
@@ -81,6 +85,21 @@ class Row {
     }
     setText(this.#amount, memory(used, total));
     setTitle(this.#amount, own ? `${memory(own)} of it this rank's own` : "");
+  }
+}
+
+/** The shares of what the main thread does, of the last code that ran. */
+class TimeBar {
+  #parts = ACTIVITIES.map((name) => h("span", { class: name }));
+  element = h("span", { class: "bar time", role: "img" }, ...this.#parts);
+
+  draw(shares) {
+    this.element.hidden = !shares;
+    if (!shares) return;
+    this.#parts.forEach((part, i) => (part.style.width = `${100 * shares[i]}%`));
+    const text = ACTIVITIES.map((name, i) => `${name} ${percent(100 * shares[i])}`).join(", ");
+    setTitle(this.element, text);
+    this.element.setAttribute("aria-label", text);
   }
 }
 
@@ -114,10 +133,17 @@ function setTitle(element, title) {
 
 function heading(text) {
   const numeric = text === "Step";
-  return h("th", numeric ? { scope: "col", class: "number" } : { scope: "col" }, text);
+  const content = text === "Time" ? activities() : text;
+  return h("th", numeric ? { scope: "col", class: "number" } : { scope: "col" }, content);
 }
 
 function place(info, device) {
   const name = info?.device ?? device?.device ?? "–";
   return info ? `${info.host}:${name}` : name;
+}
+
+/** "Time", and what the colours of its bars mean. */
+function activities() {
+  const keys = ACTIVITIES.map((name) => h("span", { class: "key" }, h("span", { class: `mark ${name}` }), name));
+  return h("span", { class: "keys" }, "Time ", ...keys);
 }

@@ -25,6 +25,7 @@ export class View {
   #controls;
   #legend;
   #readout = new Readout();
+  #slow = h("p", { class: "nbdist-slow" });
   #table = new RankTable();
   #picture = null;
   #index = null;
@@ -72,6 +73,7 @@ export class View {
       h("header", {}, this.#status.element, this.#controls.element),
       h("div", { class: "nbdist-chart" }, this.#plane, this.#empty, this.#readout.element),
       this.#legend.element,
+      this.#slow,
       h("div", { class: "nbdist-scroll" }, this.#table.element),
       hideStatic(this.#model));
     element.append(this.#root);
@@ -112,6 +114,8 @@ export class View {
   #drawText() {
     const name = this.#metricShown();
     this.#status.draw(this.#store, name);
+    this.#slow.hidden = !this.#store.slow;
+    setText(this.#slow, this.#store.slow);
     this.#table.draw(this.#store, name, themeOf(this.#plane));
   }
 

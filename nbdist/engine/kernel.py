@@ -18,6 +18,7 @@ from nbdist.engine import (
     cell_names,
     cells,
     elastic,
+    main_thread,
     rank,
     rpc_server,
     shell_commands,
@@ -110,7 +111,8 @@ class _Engine(IPEngine):  # type: ignore[misc]
         _keep_names(shell, self.device)
         rpc_server.answer_on(kernel, self.device)
         elastic.install_coordinator()
-        self.sampler = Sampler(recorder, info.device, info.device_uuid)
+        splitter = main_thread.splitter()
+        self.sampler = Sampler(recorder, info.device, info.device_uuid, splitter)
 
     def init_signal(self) -> None:
         super().init_signal()

@@ -1,13 +1,20 @@
-"""Samples a rank's device and process once a second, in a thread."""
+"""Samples a rank's device, process and main thread, in a thread."""
 
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import replace
 
 from nbdist.telemetry.probes import CpuProbe, GpuProbe, Probe
 from nbdist.telemetry.recorder import Recorder
+from nbdist.telemetry.time_split import TimeSplitter
 
 __all__ = ["Sampler"]
+
+
+LOOK_S = 0.05
+"""Seconds between two looks at the main thread while it runs code."""
 
 
 class Sampler:
@@ -17,6 +24,7 @@ class Sampler:
         recorder: Receives the samples, and holds the rank's number.
         device: torch's name of the rank's device: "cpu" or "cuda:0".
         device_uuid: NVML's UUID of the GPU or MIG device; None on a CPU rank.
+        splitter: Looks at the rank's main thread.
         interval_s: Seconds between two samples.
     """
 
@@ -25,12 +33,14 @@ class Sampler:
         recorder: Recorder,
         device: str,
         device_uuid: str | None,
+        splitter: TimeSplitter,
         *,
         interval_s: float = 1.0,
     ) -> None:
         self._recorder = recorder
         self._device = device
         self._device_uuid = device_uuid
+        self._splitter = splitter
         self._interval_s = interval_s
         self._closed = threading.Event()
         self._thread = threading.Thread(
@@ -49,8 +59,16 @@ class Sampler:
 
     def _run(self) -> None:
         probe = self._probe()  # in the thread, because NVML may take a second to start
-        while not self._closed.wait(self._interval_s):
-            self._recorder.record(probe.sample(self._recorder.rank))
+        due = time.monotonic() + self._interval_s
+        pause_s = self._interval_s
+        while not self._closed.wait(pause_s):
+            runs = self._splitter.look()
+            if time.monotonic() >= due:
+                sample = probe.sample(self._recorder.rank)
+                self._recorder.record(replace(sample, split=self._splitter.split()))
+                due = time.monotonic() + self._interval_s
+            left_s = max(0.0, due - time.monotonic())
+            pause_s = min(left_s, LOOK_S) if runs else left_s
         probe.close()
 
     def _probe(self) -> Probe:

@@ -10,6 +10,7 @@ from IPython.display import display
 
 from nbdist.widgets.monitor import Monitor
 from nbdist.widgets.picture import picture
+from nbdist.widgets.slow_rank import slow_rank, splits_of
 from nbdist.widgets.source import Cursor, Source
 from nbdist.widgets.table import Table
 
@@ -38,13 +39,19 @@ def show(
 
 
 def latest_values(source: Source, metric: str = "") -> Table:
-    """A table of the last value of each metric, or of one, on each rank."""
+    """A table of the last value of each metric, or of one, on each rank.
+
+    The rank for which the others wait is named below it.
+    """
+    snapshot = source.snapshot()
     rows = [
         (delta.metric, delta.rank, f"{delta.latest[0]:g}", f"{delta.latest[2]:g}")
-        for delta in source.snapshot().deltas
+        for delta in snapshot.deltas
         if metric in ("", delta.metric)
     ]
-    note = "" if rows else "nothing was logged: nbdist.log(loss=loss) in a cell"
+    note = slow_rank(splits_of(snapshot))
+    if not rows:
+        note = "nothing was logged: nbdist.log(loss=loss) in a cell"
     return Table(["metric", "rank", "step", "value"], sorted(rows), note)
 
 

@@ -14,8 +14,9 @@ import anywidget
 import traitlets
 
 from nbdist.widgets.pacing import Pacer
+from nbdist.widgets.slow_rank import slow_rank, splits_of
 from nbdist.widgets.source import Cursor, SeriesDelta, Snapshot, Source
-from nbdist.wire import DeviceSample, RankInfo
+from nbdist.wire import DeviceSample, RankInfo, TimeSplit
 
 __all__ = ["Monitor"]
 
@@ -59,6 +60,7 @@ class Monitor(anywidget.AnyWidget):
         self._pacer = Pacer()
         self._sequence = 0
         self._cursor: Cursor | None = None
+        self._splits: dict[int, TimeSplit] = {}
         self._changed = threading.Event()
         self._hurry = threading.Event()
         self._closers: list[Callable[[], None]] = []
@@ -103,7 +105,11 @@ class Monitor(anywidget.AnyWidget):
         everything = self._pacer.next_is_complete()
         snapshot = self._source.snapshot(None if everything else self._cursor)
         self._cursor = snapshot.cursor
+        present = {info.rank for info in snapshot.ranks}
+        latest = self._splits | splits_of(snapshot)
+        self._splits = {rank: latest[rank] for rank in latest if rank in present}
         content, buffer = _encode(snapshot, self._sequence)
+        content["slow"] = slow_rank(self._splits)
         self._sequence += 1
         self.send(content, [buffer])
         self._pacer.sent()
@@ -168,4 +174,6 @@ def _device(samples: list[DeviceSample]) -> dict[str, Any]:
         "total": last.memory_total,
         "own": last.memory_own,
         "cpu": last.cpu,
+        "split": last.split
+        and [last.split.compute, last.split.communication, last.split.data],
     }

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import median
 
+from nbdist.widgets.slow_rank import slow_rank, splits_of
 from nbdist.widgets.source import SeriesDelta, Snapshot
 
 __all__ = ["picture"]
@@ -50,7 +51,8 @@ def picture(
         f'<div class="{escape(name)}">'
         f'<img alt="{escape(_summary(metric, deltas))}" width="{WIDTH}" '
         f'height="{HEIGHT}" src="data:image/svg+xml;base64,{source}">'
-        f"{_table(metric, deltas, snapshot)}</div>"
+        f"{_table(metric, deltas, snapshot)}"
+        f"<div>{escape(slow_rank(splits_of(snapshot)))}</div></div>"
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from nbdist.telemetry.probes import CpuProbe, GpuProbe
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
+from nbdist.telemetry.time_split import TimeSplitter
 from nbdist.wire import Batch, DeviceSample
 
 
@@ -97,7 +98,8 @@ def test_without_pynvml_all_values_are_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_sampler_records_samples_until_it_is_closed() -> None:
     batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
     recorder = Recorder(5, batches.put, interval_s=0.01)
-    sampler = Sampler(recorder, "cpu", None, interval_s=0.02)
+    idle = TimeSplitter(lambda: None, lambda _file, _line: "", {}, lambda: False, "/")
+    sampler = Sampler(recorder, "cpu", None, idle, interval_s=0.02)
     first, second = batches.get(timeout=5), batches.get(timeout=5)
     assert sampler.close(5)
     assert sampler.close(5)

@@ -13,7 +13,7 @@ import traitlets
 
 from nbdist.telemetry.collector import Collector
 from nbdist.widgets.monitor import Monitor
-from nbdist.wire import Batch, DeviceSample, Sample
+from nbdist.wire import Batch, DeviceSample, Sample, TimeSplit
 from tests.rank_info import rank_info
 
 Sent = tuple[dict[str, Any], bytes]
@@ -108,7 +108,8 @@ def test_a_front_end_that_asks_gets_the_whole_history(
 def test_a_message_has_ranks_devices_and_losses(
     monitor: SpyMonitor, collector: Collector
 ) -> None:
-    sample = DeviceSample(0, 1.0, "cuda:0", None, 10, 20, 5, 99.0)
+    split = TimeSplit(0.5, 0.25, 0.25, "In[1] line 2", 0.5)
+    sample = DeviceSample(0, 1.0, "cuda:0", None, 10, 20, 5, 99.0, split)
     info = rank_info(0, 1, host="node", device="cuda:0", device_name="H200")
     collector.set_ranks([info])
     monitor.next()
@@ -118,7 +119,9 @@ def test_a_message_has_ranks_devices_and_losses(
     assert content["devices"] == [{
         "rank": 0, "device": "cuda:0", "utilisation": [None],
         "used": 10, "total": 20, "own": 5, "cpu": 99.0,
+        "split": [0.5, 0.25, 0.25],
     }]  # fmt: skip
+    assert content["slow"] == ""
     assert content["lost"] == [[0, 4]]
 
 

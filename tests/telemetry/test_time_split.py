@@ -1,0 +1,149 @@
+"""Where each rank's time goes, and the rank for which the others wait."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from nbdist import Cluster
+from nbdist.errors import CellInterrupted
+from nbdist.telemetry.time_split import FEWEST_LOOKS, LOOKS, Activity, TimeSplitter
+from nbdist.widgets.slow_rank import slow_rank, splits_of
+from tests.processes import wait_until
+
+
+class Thread:
+    """A thread whose stack a test makes of functions in named files."""
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.now: Activity | None = None
+        self.splitter = TimeSplitter(
+            lambda: self.now,
+            lambda file, line: f"{file} line {line}" if file == "cell" else "",
+            {"/comm": "communication", "/data/loader.py": "data", "/ad": "backward"},
+            lambda: waits,
+            "/engine",
+        )
+
+    def look_at(self, *files: str, times: int = 1, key: object = "In[1]") -> None:
+        """Look while functions in these files call each other, the outermost first."""
+        for _ in range(times):
+            self.now = Activity(key, stack(["/engine/calls.py", *files]))
+            assert self.splitter.look()
+
+
+def stack(files: list[str]) -> FrameType:
+    """The innermost frame of functions in these files, which call each other."""
+    call: Callable[[], FrameType] = sys._getframe
+    for file in reversed(files):
+        names = {"call": call}
+        exec(compile("def f():\n  return call()", file, "exec"), names)
+        call = names["f"]
+    return call()
+
+
+def test_the_innermost_known_file_counts() -> None:
+    thread = Thread()
+    thread.look_at("cell", times=10)
+    thread.look_at("cell", "/comm/ring.py", "/other.py", times=20)
+    thread.look_at("cell", "/data/loader.py", "cell", times=30)
+    thread.look_at("cell", "/data/loader.pyc", times=5)
+    thread.look_at("cell", "/comm/hook.py", "/data/loader.py", times=15)
+    thread.look_at("cell", "/ad/graph.py", times=20)
+    split = thread.splitter.split()
+    assert split is not None
+    assert (split.compute, split.communication, split.data) == (0.35, 0.2, 0.45)
+    assert (split.place, split.place_share) == ("cell line 2", 0.8)
+
+
+def test_a_backward_pass_that_waits_communicates() -> None:
+    thread = Thread(waits=True)
+    thread.look_at("cell", "/ad/graph.py", times=FEWEST_LOOKS)
+    thread.look_at("cell", "/ad/graph.py", "/data/loader.py", times=FEWEST_LOOKS)
+    split = thread.splitter.split()
+    assert split is not None
+    assert (split.communication, split.data) == (0.5, 0.5)
+
+
+def test_a_split_is_of_the_last_looks_at_one_request() -> None:
+    thread = Thread()
+    assert not thread.splitter.look()
+    thread.look_at("cell", times=FEWEST_LOOKS - 1)
+    assert thread.splitter.split() is None
+    thread.look_at("cell", times=LOOKS)
+    thread.look_at("/comm/ring.py", times=LOOKS)
+    split = thread.splitter.split()
+    assert split is not None
+    assert (split.communication, split.place) == (1.0, "")
+    thread.look_at("cell", key="In[2]")
+    assert thread.splitter.split() is None
+
+
+cells = itertools.count(3)
+
+SLOWED = """
+import time, torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, index):
+        if {slow} and rank == {rank}: time.sleep(0.05)
+        return torch.full((64,), float(index % 7))
+
+model = DistributedDataParallel(torch.nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for rows in DataLoader(Rows(), batch_size=1, num_workers={workers}):
+    optimizer.zero_grad()
+    loss = model(rows).square().mean()
+    {work}
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "why"),
+    [
+        (0, {"slow": True}, r"it waits for data \d+% of the time, at In\[N\] line 10"),
+        (1, {"slow": True, "workers": 1}, r"it waits for data .*, at In\[N\] line 15"),
+        (1, {"work": "time.sleep(0.05)"}, r"it is at In\[N\] line 18 for \d+% of the"),
+        (2, {"work": "sum(range(10**6))"}, r"it is at In\[N\] line 18 for \d+% of the"),
+        (
+            2,
+            {"work": "torch.ones(2000, 2000) @ torch.ones(2000, 2000)"},
+            r"it is at In\[N\] line 18 for \d+% of the",
+        ),
+    ],
+)
+def test_the_slow_rank_and_its_cause_are_named(
+    cluster: Cluster, rank: int, how: dict[str, object], why: str
+) -> None:
+    work = f"if rank == {rank}: {how['work']}" if "work" in how else "pass"
+    options = {"slow": False, "workers": 0, **how, "rank": rank, "work": work}
+    code = SLOWED.format(**options)
+    collector = cluster.collector
+
+    def sentence() -> str:
+        splits = splits_of(collector.snapshot())
+        return slow_rank(splits) if len(splits) == cluster.size else ""
+
+    number = next(cells)  # the splits of the cell before are there for a second
+    future = cluster.execute(code, number=number, wait=False)
+    why = why.replace("N", str(number))
+    expected = rf"rank {rank} takes \S+.* times as long as the others: {why}"
+    try:
+        wait_until(lambda: bool(re.match(expected, sentence())), 40)
+    except AssertionError:
+        print(sentence())
+        raise
+    finally:
+        future.interrupt()
+        with pytest.raises(CellInterrupted):
+            future.result(20)
