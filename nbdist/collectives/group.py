@@ -27,6 +27,7 @@ from nbdist.collectives.mailbox import Mailbox, MailHooks, Message
 from nbdist.collectives.reduction import ReduceOp
 from nbdist.collectives.registry import leave_notes, live
 from nbdist.collectives.signature import Signature, signature
+from nbdist.collectives.sync import timeout_clock
 from nbdist.collectives.sync.device_work import for_any_thread
 from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.wait import Check, Hooks, seconds, wait_until
@@ -332,7 +333,7 @@ class Group:
         """Run `body` as this rank's current call, which other threads can see."""
         timeout = self.config.timeout_s if call.timeout is None else call.timeout
         if timeout is not None:
-            self._deadline = time.monotonic() + seconds(timeout)
+            self._deadline = timeout_clock.now() + seconds(timeout)
         self._hooks.fingerprint = call.kind.fingerprint if self.config.check else 0
         self._call = call
         try:
@@ -384,7 +385,7 @@ class Group:
     def _check(self) -> None:
         if self._error is not None:
             self.raise_if_aborted()
-        if time.monotonic() > self._deadline:
+        if timeout_clock.now() > self._deadline:
             raise _OutOfTime
 
     def _explain_timeout(self, call: Call) -> str:

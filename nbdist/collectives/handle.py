@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from nbdist.collectives.sync import timeout_clock
 from nbdist.errors import CollectiveTimeout
 
 __all__ = ["Handle"]
@@ -60,8 +61,14 @@ class Handle(dist.Work):
         return True
 
     def _wait(self, timeout: float | None) -> bool:
+        end = None if timeout is None else timeout_clock.now() + timeout
         try:
-            return self._done.wait(timeout)
+            while not self._done.wait(timeout):
+                # More is left if the clock was held meanwhile.
+                timeout = 0.0 if end is None else end - timeout_clock.now()
+                if timeout <= 0:
+                    return False
+            return True
         except KeyboardInterrupt as error:
             if self._on_leave is not None:
                 self._on_leave(error)

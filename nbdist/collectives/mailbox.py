@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nbdist.collectives.flat import Flat
 from nbdist.collectives.signature import Signature, signature
+from nbdist.collectives.sync import timeout_clock
 from nbdist.collectives.sync.cuda_aware import takes_device_memory
 from nbdist.collectives.sync.cuda_events import settle
 from nbdist.collectives.sync.mpi_buffers import moved
@@ -106,14 +107,14 @@ class Message(dist.Work):
             CollectiveAborted: The message was released, or the other rank has died.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        end = time.monotonic() + seconds if seconds else math.inf
+        end = timeout_clock.now() + seconds if seconds else math.inf
         next_look = time.monotonic() + _LOOK_EVERY_S
 
         def check() -> None:
             nonlocal next_look
             self._hooks.check()
             now = time.monotonic()
-            if now > end:
+            if timeout_clock.now() > end:
                 raise CollectiveTimeout(f"{self._label} is not done after {seconds} s")
             if now > next_look:
                 next_look = now + _LOOK_EVERY_S
