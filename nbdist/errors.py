@@ -5,7 +5,7 @@ NbdistError
 │   ├── UnsupportedCollective (RuntimeError)  not defined for this dtype or op
 │   └── ReductionPending (AssertionError)  gradients are being reduced
 ├── WrongProcess                 a rank's function called in the notebook
-├── NoInput (EOFError)           a program on a rank reads standard input
+├── NoInput (EOFError)           a rank asks for a line, and nobody can answer
 ├── ClusterError
 │   ├── NotRunning               there is no cluster to talk to
 │   ├── AlreadyRunning           a cluster is running and was left untouched
@@ -112,7 +112,7 @@ class WrongProcess(NbdistError, RuntimeError):
 
 
 class NoInput(NbdistError, EOFError):
-    """A program on a rank reads standard input, which a rank does not have."""
+    """A program on a rank asks for a line of input, and nobody can answer."""
 
 
 class ClusterError(NbdistError, RuntimeError):

@@ -29,6 +29,7 @@ from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import UsageError, text_of
 from nbdist.session import Session, set_notebook_session
+from nbdist.wire import ranks_in
 
 __all__ = ["DistMagics", "parse_ranks", "register", "unregister"]
 
@@ -41,15 +42,10 @@ def parse_ranks(text: str | None) -> list[int] | None:
     """
     if text is None:
         return None
-    ranks: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"-r {text!r}: expected ranks such as 0 or 0,2-3")
-        ranks.update(range(int(first), int(last if dash else first) + 1))
-    if not ranks:
-        raise UsageError(f"-r {text!r} names no rank: expected ranks such as 0,2-3")
-    return sorted(ranks)
+    try:
+        return ranks_in(text)
+    except ValueError as error:
+        raise UsageError(f"-r {error}") from None
 
 
 def _number(option: str, text: str | None, kind: type[int] | type[float]) -> Any:
@@ -489,6 +485,14 @@ class DistMagics(Magics):  # type: ignore[misc]
             self.session.restart()
         else:
             self.session.cluster.replace(ranks)
+
+    @magic_arguments()
+    @argument("-r", "--rank", help="the rank to look at; default the first that failed")
+    @line_magic
+    def dist_debug(self, line: str) -> None:
+        """Open pdb where the last cell has failed on a rank."""
+        args = _parse(self.dist_debug, line)
+        self.session.debug(_number("-r", args.rank, int))
 
     @line_magic
     def dist_config(self, line: str) -> None:

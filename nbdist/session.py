@@ -390,6 +390,11 @@ class Session:
         with self._showing() as (cluster, view):
             cluster.run_script(path, args, observer=view, **options)
 
+    def debug(self, rank: int | None) -> None:
+        """Open pdb where the last cell has failed, as of `Cluster.debug`."""
+        with self._showing(None if rank is None else [rank]) as (cluster, view):
+            cluster.debug(rank, observer=view)
+
     @contextmanager
     def _showing(
         self, ranks: Sequence[int] | None = None, **options: Any

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 __all__ = [
     "ELASTIC",
+    "INPUT",
     "REFUSED",
     "REPLY",
     "REQUEST",
@@ -24,6 +25,8 @@ __all__ = [
     "DeviceSample",
     "ElasticCall",
     "Failure",
+    "InputReply",
+    "InputRequest",
     "Join",
     "LeafComparison",
     "Notice",
@@ -37,6 +40,7 @@ __all__ = [
     "Verdict",
     "are_unequal",
     "format_ranks",
+    "ranks_in",
 ]
 
 
@@ -44,6 +48,7 @@ REQUEST = "nbdist_request"
 REPLY = "nbdist_reply"
 TELEMETRY = "nbdist_telemetry"
 ELASTIC = "nbdist_elastic"
+INPUT = "nbdist_input"
 REFUSED = "nbdist_refused"
 """Message types, in Jupyter's sense."""
 
@@ -275,6 +280,35 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class InputRequest:
+    """A rank's request for a line from the user, while its cell runs."""
+
+    token: int
+    """Identifies the request in its reply."""
+    kind: str
+    """"input", "getpass", "debugger", or "quit" where the debugger was quit."""
+    prompt: str = ""
+    text: str = ""
+    """What the debugger has printed since its last request."""
+    location: str = ""
+    """Where the rank has stopped, such as "In[7] line 4"."""
+
+
+@dataclass(frozen=True)
+class InputReply:
+    """The notebook's reply to a request for a line."""
+
+    text: str = ""
+    """The line, without its end."""
+    at_end: bool = False
+    """Whether the user has ended the input, as Ctrl-D does."""
+    refusal: str = ""
+    """Why nobody can answer; "" for an answer."""
+    is_interrupted: bool = False
+    """Whether nobody answers because the call is being interrupted."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The notebook's decision that ends a pause."""
 
@@ -418,6 +452,23 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ",".join(
         str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts
     )
+
+
+def ranks_in(text: str) -> list[int]:
+    """Parse ranks such as "0,2-3".
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{text!r}: expected ranks such as 0 or 0,2-3")
+        ranks.update(range(int(first), int(last if dash else first) + 1))
+    if not ranks:
+        raise ValueError(f"{text!r} names no rank: expected ranks such as 0,2-3")
+    return sorted(ranks)
 
 
 def are_unequal(counts: Iterable[Mapping[str, int]]) -> bool:

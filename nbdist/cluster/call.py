@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,17 @@ from nbdist.cluster.port_clash import port_in_use
 from nbdist.errors import RankDied
 from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.interrupts import defer_interrupts
-from nbdist.wire import ELASTIC, ElasticCall, Failure, Notice, RankInfo, Verdict
+from nbdist.wire import (
+    ELASTIC,
+    INPUT,
+    ElasticCall,
+    Failure,
+    InputReply,
+    InputRequest,
+    Notice,
+    RankInfo,
+    Verdict,
+)
 
 __all__ = ["Call"]
 
@@ -109,6 +119,12 @@ class Call:
                 rank_call.settle(notice)
                 return
             message = {"msg_type": ELASTIC, "notice": notice}
+        elif message["msg_type"] == INPUT:
+            request: InputRequest = serialization.loads(message["buffers"])
+            if self._stopped:  # nobody waits for this call
+                self._client.refuse_input(rank_call.info.engine_uuid, request)
+                return
+            message = {"msg_type": INPUT, "request": request}
         self._queue.put((rank_call.info.engine_uuid, message))
 
     def interrupt(self, outcome: str = "interrupted") -> None:
@@ -180,6 +196,38 @@ class Call:
             for each in self._rank_calls.values()
             if each.exchange is not None and not each.done
         ]
+
+    # -- input ---------------------------------------------------------------------
+
+    @property
+    def requests(self) -> dict[int, InputRequest]:
+        """The request of each rank that waits for a line from the user."""
+        return {
+            each.info.rank: each.request
+            for each in self._open()
+            if each.request is not None
+        }
+
+    def reply(self, rank: int, answer: InputReply) -> None:
+        """Answer a rank's request."""
+        rank_call = self._rank_call(rank)
+        request, rank_call.request = rank_call.request, None
+        assert request is not None
+        uuid, target = rank_call.info.engine_uuid, endpoints.INPUT_REPLY
+        self._client.send(uuid, target, request.token, answer, control=True)
+
+    def on_end(self, rank: int, callback: Callable[[], None]) -> None:
+        """Call back when a rank has ended, on any thread; at once if it has."""
+        exchange = self._rank_call(rank).exchange
+        assert exchange is not None
+        exchange.reply.add_done_callback(lambda _: callback())
+
+    def make_room(self) -> None:
+        """Have the observer show all output so far."""
+        self._observer.make_room()
+
+    def _rank_call(self, rank: int) -> RankCall:
+        return next(e for e in self._rank_calls.values() if e.info.rank == rank)
 
     # -- elastic runs --------------------------------------------------------------
 
@@ -266,7 +314,7 @@ class Call:
         Args:
             deadline: On the monotonic clock; None for no limit.
             tick_s: Also return after this many seconds, and when a rank has died or
-                paused.
+                paused, or asks the user for a line.
 
         Returns:
             Whether all ranks have answered or died.
@@ -319,6 +367,9 @@ class Call:
             rank_call.joins = None
             rank_call.elastic = None if notice.kind == "left" else notice
             return bool(notice.pause)
+        elif message["msg_type"] == INPUT:
+            rank_call.request = message["request"]
+            return True
         elif message["msg_type"] == "stream":
             self._find_port_in_use(rank_call.info.rank, message["content"]["text"])
         outcome = self._outcome(rank_call) if rank_call.done else "finished"
@@ -418,6 +469,8 @@ class RankCall:
     """The last notice from its elastic run; None outside an elastic run."""
     lost_in: ElasticCall | None = None
     """The elastic run in which it died."""
+    request: InputRequest | None = None
+    """Its open request for a line from the user."""
     _orders: dict[int, Future[Answer]] = field(default_factory=dict)
     """The future answers to orders, by token."""
     _lock: threading.Lock = field(default_factory=threading.Lock)

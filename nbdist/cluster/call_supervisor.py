@@ -12,6 +12,7 @@ from nbdist.cluster.call import Call
 from nbdist.cluster.ipp_client import Answer
 from nbdist.cluster.options import check_timeout
 from nbdist.cluster.port_clash import PortClash
+from nbdist.cluster.prompts import DebuggerQuit, Prompts, Reader
 from nbdist.cluster.rank_registry import ANSWER_TIMEOUT_S, RankRegistry
 from nbdist.cluster.recovery import Recovery
 from nbdist.cluster.stall_detector import StallDetector
@@ -23,6 +24,7 @@ from nbdist.errors import (
     UsageError,
 )
 from nbdist.ipc import endpoints
+from nbdist.widgets.user_input import UserInput
 from nbdist.wire import CollectiveCall, are_unequal, format_ranks
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ class CallSupervisor:
         """UUIDs of dead engines. Living ranks were released from calls with them."""
         self.is_waiting = False
         """Whether a thread waits for a call, whose error then reports what happens."""
+        self.reader: Reader = UserInput()
+        """Asks the user for the lines that ranks read."""
         self.elastic: Elastic | None = None
         """Continues elastic runs after failures."""
         self.repair: Callable[[], None] = lambda: None
@@ -114,7 +118,16 @@ class CallSupervisor:
         check_timeout(timeout_s)
         self._unfinished.append(call)
         self.is_waiting = True
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        begun = time.monotonic()
+        prompts = Prompts(self._registry, call, self.reader)
+
+        def deadline() -> float | None:  # the time of the user's answers does not count
+            return None if timeout_s is None else begun + timeout_s + prompts.seconds
+
+        def is_over() -> bool:
+            end = deadline()
+            return end is not None and time.monotonic() >= end
+
         waiting: Waiting = {}
         stopped: CellError | None = None
         stall_detector = StallDetector(self._registry, call)
@@ -122,15 +135,20 @@ class CallSupervisor:
         failed_at: float | None = None
         try:
             if self.elastic is not None:
-                self.elastic.begin(call, deadline)
+                self.elastic.begin(call, deadline())
             self._check_interrupt(call)
             call.begin()
-            while not call.wait(deadline, tick_s=PROBE_S):
+            while not call.wait(deadline(), tick_s=PROBE_S):
                 self._check_interrupt(call)
+                if call.requests:
+                    prompts.attend()
+                    if self.elastic is not None:
+                        self.elastic.postpone(call, deadline())
+                    continue
                 if call.lost:
                     self._end(call)
                     break
-                if deadline is not None and time.monotonic() >= deadline:
+                if is_over():
                     stopped = self._time_out(call, timeout_s)
                     break
                 if (found := clash.look()) is not None:
@@ -147,9 +165,11 @@ class CallSupervisor:
                 waiting = self._release_waiting(call, waiting)
                 if self.elastic is not None:
                     self.elastic.attend(call)
+        except DebuggerQuit as quit_:
+            stopped = self._interrupt(call, str(quit_))
         except KeyboardInterrupt:
             self.take_interrupt()  # it may have ended a recovery
-            if deadline is not None and time.monotonic() >= deadline:
+            if is_over():
                 stopped = self._time_out(call, timeout_s)
             else:
                 stopped = self._interrupt(call)
@@ -273,11 +293,11 @@ class CallSupervisor:
             f"{self._left_behind(call)}"
         )
 
-    def _interrupt(self, call: Call) -> CellError:
+    def _interrupt(self, call: Call, why: str = "") -> CellError:
         self._end(call)
+        how = f"{why}, and the others were interrupted" if why else "interrupted"
         return CellInterrupted(
-            f"interrupted; {_survivors(call)} keep their variables"
-            f"{self._left_behind(call)}"
+            f"{how}; {_survivors(call)} keep their variables{self._left_behind(call)}"
         )
 
     def _end(self, call: Call, outcome: str = "interrupted") -> None:

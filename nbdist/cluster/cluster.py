@@ -17,6 +17,7 @@ from nbdist.cluster import transfer
 from nbdist.cluster.failures import (
     cell_error,
     failures_of,
+    group,
     render,
     summary,
     with_causes,
@@ -92,6 +93,8 @@ SILENT_WAIT_S = 0.2
 """Seconds that a call waits for calls in the background before it says so."""
 START_TRIES = 3
 """Attempts to start the world of an elastic run again, if processes die meanwhile."""
+WITHOUT_TRACEBACK = ("RankDied", "Unfinished")
+"""Failures of ranks whose processes have no error to look at."""
 FIRST_LINE = "# %%distributed\n"
 """Replaces the line of the notebook's magic, so that line numbers agree."""
 
@@ -175,6 +178,8 @@ class Cluster:
         self._loss = threading.Event()
         self._setup: list[tuple[str, int]] = []
         self._cells = 0
+        self._failures: list[Failure] = []
+        """The failures of the last cell."""
         self._background = BackgroundCalls()
         self._stops = 0
         """How often another thread than that of a call in the background has stopped
@@ -1192,6 +1197,7 @@ class Cluster:
         if ends_together and stopped is None:
             for failure in with_causes(result.failures):
                 result[failure.rank].failure = failure
+        self._failures = result.failures if target == endpoints.RUN_CELL else []
         error = stopped
         if error is None and check and not result.ok:
             error = cell_error(result.failures, self.size)
@@ -1516,6 +1522,46 @@ class Cluster:
         target = endpoints.DESCRIBE
         answers = self._live().ask(target, name, detail, ranks=[lowest])
         return answers[lowest] or {}
+
+    def debug(self, rank: int | None = None, *, observer: Observer = QUIET) -> None:
+        """Open pdb where the last cell has failed, and wait until the user quits it.
+
+        Args:
+            rank: The rank to look at. Default: the first rank whose failure is not the
+                effect of another's.
+            observer: Receives the output.
+
+        Raises:
+            UsageError: The last cell has not failed on this rank, or the rank has died.
+            CellInterrupted: The interrupt button was pressed.
+        """
+        chosen = self._failed_rank(rank)
+        target, what = endpoints.POST_MORTEM, "%dist_debug"
+        self._call(target, (), [chosen], what, observer=observer)
+
+    def _failed_rank(self, rank: int | None) -> int:
+        failures = {failure.rank: failure for failure in self._failures}
+        if not failures:
+            raise UsageError(
+                "the last cell has not failed: %dist_debug opens a debugger where one "
+                "has. A script releases its variables when it fails"
+            )
+        kept = [f for f in failures.values() if f.ename not in WITHOUT_TRACEBACK]
+        if rank is None and kept:
+            rank = group(kept)[0][0].rank
+        if rank in {failure.rank for failure in kept}:
+            assert rank is not None
+            return rank
+        if rank is None or rank in failures:
+            failure = failures[min(failures) if rank is None else rank]
+            raise UsageError(
+                f"rank {failure.rank} has no traceback to look at: {failure.ename}: "
+                f"{failure.evalue}"
+            )
+        raise UsageError(
+            f"rank {rank} has not failed in the last cell, but rank "
+            f"{format_ranks(failures)}: %dist_debug -r {min(failures)}"
+        )
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the cell that each rank runs."""

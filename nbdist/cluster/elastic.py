@@ -118,6 +118,10 @@ class Elastic:
         """
         self._followed[call] = _Progress(call, deadline)
 
+    def postpone(self, call: Call, deadline: float | None) -> None:
+        """Set another deadline for a call that is followed."""
+        self._followed[call].deadline = deadline
+
     def end(self, call: Call) -> None:
         """Stop following a call that has ended."""
         self._followed.pop(call, None)

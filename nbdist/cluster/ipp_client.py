@@ -15,7 +15,7 @@ from ipyparallel import Client
 from jupyter_client.session import Session
 
 from nbdist.errors import RankDied
-from nbdist.ipc import serialization
+from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.direct_socket import DirectSocket, head_of, path_of
 from nbdist.ipc.signed_messages import (
     Gate,
@@ -25,13 +25,24 @@ from nbdist.ipc.signed_messages import (
     carefully,
     refusals,
 )
-from nbdist.wire import REFUSED, REPLY, REQUEST, TELEMETRY, Outcome
+from nbdist.wire import (
+    INPUT,
+    REFUSED,
+    REPLY,
+    REQUEST,
+    TELEMETRY,
+    InputReply,
+    InputRequest,
+    Outcome,
+)
 
 __all__ = ["Answer", "Exchange", "IppClient"]
 
 CONNECT_TIMEOUT_S = 30
 MOST_AT_ONCE = 100
 """Messages that are received from one socket before the other sockets are polled."""
+
+NO_ASKER = "the call has ended or was interrupted"
 
 ENGINES = "connection_reply"
 """The type of the message that lists all engines."""
@@ -71,6 +82,11 @@ class Exchange:
         self._answer: Answer | None = None
         # Output arrives on another channel. If there was any, "idle" marks its end.
         self._idle = on_output is None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody takes what the function prints or asks."""
+        return self._on_output is None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -196,6 +212,10 @@ class IppClient:
         content = {"target": target, "what": what or target}
         frames = serialization.dumps((args, kwargs))
         self._client.exchange(exchanges, content, frames, control)
+
+    def refuse_input(self, engine_uuid: str, request: InputRequest) -> None:
+        """Refuse a rank's request for a line from the user. Any thread may call."""
+        self._client.refuse_input(engine_uuid, request)
 
     @property
     def refused(self) -> int:
@@ -437,9 +457,18 @@ class _Client(Client):  # type: ignore[misc]
             self.on_telemetry(serialization.loads(message["buffers"]))
             return
         exchange = self._exchange_of(message)
-        if exchange is not None:
+        if message["msg_type"] == INPUT and (exchange is None or exchange.is_quiet):
+            request = serialization.loads(message["buffers"])
+            self.refuse_input(message["header"]["session"], request)
+        elif exchange is not None:
             exchange.output(message)
             self._forget_finished(exchange)
+
+    def refuse_input(self, engine_uuid: str, request: InputRequest) -> None:
+        answer = InputReply(refusal=NO_ASKER, is_interrupted=True)
+        content = {"target": endpoints.INPUT_REPLY, "what": endpoints.INPUT_REPLY}
+        frames = serialization.dumps(((request.token, answer), {}))
+        self.exchange([Exchange(engine_uuid, None)], content, frames, control=True)
 
 
 def _taking(handle: Callable[[Message], None]) -> Callable[[Opened], None]:

@@ -40,6 +40,9 @@ class Observer(Protocol):
     def notice(self, text: str) -> None:
         """Called with the ranks' positions in a stall, and with "" at its end."""
 
+    def make_room(self) -> None:
+        """Called before the user is asked for a line: show all output so far."""
+
 
 class Quiet:
     """An observer that does nothing."""
@@ -51,6 +54,9 @@ class Quiet:
         return None
 
     def notice(self, text: str) -> None:
+        pass
+
+    def make_room(self) -> None:
         pass
 
 

@@ -101,6 +101,9 @@ class OutputCollector:
     def notice(self, text: str) -> None:
         self._observer.notice(text)
 
+    def make_room(self) -> None:
+        self._observer.make_room()
+
     def results(self, call: Call) -> dict[int, RankResult]:
         """The result of each rank, once the call has ended."""
         results, answers = {}, call.answers

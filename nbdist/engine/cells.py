@@ -23,6 +23,7 @@ from nbdist.wire import Failure
 __all__ = [
     "CellReply",
     "arm",
+    "last_error",
     "release_variables",
     "release_variables_of_failure",
     "run_cell",
@@ -56,6 +57,11 @@ async def run_cell(code: str, number: int) -> CellReply:
         failure = _failure(result)
         _show_pages(rank.shell)
     return failure, time.perf_counter() - start
+
+
+def last_error() -> BaseException | None:
+    """The error of the last cell; None after a success, a function or a script."""
+    return _last_error
 
 
 def release_variables_of_failure() -> None:

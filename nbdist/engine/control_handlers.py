@@ -20,6 +20,7 @@ from nbdist.collectives import (
     release_calls,
     release_calls_with,
 )
+from nbdist.collectives.sync import timeout_clock
 from nbdist.engine import rpc_server, world
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
@@ -31,6 +32,7 @@ __all__ = [
     "complete",
     "describe",
     "end",
+    "hold_timeouts",
     "interrupt",
     "memory",
     "progress",
@@ -204,6 +206,11 @@ def end() -> None:
     """End this process. The other ranks continue."""
     this_rank().output.close()
     os._exit(0)
+
+
+def hold_timeouts(held: bool) -> None:
+    """Stop the clock of the collectives' time-outs, or let it run on."""
+    timeout_clock.hold(held)
 
 
 def interrupt(request: str | None = None) -> None:

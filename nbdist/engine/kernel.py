@@ -17,6 +17,7 @@ import nbdist
 from nbdist.engine import (
     cell_names,
     cells,
+    debugger,
     elastic,
     main_thread,
     rank,
@@ -36,7 +37,15 @@ from nbdist.ipc.resources import host_name
 from nbdist.telemetry import internal_metrics
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
-from nbdist.wire import ELASTIC, TELEMETRY, Batch, Notice, RankInfo
+from nbdist.wire import (
+    ELASTIC,
+    INPUT,
+    TELEMETRY,
+    Batch,
+    InputRequest,
+    Notice,
+    RankInfo,
+)
 
 __all__ = ["run_engine"]
 
@@ -74,10 +83,11 @@ class _Engine(IPEngine):  # type: ignore[misc]
                 iopub_socket, TELEMETRY, {}, buffers=serialization.dumps(batch)
             )
 
-        def notify(notice: Notice) -> None:
+        def notify(notice: Notice | InputRequest) -> None:
+            kind = ELASTIC if isinstance(notice, Notice) else INPUT
             parent = kernel.get_parent("shell")
             frames = serialization.dumps(notice)
-            session.send(iopub_socket, ELASTIC, {}, parent=parent, buffers=frames)
+            session.send(iopub_socket, kind, {}, parent=parent, buffers=frames)
 
         run_dir = self.process.run_dir
         output = Output(publish, self.process.captured, run_dir / "output")
@@ -89,6 +99,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
         cells.arm(shell, self.interrupts)
         shell_commands.install(shell, self.interrupts)
         standard_input.install()
+        debugger.install()
         text_bars.install()
         rank.become(
             rank.Rank(

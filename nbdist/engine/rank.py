@@ -14,7 +14,7 @@ from nbdist.engine.output import Output
 from nbdist.errors import WrongProcess
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.telemetry.recorder import Recorder
-from nbdist.wire import Notice, RankInfo
+from nbdist.wire import InputRequest, Notice, RankInfo
 
 __all__ = ["Activity", "Rank", "become", "is_rank", "this_rank"]
 
@@ -39,7 +39,7 @@ class Rank:
     recorder: Recorder
     assignment: DeviceAssignment
     run_dir: Path
-    notify: Callable[[Notice], None]
+    notify: Callable[[Notice | InputRequest], None]
     """Sends the notebook a notice as part of the request that runs."""
     main_thread: int = field(default_factory=threading.get_ident)
     activity: Activity | None = None

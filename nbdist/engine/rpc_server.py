@@ -34,7 +34,7 @@ import zmq
 from jupyter_client.session import extract_header
 from tornado.ioloop import IOLoop
 
-from nbdist.engine import cuda_context, torch_group, world
+from nbdist.engine import cuda_context, debugger, torch_group, world
 from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import encodable, message_of
@@ -297,6 +297,7 @@ async def _answer_main(
         # Any error becomes the reply, because the notebook waits for a reply.
         ok, frames = False, serialization.dumps(describe(error))
     finally:
+        debugger.end_tracing()
         end_forked_child()
         rank.activity = None
     _flush_streams()

@@ -104,6 +104,13 @@ class _Printer:
     def due(self) -> float | None:
         return None
 
+    def notice(self, text: str) -> None:
+        if text:
+            print(text, file=sys.stderr)
+
+    def make_room(self) -> None:
+        pass
+
     def close(self) -> None:
         for key, line in self._rest.items():
             if line:

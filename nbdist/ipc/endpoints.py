@@ -23,10 +23,13 @@ __all__ = [
     "END",
     "EXPORT_VARIABLES",
     "FETCH",
+    "HOLD_TIMEOUTS",
+    "INPUT_REPLY",
     "INTERRUPT",
     "LOOK",
     "MEMORY",
     "NCCL_CALLS",
+    "POST_MORTEM",
     "PROGRESS",
     "RELEASE",
     "RELEASE_FROM",
@@ -55,6 +58,7 @@ RUN_CELL = "nbdist.engine.cells:run_cell"
 COMPLETE = "nbdist.engine.control_handlers:complete"
 DESCRIBE = "nbdist.engine.control_handlers:describe"
 END = "nbdist.engine.control_handlers:end"
+HOLD_TIMEOUTS = "nbdist.engine.control_handlers:hold_timeouts"
 INTERRUPT = "nbdist.engine.control_handlers:interrupt"
 MEMORY = "nbdist.engine.control_handlers:memory"
 RELEASE = "nbdist.engine.control_handlers:release"
@@ -64,6 +68,8 @@ PROGRESS = "nbdist.engine.control_handlers:progress"
 STATUS = "nbdist.engine.control_handlers:status"
 WAITING = "nbdist.engine.control_handlers:waiting"
 WHERE = "nbdist.engine.control_handlers:where"
+
+POST_MORTEM = "nbdist.engine.debugger:post_mortem"
 
 ELASTIC_BEGIN_FROM = "nbdist.engine.elastic:begin_from"
 ELASTIC_DECIDE = "nbdist.engine.elastic:decide"
@@ -80,6 +86,8 @@ CANCEL_CHANGE = "nbdist.engine.membership:cancel"
 CHANGE = "nbdist.engine.membership:change"
 
 RUN_SCRIPT = "nbdist.engine.run_script:run_script"
+
+INPUT_REPLY = "nbdist.engine.standard_input:reply"
 
 NCCL_CALLS = "nbdist.engine.torch_group:nccl_calls"
 

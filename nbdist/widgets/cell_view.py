@@ -155,6 +155,15 @@ class CellView:
         self._notice = text
         self._status_at = 0.0
 
+    def make_room(self) -> None:
+        """Show all output so far, and the notice. The user's input comes below it."""
+        self._flush()
+        if self._notice:
+            self._status_at = self._status_after_s = 0.0
+            self._show_status(time.monotonic())
+        self._make_room()
+        self._keep_order()
+
     def _flush_at(self) -> float:
         """When to show waiting lines: at once if no running rank can print them too."""
         assert self._waiting_since is not None

@@ -166,14 +166,18 @@ def test_ranks_work_in_the_notebooks_folder(cluster: Cluster):
 @pytest.mark.parametrize(
     ("asks", "said"),
     [
-        ("input('name? ')", "input(): a rank has no standard input. Ask in a cell"),
-        ("import getpass; getpass.getpass()", "getpass(): a rank has no standard"),
-        ("breakpoint()", "breakpoint(): a rank has no standard input, so that a deb"),
-        ("import pdb; pdb.set_trace()", "pdb: a rank has no standard input, so that"),
-        ("dist.breakpoint(rank)", "pdb: a rank has no standard input, so that a"),
+        ("input('name? ')", "input(): this process's standard input is not a term"),
+        ("import getpass; getpass.getpass()", "getpass(): this process's standard"),
+        ("breakpoint()", "breakpoint(): this process's standard input is not a"),
+        ("import pdb; pdb.set_trace()", "pdb.set_trace(): this process's standard"),
+        ("dist.breakpoint(rank)", "input(): this process's standard input is not"),
+        (
+            "import pdb, sys; pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout).set_trace()",
+            "pdb: a rank's own standard input is empty",
+        ),
     ],
 )
-def test_reading_standard_input_is_an_error(cluster: Cluster, asks: str, said: str):
+def test_input_without_a_terminal_is_an_error(cluster: Cluster, asks: str, said: str):
     failure = fail(cluster, f"def ask():\n    {asks}\n    x = 1\nask()", number=7)
     assert re.match(r"ranks 0-3 of 4 in In\[7\] line [34]: NoInput: ", str(failure))
     assert said in str(failure)
@@ -182,7 +186,7 @@ def test_reading_standard_input_is_an_error(cluster: Cluster, asks: str, said: s
 
 def test_a_post_mortem_debugger_is_an_error(cluster: Cluster):
     fail(cluster, "1 / 0")
-    assert "pdb: a rank has no standard input" in str(fail(cluster, "%debug"))
+    assert "standard input is not a terminal" in str(fail(cluster, "%debug"))
 
 
 def test_a_debugger_that_listens_on_a_port_is_called(cluster: Cluster):

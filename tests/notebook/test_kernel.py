@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -96,6 +98,28 @@ class Notebook:
 
     def run(self, code: str) -> Reply:
         return self.finish(self.send(code))
+
+    def converse(
+        self, code: str, *answers: str | Callable[[], object]
+    ) -> tuple[Reply, list[str]]:
+        """Run a cell that asks the user.
+
+        Args:
+            code: The cell.
+            answers: A line for each prompt, or a function to call instead of an answer.
+
+        Returns:
+            The cell's output, and the prompts.
+        """
+        request, prompts = self.send(code), []
+        for answer in answers:
+            message = self.client.get_stdin_msg(timeout=CELL_S)
+            prompts.append(message["content"]["prompt"])
+            if isinstance(answer, str):
+                self.client.input(answer)
+            else:
+                answer()
+        return self.finish(request), prompts
 
     def start(self, code: str) -> tuple[str, Reply, float]:
         """Run a cell that goes on in the background.
@@ -642,6 +666,106 @@ def test_the_interrupt_button_ends_a_wait_and_not_the_cell(notebook: Notebook):
     assert notebook.run("%dist_status").text.count(f"busy: In[{number}]") == 2
     notebook.run(f"%dist_interrupt {number}")
     notebook.read(request, output, lambda reply: bool(reply.traceback))
+
+
+# -- prompts of ranks ----------------------------------------------------------------
+
+STOP = """%%distributed
+def work(x):
+    y = x + 1
+    breakpoint()
+    return y
+
+if rank == {rank}:
+    print("result", work(rank))
+nbdist.barrier()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_breakpoint_asks_in_the_notebook(notebook: Notebook, rank: int):
+    reply, prompts = notebook.converse(STOP.format(rank=rank), "p y * 100", "n", "c")
+    assert reply.status == "ok", reply.text
+    assert prompts == [f"[{rank}] (Pdb) "] * 3
+    shown = re.sub(r"\x1b\[[\d;]*m", "", reply.stdout).splitlines()
+    assert re.fullmatch(
+        rf"debugger on rank {rank} of 2 \(\S+\), In\[\d+\] line 4", shown[0]
+    )
+    assert f"[{rank}] {(rank + 1) * 100}" in shown
+    assert f"[{rank}] -> return y" in shown
+    assert f"[{rank}] result {rank + 1}" in shown
+    waits = [d["text/plain"] for d in reply.displays if "⚠" in d["text/plain"]]
+    assert f"rank {1 - rank} waits for the debugger on {rank}" in waits[0]
+
+
+def test_two_ranks_stop_and_a_command_goes_to_both(notebook: Notebook):
+    code = "%%distributed\nx = rank + 5\nbreakpoint()\nnbdist.barrier()"
+    reply, prompts = notebook.converse(code, "ranks all p x * 10", "c", "c")
+    assert reply.status == "ok", reply.text
+    assert prompts == ["[0] (Pdb) ", "[0] (Pdb) ", "[1] (Pdb) "]
+    assert "[0] 50" in reply.text
+    assert "[1] 60" in reply.text
+
+
+def test_quit_and_the_interrupt_button_end_the_cell_on_all_ranks(notebook: Notebook):
+    reply, _ = notebook.converse(STOP.format(rank=1), "q")
+    assert reply.error == "CellInterrupted"
+    assert "the debugger was quit on rank 1 in In[" in reply.text
+    press = notebook.manager.interrupt_kernel
+    reply, _ = notebook.converse(STOP.format(rank=0), press)
+    assert reply.error == "CellInterrupted"
+    assert notebook.run("%%distributed\nnbdist.barrier()").status == "ok"
+
+
+def test_the_death_of_a_rank_ends_its_prompt(notebook: Notebook):
+    notebook.run("%%distributed\nimport os\npid = os.getpid()")
+    notebook.run("%dist_pull pid")
+    pids = notebook.run("pid").displays[-1]["text/plain"]
+    pid = int(pids.strip("[]").split(",")[1])
+    reply, _ = notebook.converse(
+        STOP.format(rank=1), lambda: os.kill(pid, signal.SIGKILL)
+    )
+    assert reply.error == "CellError"
+    assert "rank 1 of 2: RankDied" in reply.text
+
+
+def test_input_asks_for_each_rank_in_the_notebook(notebook: Notebook):
+    reply, prompts = notebook.converse(
+        "%%distributed\nprint('hello', input('name? '))", "ada", "bob"
+    )
+    assert prompts == ["[0] name? ", "[1] name? "]
+    assert "[0] hello ada" in reply.text
+    assert "[1] hello bob" in reply.text
+
+
+def test_dist_debug_opens_where_a_cell_has_failed(notebook: Notebook):
+    notebook.run("%%distributed\n1")
+    reply = notebook.run("%dist_debug")
+    assert reply.error == "UsageError"
+    assert "the last cell has not failed" in reply.text
+    code = "%%distributed\ndef f(x):\n    return x / (rank - 1)\nf(4)"
+    assert notebook.run(code).error == "CellError"
+    reply, prompts = notebook.converse("%dist_debug", "p x", "up", "l", "q")
+    assert reply.status == "ok"
+    assert prompts == ["[1] (Pdb) "] * 4
+    assert "[1] 4" in reply.text
+    assert "-> f(4)" in reply.text
+    reply = notebook.run("%dist_debug -r 0")
+    assert "rank 0 has not failed" in reply.text
+
+
+@pytest.mark.parametrize("asks", ["input()", "breakpoint()"])
+def test_a_front_end_that_cannot_ask_gets_an_error(notebook: Notebook, asks: str):
+    client = notebook.client
+    code = f"%%distributed\n{asks}"
+    request = client.execute(code, store_history=True, allow_stdin=False)
+    reply = notebook.finish(str(request))
+    assert reply.error == "CellError"
+    assert f"NoInput: {asks}: this front end cannot ask" in reply.text
+    assert "%dist_push" in reply.text
+    request, reply, _ = notebook.start(f"%%distributed -b\n{asks}")
+    notebook.read(request, reply, lambda reply: bool(reply.traceback))
+    assert "run the cell without -b" in reply.text
 
 
 # -- a notebook of its own -----------------------------------------------------------

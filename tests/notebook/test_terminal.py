@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,16 @@ class Terminal:
         """Type a line. Returns what the terminal receives until the next prompt."""
         self._process.sendline(line)
         return self._prompt(timeout_s)
+
+    def type(self, line: str, prompt: str) -> str:
+        """Type a line. Returns what the terminal receives until this prompt."""
+        self._process.sendline(line)
+        self._process.expect_exact(prompt, timeout=CELL_S)
+        return str(self._process.before)
+
+    def await_prompt(self) -> str:
+        """What the terminal receives until IPython's prompt, without a typed line."""
+        return self._prompt(CELL_S)
 
     def _prompt(self, timeout_s: float) -> str:
         self._number += 1
@@ -92,6 +104,19 @@ def test_a_cell_in_the_background_prints_above_the_prompt(terminal: Terminal) ->
     assert "running" not in received  # a line that is redrawn would hide the prompt
     assert len([line for line in shown if "✗ rank 0 failed" in line]) == 1
     assert "ZeroDivisionError: division by zero" in received
+
+
+def test_a_debugger_asks_in_the_terminal(terminal: Terminal) -> None:
+    cell = "x = rank + 5; import os\nprint('pid', os.getpid())\nbreakpoint()\nx"
+    run = f"get_ipython().run_cell_magic('distributed', '-r 1', {cell!r})"
+    shown = screen(terminal.type(run, "[1] (Pdb) "))
+    assert [line for line in shown if line.startswith("debugger on rank 1 of 2 (")]
+    assert screen(terminal.type("p x * 100", "[1] (Pdb) "))[-1] == "[1] 600"
+    assert re.fullmatch(r"\[1\] Out\[\d+\]: 6", screen(terminal.run("c"))[0])
+    shown = screen(terminal.type(run, "[1] (Pdb) "))
+    (pid,) = (line.split()[-1] for line in shown if line.startswith("[1] pid"))
+    os.kill(int(pid), signal.SIGKILL)
+    assert "rank 1 of 2: RankDied" in terminal.await_prompt()
 
 
 def test_plain_lines_run_on_the_ranks(terminal: Terminal) -> None:

@@ -1,0 +1,46 @@
+"""Asks the user for a line: in the front end of the notebook, or in the terminal."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+
+from IPython.core.error import StdinNotImplementedError
+
+from nbdist.errors import NoInput
+from nbdist.widgets.live_text import in_notebook, print_note
+
+__all__ = ["UserInput"]
+
+
+class UserInput:
+    """The user, who reads and types in this process's main thread."""
+
+    def show(self, text: str) -> None:
+        """Show what a debugger has printed."""
+        print_note(text)
+
+    def read(self, prompt: str, *, hidden: bool = False) -> str:
+        """Read a line.
+
+        Args:
+            prompt: What the user sees before the line.
+            hidden: Do not show what is typed.
+
+        Raises:
+            NoInput: Nobody can answer here. The message says what to do.
+            EOFError: The user has ended the input.
+            KeyboardInterrupt: The interrupt button was pressed.
+        """
+        if not in_notebook() and not sys.stdin.isatty():
+            raise NoInput(
+                "this process's standard input is not a terminal: run the program in "
+                "a terminal or a notebook"
+            )
+        try:
+            return getpass.getpass(prompt) if hidden else input(prompt)
+        except StdinNotImplementedError:
+            raise NoInput(
+                "this front end cannot ask, as nbconvert and papermill cannot: run "
+                "the cell in JupyterLab, or give the ranks the value with %dist_push"
+            ) from None
