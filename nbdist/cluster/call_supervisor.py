@@ -66,6 +66,8 @@ class CallSupervisor:
         """Whether a thread waits for a call, whose error then reports what happens."""
         self.reader: Reader = UserInput()
         """Asks the user for the lines that ranks read."""
+        self.seconds_at_prompts = 0.0
+        """Seconds for which prompts were open, in all calls."""
         self.elastic: Elastic | None = None
         """Continues elastic runs after failures."""
         self.repair: Callable[[], None] = lambda: None
@@ -175,6 +177,7 @@ class CallSupervisor:
                 stopped = self._interrupt(call)
         finally:
             self.is_waiting = False
+            self.seconds_at_prompts += prompts.seconds
             if self.elastic is not None:
                 self.elastic.end(call)
         self._unfinished = [each for each in self._unfinished if each.unfinished]

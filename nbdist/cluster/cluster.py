@@ -1069,9 +1069,12 @@ class Cluster:
         chosen = None if ranks is None else list(ranks)
 
         def call() -> list[Any]:
+            supervisor = self._live_supervisor()
+            before_s = supervisor.seconds_at_prompts
             shipments = self._call(
                 endpoints.CALL, (payload,), chosen, name, allowance.left_s, observer
             )
+            allowance.extend(supervisor.seconds_at_prompts - before_s)
             return transfer.incoming(shipments, "the results", allowance)
 
         return call() if wait else self._background.submit(call, name)

@@ -49,6 +49,11 @@ class Allowance:
         """Seconds that are left, at least 0.001; None for no limit."""
         return None if self._end is None else max(0.001, self._end - time.monotonic())
 
+    def extend(self, seconds: float) -> None:
+        """Leave out time that the user took to answer a rank."""
+        if self._end is not None:
+            self._end += seconds
+
     @contextmanager
     def step(self, doing: str) -> Iterator[None]:
         """Run user code in this process, such as a value's `__reduce__`.

@@ -235,6 +235,23 @@ def test_the_time_limit_leaves_out_the_time_at_the_prompt(
         cluster.execute(STOP.format(rank=1), timeout_s=1.0)
 
 
+def test_the_time_limit_of_a_function_leaves_it_out_too(
+    cluster: Cluster, user: Scripted
+):
+    class Slow:
+        """Takes a while to unpickle, here in the notebook."""
+
+        def __reduce__(self) -> Any:
+            return time.sleep, (0.2,)
+
+    def work() -> Slow:
+        breakpoint()
+        return Slow()
+
+    user.give(lambda: time.sleep(1.2) or "c")
+    assert cluster.run(work, ranks=[1], timeout_s=1.0) == [None]
+
+
 @pytest.mark.parametrize(
     "call",
     [
