@@ -392,8 +392,9 @@ class Session:
 
     def debug(self, rank: int | None) -> None:
         """Open pdb where the last cell has failed, as of `Cluster.debug`."""
-        with self._showing(None if rank is None else [rank]) as (cluster, view):
-            cluster.debug(rank, observer=view)
+        failed = self.cluster.failed_rank(rank)
+        with self._showing([failed]) as (cluster, view):
+            cluster.debug(failed, observer=view)
 
     @contextmanager
     def _showing(

@@ -1538,11 +1538,12 @@ class Cluster:
             UsageError: The last cell has not failed on this rank, or the rank has died.
             CellInterrupted: The interrupt button was pressed.
         """
-        chosen = self._failed_rank(rank)
+        chosen = self.failed_rank(rank)
         target, what = endpoints.POST_MORTEM, "%dist_debug"
         self._call(target, (), [chosen], what, observer=observer)
 
-    def _failed_rank(self, rank: int | None) -> int:
+    def failed_rank(self, rank: int | None = None) -> int:
+        """The rank that `debug` looks at. Arguments and errors are those of `debug`."""
         failures = {failure.rank: failure for failure in self._failures}
         if not failures:
             raise UsageError(

@@ -745,9 +745,11 @@ def test_dist_debug_opens_where_a_cell_has_failed(notebook: Notebook):
     assert "the last cell has not failed" in reply.text
     code = "%%distributed\ndef f(x):\n    return x / (rank - 1)\nf(4)"
     assert notebook.run(code).error == "CellError"
-    reply, prompts = notebook.converse("%dist_debug", "p x", "up", "l", "q")
+    long = "import time; time.sleep(2.1)"  # so that a last line is shown
+    reply, prompts = notebook.converse("%dist_debug", "p x", "up", "l", long, "q")
     assert reply.status == "ok"
-    assert prompts == ["[1] (Pdb) "] * 4
+    assert prompts == ["[1] (Pdb) "] * 5
+    assert re.search(r"✓ rank 1 finished in \d\.\d s\x1b\[0m$", reply.stdout)
     assert "[1] 4" in reply.text
     assert "-> f(4)" in reply.text
     reply = notebook.run("%dist_debug -r 0")
