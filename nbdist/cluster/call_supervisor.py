@@ -16,6 +16,7 @@ from nbdist.cluster.prompts import DebuggerQuit, Prompts, Reader
 from nbdist.cluster.rank_registry import ANSWER_TIMEOUT_S, RankRegistry
 from nbdist.cluster.recovery import Recovery
 from nbdist.cluster.stall_detector import StallDetector
+from nbdist.cluster.uneven_nccl import UnevenNccl, own_gpus
 from nbdist.errors import (
     CellError,
     CellInterrupted,
@@ -134,6 +135,7 @@ class CallSupervisor:
         stopped: CellError | None = None
         stall_detector = StallDetector(self._registry, call)
         clash = PortClash(self._registry, call)
+        nccl = UnevenNccl(self._registry)
         failed_at: float | None = None
         try:
             if self.elastic is not None:
@@ -165,6 +167,7 @@ class CallSupervisor:
                 stall_detector.look()
                 self._release_from_dead()
                 waiting = self._release_waiting(call, waiting)
+                self._release_from_nccl(call, nccl)
                 if self.elastic is not None:
                     self.elastic.attend(call)
         except DebuggerQuit as quit_:
@@ -248,6 +251,20 @@ class CallSupervisor:
                 self._release(reason, [rank])
         return waiting
 
+    def _release_from_nccl(self, call: Call, nccl: UnevenNccl) -> None:
+        """End the cells of ranks that wait in NCCL for a rank that makes no call."""
+        if len(call.unfinished) == len(self._registry.infos):
+            return
+        busy = self._busy()
+        idle = {info.rank for info in self._registry.living} - busy
+        asked = {info.rank for info in call.unfinished} - call.paused.keys()
+        for stuck in nccl.look(asked & busy, idle):
+            self._broken = True
+            why = self._whys(set(stuck.missing), set(call.processes))
+            self._registry.ask(
+                endpoints.RELEASE_FROM_NCCL, stuck.group, why, ranks=[stuck.rank]
+            )
+
     def _release(self, reason: str, ranks: Iterable[int]) -> None:
         """Release ranks from their collectives.
 
@@ -260,6 +277,11 @@ class CallSupervisor:
     def _reason(
         self, collective: CollectiveCall, missing: set[int], asked: set[int]
     ) -> str:
+        whys = self._whys(missing, asked)
+        return f"released from {collective.operation}: {whys}"
+
+    def _whys(self, missing: set[int], asked: set[int]) -> str:
+        """Why ranks never arrive in a collective."""
         dead = missing & self._registry.died.keys()
         ended = missing - dead
         whys = [f"rank {format_ranks(dead)} has died"] if dead else []
@@ -267,7 +289,7 @@ class CallSupervisor:
             whys.append(f"the cell of rank {format_ranks(ended & asked)} has ended")
         if ended - asked:
             whys.append(f"rank {format_ranks(ended - asked)} was not asked to run it")
-        return f"released from {collective.operation}: {' and '.join(whys)}"
+        return " and ".join(whys)
 
     def _busy(self) -> set[int]:
         """The living ranks that have not answered every call."""
@@ -366,10 +388,9 @@ class CallSupervisor:
     def _differ_in_nccl(self) -> bool:
         """Whether some ranks have queued work of NCCL that other ranks have not.
 
-        The GPUs of those ranks wait for the others. NCCL needs a GPU for each rank.
+        The GPUs of those ranks wait for the others.
         """
-        gpus = [info.device_uuid for info in self._registry.infos]
-        if None in gpus or len(set(gpus)) < len(gpus):
+        if not own_gpus(self._registry):
             return False
         answers = self._registry.ask(endpoints.NCCL_CALLS)
         return are_unequal(counts for counts in answers.values() if counts is not None)

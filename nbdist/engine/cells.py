@@ -24,6 +24,7 @@ __all__ = [
     "CellReply",
     "arm",
     "last_error",
+    "release_failure",
     "release_variables",
     "release_variables_of_failure",
     "run_cell",
@@ -51,10 +52,11 @@ async def run_cell(code: str, number: int) -> CellReply:
     rank.shell.execution_count = number
     start = time.perf_counter()
     release_variables_of_failure()
+    rank.released = ""
     with rank.output.during(f"In[{number}]"):
         result = await _run_to_result(code)
         _last_error = _error_of(result)
-        failure = _failure(result)
+        failure = release_failure() or _failure(result)
         _show_pages(rank.shell)
     return failure, time.perf_counter() - start
 
@@ -62,6 +64,18 @@ async def run_cell(code: str, number: int) -> CellReply:
 def last_error() -> BaseException | None:
     """The error of the last cell; None after a success, a function or a script."""
     return _last_error
+
+
+def release_failure() -> Failure | None:
+    """The failure of a cell that was released from NCCL; None if it was not.
+
+    What the cell has raised or computed afterwards follows from the release.
+    """
+    rank = this_rank()
+    if not rank.released:
+        return None
+    name = CollectiveAborted.__name__
+    return Failure(rank.info.rank, rank.info.host, name, rank.released)
 
 
 def release_variables_of_failure() -> None:

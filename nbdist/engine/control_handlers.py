@@ -21,7 +21,7 @@ from nbdist.collectives import (
     release_calls_with,
 )
 from nbdist.collectives.sync import timeout_clock
-from nbdist.engine import rpc_server, world
+from nbdist.engine import rpc_server, torch_group, world
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted, encodable
@@ -38,6 +38,7 @@ __all__ = [
     "progress",
     "release",
     "release_from",
+    "release_from_nccl",
     "stack",
     "status",
     "waiting",
@@ -148,6 +149,22 @@ def release_from(dead: list[int], reason: str) -> None:
         reason: The error's message.
     """
     release_calls_with(dead, reason)
+    world.current().release()
+
+
+def release_from_nccl(group: str, why: str) -> None:
+    """Release this rank from a collective of NCCL, and end its cell with an error.
+
+    NCCL releases the GPU without a result. The cell must not continue with it.
+
+    Args:
+        group: The name of the process group.
+        why: Why the collective cannot complete.
+    """
+    rank = this_rank()
+    operation = torch_group.nccl_operation(group)
+    rank.released = f"released from {operation} by NCCL, at {where()}: {why}"
+    rank.interrupts.interrupt(None)  # it is raised when the wait has ended
     world.current().release()
 
 

@@ -45,6 +45,8 @@ class Rank:
     activity: Activity | None = None
     step: str = ""
     """User code that runs outside of cells and functions, such as "pickling 'x'"."""
+    released: str = ""
+    """Why the current cell was released from NCCL, and must end; "" if it was not."""
     request: str = ""
     """The unique name of the notebook's request that the main thread works on."""
 

@@ -19,6 +19,7 @@ from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.engine import cell_names, shared_default_group
 from nbdist.engine.cells import (
     CellReply,
+    release_failure,
     release_variables,
     release_variables_of_failure,
 )
@@ -61,12 +62,14 @@ def run_script(
     start = time.perf_counter()
     name = Path(path).name
     release_variables_of_failure()
+    rank.released = ""
     with rank.output.during(name):
         module = _main_module(path)
         try:
             with ExitStack() as stack:
                 _enter_environment(stack, module, path, args, n_ps, keep, variables)
                 failure = _run(module, path)
+                failure = release_failure() or failure
         finally:
             if keep:
                 _leave_variables(module)

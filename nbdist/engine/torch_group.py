@@ -25,6 +25,7 @@ __all__ = [
     "finish",
     "groups_made",
     "nccl_calls",
+    "nccl_operation",
     "start",
     "stop",
 ]
@@ -108,6 +109,14 @@ def nccl_calls() -> dict[str, int]:
         else 0
         for group, name in list(distributed_c10d._world.pg_names.items())
     }
+
+
+def nccl_operation(name: str) -> str:
+    """The collective that a group has queued last with NCCL, by the group's name."""
+    for group, its_name in list(distributed_c10d._world.pg_names.items()):
+        if its_name == name and isinstance(group, ProcessGroup):
+            return group.last_native or "a collective"
+    return "a collective"
 
 
 def finish() -> None:

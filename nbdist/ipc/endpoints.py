@@ -33,6 +33,7 @@ __all__ = [
     "PROGRESS",
     "RELEASE",
     "RELEASE_FROM",
+    "RELEASE_FROM_NCCL",
     "RENEW",
     "RUN_CELL",
     "RUN_SCRIPT",
@@ -63,6 +64,7 @@ INTERRUPT = "nbdist.engine.control_handlers:interrupt"
 MEMORY = "nbdist.engine.control_handlers:memory"
 RELEASE = "nbdist.engine.control_handlers:release"
 RELEASE_FROM = "nbdist.engine.control_handlers:release_from"
+RELEASE_FROM_NCCL = "nbdist.engine.control_handlers:release_from_nccl"
 STACK = "nbdist.engine.control_handlers:stack"
 PROGRESS = "nbdist.engine.control_handlers:progress"
 STATUS = "nbdist.engine.control_handlers:status"

@@ -78,6 +78,7 @@ def _by_device(operation: _Operation) -> _Operation:
         if native is not None:
             if is_collective:
                 self._meet()
+                self.last_native = name
             return getattr(native, name)(tensors, *args, **keywords)
         if keywords and not _OPTIONS.isdisjoint(keywords):
             args, keywords = _with_options(args, keywords)
@@ -170,6 +171,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._owned = owned
         self._name = self._description = ""
         self._coalesced: list[dist.Work] | None = None
+        self.last_native = ""
+        """The name of the collective that NCCL was given last."""
         self._has_met = False
         """Whether all members have begun a collective of NCCL."""
         for device in (_CPU, _CUDA) if torch.cuda.is_available() else (_CPU,):

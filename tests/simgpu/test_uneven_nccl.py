@@ -1,0 +1,116 @@
+"""A rank leaves out a collective of NCCL, and ends its cell without an error."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nbdist import CellError, Cluster
+
+WITHIN_S = 10.0
+N = 2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+    pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(N, device="cuda", threads=1) as running:
+        yield running
+
+
+def released(cluster: Cluster, code: str, ranks: list[int] | None = None) -> str:
+    """The error of a cell in which rank 0 waits. It must come in time."""
+    cluster.execute("x = torch.ones(3, device=device)\ndist.all_reduce(x)\nx.tolist()")
+    before = [info.pid for info in cluster.ranks]
+    begun = time.monotonic()
+    with pytest.raises(CellError) as ended:
+        cluster.execute(code, ranks, timeout_s=60)
+    assert time.monotonic() - begun < WITHIN_S
+    assert [failure.rank for failure in ended.value.result.failures] == [0]
+    assert [info.pid for info in cluster.ranks] == before
+    cluster.execute(
+        "y = torch.full((3,), rank + 1.0, device=device)\n"
+        "dist.all_reduce(y)\n"
+        "assert y.tolist() == [3.0] * 3",
+        timeout_s=60,
+    )
+    return str(ended.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.all_reduce(x); x.tolist()",
+        "dist.all_reduce(x, async_op=True); torch.cuda.synchronize()",
+        "dist.all_reduce(x, async_op=True).wait(); print(x.sum().item())",
+    ],
+)
+def test_the_rank_that_waits_is_released(cluster: Cluster, call: str) -> None:
+    said = released(
+        cluster,
+        f"if rank == 0:\n    {call}\n    went_on = True",
+    )
+    assert "released from allreduce by NCCL, at In[" in said, said
+    assert "line 3: the cell of rank 1 has ended" in said, said
+    assert cluster["'went_on' in globals()"] == [False, False]
+
+
+def test_a_rank_that_was_not_asked_is_named(cluster: Cluster) -> None:
+    said = released(cluster, "dist.all_reduce(x); x.tolist()", [0])
+    assert "rank 1 was not asked to run it" in said, said
+
+
+def test_a_backward_that_waits_is_released(cluster: Cluster) -> None:
+    said = released(
+        cluster,
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 4))\n"
+        "model = DistributedDataParallel(net.to(device))\n"
+        "out = model(torch.ones(2, 4, device=device)).sum()\n"
+        "if rank == 0:\n"
+        "    out.backward()\n"
+        "    torch.cuda.synchronize()",
+    )
+    assert "the cell of rank 1 has ended" in said, said
+
+
+def test_a_script_that_waits_is_released(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "x = torch.ones(3, device='cuda')\n"
+        "if dist.get_rank() == 0:\n"
+        "    dist.all_reduce(x)\n"
+        "    torch.cuda.synchronize()\n"
+    )
+    begun = time.monotonic()
+    with pytest.raises(CellError, match=r"train\.py line 6: the cell of rank 1 has"):
+        cluster.run_script(script, timeout_s=60)
+    assert time.monotonic() - begun < WITHIN_S
+
+
+def test_calls_that_ranks_make_in_turn_complete(cluster: Cluster) -> None:
+    """Rank 0 is not waiting: it computes, or its cell has ended."""
+    cluster.execute("dist.all_reduce(torch.ones(3, device=device))")  # NCCL connects
+    cluster.execute("x = torch.full((3,), rank + 1.0, device=device)")
+    cluster.execute("dist.all_reduce(x)", [0])
+    cluster.execute("dist.all_reduce(x)", [1])
+    cluster.execute("assert x.tolist() == [3.0] * 3", timeout_s=60)
+    cluster.execute(
+        "import time\n"
+        "if rank == 0:\n"
+        "    for _ in range(50): time.sleep(0.1); x.sum().item()",
+        timeout_s=60,
+    )
