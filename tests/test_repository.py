@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def tracked_files() -> list[Path]:
     )
     paths = (ROOT / name for name in listed.stdout.split("\0") if name)
     return [path for path in paths if path.is_file()]
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports them by their names alone."""
+    names = Counter(path.name for path in ROOT.glob("tests/**/test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def tracked_texts() -> Iterator[tuple[str, str]]:
