@@ -83,7 +83,7 @@ class PrintsAtItsEnd:
         self._itself = self
 
     def __del__(self) -> None:
-        print("collected", file=self._file)
+        self._file.write("collected\n")  # print() writes the line's end by itself
 
 
 def test_the_text_of_threads_and_finalizers_is_complete_and_in_order(
