@@ -95,11 +95,6 @@ class CallSupervisor:
             self.repair()
 
     @property
-    def busy(self) -> bool:
-        """Whether a living rank is still busy."""
-        return bool(self._busy())
-
-    @property
     def busy_ranks(self) -> set[int]:
         """The living ranks that are still busy."""
         return self._busy()

@@ -423,19 +423,22 @@ class Cluster:
         try:
             if calls.settle(SILENT_WAIT_S):
                 return
-            names = " and ".join(each.what for each in calls.unfinished()) or "a call"
             self.on_wait(
-                f"waits for {names}, in the background on the same ranks: the "
-                "interrupt button ends this wait, and %dist_interrupt ends a cell in "
-                "the background"
+                f"waits for {self._names_in_background()}, in the background on the "
+                "same ranks: the interrupt button ends this wait, and %dist_interrupt "
+                "ends a cell in the background"
             )
             calls.settle()
         except KeyboardInterrupt:
-            names = " and ".join(each.what for each in calls.unfinished()) or "a call"
+            names = self._names_in_background()
             raise CellInterrupted(
                 f"the wait for {names} was interrupted, and nothing was run. {names} "
                 "continues in the background: %dist_interrupt ends it"
             ) from None
+
+    def _names_in_background(self) -> str:
+        names = [each.what for each in self._background.unfinished()]
+        return " and ".join(names) or "a call"
 
     @property
     def running(self) -> bool:
@@ -546,7 +549,7 @@ class Cluster:
         if self._is_lost:
             return self._way_on()
         wanted = self.config.on_failure != "stop" and self.fault_tolerant
-        if not wanted or supervisor.busy:
+        if not wanted or supervisor.busy_ranks:
             return ""
         try:
             note = recovery.recover()

@@ -11,7 +11,7 @@ import nbdist
 from nbdist.collectives import current_call
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
-from nbdist.telemetry.time_split import Activity, TimeSplitter
+from nbdist.telemetry.time_split import RunningCode, TimeSplitter
 
 __all__ = ["splitter"]
 
@@ -33,15 +33,15 @@ def splitter() -> TimeSplitter:
     folders |= {str(path): "data" for path in _DATA}
     folders[str(_BACKWARD)] = "backward"
     end = str(_NBDIST / "engine")
-    return TimeSplitter(_activity, line_of, folders, _waits_in_backward, end)
+    return TimeSplitter(_running_code, line_of, folders, _waits_in_backward, end)
 
 
-def _activity() -> Activity | None:
+def _running_code() -> RunningCode | None:
     rank = this_rank()
     frame = sys._current_frames().get(rank.main_thread)
     if rank.activity is None or frame is None:
         return None
-    return Activity(rank.activity, frame)
+    return RunningCode(rank.activity, frame)
 
 
 def _waits_in_backward() -> bool:

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from nbdist.wire import TimeSplit
 
-__all__ = ["Activity", "TimeSplitter"]
+__all__ = ["RunningCode", "TimeSplitter"]
 
 LOOKS = 100
 """The number of looks that a split covers. A share of a half is right to 10 %."""
 FEWEST_LOOKS = 20
 
 
-class Activity(NamedTuple):
-    """Code that runs in the main thread."""
+class RunningCode(NamedTuple):
+    """What the main thread runs."""
 
     key: Hashable
     """Another request has another key."""
@@ -34,7 +34,7 @@ class TimeSplitter:
     """Counts what the main thread does.
 
     Args:
-        activity: What the main thread runs now; None while it is idle.
+        running_code: What the main thread runs now; None while it is idle.
         line_of: A user's line in words, from its file name and number; "" for a line
             that is not the user's.
         folders: The activity, "communication", "data" or "backward", of the files in a
@@ -47,13 +47,13 @@ class TimeSplitter:
 
     def __init__(
         self,
-        activity: Callable[[], Activity | None],
+        running_code: Callable[[], RunningCode | None],
         line_of: Callable[[str, int], str],
         folders: Mapping[str, str],
         waits_in_backward: Callable[[], bool],
         end: str,
     ) -> None:
-        self._activity = activity
+        self._running_code = running_code
         self._line_of = line_of
         self._folders = {**folders, end: "end"}
         self._waits_in_backward = waits_in_backward
@@ -63,13 +63,13 @@ class TimeSplitter:
 
     def look(self) -> bool:
         """Look once. Returns whether the main thread runs code."""
-        activity = self._activity()
-        if activity is None:
+        code = self._running_code()
+        if code is None:
             return False
-        if activity.key != self._key:
-            self._key = activity.key
+        if code.key != self._key:
+            self._key = code.key
             self._looks.clear()
-        self._looks.append(self._seen(activity.frame))
+        self._looks.append(self._seen(code.frame))
         return True
 
     def split(self) -> TimeSplit | None:

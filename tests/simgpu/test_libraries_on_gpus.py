@@ -104,7 +104,7 @@ def test_a_library_trains_as_under_torchrun(
     assert_usable(cluster)
 
 
-def test_a_horovod_script_trains_as_under_torchrun(cluster: Cluster) -> None:
+def test_a_horovod_script_trains_unchanged(cluster: Cluster) -> None:
     result = cluster.run_script(HOROVOD, timeout_s=LIMIT_S)
     learned = re.search(r"accuracy: ([\d.]+)%\nall ranks alike: True", result[0].stdout)
     assert learned is not None, result[0].stdout

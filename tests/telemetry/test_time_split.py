@@ -12,7 +12,7 @@ import pytest
 
 from nbdist import Cluster
 from nbdist.errors import CellInterrupted
-from nbdist.telemetry.time_split import FEWEST_LOOKS, LOOKS, Activity, TimeSplitter
+from nbdist.telemetry.time_split import FEWEST_LOOKS, LOOKS, RunningCode, TimeSplitter
 from nbdist.widgets.slow_rank import slow_rank, splits_of
 from tests.processes import wait_until
 
@@ -21,7 +21,7 @@ class Thread:
     """A thread whose stack a test makes of functions in named files."""
 
     def __init__(self, *, waits: bool = False) -> None:
-        self.now: Activity | None = None
+        self.now: RunningCode | None = None
         self.splitter = TimeSplitter(
             lambda: self.now,
             lambda file, line: f"{file} line {line}" if file == "cell" else "",
@@ -33,7 +33,7 @@ class Thread:
     def look_at(self, *files: str, times: int = 1, key: object = "In[1]") -> None:
         """Look while functions in these files call each other, the outermost first."""
         for _ in range(times):
-            self.now = Activity(key, stack(["/engine/calls.py", *files]))
+            self.now = RunningCode(key, stack(["/engine/calls.py", *files]))
             assert self.splitter.look()
 
 
