@@ -41,7 +41,7 @@ lab: $(VENV)/.notebook
 	$(RUN) -m jupyterlab $(AS_ROOT) examples/quickstart.ipynb
 
 # Some tests again, with ranks that are not forked.
-ALONE := tests/reliability tests/cluster/test_cells.py
+ALONE := tests/reliability tests/clusters/test_cells.py
 
 test: $(VENV)/.test
 	$(RUN) -m pytest -m "not slow"

@@ -44,7 +44,7 @@ NBDIST = f"""
 import json, os, sys
 from benchmarks.footprint import Meter
 if sys.argv[1] == "warm":
-    from nbdist.cluster import fork_server_client
+    from nbdist.clusters import fork_server_client
     fork_server_client.prepare(os.environ)
     assert fork_server_client.await_ready(60)
 meter = Meter()
@@ -121,7 +121,7 @@ SIZED = """
 import json, os, signal, sys, time
 import nbdist
 from benchmarks.footprint import Meter
-from nbdist.cluster import fork_server_client
+from nbdist.clusters import fork_server_client
 
 ranks, way = int(sys.argv[1]), sys.argv[2]
 SUM = "x = torch.ones(1); nbdist.all_reduce(x); assert x == world_size"

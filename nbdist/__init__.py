@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         elastic as elastic,
         strategies as strategies,
     )
-    from nbdist.cluster.cluster import Cluster as Cluster
-    from nbdist.cluster.workers import (
+    from nbdist.clusters.cluster import Cluster as Cluster
+    from nbdist.clusters.workers import (
         await_workers as await_workers,
         launch_workers as launch_workers,
         list_workers as list_workers,
@@ -64,7 +64,10 @@ if TYPE_CHECKING:
         TransferError as TransferError,
         UsageError as UsageError,
     )
-    from nbdist.session import metrics as metrics
+    from nbdist.session import (
+        cluster as cluster,
+        metrics as metrics,
+    )
     from nbdist.training.files import (
         load as load,
         save as save,
@@ -80,8 +83,8 @@ if TYPE_CHECKING:
     from nbdist.training.seeds import seed_all as seed_all
 else:
     _homes = {
-        "nbdist.cluster.cluster": ("Cluster",),
-        "nbdist.cluster.workers": (
+        "nbdist.clusters.cluster": ("Cluster",),
+        "nbdist.clusters.workers": (
             "await_workers", "launch_workers", "list_workers", "run_cluster",
             "stop_workers",
         ),
@@ -90,7 +93,7 @@ else:
             "CollectiveTimeout", "NbdistError", "RankDied", "StartError",
             "TransferError", "UsageError",
         ),
-        "nbdist.session": ("metrics",),
+        "nbdist.session": ("cluster", "metrics"),
     }  # fmt: skip
     _on_ranks = {
         "nbdist.engine.rank_api": (
@@ -120,8 +123,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     import os
 
     from nbdist import magics
-    from nbdist.cluster import fork_server_client
-    from nbdist.cluster.launchers.mpiexec import library_of_wheel
+    from nbdist.clusters import fork_server_client
+    from nbdist.clusters.launchers.mpiexec import library_of_wheel
     from nbdist.errors import UsageError
 
     lazy.refuse_rank_names()
@@ -135,7 +138,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """`%unload_ext nbdist`: stop the cluster and the fork server, remove the magics."""
     from nbdist import magics
-    from nbdist.cluster import fork_server_client
+    from nbdist.clusters import fork_server_client
 
     magics.unregister(shell)
     fork_server_client.close()

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist import cluster
 from nbdist.errors import (
     AlreadyRunning,
     CellInterrupted,
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from nbdist.cluster.cluster import Cluster
-    from nbdist.cluster.futures import CallFuture
+    from nbdist.clusters.cluster import Cluster
+    from nbdist.clusters.futures import CallFuture
     from nbdist.telemetry.collector import Collector
     from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.monitor import Monitor
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackgroundCell",
     "Session",
+    "cluster",
     "metrics",
     "running_cluster",
     "set_notebook_session",
@@ -50,7 +50,21 @@ def set_notebook_session(session: Session) -> None:
     """Make this session the one that the notebook's magics use."""
     global _notebook_session
     _notebook_session = session
-    cluster.name_running(lambda: session.cluster)
+
+
+def cluster() -> Cluster:
+    """The cluster that `%dist_start` has started. Call it in the notebook.
+
+    Raises:
+        NotRunning: No cluster is running in this notebook.
+    """
+    if _notebook_session is None:
+        raise NotRunning(
+            "cluster() is the cluster of a notebook: call it in a notebook after "
+            "%load_ext nbdist and %dist_start, outside of %%distributed cells; in a "
+            "script, use nbdist.Cluster"
+        )
+    return _notebook_session.cluster
 
 
 def metrics(name: str | None = None) -> pd.DataFrame:
@@ -179,7 +193,7 @@ class Session:
                 f"a cluster of {self.cluster.size} ranks is running and was left "
                 "untouched: use it, or %dist_stop it first"
             )
-        from nbdist.cluster.cluster import Cluster
+        from nbdist.clusters.cluster import Cluster
         from nbdist.widgets.live_text import print_note
 
         cluster = Cluster(n, **options)
@@ -265,7 +279,7 @@ class Session:
             UsageError: A rank does not exist, or the time limit is not above 0.
             NotRunning: No cluster is running.
         """
-        from nbdist.cluster.options import check_timeout, existing_ranks
+        from nbdist.clusters.options import check_timeout, existing_ranks
         from nbdist.widgets.live_text import show_error
 
         cluster = self.cluster

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from nbdist import Cluster
-from nbdist.cluster import fork_server_client
+from nbdist.clusters import fork_server_client
 from nbdist.errors import NotRunning
 from nbdist.ipc.fork_messages import FORKED, RANK_HOST
 from nbdist.ipc.private_files import memory_folder
@@ -46,7 +46,7 @@ HOST_NAME = "nbdist rank hos"
 def process_supervisors() -> set[psutil.Process]:
     """The process supervisors that this process has started."""
     children = psutil.Process().children()
-    return {p for p in children if "nbdist.cluster.process_supervisor" in _command(p)}
+    return {p for p in children if "nbdist.clusters.process_supervisor" in _command(p)}
 
 
 def fork_server() -> psutil.Process | None:

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from nbdist import Cluster
-from nbdist.cluster import startup
+from nbdist.clusters import startup
 from nbdist.ipc.fork_messages import FORKED, SWITCHED_OFF
 from tests.jupyterlab_driver import _lab_page as _lab_page
 from tests.jupyterlab_driver import lab as lab
@@ -77,7 +77,7 @@ def _starts() -> Iterator[list[tuple[str, str]]]:
         return started
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nbdist.cluster.cluster.start", recorded)
+        patch.setattr("nbdist.clusters.cluster.start", recorded)
         yield starts
 
 

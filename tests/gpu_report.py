@@ -52,8 +52,8 @@ TESTS = [
     Part(
         "Clusters: a GPU for each rank, deaths",
         pytest_of(
-            *("-m", "gpu", "tests/cluster/test_gpu_devices.py"),
-            "tests/cluster/test_gpu_death.py",
+            *("-m", "gpu", "tests/clusters/test_gpu_devices.py"),
+            "tests/clusters/test_gpu_death.py",
         ),
         15,
     ),
@@ -63,8 +63,8 @@ TESTS = [
         pytest_of(
             *("-m", "gpu and not gpu_real", "tests"),
             "--ignore=tests/collectives/test_gpu.py",
-            "--ignore=tests/cluster/test_gpu_devices.py",
-            "--ignore=tests/cluster/test_gpu_death.py",
+            "--ignore=tests/clusters/test_gpu_devices.py",
+            "--ignore=tests/clusters/test_gpu_death.py",
             "--ignore=tests/process_group",
         ),
         20,

@@ -73,24 +73,35 @@ OWN_NAMES = {"__version__", "load_ipython_extension"}
 """Names that nbdist/__init__.py itself defines."""
 
 
+REVEALED = {
+    "nbdist.all_reduce": ["tensor: torch._tensor.Tensor", "algorithm: str ="],
+    "nbdist.loader": ["batch_size: int | None =", "loader.Loader"],
+    "nbdist.Cluster": ["device: str | None =", "clusters.cluster.Cluster"],
+    'nbdist.Cluster(n=2, device="cpu")': ['"nbdist.clusters.cluster.Cluster"'],
+    "nbdist.cluster()": ['"nbdist.clusters.cluster.Cluster"'],
+    "nbdist.horovod.allreduce": ["prescale_factor: float =", "-> torch._tensor"],
+    "nbdist.horovod.DistributedOptimizer": ["[Optimizer <:", "-> Optimizer"],
+    "nbdist.keras.size": ["def () -> int"],
+    "nbdist.all_redcue": ["error: ", "no attribute", '"all_reduce"'],
+    "nbdist.horovod.allredcue": ["error: ", "no attribute", '"allreduce"'],
+    "nbdist.keras.siez": ["error: ", "no attribute"],
+    'nbdist.Cluster(devcie="cpu")': ["error: ", '"devcie"', '"device"'],
+    'nbdist.Cluster(2, threads="many")': ["error: ", '"threads"', "int | None"],
+    "nbdist.strategies.ParameterServer": ["n_ps: int =", "max_staleness: int |"],
+    "nbdist.strategies.Mirored": ["error: ", "no attribute", '"Mirrored"'],
+    "nbdist.elastic.run": ["max_restarts: int =", "timeout_s: float ="],
+    "nbdist.horovod.elastic.TorchState": ["optimizer: torch.optim.optimizer"],
+    "nbdist.Cluster(2).run(len, [])": ['"list[int]"'],
+    "nbdist.Cluster(2).on(1).run(len, [], wait=False)": ["CallFuture[list[int]]"],
+}  # fmt: skip
+"""Parts of mypy's answer for each expression."""
+
+
 @pytest.fixture(scope="session")
 def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """mypy's answer for each expression in a user's file: its type, or an error."""
-    expressions = [
-        *(f"{face.__name__}.{name}" for face, name in FACE_NAMES),
-        "nbdist.all_redcue",
-        "nbdist.horovod.allredcue",
-        "nbdist.keras.siez",
-        'nbdist.Cluster(n=2, device="cpu")',
-        'nbdist.Cluster(devcie="cpu")',
-        'nbdist.Cluster(2, threads="many")',
-        "nbdist.strategies.ParameterServer",
-        "nbdist.strategies.Mirored",
-        "nbdist.elastic.run",
-        "nbdist.horovod.elastic.TorchState",
-        "nbdist.Cluster(2).run(len, [])",
-        "nbdist.Cluster(2).on(1).run(len, [], wait=False)",
-    ]
+    names = {f"{face.__name__}.{name}" for face, name in FACE_NAMES}
+    expressions = sorted(names | REVEALED.keys())
     folder = tmp_path_factory.mktemp("user")
     imports = "import nbdist\nimport nbdist.horovod\nimport nbdist.keras\n"
     lines = [f"reveal_type({expression})\n" for expression in expressions]
@@ -129,32 +140,11 @@ def test_mypy_reveals_the_parameters_of_functions(
             assert [each for each in names if each in expected] == expected, text
 
 
-@pytest.mark.parametrize(
-    ("expression", "parts"),
-    [
-        ("nbdist.all_reduce", ["tensor: torch._tensor.Tensor", "algorithm: str ="]),
-        ("nbdist.loader", ["batch_size: int | None =", "loader.Loader"]),
-        ("nbdist.Cluster", ["device: str | None =", "cluster.cluster.Cluster"]),
-        ('nbdist.Cluster(n=2, device="cpu")', ['"nbdist.cluster.cluster.Cluster"']),
-        ("nbdist.horovod.allreduce", ["prescale_factor: float =", "-> torch._tensor"]),
-        ("nbdist.horovod.DistributedOptimizer", ["[Optimizer <:", "-> Optimizer"]),
-        ("nbdist.keras.size", ["def () -> int"]),
-        ("nbdist.all_redcue", ["error: ", "no attribute", '"all_reduce"']),
-        ("nbdist.horovod.allredcue", ["error: ", "no attribute", '"allreduce"']),
-        ("nbdist.keras.siez", ["error: ", "no attribute"]),
-        ('nbdist.Cluster(devcie="cpu")', ["error: ", '"devcie"', '"device"']),
-        ('nbdist.Cluster(2, threads="many")', ["error: ", '"threads"', "int | None"]),
-        ("nbdist.strategies.ParameterServer", ["n_ps: int =", "max_staleness: int |"]),
-        ("nbdist.strategies.Mirored", ["error: ", "no attribute", '"Mirrored"']),
-        ("nbdist.elastic.run", ["max_restarts: int =", "timeout_s: float ="]),
-        ("nbdist.horovod.elastic.TorchState", ["optimizer: torch.optim.optimizer"]),
-        ("nbdist.Cluster(2).run(len, [])", ['"list[int]"']),
-        ("nbdist.Cluster(2).on(1).run(len, [], wait=False)", ["CallFuture[list[int]]"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("expression", REVEALED)
 def test_mypy_reveals_signatures_and_misspelt_names(
-    expression: str, parts: list[str], revealed: dict[str, str]
+    expression: str, revealed: dict[str, str]
 ):
+    parts = REVEALED[expression]
     assert [part for part in parts if part not in revealed[expression]] == []
 
 

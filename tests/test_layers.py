@@ -18,10 +18,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "nbdist"
 SHARED = {"config", "errors", "lazy", "wire"}
 LAYERS = [
-    "keras", "horovod", "magics", "session", "cluster", "engine", "elastic",
+    "keras", "horovod", "magics", "session", "clusters", "engine", "elastic",
     "strategies", "training", "collectives", "telemetry", "widgets", "ipc",
 ]  # fmt: skip
-NOTEBOOK_SIDE = {"", "magics", "session", "cluster", "widgets"} | SHARED
+NOTEBOOK_SIDE = {"", "magics", "session", "clusters", "widgets"} | SHARED
 RANK_SIDE = {"torch", "mpi4py", "nbdist.engine", "nbdist.collectives"}
 ON_DEMAND = {
     # Unpickles a tensor that the user pulls.
@@ -132,9 +132,9 @@ def test_underscore_modules_are_imported_in_their_own_package_only(module: str) 
             assert f"{module}.".startswith(f"{package}."), f"imports {name}"
 
 
-def test_only_cluster_imports_the_client_side_of_ipyparallel() -> None:
+def test_only_clusters_imports_the_client_side_of_ipyparallel() -> None:
     for module in MODULES:
-        if layer(module) not in {"cluster", "engine"}:
+        if layer(module) not in {"clusters", "engine"}:
             named = imports(module, type_checking=True)
             tops = {name.partition(".")[0] for name in named}
             assert "ipyparallel" not in tops, module

@@ -28,7 +28,7 @@ from nbdist.ipc.private_files import check_folder
 
 __all__ = ["has_joined", "join_mpi", "main"]
 
-LAUNCHER = "nbdist.cluster.launchers.placeholders"
+LAUNCHER = "nbdist.clusters.launchers.placeholders"
 MPI_PREFIXES = ("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI4PY_")
 START_TIMEOUT_S = 60
 END_TIMEOUT_S = 10.0

@@ -66,7 +66,7 @@ def run(
                 f"{cluster.size} ranks: leave out np and hosts, or run %dist_stop first"
             )
         return _call(cluster, func, args, kwargs or {})
-    from nbdist.cluster.cluster import Cluster  # imports ipyparallel
+    from nbdist.clusters.cluster import Cluster  # imports ipyparallel
 
     with Cluster(np, hosts=hosts, timeout_s=start_timeout) as own:
         return _call(own, func, args, kwargs or {})

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.cluster.startup import Progress
+from nbdist.clusters.startup import Progress
 from nbdist.training.elastic import checkpoint
 from tests.chaos.draw import RANKS, STAGES, Draw
 from tests.chaos.on_ranks import BIG, SlowToArrive

@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from tests.cluster import elastic_training
 
 from nbdist import Cluster
-from nbdist.cluster.startup import Progress
+from nbdist.clusters.startup import Progress
 from nbdist.wire import RankInfo
 from tests.chaos.draw import RANKS
 from tests.chaos.faults import FolderFull
 from tests.chaos.moments import Marks
-from tests.cluster import elastic_training
 from tests.cluster_processes import ClusterProcesses, rank_parent
 from tests.processes import Footprint, wait_until
 

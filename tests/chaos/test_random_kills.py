@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cluster import elastic_training
 
 from nbdist import Cluster
 from tests.chaos.killer import Killer
-from tests.cluster import elastic_training
-from tests.cluster.elastic_training import SAMPLES, STEPS, weights
+from tests.clusters.elastic_training import SAMPLES, STEPS, weights
 from tests.processes import wait_until
 
 RANKS = 3

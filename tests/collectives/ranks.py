@@ -137,7 +137,7 @@ def forking(folder: Path) -> Iterator[Path]:
     Args:
         folder: An empty folder for the socket.
     """
-    from nbdist.cluster import fork_server_client
+    from nbdist.clusters import fork_server_client
     from nbdist.config import ForkConfig
     from nbdist.ipc.fork_messages import SOCKET, receive, socket_address
 

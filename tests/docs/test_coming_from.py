@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coming-from.md"
 HOROVOD = "tests/horovod/test_horovod_functions.py:test_function"
 OPTIMIZER = "tests/horovod/test_distributed_optimizer.py:test_training"
-SCRIPT = "tests/cluster/test_scripts.py"
-WORKERS = "tests/cluster/test_workers.py"
+SCRIPT = "tests/clusters/test_scripts.py"
+WORKERS = "tests/clusters/test_workers.py"
 CLOUDERA = f"{WORKERS}:test_the_calls_of_clouderas_library_work_as_written"
 REPLICAS = "tests/strategies/test_replicas.py"
 SERVERS = "tests/strategies/test_servers.py"
-PLACEMENT = "tests/cluster/test_placement.py"
+PLACEMENT = "tests/clusters/test_placement.py"
 KERAS = "tests/keras/test_keras.py:test_keras"
-ELASTIC = "tests/cluster/test_elastic.py"
+ELASTIC = "tests/clusters/test_elastic.py"
 
 
 class Cell(NamedTuple):
@@ -76,8 +76,8 @@ ROWS: dict[str, Check] = {
     ),
     "hvd.elastic.run": "tests/horovod/test_horovod_elastic.py:"
     "test_a_rank_dies_and_is_replaced",
-    "stall checks": "tests/cluster/test_stall_detector.py",
-    "horovodrun --min-np": "tests/cluster/test_membership.py",
+    "stall checks": "tests/clusters/test_stall_detector.py",
+    "horovodrun --min-np": "tests/clusters/test_membership.py",
     "HOROVOD_TIMELINE": MISSING,
     # torchrun
     "torchrun --nproc-per-node": f"{SCRIPT}:test_a_torchrun_script_trains_digits",
@@ -93,11 +93,11 @@ ROWS: dict[str, Check] = {
     "a snapshot that each restart": f"{ELASTIC}:"
     "test_a_killed_rank_is_replaced_within_the_cell",
     "--nnodes 2": Kernel(HOST_REFUSED),
-    "--nnodes 1:4": "tests/cluster/test_membership.py",
+    "--nnodes 1:4": "tests/clusters/test_membership.py",
     "mp.spawn(train": f"{SCRIPT}:test_worlds_on_one_port_are_an_error_that_names_it",
     "the script outside": "tests/engine/test_torchrun.py:test_ranks_of_torchrun_join",
     "--standalone": "tests/security/test_ports.py",
-    "pkill` when": "tests/cluster/test_interrupt.py:"
+    "pkill` when": "tests/clusters/test_interrupt.py:"
     "test_the_cell_ends_and_the_next_one_runs",
     # Cloudera's workers
     "launch_workers(n, cpu": CLOUDERA,

@@ -20,7 +20,7 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`([\w./]+/[\w./]*|[\w./]+\.(?:py|md))(?::([\w.]+))?`", PAGE)
 TO_BE_WRITTEN = {
     "nbdist/collectives/ops/scan.py",
-    "nbdist/cluster/launchers/srun.py",
+    "nbdist/clusters/launchers/srun.py",
     "nbdist/training/strategies/sign_vote.py",
 }
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -70,7 +70,7 @@ def names_in(path: Path) -> set[str]:
 
 def test_paths_are_found_in_the_page():
     assert ("nbdist/config.py", "ClusterConfig") in NAMED
-    assert ("nbdist/cluster/", "") in NAMED
+    assert ("nbdist/clusters/", "") in NAMED
     assert len(NAMED) > 60
 
 

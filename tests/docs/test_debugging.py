@@ -1,6 +1,6 @@
 """The cells of docs/debugging.md and docs/reliability.md end as the pages say.
 
-tests/cluster tests the cells that take long or end a rank.
+tests/clusters tests the cells that take long or end a rank.
 """
 
 from __future__ import annotations

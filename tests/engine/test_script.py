@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.cluster.launchers.mpiexec import Mpiexec
+from nbdist.clusters.launchers.mpiexec import Mpiexec
 from tests.processes import wait_until
 
 SCRIPT = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nbdist import Cluster
-from nbdist.cluster.launchers.mpiexec import Mpiexec
+from nbdist.clusters.launchers.mpiexec import Mpiexec
 
 SCRIPT = Path(__file__).with_name("digits.py")
 N = 4

@@ -278,7 +278,7 @@ def test_a_failed_cell_fails_and_shows_the_notebooks_lines(notebook: Notebook):
     assert (reply.status, reply.error) == ("error", "CellError")
     assert "rank 1 of 2" in reply.text
     assert re.search(r"In\[\d+\], line 4", reply.text), reply.text
-    assert "nbdist/cluster" not in reply.text
+    assert "nbdist/clusters" not in reply.text
     assert notebook.run("%%distributed\na").status == "ok"
 
 

@@ -19,7 +19,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from nbdist import Cluster, NbdistError
-from nbdist.cluster.observer import Event, Quiet
+from nbdist.clusters.observer import Event, Quiet
 from tests.processes import Footprint, wait_until
 from tests.reliability.matrix import CASES, Case
 from tests.reliability.report import Report

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import nbdist
-from nbdist.cluster.world_restart import SavedWorld, last_commit
+from nbdist.clusters.world_restart import SavedWorld, last_commit
 from nbdist.ipc.private_files import commit_folders
 from nbdist.wire import ElasticCall
 

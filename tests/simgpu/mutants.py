@@ -25,7 +25,7 @@ CONTRACT = "tests/simgpu/alone.py::test_contract"
 MACHINES = "tests/simgpu/test_machines.py::test_machine"
 STREAMS = "tests/simgpu/test_machines.py::test_calls_on_changing_streams"
 PIECES = "tests/simgpu/test_machines.py::test_case[many_small_pieces]"
-DEVICES = "tests/cluster/test_gpu_devices.py"
+DEVICES = "tests/clusters/test_gpu_devices.py"
 LIMIT_S = 400.0
 
 

@@ -13,7 +13,7 @@ from ranks import launch, once
 from nbdist import Cluster
 from tests.processes import wait_until
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "clusters"))
 
 import elastic_training as elastic
 

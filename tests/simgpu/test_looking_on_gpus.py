@@ -1,6 +1,6 @@
 """Values on GPUs are shown and compared as values in host memory, and stay there.
 
-The first tests are those of tests/cluster, whose variables are here on a GPU.
+The first tests are those of tests/clusters, whose variables are here on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from nbdist import CellError, Cluster
 from nbdist.session import Session
-from tests.cluster.test_diff import (  # noqa: F401
+from tests.clusters.test_diff import (  # noqa: F401
     test_a_rank_without_the_value_is_named,
     test_a_training_without_a_difference_raises_no_alarm,
     test_check_replicas_names_leaf_rank_and_step,
@@ -23,7 +23,7 @@ from tests.cluster.test_diff import (  # noqa: F401
     test_the_first_leaf_is_named_with_rank_index_and_difference,
     test_values_of_every_kind_are_compared,
 )
-from tests.cluster.test_looking import (  # noqa: F401
+from tests.clusters.test_looking import (  # noqa: F401
     rows_of,
     running,
     test_a_look_keeps_nothing_alive,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist import CellError, Cluster
-from nbdist.cluster.observer import Event, Quiet
+from nbdist.clusters.observer import Event, Quiet
 
 WORKERS, SERVER = 3, 3
 STEPS, KILLED_AT = 30, 12

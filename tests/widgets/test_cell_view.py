@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.cluster.observer import Event
+from nbdist.clusters.observer import Event
 from nbdist.widgets import cell_view, live_text
 from nbdist.widgets.cell_view import CellView
 
@@ -94,7 +94,7 @@ class Cell:
 
 
 def plain(text: str) -> list[str]:
-    from nbdist.cluster.failures import ANSI
+    from nbdist.clusters.failures import ANSI
 
     return ANSI.sub("", text).splitlines()
 

@@ -1,0 +1,1 @@
+"""Starts, uses and stops the ranks of a cluster, from the notebook's process."""

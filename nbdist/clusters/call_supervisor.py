@@ -1,0 +1,434 @@
+"""Waits for calls, and releases ranks that wait for a rank that never arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import TYPE_CHECKING
+
+from nbdist.clusters.call import Call
+from nbdist.clusters.ipp_client import Answer
+from nbdist.clusters.options import check_timeout
+from nbdist.clusters.port_clash import PortClash
+from nbdist.clusters.prompts import DebuggerQuit, Prompts, Reader
+from nbdist.clusters.rank_registry import ANSWER_TIMEOUT_S, RankRegistry
+from nbdist.clusters.recovery import Recovery
+from nbdist.clusters.stall_detector import StallDetector
+from nbdist.clusters.uneven_nccl import UnevenNccl, own_gpus
+from nbdist.errors import (
+    CellError,
+    CellInterrupted,
+    CellTimeout,
+    PortInUse,
+    UsageError,
+)
+from nbdist.ipc import endpoints
+from nbdist.widgets.user_input import UserInput
+from nbdist.wire import CollectiveCall, are_unequal, format_ranks
+
+if TYPE_CHECKING:
+    from nbdist.clusters.elastic import Elastic
+
+__all__ = ["CallSupervisor"]
+
+INTERRUPT_GRACE_S = 5.0
+RELEASE_AFTER_S = 0.5
+PROBE_S = 0.1
+"""Seconds between two checks of what ranks wait for, while a rank is missing."""
+STEADY_S = 0.3
+"""Seconds that a rank waits in one collective for a missing rank before it is released.
+The data of a collective that can complete arrives sooner."""
+RENEW_TIMEOUT_S = 20.0
+TOGETHER_GRACE_S = 1.0
+"""Seconds in which further ranks may fail by themselves, before the failure of one ends
+them."""
+
+
+Waiting = dict[int, tuple[CollectiveCall, set[int], float]]
+"""For each rank, the collective in which it waits, the members that never arrive, and
+the time on the monotonic clock since which neither has changed."""
+
+
+class CallSupervisor:
+    """Waits for calls, ends those that cannot finish, and repairs groups afterwards."""
+
+    def __init__(self, registry: RankRegistry, recovery: Recovery) -> None:
+        self._registry = registry
+        self._recovery = recovery
+        self._unfinished: list[Call] = []
+        self._broken = False
+        self._groups: dict[str, int] = {}
+        """The number of process groups that each engine has last reported."""
+        self._acknowledged: set[str] = set()
+        """UUIDs of dead engines. Living ranks were released from calls with them."""
+        self.is_waiting = False
+        """Whether a thread waits for a call, whose error then reports what happens."""
+        self.reader: Reader = UserInput()
+        """Asks the user for the lines that ranks read."""
+        self.seconds_at_prompts = 0.0
+        """Seconds for which prompts were open, in all calls."""
+        self.elastic: Elastic | None = None
+        """Continues elastic runs after failures."""
+        self.repair: Callable[[], None] = lambda: None
+        """Makes the ranks a working world again."""
+        self.take_interrupt: Callable[[], bool] = lambda: False
+        """Whether the call of this thread, which gets no SIGINT, is to be interrupted.
+        A call clears the request."""
+
+    def admit(self, ranks: Iterable[int]) -> None:
+        """Check before a call that its ranks are idle, and repair their groups.
+
+        Raises:
+            UsageError: A rank is still busy with an earlier cell.
+        """
+        busy = self._busy()
+        if busy & set(ranks):
+            raise UsageError(
+                "still busy with an earlier cell: "
+                f"{self._positions(busy & set(ranks))}. "
+                f"Wait for it, or {self._replacing(busy & set(ranks))}"
+            )
+        self._renew_if_broken()
+        if self._recovery.is_broken:
+            self.repair()
+
+    @property
+    def busy_ranks(self) -> set[int]:
+        """The living ranks that are still busy."""
+        return self._busy()
+
+    def repaired(self) -> None:
+        """Note that the ranks have formed a new world, whose groups are not broken."""
+        self._broken = False
+        self._groups.clear()
+
+    def see_through(self, call: Call, timeout_s: float | None) -> CellError | None:
+        """Begin a call, and wait until it has ended on all its ranks.
+
+        Returns:
+            The error of a call that was interrupted or timed out, else None.
+
+        Raises:
+            UsageError: The time-out is not above 0; nothing was sent.
+        """
+        check_timeout(timeout_s)
+        self._unfinished.append(call)
+        self.is_waiting = True
+        begun = time.monotonic()
+        prompts = Prompts(self._registry, call, self.reader)
+
+        def deadline() -> float | None:  # the time of the user's answers does not count
+            return None if timeout_s is None else begun + timeout_s + prompts.seconds
+
+        def is_over() -> bool:
+            end = deadline()
+            return end is not None and time.monotonic() >= end
+
+        waiting: Waiting = {}
+        stopped: CellError | None = None
+        stall_detector = StallDetector(self._registry, call)
+        clash = PortClash(self._registry, call)
+        nccl = UnevenNccl(self._registry)
+        failed_at: float | None = None
+        try:
+            if self.elastic is not None:
+                self.elastic.begin(call, deadline())
+            self._check_interrupt(call)
+            call.begin()
+            while not call.wait(deadline(), tick_s=PROBE_S):
+                self._check_interrupt(call)
+                if call.requests:
+                    prompts.attend()
+                    if self.elastic is not None:
+                        self.elastic.postpone(call, deadline())
+                    continue
+                if call.lost:
+                    self._end(call)
+                    break
+                if is_over():
+                    stopped = self._time_out(call, timeout_s)
+                    break
+                if (found := clash.look()) is not None:
+                    self._end(call)
+                    stopped = PortInUse(f"{found}{self._left_behind(call)}")
+                    break
+                if call.ends_together and _has_failed(call):
+                    failed_at = time.monotonic() if failed_at is None else failed_at
+                    if time.monotonic() >= failed_at + TOGETHER_GRACE_S:
+                        self._end(call)
+                        break
+                stall_detector.look()
+                self._release_from_dead()
+                waiting = self._release_waiting(call, waiting)
+                self._release_from_nccl(call, nccl)
+                if self.elastic is not None:
+                    self.elastic.attend(call)
+        except DebuggerQuit as quit_:
+            stopped = self._interrupt(call, str(quit_))
+        except KeyboardInterrupt:
+            self.take_interrupt()  # it may have ended a recovery
+            if is_over():
+                stopped = self._time_out(call, timeout_s)
+            else:
+                stopped = self._interrupt(call)
+        finally:
+            self.is_waiting = False
+            self.seconds_at_prompts += prompts.seconds
+            if self.elastic is not None:
+                self.elastic.end(call)
+        self._unfinished = [each for each in self._unfinished if each.unfinished]
+        is_left = call in self._unfinished
+        has_failed = stopped is not None or call.failed
+        self._broken |= call.broken or is_left or self._differ_after(call)
+        self._broken |= has_failed and self._differ_in_nccl()
+        with contextlib.suppress(KeyboardInterrupt):  # the next call does it then
+            self._renew_if_broken()
+        return stopped
+
+    def _check_interrupt(self, call: Call) -> None:
+        """Raise KeyboardInterrupt if the call runs in the background and is to end."""
+        if self.take_interrupt():
+            if self.elastic is not None:
+                self.elastic.release(call)
+            raise KeyboardInterrupt
+
+    # -- ranks that never arrive ---------------------------------------------------
+
+    def _release_from_dead(self) -> None:
+        """Release living ranks from calls with ranks that have died since the last."""
+        dead = [
+            info
+            for info in map(self._registry.__getitem__, self._registry.died)
+            if info.engine_uuid not in self._acknowledged
+        ]
+        if dead:
+            self._acknowledged |= {info.engine_uuid for info in dead}
+            ranks = [info.rank for info in dead]
+            reason = f"rank {format_ranks(ranks)} has died"
+            self._registry.tell(endpoints.RELEASE_FROM, ranks, reason)
+
+    def _release_waiting(
+        self, call: Call, before: Waiting, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> Waiting:
+        """Release ranks that wait in a collective for a rank that never arrives.
+
+        The cell of that rank has ended or paused, or was not sent to it.
+
+        Args:
+            call: The call.
+            before: The result of the last call of this method.
+            timeout_s: Seconds within which a rank answers, if it can.
+
+        Returns:
+            The collectives in which ranks wait now.
+        """
+        busy = self._busy() - call.paused.keys()
+        if busy >= {info.rank for info in self._registry.infos}:
+            return {}
+        ranks = busy & {info.rank for info in call.unfinished}
+        collectives = self._registry.ask(
+            endpoints.WAITING, ranks=ranks, timeout_s=timeout_s
+        )
+        now = time.monotonic()
+        waiting: Waiting = {}
+        for rank, collective in collectives.items():
+            if collective is None or collective.has_met:
+                continue
+            missing = set(collective.members) - busy
+            seen, since = (collective, missing), now
+            if rank in before and before[rank][:2] == seen:
+                since = before[rank][2]
+            waiting[rank] = *seen, since
+            if missing and now >= since + STEADY_S:
+                reason = self._reason(collective, missing, set(call.processes))
+                self._release(reason, [rank])
+        return waiting
+
+    def _release_from_nccl(self, call: Call, nccl: UnevenNccl) -> None:
+        """End the cells of ranks that wait in NCCL for a rank that makes no call."""
+        if len(call.unfinished) == len(self._registry.infos):
+            return
+        busy = self._busy()
+        idle = {info.rank for info in self._registry.living} - busy
+        asked = {info.rank for info in call.unfinished} - call.paused.keys()
+        for stuck in nccl.look(asked & busy, idle):
+            self._broken = True
+            why = self._whys(set(stuck.missing), set(call.processes))
+            self._registry.ask(
+                endpoints.RELEASE_FROM_NCCL, stuck.group, why, ranks=[stuck.rank]
+            )
+
+    def _release(self, reason: str, ranks: Iterable[int]) -> None:
+        """Release ranks from their collectives.
+
+        A rank may have answered in the meantime. Its answer then does not report that
+        the release has broken its groups.
+        """
+        self._broken = True
+        self._registry.ask(endpoints.RELEASE, reason, ranks=ranks)
+
+    def _reason(
+        self, collective: CollectiveCall, missing: set[int], asked: set[int]
+    ) -> str:
+        whys = self._whys(missing, asked)
+        return f"released from {collective.operation}: {whys}"
+
+    def _whys(self, missing: set[int], asked: set[int]) -> str:
+        """Why ranks never arrive in a collective."""
+        dead = missing & self._registry.died.keys()
+        ended = missing - dead
+        whys = [f"rank {format_ranks(dead)} has died"] if dead else []
+        if ended & asked:
+            whys.append(f"the cell of rank {format_ranks(ended & asked)} has ended")
+        if ended - asked:
+            whys.append(f"rank {format_ranks(ended - asked)} was not asked to run it")
+        return " and ".join(whys)
+
+    def _busy(self) -> set[int]:
+        """The living ranks that have not answered every call."""
+        if not self._unfinished:
+            return set()
+        for call in self._unfinished:
+            call.wait(time.monotonic())  # handle answers that have arrived
+        self._unfinished = [call for call in self._unfinished if call.unfinished]
+        # The registry sees a death a moment before the calls do.
+        living = {info.engine_uuid for info in self._registry.living}
+        return {
+            info.rank
+            for call in self._unfinished
+            for info in call.unfinished
+            if info.engine_uuid in living
+        }
+
+    # -- ending a call --------------------------------------------------------------
+
+    def _time_out(self, call: Call, timeout_s: float | None) -> CellError:
+        where = self._positions(info.rank for info in call.unfinished)
+        self._end(call, "timed out")
+        return CellTimeout(
+            f"not finished after {timeout_s:g} s{where and ': '}{where}. "
+            f"{_survivors(call).capitalize()} were interrupted and keep their variables"
+            f"{self._left_behind(call)}"
+        )
+
+    def _interrupt(self, call: Call, why: str = "") -> CellError:
+        self._end(call)
+        how = f"{why}, and the others were interrupted" if why else "interrupted"
+        return CellInterrupted(
+            f"{how}; {_survivors(call)} keep their variables{self._left_behind(call)}"
+        )
+
+    def _end(self, call: Call, outcome: str = "interrupted") -> None:
+        """Interrupt the ranks of a call, and wait a few seconds for them."""
+        start = time.monotonic()
+        end = start + INTERRUPT_GRACE_S
+        try:
+            call.interrupt(outcome)
+            if not call.wait(start + RELEASE_AFTER_S):
+                # A rank that waits in C++, as in DDP's backward, handles no signal.
+                self._release("interrupted", [info.rank for info in call.unfinished])
+            waiting: Waiting = {}
+            while not call.wait(end, tick_s=PROBE_S):
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    break
+                # It may begin to wait after that.
+                timeout_s = min(left_s, ANSWER_TIMEOUT_S)
+                waiting = self._release_waiting(call, waiting, timeout_s)
+        except KeyboardInterrupt:
+            return  # a second interrupt: stop waiting
+
+    def _left_behind(self, call: Call) -> str:
+        left = call.unfinished
+        if not left:
+            return ""
+        ranks = format_ranks(info.rank for info in left)
+        return (
+            f". Rank {ranks} did not react within {INTERRUPT_GRACE_S:g} s "
+            f"({self._positions(info.rank for info in left)}): it runs no cell until "
+            "it does. %dist_stacks shows more; "
+            + self._replacing({info.rank for info in left})
+        )
+
+    def _replacing(self, ranks: Collection[int]) -> str:
+        """The way to replace ranks that do not answer, and what it loses."""
+        if set(ranks) >= {info.rank for info in self._registry.living}:
+            return (
+                "%dist_restart starts all ranks again, without their variables and "
+                "with the setup cells"
+            )
+        return (
+            f"%dist_restart -r {format_ranks(ranks)} replaces it by a new process, and "
+            "the other ranks keep their variables"
+        )
+
+    def _positions(self, ranks: Iterable[int]) -> str:
+        positions = self._registry.ask(endpoints.WHERE, ranks=ranks)
+        return "; ".join(
+            f"rank {rank} at {position}" if position else f"rank {rank} does not answer"
+            for rank, position in positions.items()
+        )
+
+    # -- broken groups ---------------------------------------------------------------
+
+    def _differ_after(self, call: Call) -> bool:
+        """Whether some ranks have created process groups that other ranks have not."""
+        answers, processes = call.answers, call.processes
+        self._groups |= {processes[r]: answers[r].groups for r in answers}
+        living = [info.engine_uuid for info in self._registry.living]
+        return len({self._groups.get(uuid, 0) for uuid in living}) > 1
+
+    def _differ_in_nccl(self) -> bool:
+        """Whether some ranks have queued work of NCCL that other ranks have not.
+
+        The GPUs of those ranks wait for the others.
+        """
+        if not own_gpus(self._registry):
+            return False
+        answers = self._registry.ask(endpoints.NCCL_CALLS)
+        return are_unequal(counts for counts in answers.values() if counts is not None)
+
+    def _renew_if_broken(self) -> None:
+        """Renew the groups of the ranks once all are idle, if groups are broken.
+
+        Groups with a dead rank cannot be renewed. They need a recovery first.
+        """
+        if not self._broken or self._registry.died or self._busy():
+            return
+        client = self._registry.client
+        asked = [
+            client.send(info.engine_uuid, endpoints.RENEW, what="renew")
+            for info in self._registry.living
+        ]
+        replies = [exchange.reply for exchange in asked]
+        wait(replies, RENEW_TIMEOUT_S, return_when=FIRST_EXCEPTION)
+        answers = [_answer(reply) for reply in replies]
+        if not all(answer is not None and answer.ok for answer in answers):
+            self._recovery.is_broken = True  # a recovery rebuilds the world
+            return
+        whole = [answer for answer in answers if answer is not None]
+        self._registry.update(answer.value for answer in whole)
+        self._groups = {
+            exchange.engine_uuid: answer.groups
+            for exchange, answer in zip(asked, whole, strict=True)
+        }
+        self._broken = False
+
+
+def _answer(reply: Future[Answer]) -> Answer | None:
+    """The rank's answer; None if it has died or is late."""
+    if not reply.done() or reply.exception() is not None:
+        return None
+    return reply.result()
+
+
+def _survivors(call: Call) -> str:
+    """The ranks that have kept their variables."""
+    return "the surviving ranks" if call.died or call.restarts else "all ranks"
+
+
+def _has_failed(call: Call) -> bool:
+    """Whether a rank has failed or died, outside an elastic run, which continues."""
+    return (call.failed or bool(call.died)) and not call.elastic

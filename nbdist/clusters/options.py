@@ -1,0 +1,144 @@
+"""Checks of a cluster's options, before anything is started."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from nbdist.clusters.hosts import parse_hosts, slots_here
+from nbdist.config import ClusterConfig, File, check_for_ranks
+from nbdist.errors import UsageError
+from nbdist.training.elastic import checkpoint
+from nbdist.wire import Resume, format_ranks
+
+__all__ = [
+    "check_timeout",
+    "checked_script",
+    "configured",
+    "existing_ranks",
+    "resume_of",
+    "suggests_keywords",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function raise UsageError, with a suggestion, for an unknown keyword.
+
+    The signature is preserved for type checkers and for `inspect`.
+    """
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in parameters:
+                raise UsageError(_unknown_option(name, known))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown option {name!r}: {hint}The options are {', '.join(known)}"
+
+
+def configured(options: Mapping[str, Any], file: File) -> ClusterConfig:
+    """The configuration of a cluster.
+
+    Args:
+        options: Fields of `ClusterConfig`. None takes the value from the environment,
+            the file, or the default.
+        file: The settings in nbdist.toml.
+
+    Raises:
+        UsageError: The value of an option is invalid, or a setting of the ranks.
+    """
+    check_for_ranks(file)
+    given = {name: value for name, value in options.items() if value is not None}
+    config = replace(ClusterConfig.read(file), **given)
+    if not 0 < config.timeout_s < threading.TIMEOUT_MAX:
+        raise UsageError(f"--timeout {config.timeout_s}: expected seconds above 0")
+    if config.on_failure not in ("stop", "shrink", "replace"):
+        raise UsageError(
+            f"--on-failure {config.on_failure!r} is not known: expected stop, shrink "
+            "or replace"
+        )
+    return config if config.hosts is None else _on_hosts(config, config.hosts)
+
+
+def _on_hosts(config: ClusterConfig, hosts: str) -> ClusterConfig:
+    """Derive the number of ranks from the slots, and check it."""
+    slots = slots_here(parse_hosts(hosts))
+    if config.n is not None and config.n > slots:
+        raise UsageError(f"-n {config.n} ranks on the {slots} slots of -H {hosts}")
+    return replace(config, n=slots if config.n is None else config.n)
+
+
+def resume_of(config: ClusterConfig) -> Resume | None:
+    """The file to resume from, after checking that it is complete.
+
+    Raises:
+        CheckpointError: Neither it nor the previous file is complete.
+    """
+    if config.resume is None:
+        return None
+    checkpoint.check(Path(config.resume))
+    return Resume(str(Path(config.resume).resolve()))
+
+
+def checked_script(path: str | os.PathLike[str], n_ps: int, size: int) -> Path:
+    """The absolute path of a script for `size` ranks with `n_ps` parameter servers.
+
+    Raises:
+        UsageError: The file does not exist, or no worker is left.
+    """
+    if isinstance(n_ps, bool) or not isinstance(n_ps, int) or not 0 <= n_ps < size:
+        raise UsageError(
+            f"--n-ps {n_ps!r}: expected 0 to {size - 1} parameter servers of {size} "
+            "ranks, because at least one rank must be a worker"
+        )
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise UsageError(
+            f"no script {os.fspath(path)!r}: {file} does not exist; pass a path "
+            "relative to the notebook's folder, or an absolute path"
+        )
+    return file
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Check the time limit of a call; None for no limit.
+
+    Raises:
+        UsageError: It is not above 0.
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise UsageError(f"--timeout {timeout_s:g}: expected seconds above 0")
+
+
+def existing_ranks(ranks: Iterable[int], size: int) -> list[int]:
+    """Check that ranks exist in a world of `size`, and return them in rank order.
+
+    Raises:
+        UsageError: A rank does not exist, or there is none.
+    """
+    wanted = sorted(set(ranks))
+    missing = [rank for rank in wanted if rank not in range(size)]
+    if missing or not wanted:
+        raise UsageError(
+            f"rank {format_ranks(missing) or '(none)'} is not one of 0-{size - 1}"
+        )
+    return wanted

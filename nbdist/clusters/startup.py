@@ -1,0 +1,306 @@
+"""Starts the controller and the ranks of a cluster at the same time."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbdist.clusters import fork_server_client
+from nbdist.clusters.launchers.base import Launcher
+from nbdist.clusters.startup_status import (
+    EXIT_REPORT_TIMEOUT_S,
+    ProcessExit,
+    StartupStatus,
+    tail_of,
+)
+from nbdist.clusters.supervisor_client import SupervisorClient
+from nbdist.config import File, ForkConfig, rank_variables
+from nbdist.errors import StartError
+from nbdist.ipc import endpoints, private_files, rank_parent
+from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
+from nbdist.ipc.fork_messages import RANK_HOST, SOCKET, STARTED
+from nbdist.ipc.loopback import confine
+from nbdist.ipc.process_files import describe_exit
+from nbdist.wire import RankInfo
+
+if TYPE_CHECKING:
+    from nbdist.clusters.ipp_client import IppClient
+
+__all__ = ["Progress", "Started", "start"]
+
+POLL_S = 0.02
+LOOK_S_PER_RANK = 0.005
+"""Seconds between two looks at the files and the process of a rank. A look takes about
+a twentieth of it."""
+ASK_S = 0.5
+"""Seconds between two questions which engines have registered."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a start."""
+
+    controller: bool
+    stages: Mapping[int, str]
+    """The stage of each rank that has begun, by rank."""
+    ready: int
+    assignments: Sequence[DeviceAssignment]
+
+
+@dataclass(frozen=True)
+class Started:
+    """The processes and ranks of a cluster that has started."""
+
+    process_supervisor: SupervisorClient
+    client: IppClient
+    infos: list[RankInfo]
+
+
+def start(
+    launcher: Launcher,
+    assignments: Sequence[DeviceAssignment],
+    file: File,
+    timeout_s: float,
+    on_telemetry: Callable[[Any], None],
+    on_progress: Callable[[Progress], None],
+) -> Started:
+    """Start the controller and every rank, and wait until each of them answers.
+
+    Args:
+        launcher: Starts the ranks' processes.
+        assignments: The device of each rank.
+        file: The settings in nbdist.toml.
+        timeout_s: Seconds within which every rank must answer.
+        on_telemetry: Called with each message of the ranks' telemetry.
+        on_progress: Called when the progress of the start changes.
+
+    Raises:
+        StartError: A rank failed, or did not start in time; nothing is left running.
+    """
+    try:
+        run_dir = private_files.make_run_folder()
+    except OSError as error:
+        raise StartError(str(error)) from error
+    process_supervisor = SupervisorClient(run_dir)
+    try:
+        memory = private_files.new_memory_folder()
+        process_supervisor.remove_at_end(memory)
+        private_files.make_memory_folder(run_dir, memory)
+        private_files.make_rendezvous_folder(run_dir, len(assignments))
+        startup = _Start(
+            process_supervisor, assignments, time.monotonic() + timeout_s, on_progress
+        )
+        startup.begin(launcher, file)
+        return startup.finish(on_telemetry, timeout_s)
+    except BaseException:
+        process_supervisor.close()
+        raise
+
+
+class _Start:
+    def __init__(
+        self,
+        process_supervisor: SupervisorClient,
+        assignments: Sequence[DeviceAssignment],
+        deadline: float,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._process_supervisor = process_supervisor
+        self._run_dir = process_supervisor.run_dir
+        self._assignments = assignments
+        self._deadline = deadline
+        self._on_progress = on_progress
+        self._statuses = [
+            StartupStatus(self._run_dir, each.rank) for each in assignments
+        ]
+        self._ready = 0
+        self._changed = threading.Event()
+        """Set when an engine has registered or answered."""
+        self._look_s = LOOK_S_PER_RANK * len(assignments)
+        self._shown: Progress | None = None
+
+    def begin(self, launcher: Launcher, file: File) -> None:
+        """Start the controller and the ranks at the same time."""
+        write_assignments(self._run_dir, self._assignments)
+        n = len(self._assignments)
+        added = launcher.environment(n, self._run_dir)
+        try:
+            server = fork_server_client.serve(
+                self._run_dir, {**os.environ, **added}, ForkConfig.read(file)
+            )
+        except fork_server_client.CannotFork as error:
+            started = str(error)
+        else:
+            started = ""
+            self._process_supervisor.attend_rank_host(self._run_dir / SOCKET, server)
+        environment = {
+            **os.environ,
+            **rank_variables(file),
+            **added,
+            STARTED: started,
+            "NBDIST_RUN_DIR": str(self._run_dir),
+            "NBDIST_WORK_DIR": os.getcwd(),
+            "NBDIST_PATH": os.pathsep.join(sys.path),
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            "PYTHONHASHSEED": fork_server_client.hash_seed(),
+        }
+        self._process_supervisor.start(
+            "mpiexec", launcher.argv(n, rank_parent.command()), environment
+        )
+        controller = ["nbdist.clusters.ipcontroller", str(self._run_dir)]
+        self._process_supervisor.start(
+            "controller",
+            [sys.executable, "-m", *controller],
+            dict(os.environ),
+            module=controller,
+        )
+
+    def finish(self, on_telemetry: Callable[[Any], None], timeout_s: float) -> Started:
+        """Connect, and wait for every rank.
+
+        Raises:
+            StartError: As for `start`.
+        """
+        from nbdist.clusters.ipp_client import (
+            IppClient,  # slow to import: while the ranks start
+        )
+
+        connection = self._run_dir / "security" / "ipcontroller-client.json"
+        self._wait(connection.exists, timeout_s)
+        try:
+            client = IppClient(connection, on_telemetry)
+        except TimeoutError as error:
+            self._check_failures()  # the controller may have ended
+            raise StartError(f"the controller does not answer: {error}") from error
+        try:
+            with client.on_registration(self._changed.set):
+                self._await_engines(client, timeout_s)
+            infos = self._greet(client, timeout_s)
+            launcher = self._process_supervisor.pid("mpiexec")
+            if launcher is not None:
+                confine(launcher)
+            return Started(self._process_supervisor, client, infos)
+        except BaseException:
+            client.close()
+            raise
+
+    def _await_engines(self, client: IppClient, timeout_s: float) -> None:
+        """Wait until every rank has registered."""
+        asked = time.monotonic()
+
+        def all_here() -> bool:
+            nonlocal asked
+            if time.monotonic() > asked + ASK_S:
+                asked = time.monotonic()
+                client.ask_for_engines()
+            self._ready = len(client.engines())
+            return self._ready >= len(self._assignments)
+
+        self._wait(all_here, timeout_s)
+
+    def _greet(self, client: IppClient, timeout_s: float) -> list[RankInfo]:
+        uuids = client.engines().values()
+        hellos = [client.send(uuid, endpoints.STATUS).reply for uuid in uuids]
+        for hello in hellos:
+            hello.add_done_callback(lambda _: self._changed.set())
+        self._wait(lambda: all(map(Future.done, hellos)), timeout_s)
+        infos = [hello.result().value["info"] for hello in hellos]
+        return sorted(infos, key=lambda info: info.rank)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until a condition holds.
+
+        Raises:
+            StartError: A process has failed, or time is up.
+        """
+        looked = 0.0
+        while not condition():
+            if time.monotonic() >= looked + self._look_s:
+                self._show_progress()
+                self._check_failures()
+                looked = time.monotonic()
+            if time.monotonic() > self._deadline:
+                raise StartError(self._late(timeout_s))
+            # Files and states of other processes raise no event.
+            self._changed.wait(POLL_S)
+            self._changed.clear()
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        progress = Progress(
+            controller=(self._run_dir / "security/ipcontroller-client.json").exists(),
+            stages={
+                status.rank: stage
+                for status in self._statuses
+                if (stage := status.stage) is not None
+            },
+            ready=self._ready,
+            assignments=self._assignments,
+        )
+        if progress != self._shown:
+            self._shown = progress
+            self._on_progress(progress)
+
+    def _check_failures(self) -> None:
+        for status in self._statuses:
+            if (failure := status.failure) is not None:
+                raise StartError(self._failed(status.rank, failure))
+        if (code := self._process_supervisor.own_exit_code) is not None:
+            raise StartError(
+                f"the process supervisor ended with {describe_exit(code)} while the "
+                "cluster was starting",
+                died=True,
+            )
+        for program in (RANK_HOST, "mpiexec", "controller"):
+            code = self._process_supervisor.exit_code(program)
+            if program == "mpiexec" and code is not None and code >= 0:
+                self._await_exit_of_a_rank()  # mpiexec ends when its ranks have ended
+            if code is not None:
+                raise StartError(self._ended(program, code), died=True)
+        self._check_ranks()
+
+    def _await_exit_of_a_rank(self) -> None:
+        """Raise for a rank that has ended. Its parent may report that late."""
+        deadline = time.monotonic() + 2 * EXIT_REPORT_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._check_ranks()
+            time.sleep(POLL_S)
+
+    def _check_ranks(self) -> None:
+        for status in self._statuses:
+            if (end := status.end()) is not None:
+                raise StartError(self._failed(status.rank, end), died=True)
+
+    def _failed(self, rank: int, end: ProcessExit) -> str:
+        host = self._assignments[rank].host
+        return (
+            f"rank {rank} of {len(self._assignments)} on {host} ended with {end.how} "
+            f"while it was starting{end.ending}"
+        )
+
+    def _ended(self, program: str, code: int) -> str:
+        log = tail_of(self._process_supervisor.log(program).read_text(errors="replace"))
+        return (
+            f"{program} ended with {describe_exit(code)} while it was starting:\n{log}"
+        )
+
+    def _late(self, timeout_s: float) -> str:
+        late = []
+        for assignment, status in zip(self._assignments, self._statuses, strict=True):
+            stage = status.stage or "not begun"
+            late.append(f"  rank {assignment.rank} on {assignment.host}: {stage}")
+            late += [f"    {line}" for line in status.last_lines().splitlines()]
+        late += tail_of(
+            self._process_supervisor.log("mpiexec").read_text(errors="replace")
+        ).splitlines()
+        return (
+            f"{self._ready} of {len(self._assignments)} ranks were up after "
+            f"{timeout_s:g} s: raise --timeout, or see what the others wait for:\n"
+            + "\n".join(late)
+        )

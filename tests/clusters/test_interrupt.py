@@ -1,0 +1,297 @@
+"""An interrupt ends a cell wherever its ranks are, and the next cell runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
+from nbdist.clusters.call import Call
+from nbdist.clusters.call_supervisor import RELEASE_AFTER_S
+from nbdist.clusters.observer import Event, Quiet
+from nbdist.clusters.rank_registry import RankRegistry
+from nbdist.ipc import endpoints
+from tests.processes import wait_until
+
+WITHIN_S = 4.0
+
+BLOCKED = {
+    "a loop": "while True: pass",
+    "a sleep": "import time; time.sleep(60)",
+    "a lock": "import threading; threading.Event().wait(60)",
+    "an await": "import asyncio\nawait asyncio.sleep(60)",
+    "an async loop": "async def spin():\n    while True: pass\nawait spin()",
+    "tasks of its own": (
+        "import asyncio\n"
+        "async def spin():\n"
+        "    while True: pass\n"
+        "await asyncio.gather(asyncio.sleep(60), spin())"
+    ),
+    "a shell command": "!sleep 60",
+    "a subprocess": "import subprocess; subprocess.run(['sleep', '60'])",
+    "our collective": "if rank: nbdist.all_reduce(torch.ones(3))\n"
+    "else: import time; time.sleep(60)",
+    "torch's collective": "if rank: dist.barrier()\nelse: import time; time.sleep(60)",
+    "mpi4py's receive": "nbdist.comm().recv(source=(rank + 1) % 4)",
+    "mpi4py's all-reduce": (
+        "import numpy\n"
+        "if rank: nbdist.comm().Allreduce(numpy.ones(3), numpy.ones(3))\n"
+        "else: import time; time.sleep(60)"
+    ),
+    "one rank only": "if rank == 2:\n    while True: pass",
+    "a context that cleans up": (
+        "import contextlib, time\n"
+        "with contextlib.ExitStack() as stack:\n"
+        "    stack.callback(time.sleep, 0.2)\n"
+        "    time.sleep(60)"
+    ),
+    "a clean-up that waits for a rank whose cell has ended": (
+        "import time\n"
+        "try: time.sleep(60)\n"
+        "finally:\n"
+        "    if rank != 1:\n"
+        "        time.sleep(1)\n"
+        "        nbdist.barrier()"
+    ),
+}
+
+
+class Press(Quiet):
+    """An observer that presses the interrupt button when all ranks have printed."""
+
+    def __init__(self, ranks: int, after_s: float = 0.0, times: int = 1) -> None:
+        self._left, self._after_s, self._times = ranks, after_s, times
+        self.at = 0.0
+
+    def take(self, event: Event) -> None:
+        if event.output is not None and event.output["msg_type"] == "stream":
+            self._left -= 1
+            if self._left == 0:
+                threading.Timer(self._after_s, self._press).start()
+
+    def _press(self) -> None:
+        self.at = time.monotonic()
+        for _ in range(self._times):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(cluster: Cluster, code: str, press: Press) -> CellInterrupted:
+    with pytest.raises(CellInterrupted) as stopped:
+        cluster.execute(f"print('here')\n{code}", observer=press)
+    assert time.monotonic() - press.at < WITHIN_S
+    assert "did not react" not in str(stopped.value)
+    return stopped.value
+
+
+@pytest.mark.parametrize("code", BLOCKED.values(), ids=BLOCKED)
+def test_the_cell_ends_and_the_next_one_runs(cluster: Cluster, code: str):
+    cluster.execute("kept = rank")
+    error = interrupted(cluster, code, Press(4, after_s=0.1))
+    assert "keep their variables" in str(error)
+    assert {f.ename for f in error.result.failures} <= {
+        "KeyboardInterrupt", "CollectiveAborted", "CollectiveInterrupted",
+    }  # fmt: skip
+    assert cluster["kept"] == [0, 1, 2, 3]
+    cluster.execute("t = torch.ones(2)\nnbdist.all_reduce(t)\ndist.all_reduce(t)")
+    cluster.execute("assert nbdist.comm().allreduce(rank) == 6")
+    assert [t.tolist() for t in cluster["t"]] == [[16.0, 16.0]] * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["a loop", "a sleep", "an await", "tasks of its own", "our collective"]
+)
+def test_twenty_times_in_a_row(cluster: Cluster, name: str):
+    for number in range(20):
+        interrupted(cluster, BLOCKED[name], Press(4))
+        result = cluster.execute(f"print({number})")
+        assert [result[rank].stdout for rank in range(4)] == [f"{number}\n"] * 4
+
+
+@pytest.mark.parametrize(
+    ("code", "step_s"), [("import time; time.sleep(30)", 0.0002), ("!sleep 30", 0.0008)]
+)
+def test_an_interrupt_at_any_moment_of_a_cell_is_delivered(
+    cluster: Cluster, code: str, step_s: float
+):
+    """Also before a rank has begun and after it has ended. None is lost or late."""
+    for number in range(40):
+        after_s = number * step_s
+        timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+        begin = time.monotonic()
+        try:
+            timer.start()
+            cluster.execute(code)
+        except KeyboardInterrupt:  # Python raises it if the cell has not begun
+            pass
+        timer.join()
+        assert time.monotonic() - begin < WITHIN_S
+        result = cluster.execute(f"print({number})")
+        assert [result[rank].stdout for rank in range(4)] == [f"{number}\n"] * 4
+
+
+def test_a_release_after_the_end_of_the_cell_has_no_effect(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    ask = RankRegistry.ask
+
+    def ask_late(self: RankRegistry, target: str, *args: Any, **options: Any) -> Any:
+        if target == endpoints.RELEASE:
+            wait_until(lambda: not any(doing(cluster)), WITHIN_S)
+        return ask(self, target, *args, **options)
+
+    monkeypatch.setattr(RankRegistry, "ask", ask_late)
+    code = (
+        "import time\n"
+        "try: time.sleep(60)\n"
+        f"except KeyboardInterrupt: time.sleep({RELEASE_AFTER_S + 0.3})"
+    )
+    interrupted(cluster, code, Press(4))
+    cluster.execute("assert nbdist.comm().allreduce(rank) == 6")
+
+
+def doing(cluster: Cluster) -> list[str | None]:
+    """The request of each rank; None for an idle rank."""
+    return [None if s is None else s["what"] for s in cluster.status().values()]
+
+
+def test_two_interrupts_in_quick_succession(cluster: Cluster):
+    for _ in range(5):
+        press = Press(4, times=2)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.execute(
+                "print('here')\nimport time\n"
+                "try: time.sleep(60)\n"
+                "finally: time.sleep(0.3)",
+                observer=press,
+            )
+        assert time.monotonic() - press.at < WITHIN_S
+        assert after_the_rest(cluster, lambda: cluster["rank"]) == [0, 1, 2, 3]
+
+
+def after_the_rest(cluster: Cluster, action: Callable[[], Any]) -> Any:
+    """Once the ranks that a second press left behind are idle."""
+    deadline = time.monotonic() + WITHIN_S
+    while any(s is None or s["what"] for s in cluster.status().values()):
+        assert time.monotonic() < deadline
+    return action()
+
+
+def test_a_rank_that_ignores_an_interrupt_is_named_and_the_others_continue(
+    cluster: Cluster, tmp_path: Path
+):
+    release = tmp_path / "release"
+    stubborn = (
+        "import os, time\n"
+        f"while rank == 1 and not os.path.exists({str(release)!r}):\n"
+        "    try: time.sleep(0.05)\n"
+        "    except KeyboardInterrupt: pass"
+    )
+    with pytest.raises(CellInterrupted, match="Rank 1 did not react within 5 s"):
+        cluster.execute(f"print('here')\n{stubborn}", observer=Press(4))
+    with pytest.raises(UsageError, match="busy with an earlier cell: rank 1 at In"):
+        cluster.execute("1")
+    assert cluster.execute("rank", ranks=[0, 2, 3]).ok
+    release.touch()
+    assert after_the_rest(cluster, lambda: cluster["rank"]) == [0, 1, 2, 3]
+
+
+def test_a_reply_that_is_interrupted_is_not_lost(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    handle, taken = Call._handle, []
+
+    def interrupted_once(run: Call, uuid: str, message: Any) -> bool:
+        if message is None and not taken:
+            taken.append(uuid)
+            raise KeyboardInterrupt
+        return handle(run, uuid, message)
+
+    monkeypatch.setattr(Call, "_handle", interrupted_once)
+    with pytest.raises(CellInterrupted) as stopped:
+        cluster.execute("rank")
+    assert "did not react" not in str(stopped.value)
+    assert cluster["rank"] == [0, 1, 2, 3]
+
+
+def test_an_interrupt_ends_a_function(cluster: Cluster):
+    async def wait_long() -> None:
+        import asyncio
+
+        await asyncio.sleep(60)
+
+    def sleep_long() -> None:
+        import time
+
+        time.sleep(60)
+
+    for function in (wait_long, sleep_long):
+        begin = time.monotonic()
+        with pytest.raises(CellTimeout):
+            cluster.run(function, timeout_s=0.5)
+        assert time.monotonic() - begin < WITHIN_S
+        assert cluster["rank"] == [0, 1, 2, 3]
+
+
+def test_cluster_interrupt_works_from_another_thread(cluster: Cluster):
+    class FromThread(Press):
+        def _press(self) -> None:
+            cluster.interrupt()
+
+    with pytest.raises(CellError) as stopped:
+        cluster.execute(f"print(1)\n{BLOCKED['a sleep']}", observer=FromThread(4))
+    assert {f.ename for f in stopped.value.result.failures} == {"KeyboardInterrupt"}
+
+
+def test_an_interrupt_of_idle_ranks_has_no_effect(cluster: Cluster):
+    for _ in range(10):
+        cluster.interrupt()
+        assert cluster.execute("rank").ok
+
+
+@pytest.mark.gpu
+def test_ranks_that_wait_in_nccl_are_released():
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each of two ranks")
+    waiting = "t = torch.ones(3, device=device)\nif rank: dist.all_reduce(t)\n"
+    with Cluster(2, device="cuda") as cluster:
+        with pytest.raises(CellError, match="the cell of rank 0 has ended"):
+            cluster.execute(waiting)  # NCCL has not connected the ranks
+        for _ in range(3):
+            cluster.execute("t = torch.ones(3, device=device)\ndist.all_reduce(t)")
+            assert [t.tolist() for t in cluster["t"]] == [[2.0] * 3] * 2
+            interrupted(cluster, f"{waiting}torch.cuda.synchronize()", Press(2, 0.5))
+
+
+HANDLES = """
+import os, signal
+heard = []
+
+def handle(signum, frame):
+    heard.append(signum)
+    raise ValueError("from the handler")
+
+signal.signal(signal.SIGUSR1, handle)
+"""
+
+
+def test_a_signal_handler_of_a_cell_raises_in_user_code_only(cluster: Cluster):
+    """torch's handler of SIGCHLD raises if a loader's worker dies between two cells."""
+    cluster.execute(HANDLES)
+    try:
+        for info in cluster.ranks:
+            os.kill(info.pid, signal.SIGUSR1)
+        wait_until(lambda: cluster["len(heard)"] == [1] * 4, WITHIN_S)
+        with pytest.raises(CellError, match=r"^ranks 0-3 .*ValueError: from the"):
+            cluster.execute("os.kill(os.getpid(), signal.SIGUSR1)")
+        assert cluster["len(heard)"] == [2] * 4
+    finally:
+        cluster.execute("signal.signal(signal.SIGUSR1, signal.SIG_DFL)")

@@ -1,0 +1,113 @@
+"""The folders of a process supervisor are removed, whichever process ends first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.clusters.supervisor_client import SupervisorClient
+from nbdist.ipc.private_files import make_memory_folder, new_memory_folder
+from tests.cluster_processes import process_supervisors
+from tests.processes import Program, wait_until
+
+WITHIN_S = 10.0
+NOTEBOOK = """
+import shutil, sys, tempfile
+from pathlib import Path
+from nbdist.clusters.supervisor_client import SupervisorClient
+from nbdist.ipc.private_files import make_memory_folder, new_memory_folder
+run_dir, memory = Path(tempfile.mkdtemp(dir={folder!r})), new_memory_folder()
+client = SupervisorClient(run_dir)
+client.remove_at_end(memory)
+make_memory_folder(run_dir, memory)
+shutil.rmtree(run_dir)
+print(memory, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=tmp_path))
+
+
+@pytest.fixture
+def client(run_dir: Path) -> SupervisorClient:
+    return SupervisorClient(run_dir)
+
+
+def supervisor_of(run_dir: Path) -> psutil.Process:
+    (found,) = [p for p in process_supervisors() if str(run_dir) in p.cmdline()]
+    return found
+
+
+def test_the_folder_in_memory_is_removed_after_the_run_folder_was_deleted(
+    client: SupervisorClient, run_dir: Path
+) -> None:
+    memory = new_memory_folder()
+    client.remove_at_end(memory)
+    make_memory_folder(run_dir, memory)
+    shutil.rmtree(run_dir)
+    supervisor = supervisor_of(run_dir)
+    supervisor_input = client._process.stdin
+    assert supervisor_input is not None
+    supervisor_input.close()  # as when the notebook's process ends
+    supervisor.wait(WITHIN_S)
+    assert not memory.exists()
+    client.close()
+
+
+def test_the_folder_in_memory_is_removed_after_the_notebook_was_killed(
+    tmp_path: Path,
+) -> None:
+    with Program(NOTEBOOK.format(folder=str(tmp_path))) as notebook:
+        memory = Path(notebook.line())
+        assert memory.is_dir()
+        notebook.kill()
+    wait_until(lambda: not memory.exists(), WITHIN_S)
+
+
+def test_a_folder_that_is_made_after_the_supervisor_was_killed_is_removed(
+    client: SupervisorClient, run_dir: Path
+) -> None:
+    memory = new_memory_folder()
+    client.remove_at_end(memory)
+    supervisor_of(run_dir).kill()
+    wait_until(lambda: not run_dir.exists(), WITHIN_S)
+    memory.mkdir(mode=0o700)
+    client.close()
+    assert not memory.exists()
+
+
+def test_the_folders_of_a_supervisor_that_is_killed_while_it_ends_are_removed(
+    client: SupervisorClient, run_dir: Path, tmp_path: Path
+) -> None:
+    memory = new_memory_folder()
+    client.remove_at_end(memory)
+    make_memory_folder(run_dir, memory)
+    ready, caught = tmp_path / "ready", tmp_path / "caught"
+    wont_end = f"trap 'touch {caught}' TERM; touch {ready}; while :; do sleep 0.1; done"
+    client.start("stubborn", ["sh", "-c", wont_end], dict(os.environ))
+    wait_until(ready.exists, WITHIN_S)
+    supervisor = supervisor_of(run_dir)
+
+    def kill() -> None:
+        wait_until(caught.exists, WITHIN_S)
+        supervisor.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    client.close()
+    killer.join()
+    stubborn = client.pid("stubborn")
+    assert stubborn is not None
+    os.kill(stubborn, signal.SIGKILL)
+    assert not memory.exists()
+    assert not run_dir.exists()
