@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from tests.cluster import elastic_training
+from tests.clusters import elastic_training
 
 from nbdist import Cluster
 from nbdist.clusters.startup import Progress

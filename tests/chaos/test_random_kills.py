@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cluster import elastic_training
+from tests.clusters import elastic_training
 
 from nbdist import Cluster
 from tests.chaos.killer import Killer

@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from tests.cluster import flipped_bits
+from tests.clusters import flipped_bits
 
 from nbdist import CellError, Cluster
 from nbdist.session import Session

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.cluster import flipped_bits
+from tests.clusters import flipped_bits
 
 from nbdist import CellError, Cluster
 from nbdist.clusters.observer import Event, Quiet
