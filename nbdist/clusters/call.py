@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import queue
 import threading
 import time
@@ -67,7 +68,7 @@ class Call:
         self.ports_in_use: dict[int, int] = {}
         """The port on which a rank's program could not listen, by rank."""
         self._stopped = ""
-        self._rank_calls = _by_engine(RankCall(info) for info in targets)
+        self._rank_calls = _by_engine(map(RankCall, targets))
         self._target, self._args, self._what = target, args, what
         self._observer = observer
         self.restarts = 0
@@ -75,6 +76,8 @@ class Call:
         self.entered: ElasticCall | None = None
         """The elastic run that a rank entered last; None before the first run."""
         self._begun = self.last_event = time.monotonic()
+        self._has_trouble = False
+        """Whether a rank has died, failed, or reported a broken group."""
         self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
 
     def begin(self) -> None:
@@ -101,7 +104,9 @@ class Call:
             rank_call.drop_orders()
             # Only the last rank wakes the waiting thread, and a failure, which may
             # need an action at once.
-            if self._have_all_ended() or _has_failed(reply):
+            if self._have_all_ended():
+                self._queue_ends()
+            elif _has_failed(reply):
                 self._queue.put((uuid, None))
 
         exchange.reply.add_done_callback(ended)
@@ -171,9 +176,9 @@ class Call:
         return [rank_call.info for rank_call in self._open()]
 
     @property
-    def finished(self) -> bool:
-        """Whether some rank has answered or died."""
-        return any(rank_call.done for rank_call in self._rank_calls.values())
+    def succeeded(self) -> bool:
+        """Whether all ranks have answered, without an error or a broken group."""
+        return not self._has_trouble and not self._open()
 
     @property
     def failed(self) -> bool:
@@ -189,6 +194,15 @@ class Call:
     def broken(self) -> bool:
         """Whether an interrupted collective has broken the ranks' groups."""
         return bool(self.died) or any(answer.broken for answer in self.answers.values())
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """The number of process groups on each rank that has answered, by engine."""
+        return {
+            uuid: each.answer.groups
+            for uuid, each in self._rank_calls.items()
+            if each.answer is not None
+        }
 
     def _open(self) -> list[RankCall]:
         return [
@@ -320,8 +334,9 @@ class Call:
             Whether all ranks have answered or died.
         """
         end = None if tick_s is None else time.monotonic() + tick_s
-        self._find_quiet_ends()
-        while self._open():
+        self._queue_ends()
+        is_open = bool(self._open())
+        while is_open:
             try:
                 uuid, message = self._queue.get(timeout=self._pause(deadline, end))
             except queue.Empty:
@@ -332,16 +347,16 @@ class Call:
             urgent = self._handle(uuid, message)
             self.last_event = time.monotonic()
             if message is None:
-                self._find_quiet_ends()
+                is_open = bool(self._open())
             if urgent and tick_s is not None:
-                return not self._open()
+                return not is_open
         return True
 
     def notice(self, text: str) -> None:
         """Pass the observer a text about ranks without progress; "" after progress."""
         self._observer.notice(text)
 
-    def _find_quiet_ends(self) -> None:
+    def _queue_ends(self) -> None:
         """Queue the ends of ranks that did not wake the waiting thread.
 
         This includes ends that an interrupt dropped right after they were dequeued.
@@ -372,7 +387,7 @@ class Call:
             return True
         elif message["msg_type"] == "stream":
             self._find_port_in_use(rank_call.info.rank, message["content"]["text"])
-        outcome = self._outcome(rank_call) if rank_call.done else "finished"
+        outcome = self._outcome(rank_call) if self._has_trouble else "finished"
         event = Event(rank_call.info.rank, message, self._elapsed(), uuid, outcome)
         self._observer.take(event)
         return urgent
@@ -383,10 +398,10 @@ class Call:
             self.ports_in_use[rank] = port
 
     def _outcome(self, rank_call: RankCall) -> str:
-        """The `Event.outcome` of a rank call that has ended."""
-        if rank_call.answer is None:
+        """The `Event.outcome` of a rank call."""
+        if rank_call.died is not None:
             return "died"
-        if not _is_failure(rank_call.answer):
+        if rank_call.answer is None or not _is_failure(rank_call.answer):
             return "finished"
         value = rank_call.answer.value
         name = value[0].ename if isinstance(value[0], Failure) else value[0]
@@ -402,22 +417,29 @@ class Call:
     def _pause(self, *ends: float | None) -> float | None:
         """Seconds until the first of these times, or until the observer is due."""
         now = time.monotonic()
-        pauses = [max(0.0, end - now) for end in ends if end is not None]
-        due = self._observer.due()
-        if due is not None:
-            pauses.append(due)
-        return min(pauses) if pauses else None
+        pause = self._observer.due()
+        for end in ends:
+            if end is not None:
+                left = max(0.0, end - now)
+                pause = left if pause is None else min(pause, left)
+        return pause
 
     def _collect(self, rank_call: RankCall) -> None:
         assert rank_call.exchange is not None
         last, rank_call.elastic = rank_call.elastic, None
         try:
-            rank_call.answer = rank_call.exchange.reply.result(timeout=0)
-            for text in _texts_of(rank_call.answer):
-                self._find_port_in_use(rank_call.info.rank, text)
+            answer = rank_call.exchange.reply.result(timeout=0)
         except RankDied as error:
             rank_call.died = error
             rank_call.lost_in = None if last is None else last.call
+            self._has_trouble = True
+        else:
+            rank_call.answer = answer
+            if _is_failure(answer):
+                self._has_trouble = True
+                for text in _texts_of(answer):
+                    self._find_port_in_use(rank_call.info.rank, text)
+            self._has_trouble |= answer.broken
         rank_call.done = True
 
 
@@ -426,7 +448,7 @@ def _by_engine(rank_calls: Iterable[RankCall]) -> dict[str, RankCall]:
 
     The dictionary is replaced, never changed, because two threads read it.
     """
-    in_order = sorted(rank_calls, key=lambda rank_call: rank_call.info.rank)
+    in_order = sorted(rank_calls, key=operator.attrgetter("info.rank"))
     return {each.info.engine_uuid: each for each in in_order}
 
 
@@ -443,8 +465,8 @@ def _is_failure(answer: Answer) -> bool:
 
 
 def _texts_of(answer: Answer) -> tuple[str, ...]:
-    """What an answer says about the error of a cell."""
-    if not answer.ok or not _is_failure(answer):
+    """What a failure says about the error of a cell."""
+    if not answer.ok:
         return ()
     failure = answer.value[0]
     return failure.evalue, *failure.traceback

@@ -51,6 +51,45 @@ Waiting = dict[int, tuple[CollectiveCall, set[int], float]]
 the time on the monotonic clock since which neither has changed."""
 
 
+class _Deadline:
+    """When a call must have ended.
+
+    Args:
+        timeout_s: Seconds from now; None for no limit.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._begun = time.monotonic()
+        self.at_prompts_s = 0.0
+        """Seconds for which prompts were open. They do not count."""
+
+    @property
+    def time(self) -> float | None:
+        """The time on the monotonic clock; None for no limit."""
+        if self.timeout_s is None:
+            return None
+        return self._begun + self.timeout_s + self.at_prompts_s
+
+    @property
+    def has_passed(self) -> bool:
+        end = self.time
+        return end is not None and time.monotonic() >= end
+
+
+class _Watch:
+    """What watches a call that has not ended within the first tick."""
+
+    def __init__(self, registry: RankRegistry, call: Call, reader: Reader) -> None:
+        self.prompts = Prompts(registry, call, reader)
+        self.stall_detector = StallDetector(registry, call)
+        self.port_clash = PortClash(registry, call)
+        self.nccl = UnevenNccl(registry)
+        self.waiting: Waiting = {}
+        self.failed_at: float | None = None
+        """When a rank had failed whose failure is to end the others."""
+
+
 class CallSupervisor:
     """Waits for calls, ends those that cannot finish, and repairs groups afterwards."""
 
@@ -116,76 +155,94 @@ class CallSupervisor:
         check_timeout(timeout_s)
         self._unfinished.append(call)
         self.is_waiting = True
-        begun = time.monotonic()
-        prompts = Prompts(self._registry, call, self.reader)
-
-        def deadline() -> float | None:  # the time of the user's answers does not count
-            return None if timeout_s is None else begun + timeout_s + prompts.seconds
-
-        def is_over() -> bool:
-            end = deadline()
-            return end is not None and time.monotonic() >= end
-
-        waiting: Waiting = {}
+        deadline = _Deadline(timeout_s)
         stopped: CellError | None = None
-        stall_detector = StallDetector(self._registry, call)
-        clash = PortClash(self._registry, call)
-        nccl = UnevenNccl(self._registry)
-        failed_at: float | None = None
         try:
             if self.elastic is not None:
-                self.elastic.begin(call, deadline())
+                self.elastic.begin(call, deadline.time)
             self._check_interrupt(call)
             call.begin()
-            while not call.wait(deadline(), tick_s=PROBE_S):
-                self._check_interrupt(call)
-                if call.requests:
-                    prompts.attend()
-                    if self.elastic is not None:
-                        self.elastic.postpone(call, deadline())
-                    continue
-                if call.lost:
-                    self._end(call)
-                    break
-                if is_over():
-                    stopped = self._time_out(call, timeout_s)
-                    break
-                if (found := clash.look()) is not None:
-                    self._end(call)
-                    stopped = PortInUse(f"{found}{self._left_behind(call)}")
-                    break
-                if call.ends_together and _has_failed(call):
-                    failed_at = time.monotonic() if failed_at is None else failed_at
-                    if time.monotonic() >= failed_at + TOGETHER_GRACE_S:
-                        self._end(call)
-                        break
-                stall_detector.look()
-                self._release_from_dead()
-                waiting = self._release_waiting(call, waiting)
-                self._release_from_nccl(call, nccl)
-                if self.elastic is not None:
-                    self.elastic.attend(call)
+            if not call.wait(deadline.time, tick_s=PROBE_S):
+                stopped = self._attend(call, deadline)
         except DebuggerQuit as quit_:
             stopped = self._interrupt(call, str(quit_))
         except KeyboardInterrupt:
             self.take_interrupt()  # it may have ended a recovery
-            if is_over():
-                stopped = self._time_out(call, timeout_s)
+            if deadline.has_passed:
+                stopped = self._time_out(call, deadline)
             else:
                 stopped = self._interrupt(call)
         finally:
             self.is_waiting = False
-            self.seconds_at_prompts += prompts.seconds
+            self.seconds_at_prompts += deadline.at_prompts_s
             if self.elastic is not None:
                 self.elastic.end(call)
-        self._unfinished = [each for each in self._unfinished if each.unfinished]
-        is_left = call in self._unfinished
-        has_failed = stopped is not None or call.failed
-        self._broken |= call.broken or is_left or self._differ_after(call)
-        self._broken |= has_failed and self._differ_in_nccl()
+        self._conclude(call, stopped is not None)
+        return stopped
+
+    def _attend(self, call: Call, deadline: _Deadline) -> CellError | None:
+        """Act on what happens to a call until it has ended.
+
+        Returns:
+            As `see_through`.
+        """
+        watch = _Watch(self._registry, call, self.reader)
+        has_ended = False
+        while not has_ended:
+            self._check_interrupt(call)
+            if call.requests:
+                self._ask_user(call, watch.prompts, deadline)
+            elif call.lost:
+                self._end(call)
+                return None
+            elif deadline.has_passed:
+                return self._time_out(call, deadline)
+            elif (clash := watch.port_clash.look()) is not None:
+                self._end(call)
+                return PortInUse(f"{clash}{self._left_behind(call)}")
+            elif self._is_to_end_together(call, watch):
+                self._end(call)
+                return None
+            else:
+                watch.stall_detector.look()
+                self._release_from_dead()
+                watch.waiting = self._release_waiting(call, watch.waiting)
+                self._release_from_nccl(call, watch.nccl)
+                if self.elastic is not None:
+                    self.elastic.attend(call)
+            has_ended = call.wait(deadline.time, tick_s=PROBE_S)
+        return None
+
+    def _ask_user(self, call: Call, prompts: Prompts, deadline: _Deadline) -> None:
+        """Ask the user for the lines that ranks read."""
+        try:
+            prompts.attend()
+        finally:
+            deadline.at_prompts_s = prompts.seconds
+        if self.elastic is not None:
+            self.elastic.postpone(call, deadline.time)
+
+    def _is_to_end_together(self, call: Call, watch: _Watch) -> bool:
+        """Whether a rank's failure ends the others, which have had time to fail too."""
+        if not call.ends_together or not _has_failed(call):
+            return False
+        now = time.monotonic()
+        watch.failed_at = now if watch.failed_at is None else watch.failed_at
+        return now >= watch.failed_at + TOGETHER_GRACE_S
+
+    def _conclude(self, call: Call, is_stopped: bool) -> None:
+        """Note what a call has left behind, and renew groups that it has broken."""
+        if call.succeeded:
+            if call in self._unfinished:
+                self._unfinished.remove(call)
+        else:
+            self._unfinished = [each for each in self._unfinished if each.unfinished]
+            self._broken |= call.broken or call in self._unfinished
+        self._broken |= self._differ_after(call)
+        if is_stopped or (not call.succeeded and call.failed):
+            self._broken |= self._differ_in_nccl()
         with contextlib.suppress(KeyboardInterrupt):  # the next call does it then
             self._renew_if_broken()
-        return stopped
 
     def _check_interrupt(self, call: Call) -> None:
         """Raise KeyboardInterrupt if the call runs in the background and is to end."""
@@ -304,11 +361,11 @@ class CallSupervisor:
 
     # -- ending a call --------------------------------------------------------------
 
-    def _time_out(self, call: Call, timeout_s: float | None) -> CellError:
+    def _time_out(self, call: Call, deadline: _Deadline) -> CellError:
         where = self._positions(info.rank for info in call.unfinished)
         self._end(call, "timed out")
         return CellTimeout(
-            f"not finished after {timeout_s:g} s{where and ': '}{where}. "
+            f"not finished after {deadline.timeout_s:g} s{where and ': '}{where}. "
             f"{_survivors(call).capitalize()} were interrupted and keep their variables"
             f"{self._left_behind(call)}"
         )
@@ -375,8 +432,10 @@ class CallSupervisor:
 
     def _differ_after(self, call: Call) -> bool:
         """Whether some ranks have created process groups that other ranks have not."""
-        answers, processes = call.answers, call.processes
-        self._groups |= {processes[r]: answers[r].groups for r in answers}
+        groups = call.groups
+        if groups.items() <= self._groups.items():
+            return False
+        self._groups |= groups
         living = [info.engine_uuid for info in self._registry.living]
         return len({self._groups.get(uuid, 0) for uuid in living}) > 1
 

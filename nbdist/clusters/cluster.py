@@ -398,10 +398,11 @@ class Cluster:
             CellInterrupted: The wait for calls in the background was interrupted.
         """
         self._await_background()
-        died = self._live().died
+        registry = self._live()
         assert self._recovery is not None
         if not self._recovery.is_needed:
             return
+        died = registry.died
         if self._is_lost and self.config.on_failure == "replace":
             why = _whole_loss(died)
             outcome = self._restart_after(why)
@@ -1196,17 +1197,13 @@ class Cluster:
             ends_together=ends_together,
         )
         result = CellResult(output.results(call), self.size)
-        for failure in failures_of(call, self._live().host_of):
-            result[failure.rank].failure = failure
-        for failure in self._explained(result.failures):
-            result[failure.rank].failure = failure
-        if ends_together and stopped is None:
-            for failure in with_causes(result.failures):
-                result[failure.rank].failure = failure
-        self._failures = result.failures if target == endpoints.RUN_CELL else []
+        if not call.succeeded:
+            self._describe_failures(call, result, is_stopped=stopped is not None)
+        failures = result.failures
+        self._failures = failures if target == endpoints.RUN_CELL else []
         error = stopped
-        if error is None and check and not result.ok:
-            error = cell_error(result.failures, self.size)
+        if error is None and check and failures:
+            error = cell_error(failures, self.size)
         try:
             note = self._recover()
         except CellInterrupted as interrupted:
@@ -1219,6 +1216,18 @@ class Cluster:
                 _add_note(error, advice(call.ports_in_use))
             raise _with_result(error, result)
         return result
+
+    def _describe_failures(
+        self, call: Call, result: CellResult, *, is_stopped: bool
+    ) -> None:
+        """Set the failure of each rank, with what is known about its cause."""
+        for failure in failures_of(call, self._live().host_of):
+            result[failure.rank].failure = failure
+        for failure in self._explained(result.failures):
+            result[failure.rank].failure = failure
+        if call.ends_together and not is_stopped:
+            for failure in with_causes(result.failures):
+                result[failure.rank].failure = failure
 
     def _call(
         self,
@@ -1241,6 +1250,8 @@ class Cluster:
         call, stopped = self._attempt(
             target, selected, args, what, observer, timeout_s, needs_all=needs_all
         )
+        if call.succeeded and stopped is None:
+            return [answer.value for answer in call.answers.values()]
         failures = self._explained(failures_of(call, self._live().host_of))
         if stopped is not None or failures:
             transfer.refuse(answer.value for answer in call.answers.values())
@@ -1316,7 +1327,7 @@ class Cluster:
                 return None, self._save(error, call.entered)
             call.wait(time.monotonic() + LOSS_TIMEOUT_S)  # until each death is noticed
             stopped = None
-        elastic_call = call.lost_in
+        elastic_call = None if call.succeeded else call.lost_in
         if stopped is not None or elastic_call is None:
             return stopped, None
         if not self.fault_tolerant:

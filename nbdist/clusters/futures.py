@@ -111,7 +111,9 @@ class BackgroundCalls:
     @property
     def busy(self) -> bool:
         """Whether a call is unfinished and this is not the thread of the calls."""
-        return not self.is_this_thread and bool(self.unfinished())
+        if not self._pending or self.is_this_thread:
+            return False
+        return bool(self.unfinished())
 
     @property
     def is_this_thread(self) -> bool:
@@ -120,8 +122,10 @@ class BackgroundCalls:
 
     def is_interrupt_asked(self) -> bool:
         """Whether this is the thread of the calls, and its call must be interrupted."""
-        running = self._running if self.is_this_thread else None
-        return running is not None and running._is_interrupt_asked
+        running = self._running
+        if running is None or not running._is_interrupt_asked:
+            return False
+        return self.is_this_thread
 
     def take_interrupt(self) -> bool:
         """As `is_interrupt_asked`. The caller interrupts the call if this is true."""

@@ -16,7 +16,13 @@ from jupyter_client.session import Session
 
 from nbdist.errors import RankDied
 from nbdist.ipc import endpoints, serialization
-from nbdist.ipc.direct_socket import DirectSocket, head_of, path_of
+from nbdist.ipc.direct_socket import (
+    DirectSocket,
+    brief_packet,
+    head_of,
+    packet_of,
+    path_of,
+)
 from nbdist.ipc.signed_messages import (
     Gate,
     Opened,
@@ -308,7 +314,7 @@ class _Client(Client):  # type: ignore[misc]
             held_back = {
                 each.engine_uuid for each in self._exchanges.values() if each.holds_back
             }
-            self._exchanges |= {exchange.key: exchange for exchange in exchanges}
+            self._exchanges |= {(name, each.engine_uuid): each for each in exchanges}
             gone = [
                 (exchange, self._gone[exchange.engine_uuid])
                 for exchange in exchanges
@@ -327,24 +333,22 @@ class _Client(Client):  # type: ignore[misc]
             )
             return self.session.frames(message, frames)
 
-        def sent_directly(direct: DirectSocket) -> bool:
-            try:
-                if direct.header is None:
-                    direct.send_multipart(signed())
-                else:
-                    head = name, content["target"], content["what"]
-                    direct.send_brief(head, frames)
-            except OSError:  # the message is too large, or the engine has ended
-                return False
-            return True
+        @functools.cache
+        def packet(is_trusted: bool) -> list[Any]:
+            if not is_trusted:
+                return packet_of(signed())
+            return brief_packet((name, content["target"], content["what"]), frames)
 
         relayed = []
         for exchange in exchanges:
             uuid = exchange.engine_uuid
             direct = None if control or uuid in held_back else self.direct.get(uuid)
-            if direct is None or not sent_directly(direct):
-                exchange.holds_back = not control
-                relayed.append(uuid.encode())
+            if direct is not None:
+                with contextlib.suppress(OSError):  # too large, or the engine has ended
+                    direct.send(packet(direct.header is not None))
+                    continue
+            exchange.holds_back = not control
+            relayed.append(uuid.encode())
 
         def relay() -> None:
             for exchange, error in gone:

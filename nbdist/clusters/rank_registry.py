@@ -122,8 +122,10 @@ class RankRegistry:
             UsageError: A rank does not exist, or the selection is empty.
             RankDied: A rank has died.
         """
-        size = len(self._infos)
-        wanted = existing_ranks(range(size) if ranks is None else ranks, size)
+        if ranks is None:
+            wanted = sorted(self._infos)
+        else:
+            wanted = existing_ranks(ranks, len(self._infos))
         if self.lost:
             raise RankDied(f"{self.lost}: %dist_start starts a new cluster")
         died = self.died

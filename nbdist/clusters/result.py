@@ -108,10 +108,8 @@ class OutputCollector:
         """The result of each rank, once the call has ended."""
         results, answers = {}, call.answers
         for rank, process in call.processes.items():
-            stdout, stderr = (
-                "".join(self._text.get((process, name), []))
-                for name in ("stdout", "stderr")
-            )
+            stdout = "".join(self._text.get((process, "stdout"), []))
+            stderr = "".join(self._text.get((process, "stderr"), []))
             outputs = self._outputs.get(process, [])
             results[rank] = RankResult(rank, stdout, stderr, outputs)
             answer = answers.get(rank)

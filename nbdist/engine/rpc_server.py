@@ -39,7 +39,13 @@ from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import encodable, message_of
 from nbdist.ipc import endpoints, serialization
-from nbdist.ipc.direct_socket import DirectSocket, head_of, listen, path_of
+from nbdist.ipc.direct_socket import (
+    DirectSocket,
+    brief_packet,
+    head_of,
+    listen,
+    path_of,
+)
 from nbdist.ipc.signed_messages import (
     Gate,
     Opened,
@@ -250,7 +256,7 @@ class _Shell:
             with contextlib.suppress(OSError):  # too large, or the notebook has ended
                 if opened.is_brief:
                     name = opened.message["msg_id"]
-                    opened.direct.send_brief([name, *outcome], frames)
+                    opened.direct.send(brief_packet([name, *outcome], frames))
                 else:
                     _reply(self._kernel, opened.direct, opened, outcome, frames)
                 return

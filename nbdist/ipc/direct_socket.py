@@ -25,7 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DirectSocket", "head_of", "listen", "path_of"]
+__all__ = [
+    "DirectSocket",
+    "brief_packet",
+    "head_of",
+    "listen",
+    "packet_of",
+    "path_of",
+]
 
 MOST_BYTES = 1 << 16
 """The largest packet. A socket's buffer holds three of them."""
@@ -90,33 +97,26 @@ class DirectSocket:
     def close(self) -> None:
         self._end.close()
 
+    def send(self, packet: Sequence[Any]) -> None:
+        """Send a packet whole, or not at all.
+
+        Args:
+            packet: Made by `packet_of`, or by `brief_packet` if the other end trusts
+                the connection. It does if it has sent a message that this end has
+                admitted.
+
+        Raises:
+            OSError: The other end is too far behind, or it is closed.
+        """
+        self._end.sendmsg(packet, (), socket.MSG_NOSIGNAL)
+
     def send_multipart(self, frames: Sequence[Any], copy: bool = True) -> None:
         """Send a message whole, or not at all. The arguments are those of zmq's socket.
 
         Raises:
-            OSError: The message is too large, the other end is too far behind, or it
-                is closed.
+            OSError: As for `packet_of` and `send`.
         """
-        views = [memoryview(frame).cast("B") for frame in frames]
-        sizes = struct.pack(f"<{1 + len(views)}I", len(views), *map(len, views))
-        if len(sizes) + sum(map(len, views)) > MOST_BYTES:
-            raise OSError(errno.EMSGSIZE, "the message exceeds one packet")
-        self._end.sendmsg([sizes, *views], (), socket.MSG_NOSIGNAL)
-
-    def send_brief(self, head: Sequence[Any], frames: Sequence[Any]) -> None:
-        """Send a brief message, whole or not at all.
-
-        The other end must trust the connection. It does if it has sent a message that
-        this end has admitted.
-
-        Args:
-            head: What `head_of` returns at the other end: numbers, texts and None.
-            frames: The other frames.
-
-        Raises:
-            OSError: As `send_multipart` does.
-        """
-        self.send_multipart([_BRIEF, json.dumps(head).encode(), *frames])
+        self.send(packet_of(frames))
 
     def receive(self) -> list[memoryview] | None:
         """The frames of the next message; None if the other end is closed.
@@ -131,6 +131,32 @@ class DirectSocket:
         except ConnectionError:
             return None
         return _frames_of(packet) if packet else None
+
+
+def packet_of(frames: Sequence[Any]) -> list[Any]:
+    """The packet of a message. It refers to the frames, which are not copied.
+
+    Raises:
+        OSError: The message is too large for one packet.
+    """
+    views = [memoryview(frame).cast("B") for frame in frames]
+    sizes = struct.pack(f"<{1 + len(views)}I", len(views), *map(len, views))
+    if len(sizes) + sum(map(len, views)) > MOST_BYTES:
+        raise OSError(errno.EMSGSIZE, "the message exceeds one packet")
+    return [sizes, *views]
+
+
+def brief_packet(head: Sequence[Any], frames: Sequence[Any]) -> list[Any]:
+    """The packet of a brief message.
+
+    Args:
+        head: What `head_of` returns at the other end: numbers, texts and None.
+        frames: The other frames.
+
+    Raises:
+        OSError: The message is too large for one packet.
+    """
+    return packet_of([_BRIEF, json.dumps(head).encode(), *frames])
 
 
 def head_of(frames: Sequence[memoryview]) -> list[Any] | None:

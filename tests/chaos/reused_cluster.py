@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from tests.clusters import elastic_training
 
 from nbdist import Cluster
 from nbdist.clusters.startup import Progress
@@ -24,6 +23,7 @@ from tests.chaos.draw import RANKS
 from tests.chaos.faults import FolderFull
 from tests.chaos.moments import Marks
 from tests.cluster_processes import ClusterProcesses, rank_parent
+from tests.clusters import elastic_training
 from tests.processes import Footprint, wait_until
 
 __all__ = ["ReusedCluster"]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.clusters import elastic_training
 
 from nbdist import Cluster
 from tests.chaos.killer import Killer
+from tests.clusters import elastic_training
 from tests.clusters.elastic_training import SAMPLES, STEPS, weights
 from tests.processes import wait_until
 

@@ -6,11 +6,11 @@ import random
 import re
 
 import pytest
-from tests.clusters import flipped_bits
 
 from nbdist import CellError, Cluster
 from nbdist.session import Session
 from nbdist.wire import Comparison
+from tests.clusters import flipped_bits
 
 MODEL = """
 torch.manual_seed(0)

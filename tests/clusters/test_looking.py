@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.clusters import flipped_bits
 
 from nbdist import CellError, Cluster
 from nbdist.clusters.observer import Event, Quiet
 from nbdist.session import Session
 from nbdist.wire import format_ranks
+from tests.clusters import flipped_bits
 from tests.processes import wait_until
 
 DEADLINE_S = 10.0

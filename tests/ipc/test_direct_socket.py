@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.ipc.direct_socket import MOST_BYTES, DirectSocket, head_of, listen
+from nbdist.ipc.direct_socket import (
+    MOST_BYTES,
+    DirectSocket,
+    brief_packet,
+    head_of,
+    listen,
+)
 
 pytestmark = pytest.mark.skipif(
     not hasattr(socket, "SOCK_SEQPACKET"), reason="the system has no such sockets"
@@ -45,7 +51,7 @@ def test_messages_arrive_whole_and_in_order(ends: Ends):
 
 
 def test_a_brief_message_has_a_head_and_frames(ends: Ends):
-    ends[0].send_brief(["name", None, 1, "\udcff"], [b"frame", b""])
+    ends[0].send(brief_packet(["name", None, 1, "\udcff"], [b"frame", b""]))
     frames = ends[1].receive()
     assert frames is not None
     assert head_of(frames) == ["name", None, 1, "\udcff"]

@@ -13,7 +13,7 @@ import pytest
 
 from nbdist import Cluster
 from nbdist.ipc import endpoints, serialization
-from nbdist.ipc.direct_socket import DirectSocket, path_of
+from nbdist.ipc.direct_socket import DirectSocket, brief_packet, path_of
 from nbdist.session import Session
 from tests.processes import wait_until
 from tests.security.attack import (
@@ -142,6 +142,9 @@ class Changing:
         self._send(frames, **options)
         self.sent += 1
 
+    def send(self, packet: list[Any]) -> None:
+        self.send_multipart(packet[1:])  # without the sizes of the frames
+
 
 @pytest.mark.parametrize("way", ["controller", "direct sockets"])
 def test_changed_arguments_are_not_unpickled(
@@ -177,7 +180,7 @@ def test_a_brief_message_counts_only_after_a_signed_one(cluster: Cluster):
             path = path_of(registry.run_dir, info.engine_uuid)
             stranger = DirectSocket.connect(path)
             stack.callback(stranger.close)
-            stranger.send_brief(["a name", endpoints.RUN_CELL, "In[1]"], frames)
+            stranger.send(brief_packet(["a name", endpoints.RUN_CELL, "In[1]"], frames))
         wait_until(lambda: refused(cluster) == before + 4, DEADLINE_S)
     assert cluster["x"] == [[]] * 4
     client = registry.client._client
