@@ -336,6 +336,18 @@ class DistMagics(Magics):  # type: ignore[misc]
         display(self.session.inspect_table(line.strip()))
 
     @magic_arguments()
+    @argument("-n", default="10", help="number of tensors to show; default 10")
+    @line_magic
+    def dist_memory(self, line: str) -> None:
+        """Show what holds each rank's memory: its largest tensors, by name."""
+        args = _parse(self.dist_memory, line)
+        count = _number("-n", args.n, int)
+        if count < 1:
+            raise UsageError(f"-n {args.n}: expected 1 or more tensors")
+        for table in self.session.memory_tables(count):
+            display(table)
+
+    @magic_arguments()
     @argument(
         "-a", "--all", action="store_true", help="show the parts that are equal too"
     )

@@ -518,6 +518,13 @@ class Session:
         """The value of an expression on all ranks. Equal values share a row."""
         return looking.values_table(expression, self.cluster.look(expression))
 
+    def memory_tables(self, count: int) -> tuple[Table, Table]:
+        """The memory that each rank holds, and the `count` largest tensors."""
+        # A tensor that is among the largest of one rank may be further down on another.
+        reports = self.cluster.memory(max(100, 4 * count))
+        tensors = looking.tensors_table(reports, count)
+        return looking.memory_table(reports), tensors
+
     def diff_table(self, expression: str, *, everything: bool = False) -> Table:
         """The leaves of an expression's value that differ between ranks.
 

@@ -25,10 +25,12 @@ __all__ = [
     "DeviceSample",
     "ElasticCall",
     "Failure",
+    "HeldTensor",
     "InputReply",
     "InputRequest",
     "Join",
     "LeafComparison",
+    "MemoryReport",
     "Notice",
     "Outcome",
     "ProgressSnapshot",
@@ -370,6 +372,37 @@ class Shown:
     """As for `Variable`."""
     uncompared: str = ""
     """As for `Variable`."""
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """The memory that one tensor holds, or several that share it."""
+
+    name: str
+    """Where it is, such as "model.fc.weight"; "" if no name leads to it."""
+    kind: str
+    """The name of the tensor's class."""
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    size: int
+    """Bytes of its storage, of which a view may use a part."""
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory that one rank holds."""
+
+    sizes: dict[str, int | None]
+    """Bytes by name, as `nbdist.engine.control_handlers.memory` returns them."""
+    totals: dict[str, int]
+    """Bytes of all tensors that Python holds, by device."""
+    counts: dict[str, int]
+    """The number of these tensors by device. Tensors that share memory count once."""
+    largest: tuple[HeldTensor, ...]
+    """The largest tensors, the largest first."""
+    note: str = ""
+    """Why some tensors may have no name."""
 
 
 @dataclass(frozen=True)

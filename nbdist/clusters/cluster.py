@@ -65,6 +65,7 @@ from nbdist.wire import (
     Comparison,
     ElasticCall,
     Failure,
+    MemoryReport,
     RankInfo,
     Resume,
     Shown,
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster"]
 
-VARIABLES_TIMEOUT_S = 10.0
+LOOK_TIMEOUT_S = 10.0
 LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
 STOP_TIMEOUT_S = 5.0
@@ -1425,15 +1426,24 @@ class Cluster:
 
         A busy rank answers too. It is None for a rank that does not answer.
         """
+        return self._look_into(endpoints.VARIABLES, pattern)
+
+    def memory(self, count: int = 100) -> dict[int, MemoryReport | None]:
+        """What holds each rank's memory, for `%dist_memory`.
+
+        A busy rank answers too. The report is None for a rank that does not answer.
+
+        Args:
+            count: The number of tensors to describe, the largest first.
+        """
+        return self._look_into(endpoints.MEMORY_REPORT, count)
+
+    def _look_into(self, target: str, *args: object) -> dict[int, Any]:
+        """Call an endpoint that takes seconds on the ranks that answer at once."""
         registry = self._live()
         seen = registry.ask(endpoints.WHERE)
         answering = [rank for rank, where in seen.items() if where is not None]
-        answers = registry.ask(
-            endpoints.VARIABLES,
-            pattern,
-            ranks=answering,
-            timeout_s=VARIABLES_TIMEOUT_S,
-        )
+        answers = registry.ask(target, *args, ranks=answering, timeout_s=LOOK_TIMEOUT_S)
         return dict.fromkeys(seen) | answers
 
     def inspect(

@@ -19,13 +19,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from nbdist.engine import control_handlers
+from nbdist.engine.live_tensors import live_tensors
 from nbdist.engine.rank import this_rank
 from nbdist.errors import encodable, text_of
 from nbdist.training.digest import combined, digests_of
 from nbdist.training.leaves import Deadline, TooSlow, is_dataframe, leaves_of
-from nbdist.wire import Shown, Variable
+from nbdist.wire import MemoryReport, Shown, Variable
 
-__all__ = ["digest_of", "look", "text_in_full", "variables"]
+__all__ = ["digest_of", "look", "memory_report", "text_in_full", "variables"]
 
 T = TypeVar("T")
 
@@ -111,6 +113,24 @@ def _look(expression: str, limit_s: float) -> Shown:
             return Shown(text, *digest_of(expression, value, deadline))
         except TooSlow as error:
             return Shown(text, "", str(error))
+
+
+def memory_report(count: int) -> MemoryReport:
+    """What holds this rank's memory, also while its main thread is busy.
+
+    Args:
+        count: The number of tensors to describe.
+    """
+    limit_s = BUSY_LIMITS_S[0] if this_rank().activity else IDLE_LIMITS_S[0]
+    with _quick_switches():
+        held = live_tensors(limit_s)
+    return MemoryReport(
+        control_handlers.memory(),
+        dict(held.totals),
+        dict(held.counts),
+        tuple(held.largest(count)),
+        held.note,
+    )
 
 
 def text_in_full(value: object) -> str:

@@ -57,15 +57,16 @@ from nbdist.wire import REPLY, REQUEST, Outcome
 
 __all__ = ["RankSession", "answer_on", "describe", "function_of", "refused"]
 
-RUNS_USER_CODE = {
+MAY_TAKE_SECONDS = {
     endpoints.COMPLETE,
     endpoints.DESCRIBE,
     endpoints.LOOK,
+    endpoints.MEMORY_REPORT,
     endpoints.VARIABLES,
 }
-"""Endpoints that call methods of the user's objects, such as `__repr__`. A thread of
-their own answers them in turn, because they may take long and the control thread must
-still receive an interrupt."""
+"""Endpoints that look at all objects, or call methods of the user's, as `__repr__`. A
+thread of their own answers them in turn, because the control thread must still receive
+an interrupt."""
 _inspections: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -326,7 +327,7 @@ async def _answer_control(kernel: Any, opened: Opened) -> None:
     kernel.set_parent(opened.identities, message, channel="control")
     content = message["content"]
     stream = kernel.control_stream
-    if content["target"] in RUNS_USER_CODE:
+    if content["target"] in MAY_TAKE_SECONDS:
         loop = asyncio.get_running_loop()
 
         def inspect_and_reply() -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "INTERRUPT",
     "LOOK",
     "MEMORY",
+    "MEMORY_REPORT",
     "NCCL_CALLS",
     "POST_MORTEM",
     "PROGRESS",
@@ -82,6 +83,7 @@ ELASTIC_VARIABLES = "nbdist.engine.elastic:variables"
 ELASTIC_WANT_RESIZE = "nbdist.engine.elastic:want_resize"
 
 LOOK = "nbdist.engine.inspection:look"
+MEMORY_REPORT = "nbdist.engine.inspection:memory_report"
 VARIABLES = "nbdist.engine.inspection:variables"
 
 CANCEL_CHANGE = "nbdist.engine.membership:cancel"

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from nbdist.widgets.table import Table
-from nbdist.wire import Comparison, LeafComparison, Shown, Variable, format_ranks
+from nbdist.widgets.table import Table, bytes_text
+from nbdist.wire import (
+    Comparison,
+    HeldTensor,
+    LeafComparison,
+    MemoryReport,
+    Shown,
+    Variable,
+    format_ranks,
+)
 
-__all__ = ["diff_table", "values_table", "variables_table"]
+__all__ = [
+    "diff_table",
+    "memory_table",
+    "tensors_table",
+    "values_table",
+    "variables_table",
+]
 
 T = TypeVar("T", Shown, Variable)
+
+NOTABLE_BYTES = 1 << 20
+"""Memory below this needs no explanation."""
 
 
 def variables_table(answers: Mapping[int, Sequence[Variable] | None]) -> Table:
@@ -19,12 +37,11 @@ def variables_table(answers: Mapping[int, Sequence[Variable] | None]) -> Table:
     Args:
         answers: The variables of each rank; None for a rank that does not answer.
     """
-    silent = [rank for rank, answer in answers.items() if answer is None]
     by_name: dict[str, dict[int, Variable]] = {}
     for rank, variables in answers.items():
         for variable in variables or []:
             by_name.setdefault(variable.name, {})[rank] = variable
-    everywhere = len(answers) - len(silent)
+    everywhere = sum(answer is not None for answer in answers.values())
     rows: list[list[object]] = []
     reasons: dict[str, str] = {}
     for name in sorted(by_name):
@@ -36,8 +53,7 @@ def variables_table(answers: Mapping[int, Sequence[Variable] | None]) -> Table:
                 reasons.setdefault(name, each.uncompared)
     header = ["name", "ranks", "type", "shape", "dtype", "device", "value"]
     notes = [f"{name} is not compared: {why}" for name, why in reasons.items()]
-    if silent:
-        notes.append(f"rank {format_ranks(silent)} does not answer")
+    notes += _silence(answers)
     return Table(header, rows, "\n".join(notes))
 
 
@@ -51,9 +67,7 @@ def values_table(expression: str, shown: Mapping[int, Shown | None]) -> Table:
     rows = [[_where(ranks, 0, each), each.text] for ranks, each in groups]
     reasons = dict.fromkeys(each.uncompared for _, each in groups if each.uncompared)
     notes = [f"not compared: {why}" for why in reasons]
-    silent = [rank for rank, each in shown.items() if each is None]
-    if silent:
-        notes.append(f"rank {format_ranks(silent)} does not answer")
+    notes += _silence(shown)
     return Table(["ranks", expression], rows, "\n".join(notes))
 
 
@@ -70,6 +84,89 @@ def diff_table(
     return Table(
         ["leaf", "form", "ranks", "difference"], rows, _summary(expression, comparison)
     )
+
+
+def memory_table(reports: Mapping[int, MemoryReport | None]) -> Table:
+    """The memory that each rank holds on each device.
+
+    Args:
+        reports: The report of each rank; None for a rank that does not answer.
+    """
+    rows: list[list[object]] = []
+    notes: list[str] = []
+    for rank, report in reports.items():
+        if report is None:
+            continue
+        for device in sorted({*report.totals, "cpu"}):
+            total, count = report.totals.get(device, 0), report.counts.get(device, 0)
+            of_torch, of_process, unseen = _sizes_on(device, total, report.sizes)
+            tensors = [f"{count:,}", bytes_text(total)]
+            rows.append([rank, device, *tensors, of_torch, of_process])
+            if unseen > NOTABLE_BYTES:
+                notes.append(
+                    f"rank {rank}: {bytes_text(unseen)} on {device} are in tensors "
+                    "that no Python object refers to, such as those that autograd has "
+                    "saved for backward"
+                )
+    notes += _silence(reports)
+    tensors = ["tensors", "their memory"]
+    header = ["rank", "device", *tensors, "torch's allocator", "process"]
+    return Table(header, rows, "\n".join(notes))
+
+
+def tensors_table(reports: Mapping[int, MemoryReport | None], count: int) -> Table:
+    """The largest tensors of the ranks. Tensors of one name and form share a row.
+
+    Args:
+        reports: As for `memory_table`.
+        count: The number of rows.
+    """
+    alike: dict[tuple[object, ...], tuple[HeldTensor, Counter[int]]] = {}
+    answered = 0
+    notes: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        if report is None:
+            continue
+        answered += 1
+        if report.note:
+            notes.setdefault(report.note, []).append(rank)
+        for held in report.largest:
+            kind_of_device = held.device.partition(":")[0]
+            form = held.kind, held.shape, held.dtype, kind_of_device, held.size
+            _, numbers = alike.setdefault((held.name, *form), (held, Counter()))
+            numbers[rank] += 1
+    rows: list[list[object]] = []
+    ordered = sorted(alike.values(), key=lambda each: -each[0].size)
+    for held, numbers in ordered[:count]:
+        where = "all" if len(numbers) == answered else format_ranks(numbers)
+        name, number = held.name or "(no name leads to it)", max(numbers.values())
+        name = f"{name} ×{number}" if number > 1 else name
+        size = bytes_text(held.size)
+        rows.append([name, where, held.kind, held.shape, held.dtype, size])
+    header = ["largest tensors", "ranks", "class", "shape", "dtype", "memory"]
+    texts = [f"rank {format_ranks(ranks)}: {note}" for note, ranks in notes.items()]
+    return Table(header, rows, "\n".join(texts))
+
+
+def _sizes_on(
+    device: str, total: int, sizes: Mapping[str, int | None]
+) -> tuple[str, str, int]:
+    """What torch's allocator and the process hold, and the bytes of unseen tensors."""
+    if device == "cpu":
+        return "", bytes_text(sizes.get("resident")), 0
+    allocated, reserved = sizes.get("allocated"), sizes.get("reserved")
+    if allocated is None or reserved is None:
+        return "", "", 0
+    of_torch = f"{bytes_text(allocated)} of {bytes_text(reserved)} reserved"
+    if (limit := sizes.get("limit")) is not None:
+        of_torch += f", at most {bytes_text(limit)}"
+    return of_torch, bytes_text(sizes.get("process")), allocated - total
+
+
+def _silence(answers: Mapping[int, object]) -> list[str]:
+    """A note on the ranks that do not answer."""
+    silent = [rank for rank, answer in answers.items() if answer is None]
+    return [f"rank {format_ranks(silent)} does not answer"] if silent else []
 
 
 def _verdict(leaf: LeafComparison) -> str:

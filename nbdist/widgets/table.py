@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -65,9 +66,11 @@ def _lines_of(row: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def bytes_text(size: int | None) -> str:
-    """A size in bytes, as text in MiB or GiB; "" for None."""
+    """A size in bytes, as text in KiB, MiB or GiB; "" for None."""
     if size is None:
         return ""
+    if 0 < size < 2**20:
+        return f"{math.ceil(size / 2**10)} KiB"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 

@@ -145,3 +145,20 @@ def test_ranks_with_tensors_on_other_devices_differ(
             "model = torch.nn.Linear(2, 2)\nmodel.register_buffer('x', x)\n"
             "nbdist.check_replicas(model)"
         )
+
+
+def test_what_holds_the_memory_of_a_gpu_is_named(cluster: Cluster):
+    cluster.execute(
+        "weights = torch.nn.Parameter(torch.zeros(3_000_000))\n"
+        "saved = (weights * weights).exp()\n"
+        "torch.cuda.synchronize()"
+    )
+    for rank, report in cluster.memory().items():
+        assert report is not None
+        held = report.largest[0]
+        assert (held.name, held.size) == ("weights", 12_000_000)
+        device = cluster.ranks[rank].device
+        assert held.device == device
+        assert report.totals[device] < (report.sizes["allocated"] or 0), (
+            "exp has saved a tensor for backward"
+        )

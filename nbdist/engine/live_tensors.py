@@ -1,0 +1,264 @@
+"""What holds a rank's memory: the storages of its live tensors, by the names of cells.
+
+Several tensors may share one storage, as views do. A storage counts once. Tensors that
+only C++ holds, such as those that autograd has saved for backward, are not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import math
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from types import FrameType, FunctionType, ModuleType, TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nbdist.collectives import registry
+from nbdist.engine import cells
+from nbdist.engine.rank import this_rank
+from nbdist.ipc.stacks import Frame, from_user_code
+from nbdist.training.leaves import Deadline, TooSlow
+from nbdist.wire import HeldTensor
+
+__all__ = ["HeldTensors", "live_tensors"]
+
+ATOMS = (str, bytes, int, float, complex, type, ModuleType, FunctionType)
+"""Types whose objects hold no tensors, or none of the user's."""
+SEQUENCES = (list, tuple, set, frozenset, deque)
+MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module whose entries are its attributes too."""
+CHECK_EVERY = 1000
+"""Objects between two looks at the deadline."""
+
+Named = tuple[str, object]
+
+
+class HeldTensors:
+    """The storages of this rank's tensors.
+
+    Args:
+        deadline: When to stop looking for names.
+    """
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.totals: Counter[str] = Counter()
+        """Bytes of all storages, by device."""
+        self.counts: Counter[str] = Counter()
+        """The number of storages, by device."""
+        self.note = ""
+        """Why some tensors may have no name."""
+        self._held: dict[int, HeldTensor] = {}
+        """By the storage's address."""
+        try:
+            for name, tensor in _Search(deadline).tensors():
+                self._add(name, tensor)
+        except TooSlow as error:
+            self.note = f"some names are missing: to find them takes too long ({error})"
+        for each in gc.get_objects():
+            if issubclass(type(each), Tensor):
+                self._add("", each)
+
+    def largest(self, count: int) -> list[HeldTensor]:
+        """The largest storages, the largest first."""
+        ordered = sorted(self._held.values(), key=lambda held: -held.size)
+        return ordered[:count]
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # its parts are tensors too
+            return
+        try:
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # sparse or opaque
+            return
+        if not size or tensor.is_meta:
+            return
+        device = str(tensor.device)
+        before = self._held.get(key)
+        if before is None:
+            self.totals[device] += size
+            self.counts[device] += 1
+        elif not name or math.prod(before.shape) >= tensor.numel():
+            return  # of several tensors, the largest describes the storage
+        self._held[key] = HeldTensor(
+            name,
+            type(tensor).__name__,
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            device,
+            size,
+        )
+
+
+def live_tensors(limit_s: float) -> HeldTensors:
+    """The storages of all tensors of this process. Nothing is kept alive or moved.
+
+    Args:
+        limit_s: Seconds for the search for names.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        return HeldTensors(Deadline(limit_s))
+
+
+class _Search:
+    """Finds the tensors that a name leads to, each once and by its shortest name.
+
+    It runs no code of the user's classes.
+    """
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._seen: set[int] = set()
+        self._parameters: dict[int, str] = {}
+        """The name of each parameter, by id."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Raises TooSlow after the deadline."""
+        variables = list(_variables())
+        modules = [each for each in variables if issubclass(type(each[1]), nn.Module)]
+        yield from self._below(modules)  # an optimizer then knows its parameters' names
+        yield from self._below(variables)
+        yield from self._below(_local_variables())
+        yield from self._below(_kept_by_ipython())
+        for _, tensor in self._below(("", group) for group in registry.live):
+            yield "nbdist's own buffer", tensor
+
+    def _below(self, roots: Iterable[Named]) -> Iterator[tuple[str, Tensor]]:
+        waiting = deque(roots)
+        for number in itertools.count():
+            if not waiting:
+                return
+            if number % CHECK_EVERY == 0:
+                self._deadline.check()
+            name, value = waiting.popleft()
+            # The type, because `isinstance` asks the value for its class.
+            kind = type(value)
+            if id(value) in self._seen or value is None or issubclass(kind, ATOMS):
+                continue
+            self._seen.add(id(value))
+            if issubclass(kind, Tensor):
+                tensor = cast(Tensor, value)
+                self._parameters[id(value)] = name
+                yield name, tensor
+                waiting.extend(_parts_of_tensor(name, tensor))
+            elif issubclass(kind, torch.optim.Optimizer):
+                waiting.extend(self._parts_of_optimizer(name, value))
+            else:
+                waiting.extend(_parts(name, value))
+
+    def _parts_of_optimizer(self, name: str, optimizer: Any) -> Iterator[Named]:
+        """The parameters, and the state of each."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            own = f"{name}.param_groups parameter {index}"
+            yield own, parameter
+            label = self._parameters.get(id(parameter), f"parameter {index}")
+            for key, each in list(optimizer.state.get(parameter, {}).items()):
+                yield f"{name}.state[{label}][{_key_text(key)}]", each
+
+
+def _variables() -> Iterator[Named]:
+    """The user's variables."""
+    shell = this_rank().shell
+    for name, value in dict(shell.user_ns).items():
+        if not name.startswith("_") and name not in shell.user_ns_hidden:
+            yield name, value
+
+
+def _local_variables() -> Iterator[Named]:
+    """Variables of functions that run, and of those in which the last cell failed."""
+    rank = this_rank()
+    running = sys._current_frames().get(rank.main_thread)
+    if rank.activity is not None and running is not None:
+        yield from _locals_of(_calls_to(running), "")
+    error = cells.last_error()
+    if error is not None:
+        frames = _frames_in(error.__traceback__)
+        yield from _locals_of(frames, " of the last error's traceback")
+
+
+def _locals_of(frames: list[FrameType], what: str) -> Iterator[Named]:
+    described = [
+        Frame(each.f_code.co_filename, each.f_lineno, each.f_code.co_name)
+        for each in frames
+    ]
+    theirs = len(from_user_code(described))
+    for frame in frames[len(frames) - theirs :]:
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function's
+            for name, value in _snapshot(frame).items():
+                yield f"{frame.f_code.co_name}(): {name}{what}", value
+
+
+def _snapshot(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a function's call."""
+    variables = frame.f_locals
+    snapshot = dict(variables)
+    if isinstance(variables, dict):  # before Python 3.13, the frame keeps this copy
+        variables.clear()
+    return snapshot
+
+
+def _calls_to(frame: FrameType | None) -> list[FrameType]:
+    """A frame and its callers, outermost first."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def _frames_in(trace: TracebackType | None) -> list[FrameType]:
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return frames
+
+
+def _kept_by_ipython() -> Iterator[Named]:
+    """The results of earlier cells, `Out[5]` and `_`."""
+    shell = this_rank().shell
+    for number, value in dict(shell.user_ns.get("_oh", {})).items():
+        yield f"Out[{number}]", value
+    for name in ("_", "__", "___"):
+        yield name, shell.user_ns.get(name)
+
+
+def _parts_of_tensor(name: str, tensor: Tensor) -> Iterator[Named]:
+    if tensor.is_leaf and tensor.grad is not None:
+        yield f"{name}.grad", tensor.grad
+    if is_traceable_wrapper_subclass(tensor):
+        yield name, getattr(tensor, "_local_tensor", None)
+
+
+def _parts(name: str, value: Any) -> Iterator[Named]:
+    """The values that a container or an object holds, with their names."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        for key, each in list(dict.items(value)):
+            yield f"{name}[{_key_text(key)}]", each
+    for sequence in SEQUENCES:
+        if issubclass(kind, sequence):
+            for index, each in enumerate(list(sequence.__iter__(value))):
+                yield f"{name}[{index}]", each
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return
+    for key, each in list(attributes.items()):
+        if issubclass(kind, nn.Module) and key in MODULE_PARTS:
+            for part, held in list(each.items()):
+                yield f"{name}.{part}", held
+        else:
+            yield f"{name}.{key}", each
+
+
+def _key_text(key: object) -> str:
+    return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
