@@ -517,8 +517,9 @@ class Group:
         """
         self.finish()
         self._end_together()
-        self.abort(CollectiveAborted("this group of ranks was closed"))
-        self._worker.stop()
+        closed = CollectiveAborted("this group of ranks was closed")
+        self.abort(closed)
+        self._worker.stop(closed)
         self._connection.close()
         live.discard(self)
 

@@ -20,6 +20,9 @@ class Worker:
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._end: BaseException | None = None
+        """The error of jobs that are submitted after `stop`."""
         self.last: Handle | None = None
         """The handle of the last job; None before the first."""
 
@@ -34,14 +37,21 @@ class Worker:
         return threading.current_thread() is self._thread
 
     def submit(self, body: Callable[[], None], handle: Handle) -> Handle:
-        """Run `body` after all earlier jobs, and complete `handle` at its end."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name=self._name, daemon=True
-            )
-            self._thread.start()
-        self.last = handle
-        self._jobs.put((body, handle))
+        """Run `body` after all earlier jobs, and complete `handle` at its end.
+
+        After `stop`, the handle ends with the error of `stop`.
+        """
+        with self._lock:
+            if self._end is not None:
+                handle.complete(self._end)
+                return handle
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=self._name, daemon=True
+                )
+                self._thread.start()
+            self.last = handle
+            self._jobs.put((body, handle))
         return handle
 
     def drain(self) -> None:
@@ -52,9 +62,15 @@ class Worker:
             last.add_done_callback(lambda _: ended.set())
             ended.wait()
 
-    def stop(self) -> None:
-        """End the thread after the submitted jobs. Safe to call twice."""
-        self._jobs.put(None)
+    def stop(self, error: BaseException) -> None:
+        """End the thread after the submitted jobs. Safe to call twice.
+
+        Args:
+            error: The error of later jobs, which are not run.
+        """
+        with self._lock:
+            self._end = error
+            self._jobs.put(None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from nbdist.engine import ddp_modules
 from nbdist.engine.inspection import digest_of, text_in_full
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import step, transfer_step
@@ -208,6 +209,7 @@ def adopt_variables(shipment: shm_payload.Shipment) -> tuple[str, str] | None:
         values = serialization.loads_named(shm_payload.frames_of(shipment), limits.step)
     except _CannotTravel as error:
         return limits.name, str(error)
+    ddp_modules.register_hooks()
     rank.shell.push(values)
     # A function from another rank brings the globals that it uses, such as `rank`.
     rank.tell_namespace()

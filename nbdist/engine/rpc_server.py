@@ -303,6 +303,7 @@ async def _answer_main(
     except BaseException as error:  # noqa: BLE001
         # Any error becomes the reply, because the notebook waits for a reply.
         ok, frames = False, serialization.dumps(describe(error))
+        world.current().note_failure()
     finally:
         debugger.end_tracing()
         end_forked_child()

@@ -16,7 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from nbdist.collectives.torch_backend.process_group import original_error
-from nbdist.engine import cell_names, shared_default_group
+from nbdist.engine import cell_names, shared_default_group, world
 from nbdist.engine.cells import (
     CellReply,
     release_failure,
@@ -70,6 +70,8 @@ def run_script(
                 _enter_environment(stack, module, path, args, n_ps, keep, variables)
                 failure = _run(module, path)
                 failure = release_failure() or failure
+                if failure is not None:
+                    world.current().note_failure()
         finally:
             if keep:
                 _leave_variables(module)

@@ -16,9 +16,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from nbdist.engine import ddp_modules
 from nbdist.errors import UsageError
 
-__all__ = ["destroy", "make", "own_groups"]
+__all__ = ["begin_again", "destroy", "make", "own_groups"]
 
 REPLACED = {"gloo", "nccl", "mpi", "ucc", "nbdist"}
 """Backends that the shared group replaces."""
@@ -29,16 +30,24 @@ _requested: str | None = None
 """The backend of the last call of `dist.init_process_group`."""
 _others: tuple[dist.ProcessGroup, ...] = ()
 """Groups that were made before the running script, which cannot destroy them."""
+_last: dist.ProcessGroup | None = None
+"""The shared group that was destroyed last, until the next one is made."""
 
 
 def make(backend: str, **options: Any) -> None:
     """Make the default group, as `dist.init_process_group` does, and share it.
 
-    Every rank must call.
+    DDP modules of the shared group before it continue with this one. Every rank must
+    call.
     """
-    global _requested, _shared
+    global _last, _requested, _shared
     _init(backend, **options)
-    _shared, _requested = dist.group.WORLD, None
+    group = dist.group.WORLD
+    assert group is not None
+    _shared, _requested = group, None
+    if _last is not None:
+        ddp_modules.continue_with(group, _last)
+        _last = None
     for module in (dist, c10d):
         module.init_process_group = _init_process_group  # type: ignore[attr-defined]
         module.destroy_process_group = _destroy_process_group  # type: ignore[attr-defined]
@@ -46,10 +55,16 @@ def make(backend: str, **options: Any) -> None:
     dist.get_backend = _get_backend
 
 
+def begin_again() -> None:
+    """Have DDP modules forget a step that was not completed. Every rank must call."""
+    if _shared is not None:
+        ddp_modules.continue_with(_shared, _shared)
+
+
 def destroy() -> None:
     """Destroy all process groups, the user's included. Waits for no other rank."""
-    global _shared
-    _shared = None
+    global _last, _shared
+    _last, _shared = _shared or _last, None
     if dist.is_initialized():
         _destroy()
 

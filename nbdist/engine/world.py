@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist.collectives import Group, any_broken, renew_groups, set_default_group
-from nbdist.engine import torch_group
+from nbdist.engine import ddp_modules, shared_default_group, torch_group
 from nbdist.engine.rank import this_rank
 from nbdist.errors import WrongProcess
 from nbdist.ipc import roles
@@ -46,7 +46,7 @@ class World:
         self.local_rank, self.local_size = _local_numbers(comm)
         self.shared = comm.Dup()
         """The communicator for the user's own calls of mpi4py."""
-        self._shared_revoked = self._nccl_aborted = False
+        self._shared_revoked = self._nccl_aborted = self._has_open_step = False
         self.group = Group(comm, generation=generation)
         set_default_group(self.group)
 
@@ -81,10 +81,15 @@ class World:
             self.shared.Revoke()
         self._shared_revoked = True
 
+    def note_failure(self) -> None:
+        """Note what a failed cell has left behind."""
+        self._has_open_step |= ddp_modules.has_open_step()
+
     @property
     def broken(self) -> bool:
-        """Whether a communicator or group of this rank must be rebuilt."""
-        return self._shared_revoked or self._nccl_aborted or any_broken()
+        """Whether a communicator, a group or a DDP module must be rebuilt."""
+        flags = self._shared_revoked, self._nccl_aborted, self._has_open_step
+        return any(flags) or any_broken()
 
     def renew(self) -> None:
         """Begin the next generation with the same ranks. Every rank must call."""
@@ -99,6 +104,8 @@ class World:
             self._nccl_aborted = False
         torch_group.equalize_group_counts(self.comm)
         renew_groups(self.generation)
+        shared_default_group.begin_again()
+        self._has_open_step = False
 
     def _nccl_has_failed(self) -> bool:
         """Whether NCCL's groups must be made again. Every rank must call.

@@ -63,4 +63,18 @@ def test_the_worker_keeps_the_order_and_continues_after_errors() -> None:
     assert first.is_success()
     assert last.is_success()
     assert isinstance(failing.exception(), ZeroDivisionError)
-    worker.stop()
+    worker.stop(ValueError("stopped"))
+
+
+def test_a_stopped_worker_ends_later_jobs_with_an_error() -> None:
+    worker = Worker("test")
+    gate = threading.Event()
+    earlier = worker.submit(lambda: gate.wait(10), Handle("earlier"))
+    worker.stop(ValueError("stopped"))
+    ran: list[int] = []
+    late = worker.submit(lambda: ran.append(1), Handle("late"))
+    with pytest.raises(ValueError, match="stopped"):
+        late.wait(10)
+    gate.set()
+    assert earlier.wait(10)
+    assert not ran
