@@ -376,6 +376,16 @@ class DistMagics(Magics):  # type: ignore[misc]
         print(self.session.stacks_text(everything=args.all))
 
     @magic_arguments()
+    @argument("-n", default="20", help="number of calls to show, default 20")
+    @argument("-r", "--ranks", help="show these ranks only, such as 0,2-3")
+    @line_magic
+    def dist_collectives(self, line: str) -> None:
+        """Show the last collectives of each rank, also of blocked and dead ranks."""
+        args = _parse(self.dist_collectives, line)
+        count = _number("-n", args.n, int)
+        display(self.session.cluster.collectives(parse_ranks(args.ranks), count=count))
+
+    @magic_arguments()
     @argument(
         "names",
         nargs="+",

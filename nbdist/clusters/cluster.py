@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 
     from nbdist.clusters.call import Call
     from nbdist.clusters.call_supervisor import CallSupervisor
+    from nbdist.clusters.collective_history import CollectiveHistory
     from nbdist.clusters.elastic import Elastic
     from nbdist.clusters.rank_registry import RankRegistry
     from nbdist.clusters.recovery import Recovery
@@ -1412,6 +1413,43 @@ class Cluster:
             everything: Begin with the calls that lead to the user's code.
         """
         return self._live().ask(endpoints.STACK, everything)
+
+    def collectives(
+        self, ranks: Iterable[int] | None = None, *, count: int = 20
+    ) -> CollectiveHistory:
+        """The ranks' last collectives and messages, also of ranks that have died.
+
+        Each rank records its last 1,000 calls in shared memory, which this reads, also
+        while the ranks are blocked or stopped. The calls of a process that has died are
+        kept until the next change of the world's members.
+
+        Args:
+            ranks: The ranks to show; None for all.
+            count: The number of calls to show.
+
+        Returns:
+            The calls, shown as a table. Its `summary` says in which call the ranks
+            parted.
+
+        Raises:
+            UsageError: A rank does not exist, or `count` is not 1 or more.
+            NotRunning: The cluster was not started.
+        """
+        from nbdist.clusters.collective_history import CollectiveHistory
+
+        if count < 1:
+            raise UsageError(f"-n {count}: expected a number of calls, 1 or more")
+        chosen = None if ranks is None else existing_ranks(ranks, self.size)
+        registry = self._live()
+        records = registry.flight_records()
+        living = {info.name for info in registry.living}
+        return CollectiveHistory(
+            records,
+            {each.name for each in records} - living,
+            time.monotonic_ns(),
+            count=count,
+            ranks=chosen,
+        )
 
     def last_seen(self, rank: int) -> str:
         """The position of a rank when it last answered in a cell; "" if not known.

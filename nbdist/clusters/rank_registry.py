@@ -23,6 +23,8 @@ from nbdist.clusters.startup import Started
 from nbdist.clusters.startup_status import ends_within, runs
 from nbdist.clusters.supervisor_client import Loss
 from nbdist.errors import ClusterError, RankDied
+from nbdist.ipc.flight_record import FlightRecord, read_folder, remove_others
+from nbdist.ipc.private_files import memory_folder
 from nbdist.ipc.process_files import (
     read_exit_report,
     read_reason,
@@ -61,6 +63,8 @@ class RankRegistry:
         self.last_locations: dict[int, tuple[str, float]] = {}
         """For each rank, its last known position in a cell, and when (monotonic clock).
         """
+        self._last_records: list[FlightRecord] = []
+        """The records that were read when all ranks had ended at once."""
         self.lost = ""
         """The reason if all ranks have ended at once, else ""."""
         self._lock = threading.Condition()  # notified of each death
@@ -97,15 +101,24 @@ class RankRegistry:
     def __getitem__(self, rank: int) -> RankInfo:
         return self._infos[rank]
 
+    def flight_records(self) -> list[FlightRecord]:
+        """What the ranks have recorded, also those that have died since the last change
+        of the world."""
+        return self._last_records or read_folder(memory_folder(self.run_dir))
+
     def host_of(self, rank: int) -> str:
         return self._infos[rank].host
 
     def begin(self, infos: Iterable[RankInfo]) -> None:
         """Replace all ranks by those of a new generation."""
         self._exit_monitor.close()
+        before = self.infos
         with self._lock:
             self._infos = {info.rank: info for info in infos}
             self._died.clear()
+        with contextlib.suppress(OSError):  # the folder was moved, or is not private
+            names = {info.name for info in (*before, *self.infos)}
+            remove_others(memory_folder(self.run_dir), names)
         self.last_locations.clear()
         self._watch_order()
         self._pipes.hold(self.infos)
@@ -246,6 +259,8 @@ class RankRegistry:
         If the process has aborted, a rank that ended before it, or whose parent did, is
         recorded with its own exit code or signal, because it can be the cause.
         """
+        with contextlib.suppress(OSError):  # the folder was moved, or is not private
+            self._last_records = self.flight_records()  # the folder is removed next
         self.lost = loss.reason
         # Another signal was sent to this process from outside.
         earlier = self._exit_order.ended_before(loss.pid) if loss.aborted else set()

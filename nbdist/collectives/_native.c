@@ -1,11 +1,12 @@
-/* Reductions in shared memory between the ranks of one host. A call runs from its first
- * to its last step without the interpreter.
+/* Reductions in shared memory between the ranks of one host, and the flight recorder. A
+ * call runs from its first to its last step without the interpreter.
  *
- * Where this file is not compiled, `sync/semaphore_barrier.py` and
- * `transports/shared_memory.py` do the same in Python on the same memory.
+ * Where this file is not compiled, `sync/semaphore_barrier.py`,
+ * `transports/shared_memory.py` and `flight_recorder.py` do the same in Python on the
+ * same memory.
  *
- * No argument from Python is used as an address. A Barrier maps the segment from a
- * descriptor. The address of a tensor comes from the tensor, after a check of its type,
+ * No argument from Python is used as an address. A Barrier and a Recorder map their
+ * memory from a descriptor. The address of a tensor comes from the tensor, after a check of its type,
  * device, dtype, size and layout.
  */
 #define PY_SSIZE_T_CLEAN
@@ -23,13 +24,16 @@
 #include <sys/stat.h>
 #include <time.h>
 
-#define EDITION 4 /* of the interface to Python: raise it together with native.py's */
+#define EDITION 5 /* of the interface to Python: raise it together with native.py's */
 #define MOST_RANKS 64
 #define LINE_BYTES 64
 #define SHARE_ELEMENTS 64 /* shares start at multiples of this, as in slots.py */
 #define LONG_BYTES 32768  /* larger calls release the GIL */
 #define CHUNK_BYTES 8192
 #define MOST_PLANS 512
+#define HEAD_BYTES 64    /* of a flight record, as in ipc/flight_record.py */
+#define TEXT_BYTES 180   /* of one call in it */
+#define MOST_PASSED 16   /* calls under way that are not overwritten */
 
 /* The monotonic clock, or else the wall clock. If the wall clock is set back during a
  * wait, the wait lasts longer. */
@@ -888,30 +892,390 @@ static PyType_Spec reduction_spec = {
     .slots = reduction_slots,
 };
 
+/* -- Recorder: the last calls of this process, in a file that outlives it -------------- */
+
+enum { SCHEDULED = 1, RUNNING, DONE, FAILED };
+
+typedef struct {
+    uint64_t commit; /* the call's ticket; 0 while the entry is written */
+    uint64_t sequence;
+    int64_t fingerprint;
+    int64_t scheduled_ns, started_ns, ended_ns;
+    uint32_t state, group, generation;
+    int32_t rank, cell, line;
+    uint16_t length, unused; /* bytes of the whole text */
+    char text[TEXT_BYTES];
+} Entry;
+
+typedef struct {
+    char magic[8];
+    uint64_t last; /* the ticket given last; a ticket's entry is at ticket % count */
+    int64_t clock_offset_ns;
+    uint32_t count, pid;
+} Head;
+
+_Static_assert(sizeof(Entry) == 256 && sizeof(Head) <= HEAD_BYTES, "flight_record.py");
+
+typedef struct {
+    PyObject_HEAD
+    Head *head;
+    Entry *entries;
+    uint32_t count;
+} Recorder;
+
+static int
+recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"descriptor", "count", NULL};
+    int descriptor;
+    unsigned int count;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iI", names, &descriptor, &count))
+        return -1;
+    if (self->head) {
+        PyErr_SetString(PyExc_RuntimeError, "this recorder is already initialised");
+        return -1;
+    }
+    size_t bytes = HEAD_BYTES + (size_t)count * sizeof(Entry);
+    struct stat status;
+    if (!count || fstat(descriptor, &status) || status.st_size < 0 ||
+        (uint64_t)status.st_size < bytes) {
+        PyErr_Format(PyExc_ValueError, "descriptor %d: expected a file of %zu bytes",
+                     descriptor, bytes);
+        return -1;
+    }
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (memory == MAP_FAILED) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return -1;
+    }
+    self->head = memory;
+    self->entries = (Entry *)((char *)memory + HEAD_BYTES);
+    self->count = count;
+    return 0;
+}
+
+static void
+recorder_dealloc(Recorder *self)
+{
+    if (self->head)
+        munmap(self->head, HEAD_BYTES + (size_t)self->count * sizeof(Entry));
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot recorder_slots[] = {
+    {Py_tp_init, recorder_init},
+    {Py_tp_dealloc, recorder_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec recorder_spec = {
+    .name = "nbdist.collectives._native.Recorder",
+    .basicsize = sizeof(Recorder),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = recorder_slots,
+};
+
+static int64_t
+now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* The ticket of the next call. Calls that are under way keep their entries, except if
+ * many of them follow each other. */
+static uint64_t
+next_ticket(Recorder *self)
+{
+    uint64_t ticket = self->head->last;
+    for (int passed = 0; passed <= MOST_PASSED; passed++) {
+        uint32_t state = self->entries[++ticket % self->count].state;
+        if (state != SCHEDULED && state != RUNNING)
+            break;
+    }
+    return self->head->last = ticket;
+}
+
+/* The entry of a call; NULL if a later call has overwritten it. */
+static Entry *
+entry_of(Recorder *self, uint64_t ticket)
+{
+    Entry *entry = &self->entries[ticket % self->count];
+    return ticket && entry->commit == ticket ? entry : NULL;
+}
+
+/* -- CallLog: what one group writes to the recorder ------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    Recorder *recorder;
+    unsigned long long sequence; /* number of collectives started */
+    unsigned int group, generation;
+    int rank;
+    size_t length; /* of the members */
+    char members[TEXT_BYTES];
+} CallLog;
+
+static bool has_made(void *self, const char *name, PyObject *object);
+
+static int
+log_init(CallLog *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"recorder", "group", "generation", "rank", "members", NULL};
+    PyObject *recorder;
+    unsigned int group, generation;
+    int rank;
+    const char *members;
+    Py_ssize_t length;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OIIiy#", names, &recorder, &group,
+                                     &generation, &rank, &members, &length))
+        return -1;
+    if (self->recorder) {
+        PyErr_SetString(PyExc_RuntimeError, "this log is already initialised");
+        return -1;
+    }
+    if (!has_made(self, "Recorder", recorder))
+        return -1;
+    Py_INCREF(recorder);
+    self->recorder = (Recorder *)recorder;
+    self->group = group;
+    self->generation = generation;
+    self->rank = rank;
+    self->length = (size_t)length < TEXT_BYTES ? (size_t)length : TEXT_BYTES;
+    memcpy(self->members, members, self->length);
+    return 0;
+}
+
+static void
+log_dealloc(CallLog *self)
+{
+    Py_XDECREF((PyObject *)self->recorder);
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static bool
+is_open(const CallLog *self)
+{
+    if (!self->recorder)
+        PyErr_SetString(PyExc_RuntimeError, "this log is not initialised");
+    return self->recorder;
+}
+
+typedef struct {
+    const char *text;
+    Py_ssize_t length;
+    long long fingerprint;
+} CallKind;
+
+/* Writes the entry of a new call, and returns its ticket. A process that is killed here
+ * leaves an entry whose `commit` is 0. */
+static uint64_t
+write_entry(CallLog *self, const CallKind *kind, uint32_t state, uint64_t sequence)
+{
+    uint64_t ticket = next_ticket(self->recorder);
+    Entry *entry = &self->recorder->entries[ticket % self->recorder->count];
+    __atomic_store_n(&entry->commit, 0, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    entry->sequence = sequence;
+    entry->fingerprint = kind->fingerprint;
+    entry->scheduled_ns = entry->started_ns = now_ns();
+    entry->ended_ns = 0;
+    entry->state = state;
+    entry->group = self->group;
+    entry->generation = self->generation;
+    entry->rank = self->rank;
+    entry->cell = entry->line = 0;
+    size_t whole = self->length + (size_t)kind->length, room = TEXT_BYTES - self->length;
+    entry->length = whole < UINT16_MAX ? (uint16_t)whole : UINT16_MAX;
+    memcpy(entry->text, self->members, self->length);
+    memcpy(entry->text + self->length, kind->text,
+           (size_t)kind->length < room ? (size_t)kind->length : room);
+    __atomic_store_n(&entry->commit, ticket, __ATOMIC_RELEASE);
+    return ticket;
+}
+
+static uint64_t
+write_started(CallLog *self, const CallKind *kind)
+{
+    return write_entry(self, kind, RUNNING, ++self->sequence);
+}
+
+static void
+write_end(CallLog *self, uint64_t ticket, bool ok)
+{
+    Entry *entry = entry_of(self->recorder, ticket);
+    if (!entry)
+        return;
+    entry->ended_ns = now_ns();
+    __atomic_store_n(&entry->state, ok ? DONE : FAILED, __ATOMIC_RELEASE);
+}
+
+static bool
+read_kind(PyObject *text, PyObject *fingerprint, CallKind *kind)
+{
+    char *bytes;
+    kind->fingerprint = PyLong_AsLongLong(fingerprint);
+    if ((kind->fingerprint == -1 && PyErr_Occurred()) ||
+        PyBytes_AsStringAndSize(text, &bytes, &kind->length) < 0)
+        return false;
+    kind->text = bytes;
+    return true;
+}
+
+/* Whether the log is open and got `count` arguments. */
+static bool
+has_arguments(const CallLog *self, Py_ssize_t got, Py_ssize_t count, const char *usage)
+{
+    if (got != count)
+        PyErr_SetString(PyExc_TypeError, usage);
+    return got == count && is_open(self);
+}
+
+static PyObject *
+log_begin(CallLog *self, PyObject *const *args, Py_ssize_t count)
+{
+    CallKind kind;
+    if (!has_arguments(self, count, 2, "begin(text, fingerprint)") ||
+        !read_kind(args[0], args[1], &kind))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(write_started(self, &kind));
+}
+
+static PyObject *
+log_schedule(CallLog *self, PyObject *const *args, Py_ssize_t count)
+{
+    CallKind kind;
+    if (!has_arguments(self, count, 2, "schedule(text, fingerprint)") ||
+        !read_kind(args[0], args[1], &kind))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(write_entry(self, &kind, SCHEDULED, 0));
+}
+
+static PyObject *
+log_message(CallLog *self, PyObject *const *args, Py_ssize_t count)
+{
+    CallKind kind;
+    if (!has_arguments(self, count, 3, "message(text, fingerprint, sequence)") ||
+        !read_kind(args[0], args[1], &kind))
+        return NULL;
+    unsigned long long sequence = PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    return PyLong_FromUnsignedLongLong(write_entry(self, &kind, RUNNING, sequence));
+}
+
+static PyObject *
+log_start(CallLog *self, PyObject *ticket)
+{
+    unsigned long long number = PyLong_AsUnsignedLongLong(ticket);
+    if (PyErr_Occurred() || !is_open(self))
+        return NULL;
+    self->sequence++;
+    Entry *entry = entry_of(self->recorder, number);
+    if (entry) {
+        entry->sequence = self->sequence;
+        entry->started_ns = now_ns();
+        __atomic_store_n(&entry->state, RUNNING, __ATOMIC_RELEASE);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+log_locate(CallLog *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!has_arguments(self, count, 3, "locate(ticket, cell, line)"))
+        return NULL;
+    unsigned long long ticket = PyLong_AsUnsignedLongLong(args[0]);
+    long cell = PyErr_Occurred() ? 0 : PyLong_AsLong(args[1]);
+    long line = PyErr_Occurred() ? 0 : PyLong_AsLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    Entry *entry = entry_of(self->recorder, ticket);
+    if (entry) {
+        entry->cell = (int32_t)cell;
+        entry->line = (int32_t)line;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+log_end(CallLog *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (!has_arguments(self, count, 2, "end(ticket, ok)"))
+        return NULL;
+    unsigned long long ticket = PyLong_AsUnsignedLongLong(args[0]);
+    int ok = PyErr_Occurred() ? -1 : PyObject_IsTrue(args[1]);
+    if (ok < 0)
+        return NULL;
+    write_end(self, ticket, ok);
+    Py_RETURN_NONE;
+}
+
+#define FAST(FUNCTION) (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, NULL
+
+static PyMethodDef log_methods[] = {
+    {"begin", FAST(log_begin)},
+    {"schedule", FAST(log_schedule)},
+    {"message", FAST(log_message)},
+    {"start", (PyCFunction)log_start, METH_O, NULL},
+    {"locate", FAST(log_locate)},
+    {"end", FAST(log_end)},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef log_members[] = {
+    {"sequence", T_ULONGLONG, offsetof(CallLog, sequence), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot log_slots[] = {
+    {Py_tp_init, log_init},       {Py_tp_dealloc, log_dealloc},
+    {Py_tp_methods, log_methods}, {Py_tp_members, log_members},
+    {0, NULL},
+};
+
+static PyType_Spec log_spec = {
+    .name = "nbdist.collectives._native.CallLog",
+    .basicsize = sizeof(CallLog),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = log_slots,
+};
+
 /* -- QuickCalls: the all-reduces of a group in which no rank is late ------------------- */
 
 typedef struct {
     PyObject_HEAD
     Barrier *barrier;
-    PyObject *plans;          /* {(op, dtype, shape): (Reduction, fingerprint)} */
-    unsigned long long count; /* number of calls started */
-    Reduction *waiting;       /* the one whose call is under way */
+    CallLog *log;
+    PyObject *plans;           /* {(op, dtype, shape): (Reduction, fingerprint, text)} */
+    unsigned long long ticket; /* of the last call in the log */
+    Reduction *waiting;        /* the one whose call is under way */
 } QuickCalls;
 
 static int
 quick_init(QuickCalls *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"barrier", NULL};
-    PyObject *barrier;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &barrier))
+    static char *names[] = {"barrier", "log", NULL};
+    PyObject *barrier, *log;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO", names, &barrier, &log))
         return -1;
     if (self->barrier) {
         PyErr_SetString(PyExc_RuntimeError, "these quick calls are already initialised");
         return -1;
     }
-    if (!has_made(self, "Barrier", barrier) || !(self->plans = PyDict_New()))
+    if (!has_made(self, "Barrier", barrier) || !has_made(self, "CallLog", log) ||
+        (!self->plans && !(self->plans = PyDict_New())))
         return -1;
     Py_INCREF(barrier);
+    Py_INCREF(log);
+    self->log = (CallLog *)log;
     self->barrier = (Barrier *)barrier;
     return 0;
 }
@@ -921,6 +1285,7 @@ quick_dealloc(QuickCalls *self)
 {
     Py_XDECREF(self->plans);
     Py_XDECREF((PyObject *)self->waiting);
+    Py_XDECREF((PyObject *)self->log);
     Py_XDECREF((PyObject *)self->barrier);
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -936,15 +1301,16 @@ is_made(const QuickCalls *self)
     return self->barrier;
 }
 
-/* keep(op, shape, reduction, fingerprint): makes `all_reduce` use the reduction for
- * tensors of this shape and of the reduction's dtype. */
+/* keep(op, shape, reduction, fingerprint, text): makes `all_reduce` use the reduction for
+ * tensors of this shape and of the reduction's dtype. The text is for the log. */
 static PyObject *
 quick_keep(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 4 || !is_made(self) || !PyTuple_Check(args[1]) ||
-        !has_made(self, "Reduction", args[2])) {
+    if (count != 5 || !is_made(self) || !PyTuple_Check(args[1]) ||
+        !PyBytes_Check(args[4]) || !has_made(self, "Reduction", args[2])) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "keep(op, shape, reduction, fingerprint)");
+            PyErr_SetString(PyExc_TypeError,
+                            "keep(op, shape, reduction, fingerprint, text)");
         return NULL;
     }
     const Reduction *reduction = (Reduction *)args[2];
@@ -970,7 +1336,7 @@ quick_keep(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
     if (PyDict_Size(self->plans) >= MOST_PLANS) /* shapes may never repeat */
         PyDict_Clear(self->plans);
     PyObject *key = PyTuple_Pack(3, args[0], reduction->kind.dtype, args[1]);
-    PyObject *plan = PyTuple_Pack(2, args[2], args[3]);
+    PyObject *plan = PyTuple_Pack(3, args[2], args[3], args[4]);
     int kept = key && plan ? PyDict_SetItem(self->plans, key, plan) : -1;
     Py_XDECREF(key);
     Py_XDECREF(plan);
@@ -1015,7 +1381,11 @@ quick_all_reduce(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
         Py_RETURN_FALSE;
     }
     Reduction *reduction = (Reduction *)PyTuple_GetItem(plan, 0);
-    long long fingerprint = PyLong_AsLongLong(PyTuple_GetItem(plan, 1));
+    CallKind kind;
+    if (!read_kind(PyTuple_GetItem(plan, 2), PyTuple_GetItem(plan, 1), &kind)) {
+        Py_DECREF(plan);
+        return NULL;
+    }
     char *address;
     int found = forgive(memory_of(tensor, reduction->kind.bytes, &address));
     const Barrier *barrier = self->barrier;
@@ -1025,13 +1395,14 @@ quick_all_reduce(QuickCalls *self, PyObject *const *args, Py_ssize_t count)
         Py_DECREF(plan);
         return found < 0 ? NULL : PyBool_FromLong(0);
     }
-    self->count++;
+    self->ticket = write_started(self->log, &kind);
     reduction->output = address;
     Py_INCREF(tensor);
     Py_INCREF((PyObject *)reduction);
     Py_DECREF(plan);
-    PyObject *outcome = begin(reduction, fingerprint, tensor, false);
+    PyObject *outcome = begin(reduction, kind.fingerprint, tensor, false);
     if (outcome == Py_True) {
+        write_end(self->log, self->ticket, true);
         Py_DECREF((PyObject *)reduction);
         return outcome;
     }
@@ -1051,6 +1422,7 @@ quick_resume(QuickCalls *self, PyObject *Py_UNUSED(none))
     }
     PyObject *outcome = advance(waiting, true);
     if (outcome != Py_None) {
+        write_end(self->log, self->ticket, outcome == Py_True);
         self->waiting = NULL;
         Py_DECREF((PyObject *)waiting);
     }
@@ -1080,8 +1452,8 @@ quick_release(QuickCalls *self, PyObject *Py_UNUSED(none))
 }
 
 static PyMethodDef quick_methods[] = {
-    {"keep", (PyCFunction)(void (*)(void))quick_keep, METH_FASTCALL, NULL},
-    {"all_reduce", (PyCFunction)(void (*)(void))quick_all_reduce, METH_FASTCALL, NULL},
+    {"keep", FAST(quick_keep)},
+    {"all_reduce", FAST(quick_all_reduce)},
     {"resume", (PyCFunction)quick_resume, METH_NOARGS, NULL},
     {"hold", (PyCFunction)quick_hold, METH_NOARGS, NULL},
     {"release", (PyCFunction)quick_release, METH_NOARGS, NULL},
@@ -1089,7 +1461,7 @@ static PyMethodDef quick_methods[] = {
 };
 
 static PyMemberDef quick_members[] = {
-    {"count", T_ULONGLONG, offsetof(QuickCalls, count), READONLY, NULL},
+    {"ticket", T_ULONGLONG, offsetof(QuickCalls, ticket), READONLY, NULL},
     {"waiting", T_OBJECT, offsetof(QuickCalls, waiting), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
@@ -1174,6 +1546,8 @@ fill(PyObject *module)
     bool filled = find_types() && add_kernel_names(module) &&
                   add_type(module, &barrier_spec, "Barrier") &&
                   add_type(module, &reduction_spec, "Reduction") &&
+                  add_type(module, &recorder_spec, "Recorder") &&
+                  add_type(module, &log_spec, "CallLog") &&
                   add_type(module, &quick_spec, "QuickCalls") &&
                   PyModule_AddIntConstant(module, "EDITION", EDITION) == 0 &&
                   PyModule_AddIntConstant(module, "MOST_RANKS", MOST_RANKS) == 0 &&

@@ -22,7 +22,7 @@ _HEADINGS: tuple[str, ...] = (
 class Call:
     """A call that this rank is in. Its call site is looked up on demand."""
 
-    __slots__ = ("call_site", "kind", "sequence", "thread", "timeout")
+    __slots__ = ("call_site", "kind", "sequence", "thread", "ticket", "timeout")
 
     def __init__(
         self,
@@ -35,6 +35,8 @@ class Call:
         self.call_site = call_site
         self.thread = threading.get_ident()
         self.sequence = 0
+        self.ticket = 0
+        """The call's ticket in the group's log; 0 before it is recorded."""
 
     @property
     def label(self) -> str:

@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as BelowAutograd
 
 from nbdist.collectives.call import Call, describe_mismatch, describe_timeout
 from nbdist.collectives.call_site import CallSite, find_call_site
+from nbdist.collectives.flight_recorder import CallLog, open_log
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.mailbox import Mailbox, MailHooks, Message
 from nbdist.collectives.reduction import ReduceOp
@@ -97,7 +99,6 @@ class Group:
         self.generation = generation
         self.ranks = tuple(range(comm.size) if ranks is None else ranks)
         self.config = config or CollectiveConfig.from_environment()
-        self._sequence = 0
         self._error: BaseException | None = None
         self._deadline = math.inf
         self._call: Call | None = None
@@ -109,21 +110,33 @@ class Group:
         """The number of this group. The groups of a process are numbered in the order
         in which they were made."""
         self._connect()
-        self.identity = self.ranks, self._connection.largest(self.number)
-        """Equal on all members, and different for every open group."""
         live.add(self)
 
     def _connect(self) -> None:
         self._hooks = Hooks(
-            self._pass_barrier, self._raise_mismatch, self._check, leave_notes
+            self._pass_barrier, self._raise_mismatch, self._check, self._on_late
         )
         self._connection: Connection = connect(self.comm, self.config, self._hooks)
+        self.identity = self.ranks, self._connection.largest(self.number)
+        """Equal on all members, and different for every open group."""
+        self._log = self._new_log()
         reductions = self._connection.reductions
-        self.quick = None if reductions is None else reductions.quick
+        self.quick = None if reductions is None else reductions.quick_calls(self._log)
         """Makes all-reduces in C; None without the compiled module."""
-        mail_hooks = MailHooks(self.raise_if_aborted, self._wait_for, self.abort)
+        self._message_counts: Counter[tuple[str, int | None]] = Counter()
+        mail_hooks = MailHooks(
+            self.raise_if_aborted,
+            self._wait_for,
+            self.abort,
+            self._begin_message,
+            self._end_message,
+        )
         self.mailbox = Mailbox(self._connection.mail, mail_hooks)
         """Point-to-point messages among the members."""
+
+    def _new_log(self) -> CallLog:
+        rank = self.ranks[self.rank]
+        return open_log(self.identity[1], self.generation, rank, self.ranks)
 
     # -- what a collective needs ---------------------------------------------------
 
@@ -204,7 +217,7 @@ class Group:
         reduction = reductions.plan("all_reduce", name, tensor.dtype, length)
         if reduction is not None:
             fingerprint = kind.fingerprint if self.config.check else 0
-            self.quick.keep(op, tensor.shape, reduction, fingerprint)
+            self.quick.keep(op, tensor.shape, reduction, fingerprint, kind.text)
 
     def finish_quick(
         self, kind: Signature, timeout: float | timedelta | None = None
@@ -217,8 +230,9 @@ class Group:
         Raises:
             CollectiveMismatch, CollectiveTimeout, CollectiveAborted: As for `run`.
         """
+        assert self.quick is not None
         call = Call(kind, timeout)
-        call.sequence = self.sequence
+        call.sequence, call.ticket = self.sequence, self.quick.ticket
         self._run_body(call, self._await_quick)
 
     def _await_quick(self) -> None:
@@ -234,6 +248,7 @@ class Group:
     def break_quick(self, error: BaseException) -> None:
         """Break the group if `error` has interrupted a call of `quick`."""
         if self.quick is not None and self.quick.waiting is not None:
+            self._log.end(self.quick.ticket, False)
             self._break(Call(_ALL_REDUCE), error)
 
     def _check_gpu(self, device: torch.device) -> None:
@@ -296,7 +311,8 @@ class Group:
             if not async_op and (self._worker.is_current or not self._worker.busy):
                 self._run(call, body, has_barrier)
                 return None
-            call.call_site = call.call_site or find_call_site(sys._getframe())
+            call.ticket = self._log.schedule(call.kind.text, call.kind.fingerprint)
+            self._locate(call)
             handle = Handle(call.kind.operation, self.abort)
             body = for_any_thread(body, call.kind.device, self._check)
             if self.quick is not None:
@@ -313,15 +329,33 @@ class Group:
             quick = self.quick
             if quick is not None:
                 self._hold(quick)
+            ok = False
             try:
                 if self._error is not None:
                     self.raise_if_aborted()
-                self._sequence += 1
+                if call.ticket:
+                    self._log.start(call.ticket)
+                else:
+                    call.ticket = self._log.begin(call.kind.text, call.kind.fingerprint)
                 call.sequence = self.sequence
                 self._run_body(call, body, has_barrier)
+                ok = True
             finally:
+                self._log.end(call.ticket, ok)
                 if quick is not None:
                     quick.release()
+
+    def _locate(self, call: Call) -> None:
+        """Find the call site in this thread's stack, and record it."""
+        site = call.call_site = call.call_site or find_call_site(sys._getframe())
+        self._log.locate(call.ticket, site.cell or 0, site.line or 0)
+
+    def _on_late(self) -> None:
+        """Record where the current call was made, because it waits for a rank."""
+        call = self._call
+        if call is not None:
+            self._locate(call)
+        leave_notes()
 
     def _hold(self, quick: QuickCalls) -> None:
         if not quick.hold():  # another thread is in a quick call
@@ -377,6 +411,7 @@ class Group:
     def _raise_mismatch(self) -> NoReturn:
         call = self._call
         assert call is not None
+        self._locate(call)
         record = pickle.dumps(call.record(self.ranks[self.rank]))
         records = self._connection.barrier.exchange(record, self._check)
         table = describe_mismatch([pickle.loads(each) for each in records])
@@ -427,7 +462,6 @@ class Group:
         with self._turn:  # another thread's call has ended too
             self._connection.discard()
             self.generation = generation
-            self._sequence = 0
             self._error = None
             self._connect()
 
@@ -475,7 +509,7 @@ class Group:
     @property
     def sequence(self) -> int:
         """The number of collectives started since the group was made or renewed."""
-        return self._sequence + (0 if self.quick is None else self.quick.count)
+        return self._log.sequence
 
     @property
     def gpu(self) -> torch.device | None:
@@ -548,6 +582,7 @@ class Group:
             "rank: call collectives in the cell, or in the main process"
         )
         self._worker = Worker("none")  # threads stay with the parent
+        self._log = self._new_log()  # the record is the parent's
         self.quick = None
 
     @property
@@ -565,6 +600,15 @@ class Group:
             return record
         peer = self.ranks[record.root]
         return replace(record, root=peer, members=(own, peer))
+
+    def _begin_message(self, kind: Signature) -> int:
+        """Record a message. Returns its ticket."""
+        self._message_counts[kind.operation, kind.root] += 1
+        count = self._message_counts[kind.operation, kind.root]
+        return self._log.message(kind.text, kind.fingerprint, count)
+
+    def _end_message(self, ticket: int, ok: bool) -> None:
+        self._log.end(ticket, ok)
 
     def _wait_for(self, message: Message | None) -> None:
         self._awaited = None if message is None else Call(message.kind)

@@ -47,6 +47,10 @@ class MailHooks:
     """Called with the message for which this thread waits, and with None at the end."""
     on_leave: Callable[[BaseException], None]
     """Called with the error that ended a wait before the message was complete."""
+    on_start: Callable[[Signature], int] = lambda _: 0
+    """Called with the signature of each message. Returns its ticket."""
+    on_end: Callable[[int, bool], None] = lambda *_: None
+    """Called with the ticket of a message that has ended, and whether it arrived."""
 
 
 class Message(dist.Work):
@@ -71,6 +75,7 @@ class Message(dist.Work):
         self._hooks = hooks
         self._check_arrived = check_arrived
         self._flat = flat  # keeps the memory whose address MPI has
+        self._ticket = hooks.on_start(kind)
         self._status = MPI.Status()
         self._arrived = False
         self.error: NbdistError | None = None
@@ -82,6 +87,7 @@ class Message(dist.Work):
         """Whether the message was sent or received, or has failed (see `error`)."""
         if not self._arrived and self._test():
             self._arrived = True
+            self._hooks.on_end(self._ticket, self.error is None)
         return self._arrived
 
     def _test(self) -> bool:
@@ -125,6 +131,10 @@ class Message(dist.Work):
             wait_until(self.is_completed, check)
         except KeyboardInterrupt as error:
             self._hooks.on_leave(error)  # MPI may still write to the tensor
+            self._hooks.on_end(self._ticket, False)
+            raise
+        except (CollectiveAborted, CollectiveMismatch):
+            self._hooks.on_end(self._ticket, False)
             raise
         finally:
             self._hooks.on_wait(None)

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import torch
 
+from nbdist.ipc.flight_record import call_text
+
 __all__ = ["Signature", "signature"]
 
 _LIMIT = 4096
@@ -29,6 +31,8 @@ class Signature:
     device: str
     fingerprint: int
     """A 63-bit digest of the fields above, equal in every process and never 0."""
+    text: bytes
+    """The fields above, as the flight recorder writes them."""
 
 
 @lru_cache(_LIMIT)
@@ -44,4 +48,8 @@ def signature(
     name = "object" if dtype is None else str(dtype).removeprefix("torch.")
     parts = (operation, reduce_op, root, name, tuple(shape), device)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return Signature(*parts, fingerprint=int.from_bytes(digest, "little") >> 1 or 1)
+    return Signature(
+        *parts,
+        fingerprint=int.from_bytes(digest, "little") >> 1 or 1,
+        text=call_text(operation, reduce_op, root, name, device, shape),
+    )

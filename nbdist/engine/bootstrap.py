@@ -16,7 +16,7 @@ from nbdist.ipc import loopback
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import FORKED, STARTED
 from nbdist.ipc.prctl import name_process
-from nbdist.ipc.private_files import rendezvous_folder
+from nbdist.ipc.private_files import memory_folder, rendezvous_folder
 from nbdist.ipc.process_files import JOINING, Process
 
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     if os.environ.get(STARTED) == FORKED:
         _bound_openblas(assignment.threads)
     process.report_stage(JOINING)
+    from nbdist.collectives import flight_recorder
     from nbdist.engine import torch_group, world
 
+    flight_recorder.record_in(memory_folder(process.run_dir), process.name)
     if process.generation:
         here = world.join_running(process.rank, process.generation)
     else:

@@ -101,11 +101,24 @@ MAKERS: list[Callable[[random.Random], object]] = [
     lambda r: native.Barrier.__new__(native.Barrier),
     lambda r: native.Reduction.__new__(native.Reduction),
     lambda r: native.QuickCalls.__new__(native.QuickCalls),
+    lambda r: native.Recorder.__new__(native.Recorder),
+    lambda r: native.CallLog.__new__(native.CallLog),
+    lambda r: r.choice([b"", b"0-3", b"\tall_reduce", b"x" * 1000]),
 ]
 METHODS = {
     "Barrier": ["arrive", "resume", "__init__"],
     "Reduction": ["run", "run_lists", "resume", "__init__"],
     "QuickCalls": ["keep", "all_reduce", "resume", "hold", "release", "__init__"],
+    "Recorder": ["__init__"],
+    "CallLog": [
+        "begin",
+        "schedule",
+        "message",
+        "start",
+        "locate",
+        "end",
+        "__init__",
+    ],
 }
 
 
@@ -133,7 +146,9 @@ class Fuzzer:
         if chance < 0.1 or not self.made:
             self.keep(self.sensible())
         elif chance < 0.2:
-            kind = self.random.choice([native.Barrier, native.Reduction])
+            kind = self.random.choice(
+                [native.Barrier, native.Reduction, native.Recorder]
+            )
             self.keep(kind(*(self.draw() for _ in range(self.random.randrange(9)))))
         elif chance < 0.25:
             self.random.choice(self.made).stopped = self.draw()
@@ -144,24 +159,32 @@ class Fuzzer:
             getattr(target, name)(*(self.draw() for _ in range(arity)))
 
     def sensible(self) -> object:
-        """A valid Barrier, Reduction or QuickCalls."""
+        """A valid Barrier, Reduction, QuickCalls or CallLog."""
         alone = [each for each in self.made if type(each) is native.Barrier]
-        kind = self.random.randrange(4)
+        kind = self.random.randrange(5)
+        if kind == 4:
+            return self.log()
         if kind == 0 or not alone:
             size = self.random.choice([1, 1, 1, 2])
             place = self.random.randrange(size), size, 4096, 4096 * size
             return native.Barrier(DESCRIPTORS[2], *place, 0, 1, 0.0)
         barrier = self.random.choice(alone)
         if kind == 1:
-            quick = native.QuickCalls(barrier)
+            quick = native.QuickCalls(barrier, self.log())
             made = native.Reduction(barrier, native.ALL_REDUCE, 0, 4, 1024, 0)
-            quick.keep("sum", (4,), made, 1)
+            quick.keep("sum", (4,), made, 1, b"\tall_reduce")
             return quick
         length = self.random.choice([0, 4, 4, 300, 9000])
         kernel = self.random.choice([0, 0, self.random.randrange(len(native.KERNELS))])
         return native.Reduction(
             barrier, self.random.randrange(3), kernel, length, 1024, 0
         )
+
+    def log(self) -> object:
+        """A log of few calls, so that they overwrite each other."""
+        recorder = native.Recorder(DESCRIPTORS[2], 3)
+        self.keep(recorder)
+        return native.CallLog(recorder, 0, 0, 0, b"0-3")
 
     def keep(self, made: object) -> None:
         self.made.append(made)

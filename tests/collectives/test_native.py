@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nbdist.collectives.reduction import reduce_rows
 from nbdist.collectives.transports.native import find_compiled
+from nbdist.ipc import flight_record
 
 ROOT = Path(__file__).parents[2]
 BUILD = "from setuptools import setup; setup()"
@@ -27,6 +28,7 @@ AT_ONCE_BYTES = 1024
 SLOT_BYTES = 4096
 """Bytes of a rank's slot, so few that tensors of 1000 elements have many blocks."""
 FINGERPRINT = 12345
+TEXT = flight_record.call_text("all_reduce", "sum", None, "float32", "cpu", (4,))
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,14 @@ def barriers(native: ModuleType, size: int) -> list[Any]:
     ]
     os.close(descriptor)
     return made
+
+
+def call_log(native: ModuleType) -> Any:
+    """The log of a group of one rank."""
+    descriptor = flight_record.open_unnamed()
+    recorder = native.Recorder(descriptor, flight_record.CALLS)
+    os.close(descriptor)
+    return native.CallLog(recorder, 0, 0, 0, b"0")
 
 
 def reductions(
@@ -242,12 +252,13 @@ def test_parameters_and_tensors_of_any_shape_are_accepted(native: ModuleType) ->
 
 def test_a_quick_call_starts_only_if_no_call_is_held(native: ModuleType) -> None:
     (barrier,) = barriers(native, 1)
-    quick = native.QuickCalls(barrier)
+    log = call_log(native)
+    quick = native.QuickCalls(barrier, log)
     kernel = native.KERNELS.index("sum float32")
     made = native.Reduction(barrier, native.ALL_REDUCE, kernel, 4, AT_ONCE_BYTES, 0)
     tensor = torch.ones(2, 2)
     assert quick.all_reduce(tensor, "sum") is False  # it is not known yet
-    quick.keep("sum", tensor.shape, made, FINGERPRINT)
+    quick.keep("sum", tensor.shape, made, FINGERPRINT, TEXT)
     assert quick.all_reduce(tensor, "sum") is True
     assert quick.all_reduce(tensor.view(4), "sum") is False
     assert quick.all_reduce(tensor, "max") is False
@@ -256,22 +267,23 @@ def test_a_quick_call_starts_only_if_no_call_is_held(native: ModuleType) -> None
     assert quick.all_reduce(tensor, "sum") is False
     quick.release()
     assert quick.all_reduce(tensor, "sum") is True
-    assert quick.count == 2
+    assert log.sequence == 2
     barrier.stopped = True
     assert quick.all_reduce(tensor, "sum") is False
 
 
 def test_a_quick_call_that_waits_for_a_rank_is_resumed(native: ModuleType) -> None:
     made = reductions(native, "sum", torch.float32, 2, 4)
-    quick = [native.QuickCalls(barrier) for barrier in barriers(native, 2)]
+    log = call_log(native)
+    quick = [native.QuickCalls(barrier, log) for barrier in barriers(native, 2)]
     with pytest.raises(ValueError, match="other tensors"):
-        quick[0].keep("sum", (4,), made[0], FINGERPRINT)  # another group's
+        quick[0].keep("sum", (4,), made[0], FINGERPRINT, TEXT)  # another group's
     quick = []
     kernel = native.KERNELS.index("sum float32")
     for barrier in barriers(native, 2):
         reduction = native.Reduction(barrier, native.ALL_REDUCE, kernel, 4, 1024, 0)
-        quick.append(native.QuickCalls(barrier))
-        quick[-1].keep("sum", (4,), reduction, FINGERPRINT)
+        quick.append(native.QuickCalls(barrier, log))
+        quick[-1].keep("sum", (4,), reduction, FINGERPRINT, TEXT)
     tensors = [torch.ones(4), torch.ones(4)]
     assert quick[0].all_reduce(tensors[0], "sum") is None
     assert quick[0].waiting is not None

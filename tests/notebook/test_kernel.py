@@ -342,6 +342,7 @@ def test_push_pull_inspect_and_vars_work(notebook: Notebook):
     assert "number" in table
     assert "square" not in table
     assert "rank 0-1" in notebook.run("%dist_stacks").text
+    assert "rank 1" in notebook.run("%dist_collectives -n 3 -r 1").text
 
 
 def test_push_and_pull_take_expressions(notebook: Notebook):
@@ -792,6 +793,7 @@ def test_a_cluster_starts_again_after_dist_stop(own_notebook: Notebook):
     assert "no cluster was running" in own_notebook.run("%dist_stop").text
     for cell in (
         "%%distributed\n1", "%dist_status", "%dist_vars", "%dist_stacks",
+        "%dist_collectives",
         "import nbdist; nbdist.cluster()", "%dist_auto on",
     ):  # fmt: skip
         reply = own_notebook.run(cell)

@@ -17,7 +17,7 @@ __all__ = [
     "find_compiled",
 ]
 
-_EDITION = 4
+_EDITION = 5
 """Version of the compiled module's interface. An old build may have another one."""
 _PLANS = 512
 
@@ -59,8 +59,8 @@ class CompiledReduction(Protocol):
 class QuickCalls(Protocol):
     """All-reduces in C, on tensors of the dtypes and shapes that `keep` was given."""
 
-    count: int
-    """The number of calls started."""
+    ticket: int
+    """The last call's ticket in the group's log."""
     waiting: object | None
     """The reduction of the current call; None if there is no call."""
 
@@ -70,6 +70,7 @@ class QuickCalls(Protocol):
         shape: tuple[int, ...],
         reduction: CompiledReduction,
         fingerprint: int,
+        text: bytes,
     ) -> None:
         """Make `all_reduce` handle tensors of this shape and of the reduction's dtype.
 
@@ -78,6 +79,7 @@ class QuickCalls(Protocol):
             shape: The tensors' shape.
             reduction: An all-reduce of the same number of elements.
             fingerprint: The fingerprint of the call's signature.
+            text: The text of the call's signature, for the log.
         """
 
     def all_reduce(self, tensor: object, op: object) -> bool | None:
@@ -123,10 +125,18 @@ class CompiledReductions:
             "reduce": native.REDUCE,
             "reduce_scatter": native.REDUCE_SCATTER,
         }
-        self.quick: QuickCalls = native.QuickCalls(barrier)
         self.plans: dict[object, CompiledReduction | None] = {}
         """The reductions by operation, reduce-op, dtype, length and root; None if there
         is no kernel."""
+
+    def quick_calls(self, log: object) -> QuickCalls:
+        """The group's quick calls.
+
+        Args:
+            log: The group's compiled `CallLog`, which records the calls.
+        """
+        quick: QuickCalls = self._native.QuickCalls(self._barrier, log)
+        return quick
 
     def plan(
         self, operation: str, op: str, dtype: torch.dtype, length: int, root: int = 0
