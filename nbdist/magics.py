@@ -378,12 +378,19 @@ class DistMagics(Magics):  # type: ignore[misc]
     @magic_arguments()
     @argument("-n", default="20", help="number of calls to show, default 20")
     @argument("-r", "--ranks", help="show these ranks only, such as 0,2-3")
+    @argument("--save", help="write them for torch's analyzer to this folder, instead")
     @line_magic
     def dist_collectives(self, line: str) -> None:
         """Show the last collectives of each rank, also of blocked and dead ranks."""
         args = _parse(self.dist_collectives, line)
         count = _number("-n", args.n, int)
-        display(self.session.cluster.collectives(parse_ranks(args.ranks), count=count))
+        ranks = parse_ranks(args.ranks)
+        history = self.session.cluster.collectives(ranks, count=count)
+        if args.save is None:
+            display(history)
+            return
+        files = history.save(_unquoted(args.save))
+        print(f"{len(files)} files in {files[0].parent}")
 
     @magic_arguments()
     @argument(

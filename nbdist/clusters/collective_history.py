@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from nbdist.errors import UsageError
 from nbdist.ipc.flight_record import FlightRecord, RecordedCall
 from nbdist.widgets.table import Table, seconds_text
 from nbdist.wire import format_ranks
@@ -106,6 +109,34 @@ class CollectiveHistory:
         self.parted = _first_parted(self.rows)
         """The first call in which the ranks parted; None if they have not, or if they
         have agreed again since."""
+
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write the collectives for torch's analyzer, a file for each rank.
+
+        `python -m torch.distributed.flight_recorder.fr_trace FOLDER` reads them. The
+        files have the generation of the world in which the ranks have parted, or the
+        last one, and no messages.
+
+        Args:
+            folder: A folder that does not exist or is empty.
+
+        Returns:
+            The files.
+
+        Raises:
+            UsageError: The folder is not empty, or no collective was recorded.
+            OSError: A file cannot be written.
+        """
+        from nbdist.clusters.torch_trace import checked_folder, write_traces
+
+        path = checked_folder(folder)
+        rows = [row for row in self.rows if not row.is_message]
+        if not rows:
+            raise UsageError("no rank has made a collective: there is nothing to save")
+        last = max(row.generation for row in rows)
+        generation = last if self.parted is None else self.parted.generation
+        chosen = [row for row in rows if row.generation == generation]
+        return write_traces(path, chosen, self.records[0].clock_offset_ns)
 
     @property
     def summary(self) -> str:
