@@ -126,11 +126,15 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbdist.clusters import fork_server_client
     from nbdist.clusters.launchers.mpiexec import library_of_wheel
     from nbdist.errors import UsageError
+    from nbdist.widgets.live_text import shows_widgets
 
     lazy.refuse_rank_names()
     magics.register(shell)
     try:
-        fork_server_client.prepare({**os.environ, **library_of_wheel()})
+        environment = {**os.environ, **library_of_wheel()}
+        if not shows_widgets():
+            environment["NBDIST_WIDGETS"] = "0"
+        fork_server_client.prepare(environment)
     except UsageError as error:  # %dist_start raises it
         print(f"no rank can be started yet: {error}")
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nbdist.telemetry.collector import Collector
     from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.monitor import Monitor
+    from nbdist.widgets.rank_widgets import RankWidgets
 
 __all__ = [
     "BackgroundCell",
@@ -154,6 +155,8 @@ class Session:
         self._in_background: dict[int, BackgroundCell] = {}
         """By number, in the order in which they were made."""
         self._monitors: list[Monitor] = []
+        self._widgets: RankWidgets | None = None
+        """The widgets that the ranks have made; None where no widget can be shown."""
         atexit.register(self.stop)
 
     @property
@@ -198,6 +201,9 @@ class Session:
 
         cluster = Cluster(n, **options)
         cluster.on_note = cluster.on_wait = print_note
+        self._widgets = _widgets_of(cluster)
+        if self._widgets is not None:
+            cluster.comms = self._widgets
         self.stop()  # the earlier cluster may have ended by itself
         self._bring_up(cluster, cluster.start)
         self._cluster = cluster
@@ -431,7 +437,7 @@ class Session:
 
         self._cells += 1
         key = f"nbdist-{id(self)}-{self._cells}"
-        return CellView(ranks, key, hint, **options)
+        return CellView(ranks, key, hint, widgets=self._widgets, **options)
 
     def complete(self, token: str, line: str, cursor: int) -> list[str]:
         """Completions from rank 0's namespace; none if it does not answer at once."""
@@ -552,6 +558,18 @@ class Session:
         seen = self.cluster.last_seen(rank)
         text = "does not answer: the process is stopped, or a thread holds the GIL"
         return f"{text}; last seen {seen}" if seen else text
+
+
+def _widgets_of(cluster: Cluster) -> RankWidgets | None:
+    """What shows the widgets of a cluster's ranks; None if nothing can."""
+    from nbdist.config import OutputConfig, read_file
+    from nbdist.widgets.live_text import shows_widgets
+
+    if not shows_widgets() or not OutputConfig.read(read_file()).widgets:
+        return None
+    from nbdist.widgets.rank_widgets import RankWidgets
+
+    return RankWidgets(cluster.send_comms)
 
 
 def _wait_for(cell: BackgroundCell) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
+    "COMMS",
     "ELASTIC",
     "INPUT",
     "REFUSED",
@@ -21,6 +22,8 @@ __all__ = [
     "Batch",
     "Change",
     "CollectiveCall",
+    "CommBatch",
+    "CommMessage",
     "Comparison",
     "DeviceSample",
     "ElasticCall",
@@ -51,6 +54,7 @@ REPLY = "nbdist_reply"
 TELEMETRY = "nbdist_telemetry"
 ELASTIC = "nbdist_elastic"
 INPUT = "nbdist_input"
+COMMS = "nbdist_comms"
 REFUSED = "nbdist_refused"
 """Message types, in Jupyter's sense."""
 
@@ -308,6 +312,30 @@ class InputReply:
     """Why nobody can answer; "" for an answer."""
     is_interrupted: bool = False
     """Whether nobody answers because the call is being interrupted."""
+
+
+@dataclass(frozen=True)
+class CommMessage:
+    """A message of a comm, between a widget on a rank and its model in a front end."""
+
+    kind: str
+    """"comm_open", "comm_msg" or "comm_close"."""
+    comm: str
+    """The unique id of the comm, which is also the id of the widget's model."""
+    data: dict[str, Any]
+    """Values that JSON has."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    buffers: tuple[bytes, ...] = ()
+    target: str = ""
+    """Who takes a "comm_open" in the front end: "jupyter.widget" for a widget."""
+
+
+@dataclass(frozen=True)
+class CommBatch:
+    """Messages of a rank's comms, in their order."""
+
+    rank: int
+    messages: tuple[CommMessage, ...]
 
 
 @dataclass(frozen=True)

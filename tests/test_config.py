@@ -32,6 +32,7 @@ check = false
 
 [output]
 cap_mb = 3
+widgets = false
 
 [fork_server]
 preload = ["json", "csv"]
@@ -59,7 +60,7 @@ def test_the_file_replaces_defaults(folder: Path) -> None:
     assert cluster.on_failure == "replace"
     collectives = CollectiveConfig.read(file)
     assert (collectives.slot_bytes, collectives.check) == (65536, False)
-    assert OutputConfig.read(file).cap_mb == 3.0
+    assert OutputConfig.read(file) == OutputConfig(cap_mb=3.0, widgets=False)
     assert ForkConfig.read(file).preload == ("json", "csv")
 
 
@@ -91,6 +92,7 @@ def test_the_ranks_get_what_only_the_file_sets(
     assert rank_variables(read_file()) == {
         "NBDIST_SLOT_BYTES": "65536",
         "NBDIST_OUTPUT_CAP_MB": "3.0",
+        "NBDIST_WIDGETS": "0",
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from nbdist.clusters import transfer
+from nbdist.clusters.comm_receiver import IGNORED, CommReceiver
 from nbdist.clusters.failures import (
     cell_error,
     failures_of,
@@ -62,6 +63,7 @@ from nbdist.ipc.private_files import make_commit_folders
 from nbdist.ipc.shm_payload import discard
 from nbdist.telemetry.collector import Collector
 from nbdist.wire import (
+    CommMessage,
     Comparison,
     ElasticCall,
     Failure,
@@ -74,12 +76,15 @@ from nbdist.wire import (
 )
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import pandas as pd
 
     from nbdist.clusters.call import Call
     from nbdist.clusters.call_supervisor import CallSupervisor
     from nbdist.clusters.collective_history import CollectiveHistory
     from nbdist.clusters.elastic import Elastic
+    from nbdist.clusters.ipp_client import Answer
     from nbdist.clusters.rank_registry import RankRegistry
     from nbdist.clusters.recovery import Recovery
     from nbdist.clusters.world_restart import LastCommit, SavedVariables, SavedWorld
@@ -99,6 +104,9 @@ WITHOUT_TRACEBACK = ("RankDied", "Unfinished")
 """Failures of ranks whose processes have no error to look at."""
 FIRST_LINE = "# %%distributed\n"
 """Replaces the line of the notebook's magic, so that line numbers agree."""
+
+WITHOUT_WIDGETS = {"NBDIST_WIDGETS": "0"}
+"""A variable of the ranks where nobody shows their widgets."""
 
 T = TypeVar("T")
 
@@ -191,6 +199,8 @@ class Cluster:
         """Called with a description when a call waits for calls in the background."""
         self.on_note: Callable[[str], None] = logging.getLogger("nbdist").warning
         """Called with a description when ranks were replaced or dropped."""
+        self.comms: CommReceiver = IGNORED
+        """Receives the messages of the ranks' widgets. Set it before the start."""
 
     def __enter__(self) -> Cluster:
         return self if self.running else self.start()
@@ -238,6 +248,7 @@ class Cluster:
                 self._launcher,
                 self._assignments,
                 self._file,
+                {} if self.comms.is_live else WITHOUT_WIDGETS,
                 self.config.timeout_s,
                 self.collector.receive,
                 on_progress,
@@ -251,6 +262,7 @@ class Cluster:
         from nbdist.clusters.recovery import Recovery
 
         self.collector.set_ranks(self._started.infos)
+        self._started.client.pass_comms_to(self.comms)
         self._registry = RankRegistry(self._started)
         self._recovery = Recovery(
             self._registry, self._assignments, self.config, self._on_change
@@ -303,6 +315,7 @@ class Cluster:
         if started is not None:
             started.client.close()
             started.process_supervisor.close()
+            self.comms.keep(set())
 
     def restart(
         self, on_progress: Callable[[Progress], None] = lambda _: None
@@ -504,6 +517,7 @@ class Cluster:
     def _on_change(self) -> None:
         """Adopt the ranks of a new generation."""
         self.collector.set_ranks(self.infos)
+        self.comms.keep({info.engine_uuid for info in self.infos})
         if self._beginning is not None:
             self._begin_from(self._beginning)
 
@@ -836,6 +850,36 @@ class Cluster:
         return self.in_background(
             lambda: self._execute(code, chosen, *arguments), f"In[{number}]"
         )
+
+    def send_comms(
+        self,
+        engine_uuid: str,
+        messages: tuple[CommMessage, ...],
+        on_output: Callable[[dict[str, Any]], None],
+    ) -> Future[Answer] | None:
+        """Pass messages of the front end to the widgets of a rank, without a wait.
+
+        Args:
+            engine_uuid: The rank's engine.
+            messages: The messages.
+            on_output: Called with what the callbacks of the widgets print or display,
+                on the client's thread.
+
+        Returns:
+            Resolved when the callbacks have ended; None if the cluster has stopped.
+        """
+        started = self._started
+        if started is None:
+            return None
+        send = started.client.send
+        exchange = send(
+            engine_uuid,
+            endpoints.COMMS,
+            messages,
+            what="a widget's callback",
+            on_output=on_output,
+        )
+        return exchange.reply
 
     def in_background(self, fn: Callable[[], T], what: str) -> CallFuture[T]:
         """Run a function in this process, in turn with the calls in the background.

@@ -14,6 +14,7 @@ import zmq
 from ipyparallel import Client
 from jupyter_client.session import Session
 
+from nbdist.clusters.comm_receiver import IGNORED, CommReceiver
 from nbdist.errors import RankDied
 from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.direct_socket import (
@@ -32,6 +33,7 @@ from nbdist.ipc.signed_messages import (
     refusals,
 )
 from nbdist.wire import (
+    COMMS,
     INPUT,
     REFUSED,
     REPLY,
@@ -223,6 +225,10 @@ class IppClient:
         """Refuse a rank's request for a line from the user. Any thread may call."""
         self._client.refuse_input(engine_uuid, request)
 
+    def pass_comms_to(self, receiver: CommReceiver) -> None:
+        """Pass the messages of the engines' comms on, on the client's thread."""
+        self._client.comms = receiver
+
     @property
     def refused(self) -> int:
         """Number of messages that the notebook and the controller have refused."""
@@ -256,6 +262,7 @@ class _Client(Client):  # type: ignore[misc]
         self._exchanges_lock = threading.Lock()
         self.gates: list[Gate] = []
         self.refused_by_controller = 0
+        self.comms: CommReceiver = IGNORED
         super().__init__(*args, **kwargs)
 
     @property
@@ -404,6 +411,7 @@ class _Client(Client):  # type: ignore[misc]
         for exchange in lost:
             # On the client's thread, which also receives answers: one of them is first.
             self._io_loop.add_callback(self._fail, exchange, error)
+        self._io_loop.add_callback(self.comms.ended, engine_uuid)
 
     def _fail(self, exchange: Exchange, error: RankDied) -> None:
         uuid = exchange.engine_uuid
@@ -459,6 +467,10 @@ class _Client(Client):  # type: ignore[misc]
     def _on_iopub(self, message: Message) -> None:
         if message["msg_type"] == TELEMETRY:
             self.on_telemetry(serialization.loads(message["buffers"]))
+            return
+        if message["msg_type"] == COMMS:
+            batch = serialization.loads(message["buffers"])
+            self.comms.receive(message["header"]["session"], batch)
             return
         exchange = self._exchange_of(message)
         if message["msg_type"] == INPUT and (exchange is None or exchange.is_quiet):

@@ -66,6 +66,7 @@ def start(
     launcher: Launcher,
     assignments: Sequence[DeviceAssignment],
     file: File,
+    variables: Mapping[str, str],
     timeout_s: float,
     on_telemetry: Callable[[Any], None],
     on_progress: Callable[[Progress], None],
@@ -76,6 +77,7 @@ def start(
         launcher: Starts the ranks' processes.
         assignments: The device of each rank.
         file: The settings in nbdist.toml.
+        variables: Further environment variables for the ranks.
         timeout_s: Seconds within which every rank must answer.
         on_telemetry: Called with each message of the ranks' telemetry.
         on_progress: Called when the progress of the start changes.
@@ -96,7 +98,7 @@ def start(
         startup = _Start(
             process_supervisor, assignments, time.monotonic() + timeout_s, on_progress
         )
-        startup.begin(launcher, file)
+        startup.begin(launcher, file, variables)
         return startup.finish(on_telemetry, timeout_s)
     except BaseException:
         process_supervisor.close()
@@ -125,11 +127,13 @@ class _Start:
         self._look_s = LOOK_S_PER_RANK * len(assignments)
         self._shown: Progress | None = None
 
-    def begin(self, launcher: Launcher, file: File) -> None:
+    def begin(
+        self, launcher: Launcher, file: File, variables: Mapping[str, str]
+    ) -> None:
         """Start the controller and the ranks at the same time."""
         write_assignments(self._run_dir, self._assignments)
         n = len(self._assignments)
-        added = launcher.environment(n, self._run_dir)
+        added = {**launcher.environment(n, self._run_dir), **variables}
         try:
             server = fork_server_client.serve(
                 self._run_dir, {**os.environ, **added}, ForkConfig.read(file)

@@ -21,7 +21,7 @@ from nbdist.collectives import (
     release_calls_with,
 )
 from nbdist.collectives.sync import timeout_clock
-from nbdist.engine import rpc_server, torch_group, world
+from nbdist.engine import comms, rpc_server, torch_group, world
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
 from nbdist.errors import CollectiveAborted, encodable
@@ -231,8 +231,14 @@ def hold_timeouts(held: bool) -> None:
 
 
 def interrupt(request: str | None = None) -> None:
-    """Raise KeyboardInterrupt in a request; None means the current request."""
-    this_rank().interrupts.interrupt(request)
+    """Raise KeyboardInterrupt in a request; None means the current request.
+
+    A widget's callback is interrupted too, because the request may wait for its end.
+    """
+    interrupts = this_rank().interrupts
+    if comms.is_in_callback():
+        interrupts.interrupt(None)
+    interrupts.interrupt(request)
 
 
 def _main_frames() -> list[FrameType]:

@@ -14,9 +14,11 @@ from mpi4py import MPI
 from traitlets.config import Config
 
 import nbdist
+from nbdist.config import OutputConfig
 from nbdist.engine import (
     cell_names,
     cells,
+    comms,
     debugger,
     elastic,
     main_thread,
@@ -38,10 +40,13 @@ from nbdist.telemetry import internal_metrics
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
 from nbdist.wire import (
+    COMMS,
     ELASTIC,
     INPUT,
     TELEMETRY,
     Batch,
+    CommBatch,
+    CommMessage,
     InputRequest,
     Notice,
     RankInfo,
@@ -89,6 +94,11 @@ class _Engine(IPEngine):  # type: ignore[misc]
             frames = serialization.dumps(notice)
             session.send(iopub_socket, kind, {}, parent=parent, buffers=frames)
 
+        def relay(messages: tuple[CommMessage, ...]) -> None:
+            batch = CommBatch(rank.this_rank().info.rank, messages)
+            frames = serialization.dumps(batch)
+            session.send(iopub_socket, COMMS, {}, buffers=frames)
+
         run_dir = self.process.run_dir
         output = Output(publish, self.process.captured, run_dir / "output")
         sys.stdout, sys.stderr = output.stdout, output.stderr
@@ -100,7 +110,10 @@ class _Engine(IPEngine):  # type: ignore[misc]
         shell_commands.install(shell, self.interrupts)
         standard_input.install()
         debugger.install()
-        text_bars.install()
+        if OutputConfig.from_environment().widgets:
+            comms.install(relay)
+        else:
+            text_bars.install()
         rank.become(
             rank.Rank(
                 info=replace(info, engine_uuid=self.ident),

@@ -34,7 +34,7 @@ import zmq
 from jupyter_client.session import extract_header
 from tornado.ioloop import IOLoop
 
-from nbdist.engine import cuda_context, debugger, torch_group, world
+from nbdist.engine import comms, cuda_context, debugger, torch_group, world
 from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
 from nbdist.errors import encodable, message_of
@@ -309,6 +309,7 @@ async def _answer_main(
         end_forked_child()
         rank.activity = None
     _flush_streams()
+    comms.flush()
     has_published = kernel.session.has_published
     shell.reply(opened, _outcome_now(ok, has_published), frames)
     if has_published:

@@ -1,8 +1,8 @@
 """Makes `tqdm.auto` and `tqdm.notebook` on a rank use tqdm's text bar.
 
 `tqdm.auto` imports `tqdm.autonotebook`, which chooses a widget in every ipykernel. A
-rank is an ipykernel, but its widgets do not reach the notebook: a bar would stay at
-0 %.
+rank is an ipykernel, but not every front end of the notebook shows widgets: a bar would
+stay at 0 %.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ __all__ = [
     "CALL",
     "CANCEL_CHANGE",
     "CHANGE",
+    "COMMS",
     "COMPARE",
     "COMPLETE",
     "DESCRIBE",
@@ -56,6 +57,8 @@ SHOW = "nbdist.engine.calls:show"
 STORE = "nbdist.engine.calls:store"
 
 RUN_CELL = "nbdist.engine.cells:run_cell"
+
+COMMS = "nbdist.engine.comms:receive"
 
 COMPLETE = "nbdist.engine.control_handlers:complete"
 DESCRIBE = "nbdist.engine.control_handlers:describe"

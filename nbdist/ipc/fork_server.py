@@ -50,6 +50,7 @@ if __name__ == "__main__":
     sys.path[0:1] = []
     sys.path.append(str(ROOT))
 
+from nbdist.config import OutputConfig  # noqa: E402
 from nbdist.ipc.fork_messages import (  # noqa: E402
     ENGINE,
     MAX_DESCRIPTORS,
@@ -159,7 +160,8 @@ def _preload(names: Iterable[str]) -> None:
     mpi4py.rc(initialize=False, finalize=True)
     for name in PRELOADED:
         importlib.import_module(name)
-    importlib.import_module(TEXT_BARS).install()  # `names` may import tqdm.auto
+    if not OutputConfig.from_environment().widgets:  # `names` may import tqdm.auto
+        importlib.import_module(TEXT_BARS).install()
     for name in names:
         importlib.import_module(name)
     mpi4py.rc(initialize=True, finalize=None)

@@ -7,14 +7,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from IPython.display import clear_output, display, update_display
 
 from nbdist.widgets.arrangement import arrange
 from nbdist.widgets.lines import Item, LineSplitter, merge
 from nbdist.widgets.live_text import count_notes, live_text, may_clear_output
+from nbdist.widgets.widget_text import WIDGET_VIEW
 from nbdist.wire import format_ranks
+
+if TYPE_CHECKING:
+    from nbdist.widgets.rank_widgets import RankWidgets
+    from nbdist.widgets.widget_board import WidgetBoard
 
 __all__ = ["CellView"]
 
@@ -37,9 +42,6 @@ SIGNS = {
     "timed out": "■",
     "left": "○",
 }
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-"""Removed from displays, because a rank's widget has no model in this kernel."""
-
 Message = dict[str, Any]
 
 
@@ -70,6 +72,7 @@ class CellView:
         is_alone: Whether the notebook's cell has no other output than that of the
             ranks, so that it may be replaced.
         remark: A text for the last line, which is then always shown.
+        widgets: The live widgets of the ranks; None shows their texts instead.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class CellView:
         *,
         is_alone: bool = False,
         remark: str = "",
+        widgets: RankWidgets | None = None,
     ) -> None:
         self._key = key
         self._remark = remark
@@ -104,6 +108,12 @@ class CellView:
         self._shown: dict[int, list[Shown]] = {}
         self._stale: dict[int, list[Shown]] = {}
         self._displays = 0
+        self._widgets = widgets
+        self._board: WidgetBoard | None = None
+        """The displays of widgets, once there is one."""
+        self._in_board: set[int] = set()
+        """The ranks that have displayed a widget."""
+        self._callbacks = 0
         for rank in ranks:
             self._add_rank(rank)
 
@@ -129,16 +139,19 @@ class CellView:
         if event.output is None:
             self._finish_rank(event.rank, event.outcome, event.seconds)
             return
+        self._take_message(event.rank, event.output)
+
+    def _take_message(self, rank: int, message: Message) -> None:
         handler = {
             "stream": self._take_stream,
             "display_data": self._take_display,
             "execute_result": self._take_display,
             "update_display_data": self._take_update,
             "clear_output": self._take_clear,
-        }.get(event.output["msg_type"])
+        }.get(message["msg_type"])
         if handler is not None:
-            self._finished.pop(event.rank, None)  # a new process has this rank now
-            handler(event.rank, event.output["content"])
+            self._finished.pop(rank, None)  # a new process has this rank now
+            handler(rank, message["content"])
 
     def due(self) -> float | None:
         """Show lines that have waited long enough. Returns seconds to the next call."""
@@ -182,6 +195,8 @@ class CellView:
         self._flush()
         self._status.close()
         self._arrange()
+        if self._board is not None:
+            self._board.refresh()
         has_begun = not self._hint or bool(self._finished)
         # The status is above the last output: show it below.
         if (self._status.is_used or self._remark) and has_begun:
@@ -198,6 +213,8 @@ class CellView:
         arranged = arrange(kept)
         if _names_of(arranged) != self._written:
             clear_output(wait=True)
+            if self._board is not None:
+                self._board.is_shown = False
             self._show(arranged)
 
     def _keep(self, rank: int, item: Item) -> None:
@@ -227,7 +244,9 @@ class CellView:
             self._add(rank, Item(name, lines))
 
     def _take_display(self, rank: int, content: Message) -> None:
-        data = {k: v for k, v in content["data"].items() if k != WIDGET_VIEW}
+        data = dict(content["data"])
+        if self._take_widget(rank, data.pop(WIDGET_VIEW, None)):
+            return
         count = content.get("execution_count")
         if count is not None and data.keys() == {"text/plain"}:
             text = data["text/plain"]
@@ -240,6 +259,45 @@ class CellView:
         name = None if own_id is None else (rank, own_id)
         key = name, repr(sorted(data.items()))
         self._add(rank, Item("display", [key], shown))
+
+    def _take_widget(self, rank: int, view: Message | None) -> bool:
+        """Add a displayed widget to the board. Returns whether it is live."""
+        if view is None or self._widgets is None:
+            return False
+        widget = self._widgets.find(view["model_id"])
+        if widget is None:
+            return False
+        if self._board is None:
+            self._board = self._new_board(self._widgets)
+        self._board.add(widget)
+        if rank not in self._in_board:
+            self._in_board.add(rank)
+            self._add(rank, Item("board", [self._key], self._board))
+        return True
+
+    def _new_board(self, widgets: RankWidgets) -> WidgetBoard:
+        from nbdist.widgets.widget_board import WidgetBoard
+
+        def new_view(rank: int) -> CellView:
+            self._callbacks += 1
+            key = f"{self._key}-callback{self._callbacks}"
+            return CellView([rank], key, widgets=widgets)
+
+        return WidgetBoard(f"{self._key}-board", widgets, new_view)
+
+    def take_output(self, rank: int, message: Message) -> None:
+        """Show what a callback of a widget prints, displays or raises."""
+        if message["msg_type"] == "error":
+            text = "\n".join(message["content"]["traceback"])
+            content = {"name": "stderr", "text": f"{text}\n"}
+            message = {"msg_type": "stream", "content": content}
+        self._take_message(rank, message)
+        self.due()
+
+    def end_output(self, rank: int) -> None:
+        """Show the rest of it. The callback has ended."""
+        self._finish_rank(rank, "finished", time.monotonic() - self._begun)
+        self.close()
 
     def _take_update(self, rank: int, content: Message) -> None:
         self._flush()
@@ -281,11 +339,14 @@ class CellView:
     def _show(self, merged: Iterable[tuple[list[int], Item]]) -> None:
         texts: list[tuple[str, list[str]]] = []
         for ranks, item in merged:
-            if item.kind in ("display", "grid"):
+            if item.kind in ("display", "grid", "board"):
                 self._write(texts)
                 texts = []
                 if item.kind == "grid":
                     display(item.payload, raw=True)
+                elif item.kind == "board":
+                    self._make_room()
+                    cast("WidgetBoard", item.payload).show()
                 else:
                     self._display(ranks, item.payload)
                 continue
@@ -403,8 +464,16 @@ class CellView:
 def _names_of(
     merged: Iterable[tuple[list[int], Item]],
 ) -> list[tuple[list[int], str, Hashable]]:
-    """The ranks, the kind and the key of each line and each display."""
-    return [(ranks, item.kind, key) for ranks, item in merged for key in item.keys]
+    """The ranks, the kind and the key of each line and each display.
+
+    The board of widgets is not among them: it has its order in itself.
+    """
+    return [
+        (ranks, item.kind, key)
+        for ranks, item in merged
+        for key in item.keys
+        if item.kind != "board"
+    ]
 
 
 def _named(rank: int, own_id: str) -> str:

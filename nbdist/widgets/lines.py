@@ -18,7 +18,7 @@ class Item(NamedTuple):
     """Some lines that follow each other, or one displayed object."""
 
     kind: str
-    """"stdout", "stderr", "display" or "grid"."""
+    """"stdout", "stderr", "display", "grid", or "board" for widgets."""
     keys: Sequence[Hashable]
     """The lines; or one value, which is equal for displays that look the same."""
     payload: object = None
@@ -80,7 +80,7 @@ def _common_start(queues: dict[int, deque[Item]]) -> tuple[list[int], Item | Non
     """
     ranks = sorted(rank for rank, queue in queues.items() if queue)
     kinds = {queues[rank][0].kind for rank in ranks}
-    if len(ranks) < 2 or len(kinds) > 1 or "display" in kinds:
+    if len(ranks) < 2 or len(kinds) > 1 or not kinds & {"stdout", "stderr"}:
         return ranks, None
     kind = kinds.pop()
     first_lines = {queues[rank][0].keys[0] for rank in ranks}

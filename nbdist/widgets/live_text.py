@@ -24,6 +24,7 @@ __all__ = [
     "may_clear_output",
     "print_note",
     "show_error",
+    "shows_widgets",
 ]
 
 Bundle = Mapping[str, str]
@@ -56,6 +57,16 @@ class LiveText(Protocol):
 def in_notebook() -> bool:
     """Whether displays go to a front end, which can update them and show HTML."""
     return getattr(get_ipython(), "kernel", None) is not None
+
+
+def shows_widgets() -> bool:
+    """Whether the front end of the running cell can show widgets.
+
+    A kernel cannot ask. nbconvert and papermill, which show none, are recognised by
+    their refusal of input.
+    """
+    kernel = getattr(get_ipython(), "kernel", None)
+    return kernel is not None and bool(kernel._allow_stdin)
 
 
 def live_text(identifier: str, *, below_prompt: bool = False) -> LiveText:
