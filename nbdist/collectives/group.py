@@ -311,7 +311,8 @@ class Group:
             if not async_op and (self._worker.is_current or not self._worker.busy):
                 self._run(call, body, has_barrier)
                 return None
-            call.ticket = self._log.schedule(call.kind.text, call.kind.fingerprint)
+            if self._error is None:  # otherwise it never starts
+                call.ticket = self._log.schedule(call.kind.text, call.kind.fingerprint)
             self._locate(call)
             handle = Handle(call.kind.operation, self.abort)
             body = for_any_thread(body, call.kind.device, self._check)

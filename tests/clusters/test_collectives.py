@@ -189,6 +189,18 @@ def test_more_than_a_thousand_calls(cluster: Cluster) -> None:
     assert all(len(row.calls) == 4 for row in rows)
 
 
+def test_a_call_on_a_closed_group_is_not_recorded(cluster: Cluster) -> None:
+    with pytest.raises(CellError, match="was closed"):
+        cluster.execute(
+            "import nbdist.collectives as nc\n"
+            "group = nc.default_group().new(range(world_size))\n"
+            "group.close()\n"
+            "nc.all_reduce(torch.ones(99), group=group, async_op=True).wait()\n"
+        )
+    kinds = [kind for row in cluster.collectives().rows for kind in row.kinds]
+    assert "all_reduce(sum, float32, (99,))" not in kinds
+
+
 def test_invalid_arguments(cluster: Cluster) -> None:
     with pytest.raises(UsageError, match="-n 0: expected a number of calls"):
         cluster.collectives(count=0)
