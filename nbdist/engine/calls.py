@@ -38,6 +38,8 @@ VARIABLE_LIMIT_S = 5.0
 TOTAL_LIMIT_S = 20.0
 """Seconds that all variables may take: to pickle on one rank, or to unpickle on the
 other."""
+OWN_NAMES = ("rank", "world_size", "local_rank", "device")
+"""Names of a cell whose values differ between ranks."""
 COMPARISON_LIMIT_S = 10.0
 """Seconds after which an expression's value is shown without a comparison."""
 
@@ -64,14 +66,13 @@ async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
 def store(shipment: shm_payload.Shipment) -> None:
     """Put values from the notebook into this rank's namespace: all of them, or none."""
     rank = this_rank()
-    values = serialization.loads_named(
-        shm_payload.frames_of(shipment),
-        lambda name: transfer_step(f"unpickling {name!r}"),
-    )
+    with _keeping_own_names():
+        values = serialization.loads_named(
+            shm_payload.frames_of(shipment),
+            lambda name: transfer_step(f"unpickling {name!r}"),
+        )
     with step("replacing the variables of these names"):  # their `__del__` runs
         rank.shell.push(values)
-    # A function from another rank brings the globals that it uses, such as `rank`.
-    rank.tell_namespace()
 
 
 def fetch(expression: str) -> shm_payload.Shipment:
@@ -206,14 +207,28 @@ def adopt_variables(shipment: shm_payload.Shipment) -> tuple[str, str] | None:
     limits = _TimeLimits("unpickle")
     rank = this_rank()
     try:
-        values = serialization.loads_named(shm_payload.frames_of(shipment), limits.step)
+        with _keeping_own_names():
+            frames = shm_payload.frames_of(shipment)
+            values = serialization.loads_named(frames, limits.step)
     except _CannotTravel as error:
         return limits.name, str(error)
-    ddp_modules.register_hooks()
+    ddp_modules.settle()
     rank.shell.push(values)
-    # A function from another rank brings the globals that it uses, such as `rank`.
-    rank.tell_namespace()
     return None
+
+
+@contextmanager
+def _keeping_own_names() -> Iterator[None]:
+    """Keep the names of every cell, such as `rank`, while values are unpickled.
+
+    A function from another process brings the globals that it uses.
+    """
+    namespace = this_rank().shell.user_global_ns
+    own = {name: namespace[name] for name in OWN_NAMES if name in namespace}
+    try:
+        yield
+    finally:
+        namespace.update(own)
 
 
 class _CannotTravel(TransferError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["continue_with", "has_open_step", "register_hooks"]
+__all__ = ["continue_with", "has_open_step", "settle"]
 
 
 def continue_with(group: dist.ProcessGroup, before: dist.ProcessGroup) -> None:
@@ -48,12 +48,17 @@ def has_open_step() -> bool:
     return False
 
 
-def register_hooks() -> None:
-    """Register the hooks of DDP modules that were copied to this rank.
+def settle() -> None:
+    """Make DDP modules that were copied to this rank use its GPU, and their hooks.
 
-    A copy has the list of its hooks, which are not in use.
+    A copy has the number of the other rank's GPU, and a list of hooks that are not in
+    use.
     """
     for module in _modules():
+        if module.device_ids:
+            own = module.device.index
+            module.device_ids = [own]
+            module.output_device = None if module.output_device is None else own
         _register_hooks(module)
 
 

@@ -42,8 +42,9 @@ def dumps(value: object, namespace: object = None) -> list[Any]:
 
     Args:
         value: The value.
-        namespace: A dict of globals. Functions with these globals get the globals of
-            the receiving rank's cells, as if they had been defined there.
+        namespace: The globals of this rank's cells, for a copy to another rank.
+            Functions with these globals get those of the other rank's cells, as if they
+            had been defined there. This rank's GPU becomes the other rank's.
 
     Raises:
         BaseException: The error of the value's own pickling, usually TypeError or
@@ -113,13 +114,21 @@ def _pickler(
     pickler = _Pickler(stream, protocol=5, buffer_callback=keep)
     if namespace is not None:
         pickler.globals_ref[id(namespace)] = _Namespace()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            pickler.own_gpu = torch.device("cuda", torch.cuda.current_device())
     return pickler
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    own_gpu: Any = None
+    """The `torch.device` that becomes the receiving rank's; None if none does."""
+
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is _Namespace:
             return _cells_namespace, ()
+        if self.own_gpu is not None and type(obj) is type(self.own_gpu):
+            return (_current_gpu, ()) if obj == self.own_gpu else NotImplemented
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter):
             reduced = _reduce_tensor(obj, torch)
@@ -135,6 +144,12 @@ def _cells_namespace() -> Any:
     shell = get_ipython()
     assert shell is not None  # a rank has a shell
     return shell.user_global_ns
+
+
+def _current_gpu() -> Any:
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _reduce_tensor(tensor: Any, torch: Any) -> Any:

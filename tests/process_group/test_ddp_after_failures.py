@@ -24,18 +24,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-model = DistributedDataParallel(net)
+net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).to(device)
+own = None if device.type == "cpu" else [device]
+model = DistributedDataParallel(net, device_ids=own)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 def step(number):
     data = torch.randn({SAMPLES}, 8, generator=torch.Generator().manual_seed(number))
     optimizer.zero_grad()
-    model(data[rank::world_size]).square().mean().backward()
+    model(data[rank::world_size].to(device)).square().mean().backward()
     optimizer.step()
 
 def weights():
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
+    return torch.cat([p.detach().flatten().cpu() for p in net.parameters()])
 """
 
 
@@ -156,14 +157,15 @@ def test_a_hook_with_a_group_of_its_own_follows_the_model(cluster: Cluster) -> N
         "compressed = DistributedDataParallel(net)\n"
         "state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2)\n"
         "compressed.register_comm_hook(state, powerSGD_hook.powerSGD_hook)\n"
-        "compressed(torch.ones(3, 8)).sum().backward()\n"
+        "compressed(torch.ones(3, 8, device=device)).sum().backward()\n"
     )
     kill(cluster, 1)
     cluster.execute(
         "for number in range(4):\n"
         "    net.zero_grad()\n"
-        "    compressed(torch.full((3, 8), rank + 1.0)).sum().backward()\n"
-        "gradient = net[0].weight.grad",
+        "    data = torch.full((3, 8), rank + 1.0, device=device)\n"
+        "    compressed(data).sum().backward()\n"
+        "gradient = net[0].weight.grad.cpu()",
         timeout_s=DEADLINE_S,
     )
     first, *others = cluster["gradient"]
