@@ -909,6 +909,7 @@ class Cluster:
         observer: Observer,
     ) -> CellResult:
         selected = self._select(ranks)
+        self.comms.send_waiting()
         output = OutputCollector(observer)
         if setup:
             self._setup.append((code, number))

@@ -22,6 +22,9 @@ class CommReceiver(Protocol):
     def ended(self, engine: str) -> None:
         """Called on the same thread when an engine has died."""
 
+    def send_waiting(self) -> None:
+        """Called before a cell is sent: send what the user has done before it."""
+
     def keep(self, engines: Set[str]) -> None:
         """Called with the engines that still run when others have left or stopped."""
 
@@ -35,6 +38,9 @@ class Ignored:
         pass
 
     def ended(self, engine: str) -> None:
+        pass
+
+    def send_waiting(self) -> None:
         pass
 
     def keep(self, engines: Set[str]) -> None:

@@ -120,6 +120,13 @@ class RankWidgets:
         for widget in gone:
             widget.close()
 
+    def send_waiting(self) -> None:
+        """Send what the user has done so far, so that the next cell comes after it."""
+        with self._lock:
+            waiting = list(self._outgoing.values())
+        for outgoing in waiting:
+            outgoing.send_waiting()
+
     def keep(self, engines: Set[str]) -> None:
         """Replace the widgets of all other engines by their texts."""
         with self._lock:
@@ -197,16 +204,22 @@ class _Outgoing:
     ) -> None:
         self._send = send
         self._queue = CommQueue()
-        self._lock = threading.Lock()
+        # Reentrant: a request may have been answered when it asks for a callback.
+        self._lock = threading.RLock()
         self._is_sending = False
 
     def put(self, message: CommMessage) -> None:
         self._queue.put(message)
         with self._lock:
+            if not self._is_sending:
+                self._is_sending = True
+                self._send_next()
+
+    def send_waiting(self) -> None:
+        """Send the messages that wait, also if the reply has not arrived."""
+        with self._lock:
             if self._is_sending:
-                return
-            self._is_sending = True
-        self._send_next()
+                self._send_next()
 
     def _send_next(self, _reply: object = None) -> None:
         with self._lock:
@@ -214,7 +227,7 @@ class _Outgoing:
             if not messages:
                 self._is_sending = False
                 return
-        future = self._send(messages)
+            future = self._send(messages)  # does not wait
         if future is not None:
             future.add_done_callback(self._send_next)
 
