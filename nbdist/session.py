@@ -437,7 +437,8 @@ class Session:
 
         self._cells += 1
         key = f"nbdist-{id(self)}-{self._cells}"
-        return CellView(ranks, key, hint, widgets=self._widgets, **options)
+        path = self.cluster.output_folder / f"cell-{self._cells}.txt"
+        return CellView(ranks, key, hint, widgets=self._widgets, path=path, **options)
 
     def complete(self, token: str, line: str, cursor: int) -> list[str]:
         """Completions from rank 0's namespace; none if it does not answer at once."""

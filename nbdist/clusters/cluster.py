@@ -485,6 +485,11 @@ class Cluster:
         """The MPI launcher in use, with its version and path."""
         return self._launcher.description
 
+    @property
+    def output_folder(self) -> Path:
+        """Where long texts of cells are kept until the cluster stops."""
+        return self._live().run_dir / "output"
+
     def settings(self) -> list[Setting]:
         """Every setting of this cluster, its value and where the value came from."""
         return list(self._settings)

@@ -7,13 +7,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from IPython.display import clear_output, display, update_display
 
 from nbdist.widgets.arrangement import arrange
 from nbdist.widgets.lines import Item, LineSplitter, merge
-from nbdist.widgets.live_text import count_notes, live_text, may_clear_output
+from nbdist.widgets.live_text import (
+    count_notes,
+    in_notebook,
+    live_text,
+    may_clear_output,
+)
+from nbdist.widgets.long_text import LongText
 from nbdist.widgets.widget_text import WIDGET_VIEW
 from nbdist.wire import format_ranks
 
@@ -33,6 +40,11 @@ STATUS_LINE = 200
 """The most characters of an unfinished line that the status shows."""
 MOST_KEPT_ITEMS = 1000
 """The most lines and displays of a cell that its end brings into the order of ranks."""
+MOST_LINES = 1000
+"""The lines of a cell that a front end shows as ordinary text. The others are
+collapsed."""
+OWN_NOTE = "[nbdist] "
+"""The beginning of a note in a rank's text, which is never collapsed."""
 MOST_KEPT_BYTES = 5_000_000
 SIGNS = {
     "finished": "✓",
@@ -73,6 +85,7 @@ class CellView:
             ranks, so that it may be replaced.
         remark: A text for the last line, which is then always shown.
         widgets: The live widgets of the ranks; None shows their texts instead.
+        path: The file for the lines of a long text; None for no file.
     """
 
     def __init__(
@@ -84,6 +97,7 @@ class CellView:
         is_alone: bool = False,
         remark: str = "",
         widgets: RankWidgets | None = None,
+        path: Path | None = None,
     ) -> None:
         self._key = key
         self._remark = remark
@@ -108,6 +122,13 @@ class CellView:
         self._shown: dict[int, list[Shown]] = {}
         self._stale: dict[int, list[Shown]] = {}
         self._displays = 0
+        self._path = path
+        self._lines = 0
+        """The number of lines that are shown as ordinary text."""
+        self._first: list[tuple[list[int], list[str]]] = []
+        """These lines, with their ranks."""
+        self._long: LongText | None = None
+        """The further lines, once there are some."""
         self._widgets = widgets
         self._board: WidgetBoard | None = None
         """The displays of widgets, once there is one."""
@@ -193,6 +214,8 @@ class CellView:
             if splitter.unfinished.strip("\r"):
                 self._add(rank, Item(name, [splitter.unfinished.strip("\r")]))
         self._flush()
+        if self._long is not None:
+            self._long.close()
         self._status.close()
         self._arrange()
         if self._board is not None:
@@ -215,6 +238,7 @@ class CellView:
             clear_output(wait=True)
             if self._board is not None:
                 self._board.is_shown = False
+            self._lines = 0
             self._show(arranged)
 
     def _keep(self, rank: int, item: Item) -> None:
@@ -350,12 +374,39 @@ class CellView:
                 else:
                     self._display(ranks, item.payload)
                 continue
+            shown = self._uncollapsed(ranks, item)
+            if not shown:
+                continue
             if not texts or texts[-1][0] != item.kind:
                 texts.append((item.kind, []))
             label = _label(tuple(ranks))
-            lines = f"\n{label} ".join(map(str, item.keys))
+            lines = f"\n{label} ".join(shown)
             texts[-1][1].append(f"{label} {lines}\n")
         self._write(texts)
+        if self._long is not None:
+            self._make_room()
+            self._long.show()
+
+    def _uncollapsed(self, ranks: list[int], item: Item) -> list[str]:
+        """The lines of an item that are shown as ordinary text."""
+        lines = [*map(str, item.keys)]
+        if not in_notebook():
+            return lines
+        room = max(0, MOST_LINES - self._lines)
+        self._lines += len(lines)
+        first, rest = lines[:room], lines[room:]
+        if not rest:
+            self._first.append((ranks, lines))
+            return lines
+        if self._long is None:
+            self._keep_order()
+            self._long = LongText(f"{self._key}-long", self._path)
+            for earlier, texts in self._first:
+                self._long.keep(earlier, texts)
+            self._first.clear()
+        self._long.keep(ranks, first)
+        self._long.add(ranks, rest)
+        return [*first, *(line for line in rest if line.startswith(OWN_NOTE))]
 
     def _display(self, ranks: list[int], content: Any) -> None:
         own_id = content.get("transient", {}).get("display_id")

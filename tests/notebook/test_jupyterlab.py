@@ -28,9 +28,10 @@ if rank == 1:
     raise ValueError("behind the front")""",
     "%dist_jobs",
     "%dist_wait",
+    "%%distributed\nfor step in range(3000 * (1 + rank)): print(rank, 'step', step)",
     "%dist_stop",
 ]
-MONITOR, TRAINING, FAILING, STATUS, BEHIND, JOBS, WAITING, STOP = range(1, 9)
+MONITOR, TRAINING, FAILING, STATUS, BEHIND, JOBS, WAITING, LONG, STOP = range(1, 10)
 PICTURE = "document.querySelector('.nbdist-monitor canvas').toDataURL()"
 
 
@@ -77,12 +78,26 @@ def test_a_cluster_is_started_used_watched_and_stopped(lab: Lab) -> None:
     ended = lab.outputs(BEHIND)
     assert [output["ename"] for output in ended if "ename" in output] == ["CellError"]
     assert "✗ rank 1 failed after" in texts(ended)
+    collapsed = str(lab.run_cell(LONG))
+    assert len(collapsed) < 60_000
+    assert "!grep -n TEXT" in collapsed
+    details = f"{output(LONG)}.querySelectorAll('details')"
+    lab.wait(f"() => {details}.length === 2")
+    lab.page.evaluate(f"{details}[1].open = true")
+    lab.wait(f"() => {output(LONG)}.textContent.includes('[1] 5,')")
+    lab.page.evaluate(f"{details}[1].scrollIntoView()")
+    lab.screenshot("jupyterlab-long")
     assert "stopped" in texts(lab.run_cell(STOP))
 
 
 def shown(cell: int) -> str:
     """JavaScript for the text in the output area of a cell."""
+    return f"{output(cell)}.textContent"
+
+
+def output(cell: int) -> str:
+    """JavaScript for the output area of a cell."""
     return (
         "nbdistTest.panel.content.widgets"
-        f"[{cell}].node.querySelector('.jp-Cell-outputArea').textContent"
+        f"[{cell}].node.querySelector('.jp-Cell-outputArea')"
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nbdist.clusters.observer import Event
-from nbdist.widgets import cell_view, live_text
+from nbdist.widgets import cell_view, live_text, long_text
 from nbdist.widgets.cell_view import CellView
 
 
@@ -48,7 +49,10 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.setattr(cell_view, "update_display", screen.update)
     monkeypatch.setattr(live_text, "display", screen.display)
     monkeypatch.setattr(live_text, "update_display", screen.update)
+    monkeypatch.setattr(long_text, "display", screen.display)
+    monkeypatch.setattr(long_text, "update_display", screen.update)
     monkeypatch.setattr(live_text, "in_notebook", lambda: True)
+    monkeypatch.setattr(cell_view, "in_notebook", lambda: True)
     monkeypatch.setattr(cell_view, "may_clear_output", lambda: True)
     monkeypatch.setattr(cell_view, "clear_output", screen.clear)
     yield screen
@@ -60,10 +64,12 @@ class Cell:
 
     count = 0
 
-    def __init__(self, ranks: int = 2, *, is_alone: bool = False) -> None:
+    def __init__(
+        self, ranks: int = 2, *, is_alone: bool = False, path: Path | None = None
+    ) -> None:
         Cell.count += 1
         key = f"cell-{Cell.count}"
-        self.view = CellView(range(ranks), key, is_alone=is_alone)
+        self.view = CellView(range(ranks), key, is_alone=is_alone, path=path)
 
     def send(self, rank: int, kind: str, **content: Any) -> None:
         message = {"msg_type": kind, "content": content}
@@ -223,7 +229,7 @@ def test_output_keeps_its_order_if_it_cannot_be_replaced(
         live_text.print_note("rank 1 was replaced")
     out_of_step(cell, 1000 if why == "long" else 1)
     assert "cleared" not in plain(capsys.readouterr().out)
-    assert screen.texts == ["figure", "figure"]
+    assert screen.texts.count("figure") == 2
 
 
 def test_output_in_rank_order_is_not_replaced(
@@ -375,3 +381,69 @@ def test_a_notice_is_in_the_status_until_it_is_withdrawn(
     cell.view.notice("")
     cell.view.due()
     assert "wait for" not in screen.texts[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 500, 12_000])
+def test_a_long_text_is_collapsed(
+    screen: Screen, capsys: pytest.CaptureFixture[str], tmp_path: Path, chunk: int
+):
+    path = tmp_path / "output" / "cell-1.txt"
+    cell = Cell(2, is_alone=True, path=path)
+    for begin in range(0, 12_000, chunk):
+        lines = [f"step {step}" for step in range(begin, begin + chunk)]
+        cell.say(1, "\n".join([*lines, ""]))
+    cell.view._flush()
+    cell.say(1, "[nbdist] a note\n", "stderr")
+    cell.end(0, 1)  # within a second, in which the display is not drawn again
+    cell.view.close()
+    shown = capsys.readouterr()
+    assert plain(shown.out) == [f"[1] step {step}" for step in range(1000)]
+    assert plain(shown.err) == ["[1] [nbdist] a note"]
+    (data,) = screen.shown.values()
+    assert data["text/html"].count("<details>") == 1
+    assert "[1] 11,001 more lines, of which the last 800 are here" in data["text/html"]
+    assert "step 11999" in data["text/html"]
+    assert "step 2000\n" not in data["text/html"]
+    assert len(data["text/html"]) < 20_000
+    assert str(path) in data["text/plain"]
+    written = path.read_text(encoding="utf-8").splitlines()
+    assert written == [
+        *(f"[1] step {step}" for step in range(12_000)),
+        "[1] [nbdist] a note",
+    ]
+
+
+def test_each_rank_of_a_long_text_has_its_lines(
+    screen: Screen, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    cell = Cell(2, path=tmp_path / "missing" / "output" / "cell.txt")
+    cell.say(0, "alike <b>\n" * 1500)
+    cell.say(1, "alike <b>\n" * 1500)
+    cell.say(0, "mine\n" * 300)
+    cell.end(0, 1)
+    cell.view.close()
+    assert len(plain(capsys.readouterr().out)) == 1000
+    (data,) = screen.shown.values()
+    page = data["text/html"]
+    assert "[0] 800 more lines, of which the last 400 are here" in page
+    assert "[1] 500 more lines, of which the last 400 are here" in page
+    assert page.index("[0] 800") < page.index("[1] 500")
+    assert "alike &lt;b&gt;" in page
+    # The folder could not be made: the text of the notebook is not affected.
+    assert "the other lines are lost: [Errno 2]" in data["text/plain"]
+
+
+def test_a_short_text_is_not_collapsed(
+    screen: Screen, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    cell = Cell(2, is_alone=True, path=tmp_path / "output" / "cell.txt")
+    cell.say(1, "".join(f"one {step}\n" for step in range(500)))
+    cell.view.due()
+    cell.view._flush()
+    cell.say(0, "".join(f"zero {step}\n" for step in range(500)))
+    cell.end(0, 1)
+    cell.view.close()
+    out = capsys.readouterr().out
+    assert plain(out.rpartition("cleared\n")[2])[::999] == ["[0] zero 0", "[1] one 499"]
+    assert screen.shown == {}
+    assert not (tmp_path / "output").exists()
