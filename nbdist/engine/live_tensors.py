@@ -17,10 +17,11 @@ from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nbdist.collectives import registry
+from nbdist.collectives import Group, registry
 from nbdist.engine import cells
 from nbdist.engine.rank import this_rank
 from nbdist.ipc.stacks import Frame, from_user_code
@@ -123,14 +124,15 @@ class _Search:
         """Raises TooSlow after the deadline."""
         variables = list(_variables())
         modules = [each for each in variables if issubclass(type(each[1]), nn.Module)]
-        yield from self._below(modules)  # an optimizer then knows its parameters' names
-        yield from self._below(variables)
-        yield from self._below(_local_variables())
-        yield from self._below(_kept_by_ipython())
-        for _, tensor in self._below(("", group) for group in registry.live):
+        # The modules first: an optimizer then knows its parameters' names.
+        for roots in (modules, variables, _local_variables(), _kept_by_ipython()):
+            yield from self._below(roots, (*ATOMS, dist.ProcessGroup, Group))
+        for _, tensor in self._below((("", group) for group in registry.live), ATOMS):
             yield "nbdist's own buffer", tensor
 
-    def _below(self, roots: Iterable[Named]) -> Iterator[tuple[str, Tensor]]:
+    def _below(
+        self, roots: Iterable[Named], skipped: tuple[type, ...]
+    ) -> Iterator[tuple[str, Tensor]]:
         waiting = deque(roots)
         for number in itertools.count():
             if not waiting:
@@ -140,7 +142,7 @@ class _Search:
             name, value = waiting.popleft()
             # The type, because `isinstance` asks the value for its class.
             kind = type(value)
-            if id(value) in self._seen or value is None or issubclass(kind, ATOMS):
+            if id(value) in self._seen or value is None or issubclass(kind, skipped):
                 continue
             self._seen.add(id(value))
             if issubclass(kind, Tensor):

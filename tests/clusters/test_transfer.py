@@ -12,15 +12,17 @@ import torch
 
 from nbdist import CellError, Cluster, TransferError, UsageError
 from nbdist.clusters.observer import Event, Quiet
+from nbdist.ipc import flight_record
 from nbdist.ipc.private_files import memory_folder
 
 HUNDRED_MB = 100_000_000
 
 
 def files(cluster: Cluster) -> list[Path]:
-    """The files of this cluster in shared memory."""
+    """The files of this cluster in shared memory, apart from the flight records."""
     folder = memory_folder(cluster._live().run_dir)
-    return [path for path in folder.iterdir() if path.is_file()]
+    found = [path for path in folder.iterdir() if path.is_file()]
+    return [path for path in found if path.suffix != flight_record.SUFFIX]
 
 
 def test_pushed_values_are_on_the_ranks(cluster: Cluster):
