@@ -29,11 +29,14 @@ def continue_with(group: dist.ProcessGroup, before: dist.ProcessGroup) -> None:
     for module in _modules():
         if module.process_group is not before or _has_builtin_hook(module):
             continue
-        state: Any
-        for _hook, state in module._comm_hooks:
-            if getattr(state, "process_group", None) is before:  # as PowerSGD's
-                state.process_group = group
+        module._comm_hooks = [
+            (hook, _state_with(group, before, state))
+            for hook, state in module._comm_hooks
+        ]
         module.process_group = group
+        if module.static_graph:
+            # The new reducer's first backward pass reduces only if it is asked to.
+            module._static_graph_delay_allreduce_enqueued = False
         module.__setstate__(module.__getstate__())  # as for a copy: with new buckets
         _register_hooks(module)
 
@@ -60,6 +63,15 @@ def settle() -> None:
             module.device_ids = [own]
             module.output_device = None if module.output_device is None else own
         _register_hooks(module)
+
+
+def _state_with(group: dist.ProcessGroup, before: dist.ProcessGroup, state: Any) -> Any:
+    """The state of a hook, with one group in the place of another."""
+    if state is before:  # as allreduce_hook's
+        return group
+    if getattr(state, "process_group", None) is before:  # as PowerSGD's
+        state.process_group = group
+    return state
 
 
 def _register_hooks(module: DistributedDataParallel) -> None:

@@ -173,6 +173,36 @@ def test_a_hook_with_a_group_of_its_own_follows_the_model(cluster: Cluster) -> N
     assert cluster["state.iter"] == [5] * RANKS, "the hook was called on each rank"
 
 
+def test_a_model_of_a_static_graph_begins_again(cluster: Cluster) -> None:
+    """Its first backward pass reduces the gradients in another way than the later."""
+    cluster.execute(
+        "torch.manual_seed(0)\n"
+        "for layer in net[::2]: layer.reset_parameters()\n"
+        "model = DistributedDataParallel(net, device_ids=own, static_graph=True)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "for number in range(2): step(number)"
+    )
+    with pytest.raises(CellError, match="has ended"):
+        cluster.execute("if rank: nbdist.barrier()", timeout_s=DEADLINE_S)
+    cluster.execute("for number in range(2, 4): step(number)", timeout_s=DEADLINE_S)
+    kill(cluster, 1)
+    cluster.execute("for number in range(4, 6): step(number)", timeout_s=DEADLINE_S)
+    check_weights(cluster, 6)
+
+
+def test_a_hook_whose_state_is_the_default_group_follows_the_model(
+    cluster: Cluster,
+) -> None:
+    cluster.execute(
+        "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
+        "import torch.distributed as dist\n"
+        "model.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)"
+    )
+    cluster.scale(2, drop=True)
+    cluster.execute("for number in range(4, 6): step(number)", timeout_s=DEADLINE_S)
+    check_weights(cluster, 6)
+
+
 def test_an_asynchronous_call_on_a_group_of_the_old_world_is_an_error(
     cluster: Cluster,
 ) -> None:
