@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,19 @@ class HistoryRow:
     def is_done(self) -> bool:
         """Whether a rank has completed the call, so that all ranks have made it."""
         return any(call.state == "done" for call in self.calls.values())
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks have made the same call."""
+        return self.is_done and not self.is_message and len(self.kinds) == 1
+
+    @property
+    def is_in_progress(self) -> bool:
+        """Whether a rank is in the call, or will be."""
+        return any(
+            call.state in ("scheduled", "running") and rank not in self.ended
+            for rank, call in self.calls.items()
+        )
 
     @property
     def has_parted(self) -> bool:
@@ -147,7 +160,7 @@ class CollectiveHistory:
         if row is None:
             waiting = next(filter(self._is_waiting, self.rows), None)
             if waiting is None:
-                return "the ranks agree in all recorded calls"
+                return self._agreement
             ((rank, call),) = waiting.calls.items()
             return f"rank {rank} is in {call.description} for {self._duration(call)}"
         where = f" ({row.location})" if row.location else ""
@@ -165,6 +178,14 @@ class CollectiveHistory:
         begin = "the ranks parted at " if row.missing else ""
         end = ":" if row.missing else " was not completed:"
         return f"{begin}{row.name}{where}{end} {'; '.join(parts)}"
+
+    @property
+    def _agreement(self) -> str:
+        last = next((row for row in reversed(self.rows) if row.has_parted), None)
+        if last is None:
+            return "the ranks agree in all recorded calls"
+        at = f" ({last.location})" if last.location else ""
+        return f"the ranks have agreed again since they parted at {last.name}{at}"
 
     def _at(self, call: RecordedCall) -> str:
         return f" at {call.location}" if call.location else ""
@@ -360,20 +381,29 @@ def _process(
 
 
 def _first_parted(rows: Sequence[HistoryRow]) -> HistoryRow | None:
-    """The first row in which ranks parted, and after which no call of its group is
-    done, in the newest generation that has one."""
-    agreed: Mapping[Place, int] = {
-        (row.generation, row.group): row.first_ns
-        for row in rows
-        if row.is_done and not row.is_message and len(row.kinds) == 1
-    }
+    """The first row in which ranks parted, and after which they have not agreed again,
+    in the newest generation that has one."""
+    agreed = [row for row in rows if row.is_agreed]
     parted = [
         row
         for row in rows
-        if row.has_parted and agreed.get((row.generation, row.group), 0) < row.first_ns
+        if row.has_parted and not any(_is_over(row, later) for later in agreed)
     ]
     newest = max((row.generation for row in parted), default=0)
     return next((row for row in parted if row.generation == newest), None)
+
+
+def _is_over(row: HistoryRow, later: HistoryRow) -> bool:
+    """Whether the ranks that have parted in a row have agreed in another, later one."""
+    if later.first_ns <= row.first_ns:
+        return False
+    if later.generation == row.generation and later.group == row.group:
+        return True
+    # They may go on in another group, or as another world.
+    is_newer = later.generation > row.generation
+    return not row.is_in_progress and (
+        is_newer or set(later.members) >= set(row.members)
+    )
 
 
 def _group_name(row: HistoryRow, places: Collection[tuple[object, ...]]) -> str:

@@ -75,23 +75,23 @@ class HeldTensors:
         if is_traceable_wrapper_subclass(tensor):  # its parts are tensors too
             return
         try:
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            storage = Tensor.untyped_storage(tensor)
+            key, size, device = storage._cdata, storage.nbytes(), str(storage.device)
+            shape = (-1,) if tensor.is_nested else tuple(tensor.shape)
         except (NotImplementedError, RuntimeError):  # sparse or opaque
             return
-        if not size or tensor.is_meta:
+        if not size or device == "meta":
             return
-        device = str(tensor.device)
         before = self._held.get(key)
         if before is None:
             self.totals[device] += size
             self.counts[device] += 1
-        elif not name or math.prod(before.shape) >= tensor.numel():
+        elif not name or math.prod(before.shape) >= math.prod(shape):
             return  # of several tensors, the largest describes the storage
         self._held[key] = HeldTensor(
             name,
             type(tensor).__name__,
-            tuple(tensor.shape),
+            shape,
             str(tensor.dtype).removeprefix("torch."),
             device,
             size,
@@ -111,7 +111,8 @@ def live_tensors(limit_s: float) -> HeldTensors:
 class _Search:
     """Finds the tensors that a name leads to, each once and by its shortest name.
 
-    It runs no code of the user's classes.
+    It calls no method of the user's classes, other than those of a tensor or optimizer
+    that its class has replaced. An object that is not as it should be is passed over.
     """
 
     def __init__(self, deadline: Deadline) -> None:
@@ -149,11 +150,17 @@ class _Search:
                 tensor = cast(Tensor, value)
                 self._parameters[id(value)] = name
                 yield name, tensor
-                waiting.extend(_parts_of_tensor(name, tensor))
-            elif issubclass(kind, torch.optim.Optimizer):
-                waiting.extend(self._parts_of_optimizer(name, value))
-            else:
-                waiting.extend(_parts(name, value))
+            try:
+                waiting.extend(self._parts_of(name, value))
+            except Exception:  # noqa: BLE001 - any object may be looked at
+                continue
+
+    def _parts_of(self, name: str, value: object) -> list[Named]:
+        if issubclass(type(value), Tensor):
+            return list(_parts_of_tensor(name, cast(Tensor, value)))
+        if issubclass(type(value), torch.optim.Optimizer):
+            return list(self._parts_of_optimizer(name, value))
+        return list(_parts(name, value))
 
     def _parts_of_optimizer(self, name: str, optimizer: Any) -> Iterator[Named]:
         """The parameters, and the state of each."""
@@ -255,6 +262,8 @@ def _parts(name: str, value: Any) -> Iterator[Named]:
     except AttributeError:
         return
     for key, each in list(attributes.items()):
+        if type(key) is not str:
+            continue
         if issubclass(kind, nn.Module) and key in MODULE_PARTS:
             for part, held in list(each.items()):
                 yield f"{name}.{part}", held
@@ -263,4 +272,6 @@ def _parts(name: str, value: Any) -> Iterator[Named]:
 
 
 def _key_text(key: object) -> str:
-    return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
+    if type(key) in (str, float) or (type(key) is int and abs(key) < 2**63):
+        return repr(key)
+    return type(key).__name__

@@ -181,6 +181,40 @@ def test_ranks_that_agree_again_have_not_parted(script: Script) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "later",
+    [{"group": 1}, {"generation": 1}, {"generation": 1, "members": (0, 1, 2)}],
+    ids=["another group", "another generation", "a smaller world"],
+)
+def test_ranks_that_go_on_elsewhere_have_agreed_again(
+    script: Script, later: dict[str, Any]
+) -> None:
+    for name in ("rank0", "rank1", "rank2"):
+        script.add(name, 1, "failed")
+    assert script.history().parted is not None
+    script.everyone(1, **later)
+    assert script.history().summary == (
+        "the ranks have agreed again since they parted at all_reduce #1 (In[7] line 1)"
+    )
+
+
+def test_ranks_that_agree_elsewhere_and_still_wait_have_parted(script: Script) -> None:
+    for name in ("rank0", "rank1", "rank2"):
+        script.add(name, 1, "running")
+    script.everyone(1, group=1)
+    parted = script.history().parted
+    assert parted is not None
+    assert parted.missing == (3,)
+
+
+def test_an_agreement_of_other_ranks_does_not_count(script: Script) -> None:
+    for name in ("rank0", "rank1", "rank2"):
+        script.add(name, 1, "failed")
+    for name in ("rank0", "rank1"):
+        script.add(name, 1, group=1, members=(0, 1))
+    assert script.history().parted is not None
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_that_died_before_the_call(script: Script, rank: int) -> None:
     script.everyone(1)

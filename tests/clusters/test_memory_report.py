@@ -127,6 +127,24 @@ def test_objects_of_the_user_run_no_code(cluster: Cluster) -> None:
     assert cluster["calls"] == [[]] * 4
 
 
+def test_objects_that_are_not_as_they_should_be_are_passed_over(
+    cluster: Cluster,
+) -> None:
+    cluster.execute(
+        "broken = torch.nn.Linear(2, 2)\n"
+        "broken.__dict__['_parameters'] = None\n"
+        "unmade = torch.optim.Optimizer.__new__(torch.optim.SGD)\n"
+        "odd = torch.optim.SGD([torch.ones(1, requires_grad=True)])\n"
+        "odd.param_groups.append('junk')\n"
+        "huge = {10**5000: torch.zeros(2_000_000), 'near': torch.zeros(3_000_000)}\n"
+        "nested = torch.nested.nested_tensor([torch.ones(9), torch.ones(4_000_000)])"
+    )
+    for report in reports(cluster).values():
+        found = named(report)
+        assert {"nested", "huge['near']", "huge[int]"} <= found.keys()
+        assert found["nested"].size >= 16_000_000
+
+
 @pytest.mark.parametrize("rank", [0, 2, 3])
 def test_a_stopped_rank_does_not_delay_the_others(cluster: Cluster, rank: int) -> None:
     pid = cluster.ranks[rank].pid
