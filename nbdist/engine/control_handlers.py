@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 import traceback
-from types import FrameType
 from typing import Any
 
 from nbdist.collectives import (
@@ -107,11 +105,11 @@ def _position() -> str:
     call = current_call()
     if call is not None:
         return call.description
-    for frame in _main_frames():
+    for frame in this_rank().frames():
         line = line_of(frame.f_code.co_filename, frame.f_lineno)
         if line:
             return line
-    for frame in _main_frames():
+    for frame in this_rank().frames():
         return f"{frame.f_code.co_filename} line {frame.f_lineno}"
     return "ended"
 
@@ -126,7 +124,7 @@ def progress() -> ProgressSnapshot:
     call = current_call()
     counts = calls_made(), this_rank().recorder.steps
     # A rank that waits in a collective runs a loop, so its frames change all the time.
-    frames = [] if call else [(id(f.f_code), f.f_lasti) for f in _main_frames()]
+    frames = [] if call else [(id(f.f_code), f.f_lasti) for f in this_rank().frames()]
     return ProgressSnapshot(where(), call, hash((*counts, *frames)))
 
 
@@ -178,7 +176,7 @@ def stack(everything: bool = False) -> str:
     rank = this_rank()
     frames = [
         Frame(each.filename, each.lineno or 0, each.name, each.line or "")
-        for each in traceback.extract_stack(sys._current_frames()[rank.main_thread])
+        for each in traceback.extract_stack(rank.frames()[0])
     ]
     chosen = from_user_code(frames)
     if everything or (rank.activity is not None and not chosen):
@@ -239,13 +237,3 @@ def interrupt(request: str | None = None) -> None:
     if comms.is_in_callback():
         interrupts.interrupt(None)
     interrupts.interrupt(request)
-
-
-def _main_frames() -> list[FrameType]:
-    """The main thread's frames, innermost first."""
-    frame = sys._current_frames().get(this_rank().main_thread)
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames

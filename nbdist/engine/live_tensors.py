@@ -10,7 +10,6 @@ import gc
 import inspect
 import itertools
 import math
-import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from types import FrameType, FunctionType, ModuleType, TracebackType
@@ -184,9 +183,8 @@ def _variables() -> Iterator[Named]:
 def _local_variables() -> Iterator[Named]:
     """Variables of functions that run, and of those in which the last cell failed."""
     rank = this_rank()
-    running = sys._current_frames().get(rank.main_thread)
-    if rank.activity is not None and running is not None:
-        yield from _locals_of(_calls_to(running), "")
+    if rank.activity is not None:
+        yield from _locals_of(rank.frames()[::-1], "")
     error = cells.last_error()
     if error is not None:
         frames = _frames_in(error.__traceback__)
@@ -212,15 +210,6 @@ def _snapshot(frame: FrameType) -> dict[str, Any]:
     if isinstance(variables, dict):  # before Python 3.13, the frame keeps this copy
         variables.clear()
     return snapshot
-
-
-def _calls_to(frame: FrameType | None) -> list[FrameType]:
-    """A frame and its callers, outermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
 
 
 def _frames_in(trace: TracebackType | None) -> list[FrameType]:

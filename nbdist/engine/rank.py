@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from nbdist.engine.interrupts import Interrupts
@@ -49,6 +51,15 @@ class Rank:
     """Why the current cell was released from NCCL, and must end; "" if it was not."""
     request: str = ""
     """The unique name of the notebook's request that the main thread works on."""
+
+    def frames(self) -> list[FrameType]:
+        """The main thread's frames, innermost first. Any thread may call."""
+        frame = sys._current_frames().get(self.main_thread)
+        frames = []
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames
 
     def tell_namespace(self) -> None:
         """Put this rank's numbers into the user's namespace, hidden from %who."""
