@@ -86,7 +86,7 @@ clean:
 	rm -rf $(VENV) out
 
 # An extra of pyproject.toml, installed: .venv/.notebook stands for nbdist[notebook].
-$(VENV)/.%: pyproject.toml nbdist/collectives/_native.c | $(VENV)/.torch
+$(VENV)/.%: pyproject.toml $(wildcard nbdist/collectives/*.c) | $(VENV)/.torch
 	$(RUN) -m pip install --quiet --editable '.[$*]'
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Decides when MPI is initialised.
+"""Prepares the process for MPI, and decides when MPI is initialised.
 
 The import of mpi4py initialises it, except under torchrun. There `nbdist.init()` makes
 a process a rank of MPI.
@@ -6,6 +6,8 @@ a process a rank of MPI.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 
@@ -14,6 +16,17 @@ import mpi4py
 from nbdist.ipc.launch_environment import is_launched_by_mpi, is_launched_by_torchrun
 
 _TRANSPORTS = "OMPI_MCA_btl"
+
+
+def _survive_deaths() -> None:
+    """Load `_late_revocation`, if it is compiled, before Open MPI."""
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(flags | os.RTLD_GLOBAL)
+    try:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("nbdist.collectives._late_revocation")
+    finally:
+        sys.setdlopenflags(flags)
 
 
 def _initialize_alone() -> None:
@@ -31,6 +44,7 @@ def _initialize_alone() -> None:
         del os.environ[_TRANSPORTS]  # not for a launcher that this process starts
 
 
+_survive_deaths()
 if is_launched_by_torchrun():
     mpi4py.rc(initialize=False, finalize=False)
 elif not is_launched_by_mpi():

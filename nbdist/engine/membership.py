@@ -21,6 +21,7 @@ from typing import Any
 from nbdist.collectives import close_groups
 from nbdist.engine import torch_group, world
 from nbdist.engine.rank import this_rank
+from nbdist.engine.revocation import revoke
 from nbdist.errors import ChangeFailed, ClusterError
 from nbdist.ipc import rank_parent
 from nbdist.ipc.prctl import name_process
@@ -47,9 +48,9 @@ class _Attempt:
         """
         with self._lock:
             self._comms.append(comm)
-            if self._cancelled.done():
-                comm.Revoke()
-                self._cancelled.result()
+        if self._cancelled.done():
+            revoke(comm)
+            self._cancelled.result()
         return comm
 
     def cancel(self, reason: str) -> None:
@@ -57,8 +58,9 @@ class _Attempt:
         with self._lock:
             if not self._cancelled.done():
                 self._cancelled.set_exception(ClusterError(reason))
-            for comm in self._comms:
-                comm.Revoke()
+            comms = list(self._comms)
+        for comm in comms:
+            revoke(comm)
 
     def merge(self, bridge: Any) -> Any:
         """Merge with the processes at the other end of an intercommunicator.
@@ -67,12 +69,11 @@ class _Attempt:
             ClusterError: The change is cancelled. A thread that was left behind must
                 not merge, beside the main thread's next change.
         """
-        self.own(bridge)
         with self._lock:
             if self._cancelled.done():
                 self._cancelled.result()
             self._merges = True
-        return self.own(bridge.Merge(high=False))
+        return bridge.Merge(high=False)
 
     def wait_for(self, work: Callable[[], Any]) -> Any:
         """Run `work` on a thread; its result. A cancellation leaves the thread behind.

@@ -7,7 +7,6 @@ interrupt or a change of members.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from nbdist.collectives import Group, any_broken, renew_groups, set_default_group
 from nbdist.engine import ddp_modules, shared_default_group, torch_group
 from nbdist.engine.rank import this_rank
+from nbdist.engine.revocation import revoke
 from nbdist.errors import WrongProcess
 from nbdist.ipc import roles
 from nbdist.ipc.loopback import free_ports
@@ -77,8 +77,7 @@ class World:
         self._nccl_aborted |= torch_group.abort()
 
     def _revoke_shared(self) -> None:
-        with contextlib.suppress(NotImplementedError):  # not every MPI has it
-            self.shared.Revoke()
+        revoke(self.shared)
         self._shared_revoked = True
 
     def note_failure(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -107,6 +108,38 @@ def test_the_error_names_the_signal_or_exit_code_of_a_dead_rank(
         rank == 1 for rank in range(4)
     ]
     cluster.execute(SUM, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    "rank", [0, 1, 3, pytest.param(2, marks=pytest.mark.not_forked)]
+)
+def test_a_death_while_the_ranks_create_communicators_ends_no_other_rank(
+    cluster: Cluster, rank: int
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    for _ in range(4):
+        before = pids(cluster)
+        delay_s = moments.uniform(0.02, 0.06)
+        with pytest.raises(CellError) as caught:
+            cluster.execute(
+                f"""
+if rank == {rank}:
+    death = os.getpid(), signal.SIGKILL
+    threading.Timer({delay_s}, os.kill, death).start()
+while True:
+    nbdist.comm().Dup().Free()
+""",
+                timeout_s=60,
+            )
+        assert f"rank {rank} (pid {before[rank]}" in str(caught.value)
+        assert "SIGSEGV" not in str(caught.value)
+        cluster.execute(SUM)
+        after = pids(cluster)
+        assert [r for r in range(4) if before[r] != after[r]] == [rank]
+    others = [r for r in range(4) if r != rank]
+    assert cluster.pull("mine", ranks=others) == [100 + r for r in others]
 
 
 def test_two_dead_ranks_are_replaced_before_the_next_cell(

@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,36 @@ def test_a_second_death_during_a_recovery_is_repaired(
     assert f"rank {lost} was replaced" in note or "were started again" in note
     assert "steps continues" in note
     cluster.execute("new = nbdist.elastic.State(step=0); assert new.step == 0")
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_second_death_at_any_moment_of_a_recovery_loses_no_variables(
+    cluster: Cluster, tmp_path: Path, rounds: int
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    for number in range(rounds):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        cluster.push(folder=str(folder))
+        survivor = psutil.Process(cluster.ranks[2].pid)
+        delay_s = moments.uniform(0, 0.08)
+
+        def kill_later(
+            _newcomer: psutil.Process,
+            survivor: psutil.Process = survivor,
+            delay_s: float = delay_s,
+        ) -> None:
+            time.sleep(delay_s)  # the moment is drawn at random
+            survivor.kill()
+
+        cluster.execute("events = [(6, 'forward', die)] if rank == 1 else []")
+        other = while_recovering(cluster, 1, kill_later)
+        cluster.execute(TRAIN, timeout_s=150)
+        other.join(10)
+        assert cluster["result"] == [STEPS] * 3, notes_of(cluster)
+        assert cluster["here_before"] == [1] * 3, notes_of(cluster)
 
 
 COUNTED = """
