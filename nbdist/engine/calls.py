@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbdist.engine import ddp_modules
-from nbdist.engine.inspection import digest_of, text_in_full
+from nbdist.engine.inspection import digest_in_full, text_in_full
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import step, transfer_step
 from nbdist.errors import TransferError, text_of
@@ -88,10 +88,11 @@ def show(expression: str) -> Shown:
     """An expression's value as text, as `text_in_full`, and its digest."""
     value = _evaluate(expression)
     with step(f"printing {expression!r}"):
-        text = text_in_full(value)
+        text = text_in_full(value, Deadline(COMPARISON_LIMIT_S))
     with step(f"comparing {expression!r}"):
         try:
-            digest, why = digest_of(expression, value, Deadline(COMPARISON_LIMIT_S))
+            deadline = Deadline(COMPARISON_LIMIT_S)
+            digest, why = digest_in_full(expression, value, deadline)
         except TooSlow as error:
             digest, why = "", str(error)
     return Shown(text, digest, why)

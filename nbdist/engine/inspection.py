@@ -27,12 +27,13 @@ from nbdist.training.digest import combined, digests_of
 from nbdist.training.leaves import Deadline, TooSlow, is_dataframe, leaves_of
 from nbdist.wire import MemoryReport, Shown, Variable
 
-__all__ = ["digest_of", "look", "memory_report", "text_in_full", "variables"]
+__all__ = ["digest_in_full", "look", "memory_report", "text_in_full", "variables"]
 
 T = TypeVar("T")
 
 TEXT_LIMIT = 60
 HISTOGRAM_BINS = 9
+MOST_PARAMETERS = 100
 BARS = " ▁▂▃▄▅▆▇█"
 UNINTERESTING = (types.ModuleType, types.FunctionType, type)
 IDLE_LIMITS_S = 2.0, 8.0
@@ -108,9 +109,9 @@ def _look(expression: str, limit_s: float) -> Shown:
     shell = this_rank().shell
     with _stream_of_its_own():
         value = eval(expression, shell.user_global_ns, shell.user_ns)
-        text = text_in_full(value)
+        text = text_in_full(value, deadline)
         try:
-            return Shown(text, *digest_of(expression, value, deadline))
+            return Shown(text, *digest_in_full(expression, value, deadline))
         except TooSlow as error:
             return Shown(text, "", str(error))
 
@@ -133,8 +134,11 @@ def memory_report(count: int) -> MemoryReport:
     )
 
 
-def text_in_full(value: object) -> str:
-    """A value as IPython prints it. A tensor has a line with its statistics.
+def text_in_full(value: object, deadline: Deadline) -> str:
+    """A value as IPython prints it.
+
+    A tensor has a line with its statistics, and a module a table of its parameters,
+    unless the deadline passes.
 
     Raises:
         Exception: The value's `__repr__` has raised.
@@ -145,7 +149,65 @@ def text_in_full(value: object) -> str:
     with contextlib.suppress(RuntimeError):  # torch lacks it for some dtypes
         if isinstance(value, torch.Tensor) and value.numel() > 1:
             text += f"\n{_statistics(value.detach())}"
+    if isinstance(value, torch.nn.Module):
+        text += _parameter_table(value, deadline)
     return text
+
+
+def digest_in_full(name: str, value: object, deadline: Deadline) -> tuple[str, str]:
+    """As `digest_of`, with the gradients of a module, whose norms `text_in_full` shows.
+
+    Raises:
+        TooSlow: The deadline has passed.
+    """
+    if isinstance(value, torch.nn.Module):
+        gradients = {each: p.grad for each, p in value.named_parameters()}
+        return digest_of(name, (value, gradients), deadline)
+    return digest_of(name, value, deadline)
+
+
+@torch.no_grad()
+def _parameter_table(module: torch.nn.Module, deadline: Deadline) -> str:
+    """Name, shape, norm and gradient's norm of each parameter; "" if there is none.
+
+    A sharded parameter has the norm of this rank's shard.
+    """
+    parameters = list(module.named_parameters())
+    rows = [("parameter", "shape", "norm", "norm of gradient")]
+    end = ""
+    for name, parameter in parameters[:MOST_PARAMETERS]:
+        try:
+            deadline.check()
+        except TooSlow:
+            break
+        if torch.nn.parameter.is_lazy(parameter):
+            rows.append((name, "not known yet", "", ""))
+            continue
+        shape = "×".join(map(str, parameter.shape)) or "scalar"
+        gradient = "none" if parameter.grad is None else _norm_text(parameter.grad)
+        trained = gradient if parameter.requires_grad else "frozen"
+        rows.append((name, shape, _norm_text(parameter), trained))
+    if len(rows) <= len(parameters):
+        end = f"\nand {len(parameters) - len(rows) + 1:,} more parameters"
+    if len(rows) == 1:
+        return end
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        name.ljust(widths[0])
+        + "".join(
+            f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)
+        )
+        for name, *rest in rows
+    )
+    return "\n\n" + "\n".join(map(str.rstrip, lines)) + end
+
+
+def _norm_text(tensor: torch.Tensor) -> str:
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    try:
+        return f"{_norm(local.detach()):.6g}"
+    except RuntimeError:  # torch lacks it for some layouts and dtypes
+        return "?"
 
 
 @torch.no_grad()
@@ -283,14 +345,17 @@ def _norm_of_tensor(tensor: torch.Tensor) -> str:
         return (
             f"{tensor.item():.6g}" if tensor.dtype != torch.bool else str(tensor.item())
         )
+    return f"norm {_norm(tensor):.6g}"
+
+
+def _norm(tensor: torch.Tensor) -> float:
     if tensor.is_floating_point() and tensor.element_size() == 1:
         tensor = tensor.float()  # torch has no arithmetic for 8-bit floats
     wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return (
-        f"norm {torch.linalg.vector_norm(tensor.reshape(-1), dtype=wide).item():.6g}"
-        if tensor.is_floating_point() or tensor.is_complex()
-        else f"norm {torch.linalg.vector_norm(tensor.reshape(-1).to(wide)).item():.6g}"
-    )
+    flat = tensor.reshape(-1)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        flat = flat.to(wide)
+    return float(torch.linalg.vector_norm(flat, dtype=wide).item())
 
 
 def _norm_of_array(array: np.ndarray[Any, Any]) -> str:

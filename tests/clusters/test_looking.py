@@ -282,6 +282,36 @@ def test_inspect_keeps_the_form_of_tensors(cluster: Cluster, session: Session):
         assert session.inspect_table(name)
 
 
+def test_inspect_has_a_row_for_each_parameter_of_a_module(
+    cluster: Cluster, session: Session
+):
+    cluster.execute(
+        "model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LazyLinear(2))\n"
+        "for p in model[0].parameters(): p.data.fill_(2.0)\n"
+        "model[0].weight.grad = torch.full((4, 3), 1.0 + (rank == 2))\n"
+        "model[0].bias.requires_grad = False\n"
+        "wide = torch.nn.ParameterList(torch.zeros(1) for _ in range(150))\n"
+        "alone = torch.nn.ReLU()"
+    )
+    table = session.inspect_table("model[0]")
+    ranks = re.findall(r"<tr><td[^>]*>([^<]*)<", table._repr_html_())
+    assert ranks == ["0-1,3", "2"]  # the gradients differ
+    text = re.sub(r" +", " ", str(table))
+    assert "parameter shape norm norm of gradient" in text
+    assert "weight 4×3 6.9282 3.4641\n" in text
+    assert "weight 4×3 6.9282 6.9282\n" in text
+    assert text.count("bias 4 4 frozen") == 2
+    assert "1.weight not known yet\n" in re.sub(
+        r" +", " ", str(session.inspect_table("model"))
+    )
+    wide = str(session.inspect_table("wide"))
+    assert "and 50 more parameters" in wide
+    assert "parameter" not in str(session.inspect_table("alone"))
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        busy = within(DEADLINE_S, lambda: session.inspect_table("model[0]"))
+    assert busy == str(table)
+
+
 def test_what_cannot_be_compared_says_so(cluster: Cluster, session: Session):
     cluster.execute("pieces = (i for i in range(3))\nlist_of = [1, lambda: 1]")
     shown = str(session.variables_table("pieces"))
