@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -406,6 +408,37 @@ def test_tb_shows_the_last_traceback(cluster: Cluster):
         assert result[rank].outputs == []
     with pytest.raises(CellError, match="ZeroDivisionError"):
         cluster.execute("1 / 0")
+
+
+def test_autoreload_loads_a_changed_module_on_every_rank(
+    cluster: Cluster, tmp_path: Path
+):
+    module = tmp_path / "lessons.py"
+
+    def write(text: str, seconds: int) -> None:
+        module.write_text(text)
+        os.utime(module, (seconds, seconds))  # Python compares the times of the file
+
+    write("class Lesson:\n    def number(self): return 1\n", 1_000_000_000)
+    cluster.execute(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "%load_ext autoreload\n%autoreload 2\n"
+        "from lessons import Lesson; lesson = Lesson()"
+    )
+    try:
+        write("class Lesson:\n    def number(self): return 22\n", 1_000_000_100)
+        assert cluster.inspect("Lesson().number()") == dict.fromkeys(range(4), "1")
+        cluster.execute("numbers = Lesson().number(), lesson.number()")
+        assert cluster["numbers"] == [(22, 22)] * 4
+        write("class Lesson\n", 1_000_000_200)
+        result = cluster.execute("numbers = lesson.number()")
+        assert cluster["numbers"] == [22] * 4  # the old code stays
+        assert "SyntaxError" in result[3].stdout + result[3].stderr
+    finally:
+        cluster.execute(
+            "%autoreload 0\n%unload_ext autoreload\n"
+            "sys.path.pop(0); del sys.modules['lessons'], Lesson, lesson"
+        )
 
 
 def test_long_output_is_capped_and_kept_in_a_file(cluster: Cluster):
