@@ -12,7 +12,7 @@
  *
  * The functions below stand before Open MPI's functions of the same names, because this
  * library is loaded into the global scope before libmpi (ELF symbol interposition). If
- * libmpi has none of these names, nothing changes.
+ * libmpi has none of these names, or MPI was initialised before, nothing changes.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
@@ -38,6 +38,7 @@ typedef struct Creation {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Creation *creations;
+static bool sees_ends; /* MPI_Init has completed its communicators through this file */
 
 static Creation *
 creation_of(const void *comm)
@@ -55,7 +56,7 @@ begin(void *comm)
 {
     pthread_mutex_lock(&lock);
     Creation *known = creation_of(comm); /* it failed, and its address is used again */
-    if (known == NULL && (known = malloc(sizeof *known)) != NULL) {
+    if (known == NULL && sees_ends && (known = malloc(sizeof *known)) != NULL) {
         known->comm = comm;
         known->next = creations;
         creations = known;
@@ -71,6 +72,7 @@ end(const void *comm)
 {
     Revocation waiting = NONE;
     pthread_mutex_lock(&lock);
+    sees_ends = true;
     for (Creation **link = &creations; *link != NULL; link = &(*link)->next) {
         Creation *ended = *link;
         if (ended->comm == comm) {
