@@ -400,6 +400,9 @@ class Shown:
     """As for `Variable`."""
     uncompared: str = ""
     """As for `Variable`."""
+    rows: tuple[str, ...] = ()
+    """If the last lines of the text are the rows of a table, the digest of each row; ""
+    for a row that cannot be compared."""
 
 
 @dataclass(frozen=True)

@@ -88,14 +88,14 @@ def show(expression: str) -> Shown:
     """An expression's value as text, as `text_in_full`, and its digest."""
     value = _evaluate(expression)
     with step(f"printing {expression!r}"):
-        text = text_in_full(value, Deadline(COMPARISON_LIMIT_S))
+        text, rows = text_in_full(value, Deadline(COMPARISON_LIMIT_S))
     with step(f"comparing {expression!r}"):
         try:
             deadline = Deadline(COMPARISON_LIMIT_S)
             digest, why = digest_in_full(expression, value, deadline)
         except TooSlow as error:
             digest, why = "", str(error)
-    return Shown(text, digest, why)
+    return Shown(text, digest, why, rows)
 
 
 def compare(expression: str) -> Comparison:

@@ -109,11 +109,12 @@ def _look(expression: str, limit_s: float) -> Shown:
     shell = this_rank().shell
     with _stream_of_its_own():
         value = eval(expression, shell.user_global_ns, shell.user_ns)
-        text = text_in_full(value, deadline)
+        text, rows = text_in_full(value, deadline)
         try:
-            return Shown(text, *digest_in_full(expression, value, deadline))
+            digest, why = digest_in_full(expression, value, deadline)
         except TooSlow as error:
-            return Shown(text, "", str(error))
+            digest, why = "", str(error)
+        return Shown(text, digest, why, rows)
 
 
 def memory_report(count: int) -> MemoryReport:
@@ -134,11 +135,11 @@ def memory_report(count: int) -> MemoryReport:
     )
 
 
-def text_in_full(value: object, deadline: Deadline) -> str:
-    """A value as IPython prints it.
+def text_in_full(value: object, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
+    """A value as IPython prints it, and the digests of the rows of a table in it.
 
-    A tensor has a line with its statistics, and a module a table of its parameters,
-    unless the deadline passes.
+    A tensor has a line with its statistics, and a module a table of its parameters. The
+    table ends where the deadline passes.
 
     Raises:
         Exception: The value's `__repr__` has raised.
@@ -149,9 +150,11 @@ def text_in_full(value: object, deadline: Deadline) -> str:
     with contextlib.suppress(RuntimeError):  # torch lacks it for some dtypes
         if isinstance(value, torch.Tensor) and value.numel() > 1:
             text += f"\n{_statistics(value.detach())}"
+    rows: tuple[str, ...] = ()
     if isinstance(value, torch.nn.Module):
-        text += _parameter_table(value, deadline)
-    return text
+        table, rows = _parameter_table(value, deadline)
+        text += table
+    return text, rows
 
 
 def digest_in_full(name: str, value: object, deadline: Deadline) -> tuple[str, str]:
@@ -167,39 +170,46 @@ def digest_in_full(name: str, value: object, deadline: Deadline) -> tuple[str, s
 
 
 @torch.no_grad()
-def _parameter_table(module: torch.nn.Module, deadline: Deadline) -> str:
-    """Name, shape, norm and gradient's norm of each parameter; "" if there is none.
+def _parameter_table(
+    module: torch.nn.Module, deadline: Deadline
+) -> tuple[str, tuple[str, ...]]:
+    """A table of a module's parameters and their gradients, and each row's digest.
 
     A sharded parameter has the norm of this rank's shard.
     """
     parameters = list(module.named_parameters())
-    rows = [("parameter", "shape", "norm", "norm of gradient")]
-    end = ""
-    for name, parameter in parameters[:MOST_PARAMETERS]:
-        try:
-            deadline.check()
-        except TooSlow:
-            break
-        if torch.nn.parameter.is_lazy(parameter):
-            rows.append((name, "not known yet", "", ""))
-            continue
-        shape = "×".join(map(str, parameter.shape)) or "scalar"
-        gradient = "none" if parameter.grad is None else _norm_text(parameter.grad)
-        trained = gradient if parameter.requires_grad else "frozen"
-        rows.append((name, shape, _norm_text(parameter), trained))
-    if len(rows) <= len(parameters):
-        end = f"\nand {len(parameters) - len(rows) + 1:,} more parameters"
-    if len(rows) == 1:
-        return end
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
+    rows: list[tuple[str, ...]] = []
+    digests: list[str] = []
+    with contextlib.suppress(TooSlow):
+        for name, parameter in parameters[:MOST_PARAMETERS]:
+            digest, _why = digest_of(name, (parameter, parameter.grad), deadline)
+            rows.append((name, *_norms(parameter)))
+            digests.append(digest)
+    if not rows:
+        return "", ()
+    table = [("parameter", "shape", "norm", "norm of gradient"), *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
         name.ljust(widths[0])
         + "".join(
             f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)
         )
-        for name, *rest in rows
-    )
-    return "\n\n" + "\n".join(map(str.rstrip, lines)) + end
+        for name, *rest in table
+    ]
+    if len(rows) < len(parameters):
+        lines.insert(0, f"the first {len(rows)} of {len(parameters):,} parameters:")
+    return "\n\n" + "\n".join(lines), tuple(digests)
+
+
+def _norms(parameter: torch.nn.Parameter) -> tuple[str, str, str]:
+    """A parameter's shape, norm and gradient's norm."""
+    if torch.nn.parameter.is_lazy(parameter):
+        return "not known yet", "", ""
+    shape = "×".join(map(str, parameter.shape)) or "scalar"
+    if not parameter.requires_grad:
+        return shape, _norm_text(parameter), "frozen"
+    gradient = "none" if parameter.grad is None else _norm_text(parameter.grad)
+    return shape, _norm_text(parameter), gradient
 
 
 def _norm_text(tensor: torch.Tensor) -> str:

@@ -64,11 +64,31 @@ def values_table(expression: str, shown: Mapping[int, Shown | None]) -> Table:
         shown: The value of each rank; None for a rank that does not answer.
     """
     groups = _alike({rank: each for rank, each in shown.items() if each is not None})
-    rows = [[_where(ranks, 0, each), each.text] for ranks, each in groups]
+    texts = _with_differences([each for _, each in groups])
+    rows = [
+        [_where(ranks, 0, each), text]
+        for (ranks, each), text in zip(groups, texts, strict=True)
+    ]
     reasons = dict.fromkeys(each.uncompared for _, each in groups if each.uncompared)
     notes = [f"not compared: {why}" for why in reasons]
     notes += _silence(shown)
     return Table(["ranks", expression], rows, "\n".join(notes))
+
+
+def _with_differences(shown: Sequence[Shown]) -> list[str]:
+    """The texts of distinct values. Rows of their tables that differ are marked."""
+    differs = [
+        len(set(digests)) > 1 and all(digests)
+        for digests in zip(*(each.rows for each in shown), strict=False)
+    ]
+    texts = []
+    for each in shown:
+        lines = each.text.split("\n")
+        first = len(lines) - len(each.rows)
+        for number, mark in enumerate(differs):
+            lines[first + number] += "  differs" if mark else ""
+        texts.append("\n".join(line.rstrip() for line in lines))
+    return texts
 
 
 def diff_table(
