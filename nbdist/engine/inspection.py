@@ -198,7 +198,7 @@ def _parameter_table(
     ]
     if len(rows) < len(parameters):
         lines.insert(0, f"the first {len(rows)} of {len(parameters):,} parameters:")
-    return "\n\n" + "\n".join(lines), tuple(digests)
+    return "\n\n" + "\n".join(map(str.rstrip, lines)), tuple(digests)
 
 
 def _norms(parameter: torch.nn.Parameter) -> tuple[str, str, str]:

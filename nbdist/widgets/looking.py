@@ -87,7 +87,7 @@ def _with_differences(shown: Sequence[Shown]) -> list[str]:
         first = len(lines) - len(each.rows)
         for number, mark in enumerate(differs):
             lines[first + number] += "  differs" if mark else ""
-        texts.append("\n".join(line.rstrip() for line in lines))
+        texts.append("\n".join(lines))
     return texts
 
 

@@ -30,6 +30,7 @@ from tests.clusters.test_looking import (  # noqa: F401
     test_a_value_that_cannot_be_printed_is_an_error,
     test_inspect_answers_while_a_cell_runs,
     test_inspect_compares_values_and_not_their_texts,
+    test_inspect_has_a_row_for_each_parameter_of_a_module,
     test_inspect_keeps_the_form_of_tensors,
     test_one_flipped_bit_of_one_rank_is_found_in_100_of_100_places,
     test_variables_are_shown_while_a_cell_runs,
