@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from nbdist.training.replicas import check_replicas as check_replicas
     from nbdist.training.data.sampler import Sampler as Sampler
     from nbdist.training.seeds import seed_all as seed_all
+    from nbdist.training.watch import watch as watch
 else:
     _homes = {
         "nbdist.clusters.cluster": ("Cluster",),
@@ -112,6 +113,7 @@ else:
         "nbdist.training.replicas": ("check_replicas",),
         "nbdist.training.data.sampler": ("Sampler",),
         "nbdist.training.seeds": ("seed_all",),
+        "nbdist.training.watch": ("watch",),
         "nbdist": ("elastic", "strategies"),
     }  # fmt: skip
     __getattr__, __dir__, _names = lazy.attach(__name__, _homes, _on_ranks)

@@ -20,6 +20,7 @@ NbdistError
 ├── RestartsSpent                an elastic run gave up; its last commit is intact
 ├── CheckpointError              a file of saved state is damaged, or is another file
 ├── ReplicasDiffer               models are not equal on all ranks
+├── NotFinite (FloatingPointError)  a value of a training is NaN or infinite
 ├── TransferError                a value could not travel to or from the ranks
 ├── SaveError                    a file was not written; the old one is untouched
 └── CollectiveError              raised on the ranks
@@ -48,6 +49,7 @@ __all__ = [
     "CollectiveTimeout",
     "NbdistError",
     "NoInput",
+    "NotFinite",
     "NotRunning",
     "PortInUse",
     "RankDied",
@@ -223,6 +225,10 @@ class ReplicasDiffer(NbdistError, RuntimeError):
     def __init__(self, message: str, comparison: Any = None) -> None:
         super().__init__(message)
         self.comparison = comparison
+
+
+class NotFinite(NbdistError, FloatingPointError):
+    """A parameter, an output or a gradient of a watched model is NaN or infinite."""
 
 
 class TransferError(NbdistError):

@@ -38,6 +38,9 @@ from tests.clusters.test_looking import (  # noqa: F401
     within,
 )
 from tests.remove_variables import remove_variables
+from tests.training.test_watch_on_ranks import (  # noqa: F401
+    test_the_rank_whose_gradient_was_first_is_named,
+)
 
 N = 4
 FEW_BYTES = 20_000

@@ -1,0 +1,315 @@
+"""Finds the first value of a training that is not finite."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from nbdist.errors import NotFinite, UsageError
+from nbdist.training.validation import whole_number
+
+__all__ = ["Watch", "watch"]
+
+COMPILED = "OptimizedModule"
+"""The class of a compiled module, whose parts run without their hooks."""
+
+
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    gradients: bool = True,
+    infinities: bool = True,
+) -> Watch:
+    """Raise an error that names the first value of a training that is NaN or infinite.
+
+    In a step that is checked, these values are read once, on their device: each
+    parameter before the forward, the output of each module, and each gradient when this
+    rank has computed it, before DDP reduces it. Gradients that FSDP2 has reduced are
+    read when an optimizer steps. A step is a forward of the model in training mode.
+    There is no synchronisation with a GPU: the results of a step are looked at in a
+    later forward, or by `Watch.check`.
+
+    A rank calls it for itself, and sends nothing. A second watch of a model ends the
+    first one.
+
+    Args:
+        model: the module whose forward is a step; also a DDP module, or one that is
+            sharded by FSDP2. Of a compiled module, the outputs of its parts are not
+            checked.
+        every: number of steps from one check to the next.
+        gradients: whether gradients are checked.
+        infinities: whether an infinite value counts. Masks have such values, and
+            gradients that `torch.amp.GradScaler` has scaled may have them.
+
+    Returns:
+        The watch. Its `close`, or the end of its `with` block, ends it.
+
+    Raises:
+        UsageError: the model is no module.
+        NotFinite: not by this call, but by a later forward.
+    """
+    whole_number("every", every, 1)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"watch() needs a torch.nn.Module, got {model!r}")
+    earlier = _watches.get(model, lambda: None)()
+    if earlier is not None:
+        earlier.close()
+    started = Watch(model, every, gradients, infinities)
+    _watches[model] = ref(started)
+    return started
+
+
+@dataclass(eq=False)
+class _Step:
+    """The values that were read in one step, in the order of their computation."""
+
+    number: int
+    names: list[str] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    """The largest magnitude in each value; NaN if it has a NaN."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """The norms of a step, on their way to the host."""
+
+    step: _Step
+    parts: list[tuple[list[int], Tensor]]
+    """For each device, the indices of its norms, and the norms in host memory."""
+    events: list[torch.cuda.Event]
+
+    @property
+    def is_done(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def norms(self) -> list[float]:
+        """The norms, as soon as they have arrived."""
+        for event in self.events:
+            event.synchronize()
+        norms = [0.0] * len(self.step.names)
+        for indices, values in self.parts:
+            for index, value in zip(indices, values.tolist(), strict=True):
+                norms[index] = value
+        return norms
+
+
+class Watch:
+    """A watch of `nbdist.watch`."""
+
+    def __init__(
+        self, model: nn.Module, every: int, gradients: bool, infinities: bool
+    ) -> None:
+        self._model = model
+        self._every = every
+        self._infinities = infinities
+        self._number = 0
+        self._finite_at = 0
+        """The last step that was found to be finite; 0 for none."""
+        self._step: _Step | None = None
+        """The step that runs, if it is checked."""
+        self._last: Tensor | None = None
+        """The output that was read last."""
+        self._unread: dict[str, nn.Parameter] = {}
+        """The parameters whose gradients were not read in the step that runs."""
+        self._copies: deque[_Copy] = deque()
+        self._parameters = [
+            (f"parameter {name}", p)
+            for name, p in model.named_parameters()
+            if p.is_floating_point() or p.is_complex()
+        ]
+        self._hooks = list(self._add_hooks(gradients))
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.check()
+        finally:
+            self.close()
+
+    def check(self) -> None:
+        """Look at all steps so far, and wait for their results.
+
+        Raises:
+            NotFinite: A value was not finite.
+        """
+        self._end_step()
+        while self._copies:
+            self._look_at(self._copies.popleft())
+
+    def close(self) -> None:
+        """End the watch. A second close does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._step = self._last = None
+        self._copies.clear()
+
+    # -- hooks ---------------------------------------------------------------------
+
+    def _add_hooks(self, gradients: bool) -> Iterator[RemovableHandle]:
+        yield self._model.register_forward_pre_hook(self._begin_step)
+        is_compiled = type(self._model).__name__ == COMPILED
+        for name, module in self._model.named_modules():
+            if name and is_compiled:
+                continue
+            what = f"the output of {name or 'the model'} ({type(module).__name__})"
+            yield module.register_forward_hook(self._reader_of_output(what))
+        if not gradients:
+            return
+        yield register_optimizer_step_pre_hook(self._reader_of_unread())
+        for name, parameter in self._parameters:
+            if parameter.requires_grad:
+                hook = self._reader_of_gradient(name)
+                yield parameter.register_post_accumulate_grad_hook(hook)
+
+    def _begin_step(self, _model: nn.Module, _inputs: object) -> None:
+        if not (self._model.training and torch.is_grad_enabled()):
+            self._end_step()
+            return
+        self._end_step()
+        while self._copies and self._copies[0].is_done:
+            self._look_at(self._copies.popleft())
+        self._number += 1
+        if self._number % self._every:
+            return
+        self._step = _Step(self._number)
+        self._unread = dict(self._parameters)
+        for name, parameter in self._parameters:
+            self._read(name, parameter)
+
+    def _reader_of_output(
+        self, what: str
+    ) -> Callable[[nn.Module, object, object], None]:
+        def read_output(_module: nn.Module, _inputs: object, output: object) -> None:
+            if self._step is not None and torch.is_grad_enabled():
+                for tensor in _tensors_in(output):
+                    if tensor is not self._last:  # a container's is its last module's
+                        self._last = tensor
+                        self._read(what, tensor)
+
+        return read_output
+
+    def _reader_of_gradient(self, name: str) -> Callable[[Tensor], None]:
+        known = ref(self)  # a parameter's hooks are hidden from the garbage collector
+
+        def read_gradient(parameter: Tensor) -> None:
+            watch = known()
+            if watch is not None:
+                watch._read_gradient(name, parameter)
+
+        return read_gradient
+
+    def _reader_of_unread(self) -> Callable[..., None]:
+        known = ref(self)  # the hook is torch's, for all optimizers
+
+        def read_unread(*_arguments: object) -> None:
+            watch = known()
+            if watch is not None:
+                for name, parameter in list(watch._unread.items()):
+                    watch._read_gradient(name, parameter)
+
+        return read_unread
+
+    def _read_gradient(self, name: str, parameter: Tensor) -> None:
+        if self._step is not None and parameter.grad is not None:
+            self._unread.pop(name, None)
+            self._read(f"the gradient of {name}", parameter.grad)
+
+    @torch.no_grad()
+    def _read(self, what: str, tensor: Tensor) -> None:
+        """Note a value of the step that runs, if it can be infinite."""
+        value = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor
+        inexact = value.is_floating_point() or value.is_complex()
+        if not inexact or value.layout != torch.strided or not value.numel():
+            return
+        if value.element_size() == 1:  # torch has no arithmetic for 8-bit floats
+            return
+        assert self._step is not None
+        self._step.names.append(what)
+        self._step.norms.append(torch.linalg.vector_norm(value, float("inf")))
+
+    # -- results -------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        """Send the norms of the step that ran to the host."""
+        step, self._step, self._last = self._step, None, None
+        if step is None:
+            return
+        by_device: dict[torch.device, list[int]] = {}
+        for index, norm in enumerate(step.norms):
+            by_device.setdefault(norm.device, []).append(index)
+        parts, events = [], []
+        for device, indices in by_device.items():
+            norms = torch.stack([step.norms[index].double() for index in indices])
+            if device.type == "cuda":
+                host = torch.empty_like(norms, device="cpu", pin_memory=True)
+                with torch.cuda.device(device):
+                    norms = host.copy_(norms, non_blocking=True)
+                    event = torch.cuda.Event()
+                    event.record()
+                events.append(event)
+            parts.append((indices, norms))
+        step.norms.clear()
+        self._copies.append(_Copy(step, parts, events))
+
+    def _look_at(self, copy: _Copy) -> None:
+        """
+        Raises:
+            NotFinite: A value of the step was not finite.
+        """
+        bad = [
+            (name, norm)
+            for name, norm in zip(copy.step.names, copy.norms(), strict=True)
+            if norm != norm or (self._infinities and norm == float("inf"))
+        ]
+        if not bad:
+            self._finite_at = copy.step.number
+            return
+        self.close()
+        raise NotFinite(_report(copy.step.number, bad, self._finite_at))
+
+
+_watches: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()
+"""The last watch of each model, which the model's hooks keep alive."""
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in a module's output."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _report(number: int, bad: list[tuple[str, float]], finite_at: int) -> str:
+    (name, norm), *others = bad
+    text = f"step {number}: {name} has {'NaNs' if norm != norm else 'infinite values'}"
+    if others:
+        text += f", the first of {len(bad)} such values; the next is {others[0][0]}"
+    if finite_at == number - 1:
+        return text
+    before = (
+        f"step {finite_at} was finite" if finite_at else "no step was checked before"
+    )
+    return f"{text}. {before}: use every=1 for the exact step"
