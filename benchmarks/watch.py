@@ -8,7 +8,7 @@ from benchmarks import report
 from benchmarks.measure import Times, summary
 from nbdist import Cluster
 
-REPEATS = 30
+REPEATS = 100
 MODELS = {
     "perceptron, 1 million parameters, 32 samples": ("perceptron", 32),
     "perceptron, 1 million parameters, 1,024 samples": ("perceptron", 1024),

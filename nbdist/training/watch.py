@@ -18,6 +18,7 @@ from nbdist.training.validation import whole_number
 
 __all__ = ["Watch", "watch"]
 
+INFINITE = float("inf")
 COMPILED = "OptimizedModule"
 """The class of a compiled module, whose parts run without their hooks."""
 
@@ -74,32 +75,33 @@ class _Step:
 
     number: int
     names: list[str] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    """The largest magnitude in each value; NaN if it has a NaN."""
+    bounds: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Minimum and maximum of each value; NaN if it has a NaN."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """The norms of a step, on their way to the host."""
+    """The bounds of a step, on their way to the host."""
 
     step: _Step
     parts: list[tuple[list[int], Tensor]]
-    """For each device, the indices of its norms, and the norms in host memory."""
+    """Some of the values, and their bounds in host memory, of shape (n, 2)."""
     events: list[torch.cuda.Event]
 
     @property
     def is_done(self) -> bool:
         return all(event.query() for event in self.events)
 
-    def norms(self) -> list[float]:
-        """The norms, as soon as they have arrived."""
+    def magnitudes(self) -> list[float]:
+        """The largest magnitude in each value, as soon as all have arrived."""
         for event in self.events:
             event.synchronize()
-        norms = [0.0] * len(self.step.names)
-        for indices, values in self.parts:
-            for index, value in zip(indices, values.tolist(), strict=True):
-                norms[index] = value
-        return norms
+        magnitudes = [0.0] * len(self.step.names)
+        for indices, bounds in self.parts:
+            largest = bounds.abs().amax(dim=1).tolist()
+            for index, magnitude in zip(indices, largest, strict=True):
+                magnitudes[index] = magnitude
+        return magnitudes
 
 
 class Watch:
@@ -241,32 +243,35 @@ class Watch:
             return
         if value.element_size() == 1:  # torch has no arithmetic for 8-bit floats
             return
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
         assert self._step is not None
         self._step.names.append(what)
-        self._step.norms.append(torch.linalg.vector_norm(value, float("inf")))
+        self._step.bounds.append(torch.aminmax(value))
 
     # -- results -------------------------------------------------------------------
 
     def _end_step(self) -> None:
-        """Send the norms of the step that ran to the host."""
+        """Send the bounds of the step that ran to the host."""
         step, self._step, self._last = self._step, None, None
         if step is None:
             return
-        by_device: dict[torch.device, list[int]] = {}
-        for index, norm in enumerate(step.norms):
-            by_device.setdefault(norm.device, []).append(index)
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, (low, _high) in enumerate(step.bounds):
+            alike.setdefault((low.device, low.dtype), []).append(index)
         parts, events = [], []
-        for device, indices in by_device.items():
-            norms = torch.stack([step.norms[index].double() for index in indices])
+        for (device, _dtype), indices in alike.items():
+            ends = [end for index in indices for end in step.bounds[index]]
+            bounds = torch.stack(ends).view(-1, 2)
             if device.type == "cuda":
-                host = torch.empty_like(norms, device="cpu", pin_memory=True)
+                host = torch.empty_like(bounds, device="cpu", pin_memory=True)
                 with torch.cuda.device(device):
-                    norms = host.copy_(norms, non_blocking=True)
+                    bounds = host.copy_(bounds, non_blocking=True)
                     event = torch.cuda.Event()
                     event.record()
                 events.append(event)
-            parts.append((indices, norms))
-        step.norms.clear()
+            parts.append((indices, bounds))
+        step.bounds.clear()
         self._copies.append(_Copy(step, parts, events))
 
     def _look_at(self, copy: _Copy) -> None:
@@ -275,9 +280,9 @@ class Watch:
             NotFinite: A value of the step was not finite.
         """
         bad = [
-            (name, norm)
-            for name, norm in zip(copy.step.names, copy.norms(), strict=True)
-            if norm != norm or (self._infinities and norm == float("inf"))
+            (name, magnitude)
+            for name, magnitude in zip(copy.step.names, copy.magnitudes(), strict=True)
+            if magnitude != magnitude or (self._infinities and magnitude == INFINITE)
         ]
         if not bad:
             self._finite_at = copy.step.number
@@ -303,8 +308,9 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _report(number: int, bad: list[tuple[str, float]], finite_at: int) -> str:
-    (name, norm), *others = bad
-    text = f"step {number}: {name} has {'NaNs' if norm != norm else 'infinite values'}"
+    (name, magnitude), *others = bad
+    kind = "infinite values" if magnitude == INFINITE else "NaNs"
+    text = f"step {number}: {name} has {kind}"
     if others:
         text += f", the first of {len(bad)} such values; the next is {others[0][0]}"
     if finite_at == number - 1:

@@ -127,6 +127,28 @@ def test_the_largest_values_are_no_alarm(dtype: torch.dtype):
             model(torch.zeros(2, WIDTH, dtype=dtype))
 
 
+def test_complex_values_are_read():
+    class Phase(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.phase.conj()).abs().sum()
+
+    model = Phase()
+    with watch(model):
+        model(torch.ones(3)).backward()
+    model.phase.data[1] = complex(1, float("nan"))
+    with pytest.raises(NotFinite, match="step 1: parameter phase has NaNs"):
+        watched_once(model, torch.ones(3))
+
+
+def watched_once(model: nn.Module, x: torch.Tensor) -> None:
+    with watch(model):
+        model(x)
+
+
 @pytest.mark.parametrize("steps", [300, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_finite_training_raises_no_alarm(steps: int):
     model = Model()
