@@ -140,6 +140,8 @@ def test_variables_are_filtered_by_a_pattern(cluster: Cluster, session: Session)
 def test_variables_of_every_kind_can_be_described(cluster: Cluster, session: Session):
     cluster.execute(
         "import numpy as np, warnings\n"
+        "kept = warnings.catch_warnings()\n"
+        "kept.__enter__()\n"
         "warnings.simplefilter('ignore')\n"
         "class Rude:\n"
         "    def __repr__(self): raise ValueError('no')\n"
@@ -159,7 +161,8 @@ def test_variables_of_every_kind_can_be_described(cluster: Cluster, session: Ses
         "objects = np.array([1, 'x'], dtype=object)\n"
         "model = torch.nn.Linear(2, 2)\n"
         "generator = (i for i in range(3))\n"
-        "text = 'x' * 1000"
+        "text = 'x' * 1000\n"
+        "kept.__exit__(None, None, None)"
     )
     answers = cluster.variables()
     assert all(answer is not None for answer in answers.values())
