@@ -50,6 +50,7 @@ from nbdist.wire import (
     InputRequest,
     Notice,
     RankInfo,
+    Sample,
 )
 
 __all__ = ["run_engine"]
@@ -84,9 +85,11 @@ class _Engine(IPEngine):  # type: ignore[misc]
             session.send(iopub_socket, "stream", content, parent=parent)
 
         def report(batch: Batch) -> None:
-            session.send(
-                iopub_socket, TELEMETRY, {}, buffers=serialization.dumps(batch)
-            )
+            # The notebook waits for what has the request as its parent.
+            logged = any(isinstance(record, Sample) for record in batch.records)
+            parent = kernel.get_parent("shell") if logged else None
+            frames = serialization.dumps(batch)
+            session.send(iopub_socket, TELEMETRY, {}, parent=parent, buffers=frames)
 
         def notify(notice: Notice | InputRequest) -> None:
             kind = ELASTIC if isinstance(notice, Notice) else INPUT

@@ -68,6 +68,8 @@ MAY_TAKE_SECONDS = {
 thread of their own answers them in turn, because the control thread must still receive
 an interrupt."""
 _inspections: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+METRICS_TIMEOUT_S = 1.0
+"""The most seconds that a reply waits for logged values that a GPU still computes."""
 PACKAGE = str(Path(__file__).parents[1])
 
 _gates: list[Gate] = []
@@ -310,6 +312,7 @@ async def _answer_main(
         rank.activity = None
     _flush_streams()
     comms.flush()
+    rank.recorder.flush(METRICS_TIMEOUT_S)
     has_published = kernel.session.has_published
     shell.reply(opened, _outcome_now(ok, has_published), frames)
     if has_published:

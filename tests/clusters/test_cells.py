@@ -789,3 +789,19 @@ def test_a_forked_child_that_leaves_its_cell_ends(
 
     assert cluster.run(fork, timeout_s=30) == [0] * 4
     cluster.execute("nbdist.barrier()")
+
+
+# -- metrics -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["", "\nif rank == 2: 1 / 0"])
+def test_the_values_of_a_cell_are_there_when_it_has_ended(
+    cluster: Cluster, ending: str
+):
+    for step in range(20):
+        with contextlib.suppress(CellError):
+            cluster.execute(f"nbdist.log(ends={step} + rank){ending}")
+        histories = cluster.collector.history("ends")
+        assert [values[-1] for _, values in histories.values()] == [
+            step + rank for rank in range(4)
+        ]
