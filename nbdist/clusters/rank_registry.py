@@ -20,7 +20,7 @@ from nbdist.clusters.crash_report import find_crash
 from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.options import existing_ranks
 from nbdist.clusters.startup import Started
-from nbdist.clusters.startup_status import ends_within, runs
+from nbdist.clusters.startup_status import ends_within, is_stopped, runs
 from nbdist.clusters.supervisor_client import Loss
 from nbdist.errors import ClusterError, RankDied
 from nbdist.ipc.flight_record import FlightRecord, read_folder, remove_others
@@ -37,8 +37,10 @@ __all__ = ["ANSWER_TIMEOUT_S", "RankRegistry"]
 ANSWER_TIMEOUT_S = 2.0
 INSTRUCTION_TIMEOUT_S = 30.0
 LAST_LINES = 5
-ENDING_TIMEOUT_S = 0.5
-"""Seconds within which a rank's parent process ends after the rank."""
+ENDING_TIMEOUT_S = 3.0
+"""Seconds within which a rank's parent process ends after the rank, however slow."""
+STOPPED_TIMEOUT_S = 0.5
+"""Seconds after which a parent process that is stopped is not waited for any longer."""
 HELPER_TIMEOUT_S = 0.2
 """The most seconds between the end of a rank and that of a helper that ended it."""
 POLL_S = 0.5
@@ -328,7 +330,7 @@ class RankRegistry:
 
     def _ending(self, info: RankInfo) -> str:
         """The exit code or signal of a rank, from the exit report of its parent."""
-        has_parent = not ends_within(info.parent_pid, ENDING_TIMEOUT_S)
+        has_parent = not _ends(info.parent_pid)
         ending = read_exit_report(self.run_dir, info.name)  # the parent's last act
         if ending is not None:
             return ending
@@ -338,6 +340,15 @@ class RankRegistry:
         with contextlib.suppress(ProcessLookupError):
             os.kill(info.parent_pid, signal.SIGKILL)
         return "an unknown exit code, because its parent process does not answer"
+
+
+def _ends(parent_pid: int) -> bool:
+    """Wait until the parent process of a dead rank has ended; False if it does not."""
+    deadline = time.monotonic() + ENDING_TIMEOUT_S
+    while not ends_within(parent_pid, STOPPED_TIMEOUT_S):
+        if is_stopped(parent_pid) or time.monotonic() > deadline:
+            return False
+    return True
 
 
 class ExitMonitor:

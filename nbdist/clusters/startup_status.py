@@ -15,7 +15,14 @@ import psutil
 
 from nbdist.ipc.process_files import process_name, read_exit_report
 
-__all__ = ["ProcessExit", "StartupStatus", "ends_within", "runs", "tail_of"]
+__all__ = [
+    "ProcessExit",
+    "StartupStatus",
+    "ends_within",
+    "is_stopped",
+    "runs",
+    "tail_of",
+]
 
 TAIL_LINES = 12
 END_POLL_S = 0.01
@@ -111,6 +118,14 @@ def runs(pid: int) -> bool:
     """Whether a process exists. A stopped process exists, a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process exists and is stopped, as SIGSTOP stops it."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
         return False
 

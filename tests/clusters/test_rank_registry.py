@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -52,10 +53,10 @@ class Family:
 
     def kill(self) -> None:
         """Kill the parent, and return when both have ended."""
-        if self._process.poll() is not None:
-            return
-        child = os.pidfd_open(self.child)
         with self._process:
+            if self._process.poll() is not None:
+                return
+            child = os.pidfd_open(self.child)
             self._process.kill()
         assert select.select([child], [], [], WITHIN_S)[0]
         os.close(child)
@@ -169,6 +170,26 @@ def test_a_wait_for_a_process_that_is_not_a_child_ends_with_it(
     assert ends_within(child, WITHIN_S)
     killer.join()
     assert ends_within(child, 0.0)
+
+
+def test_a_parent_that_ends_late_still_reports(
+    families: list[Family], registry: RankRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_registry, "STOPPED_TIMEOUT_S", 0.01)
+    late = threading.Timer(0.3, families[1].kill)
+    late.start()
+    registry._on_death(0)
+    late.join()
+    assert "because its parent process has ended too" in str(registry.died[0])
+
+
+def test_a_stopped_parent_is_not_waited_for(
+    families: list[Family], registry: RankRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_registry, "ENDING_TIMEOUT_S", 60.0)
+    os.kill(families[1].parent, signal.SIGSTOP)
+    registry._on_death(0)
+    assert "its parent process does not answer" in str(registry.died[0])
 
 
 REASON = "mpiexec has ended with SIGABRT"
