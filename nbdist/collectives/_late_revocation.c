@@ -126,10 +126,7 @@ REPLACES int
 ompi_comm_nextcid_nb(void *comm, void *parent, void *bridge, const void *first,
                      const void *second, bool send_first, int mode, void **request)
 {
-    static NextCid *original;
-    if (original == NULL) {
-        original = (NextCid *)open_mpi("ompi_comm_nextcid_nb");
-    }
+    NextCid *original = (NextCid *)open_mpi("ompi_comm_nextcid_nb");
     begin(comm);
     return original(comm, parent, bridge, first, second, send_first, mode, request);
 }
@@ -155,10 +152,7 @@ REPLACES int
 ompi_comm_activate_nb(void **comm, void *parent, void *bridge, const void *first,
                       const void *second, bool send_first, int mode, void **request)
 {
-    static Activate *original;
-    if (original == NULL) {
-        original = (Activate *)open_mpi("ompi_comm_activate_nb");
-    }
+    Activate *original = (Activate *)open_mpi("ompi_comm_activate_nb");
     int result = original(comm, parent, bridge, first, second, send_first, mode, request);
     if (result != 0) {
         keep_null(*comm);
@@ -170,10 +164,7 @@ ompi_comm_activate_nb(void **comm, void *parent, void *bridge, const void *first
 REPLACES int
 mca_coll_base_comm_select(void *comm)
 {
-    static Select *original;
-    if (original == NULL) {
-        original = (Select *)open_mpi("mca_coll_base_comm_select");
-    }
+    Select *original = (Select *)open_mpi("mca_coll_base_comm_select");
     int result = original(comm);
     Revocation waiting = end(comm);
     if (waiting != NONE && result == 0) {
@@ -187,10 +178,7 @@ mca_coll_base_comm_select(void *comm)
 REPLACES bool
 ompi_comm_revoke_local(void *comm, bool only_collectives)
 {
-    static Revoke *original;
-    if (original == NULL) {
-        original = (Revoke *)open_mpi("ompi_comm_revoke_local");
-    }
+    Revoke *original = (Revoke *)open_mpi("ompi_comm_revoke_local");
     if (must_wait(comm, only_collectives ? COLLECTIVES : ALL)) {
         return true;
     }

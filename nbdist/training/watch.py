@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +161,7 @@ class Watch:
             hook.remove()
         self._hooks.clear()
         self._step = self._last = None
+        self._unread.clear()
         self._copies.clear()
 
     # -- hooks ---------------------------------------------------------------------
@@ -175,17 +176,18 @@ class Watch:
             yield module.register_forward_hook(self._reader_of_output(what))
         if not gradients:
             return
-        yield register_optimizer_step_pre_hook(self._reader_of_unread())
+        # torch keeps this hook for all optimizers, and a parameter's hooks are hidden
+        # from the garbage collector: neither keeps the watch alive.
+        yield register_optimizer_step_pre_hook(_weakly(self._read_unread))
         for name, parameter in self._parameters:
             if parameter.requires_grad:
-                hook = self._reader_of_gradient(name)
+                hook = _weakly(self._read_gradient, name)
                 yield parameter.register_post_accumulate_grad_hook(hook)
 
     def _begin_step(self, _model: nn.Module, _inputs: object) -> None:
-        if not (self._model.training and torch.is_grad_enabled()):
-            self._end_step()
-            return
         self._end_step()
+        if not (self._model.training and torch.is_grad_enabled()):
+            return
         while self._copies and self._copies[0].is_done:
             self._look_at(self._copies.popleft())
         self._number += 1
@@ -208,26 +210,9 @@ class Watch:
 
         return read_output
 
-    def _reader_of_gradient(self, name: str) -> Callable[[Tensor], None]:
-        known = ref(self)  # a parameter's hooks are hidden from the garbage collector
-
-        def read_gradient(parameter: Tensor) -> None:
-            watch = known()
-            if watch is not None:
-                watch._read_gradient(name, parameter)
-
-        return read_gradient
-
-    def _reader_of_unread(self) -> Callable[..., None]:
-        known = ref(self)  # the hook is torch's, for all optimizers
-
-        def read_unread(*_arguments: object) -> None:
-            watch = known()
-            if watch is not None:
-                for name, parameter in list(watch._unread.items()):
-                    watch._read_gradient(name, parameter)
-
-        return read_unread
+    def _read_unread(self, *_arguments: object) -> None:
+        for name, parameter in list(self._unread.items()):
+            self._read_gradient(name, parameter)
 
     def _read_gradient(self, name: str, parameter: Tensor) -> None:
         if self._step is not None and parameter.grad is not None:
@@ -293,6 +278,22 @@ class Watch:
 
 _watches: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()
 """The last watch of each model, which the model's hooks keep alive."""
+
+
+def _weakly(method: Callable[..., None], *first: object) -> Callable[..., None]:
+    """A hook that calls a method while its object lives.
+
+    Args:
+        first: The method's arguments before those of the hook.
+    """
+    known = WeakMethod(method)
+
+    def hook(*arguments: object) -> None:
+        found = known()
+        if found is not None:
+            found(*first, *arguments)
+
+    return hook
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:

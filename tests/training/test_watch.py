@@ -48,8 +48,8 @@ def train(
     steps: int = STEPS,
     at: int = 0,
     spoil: Callable[[], None] = lambda: None,
-) -> int:
-    """Train, and call `spoil` before step `at`. Returns the number of the last step."""
+) -> None:
+    """Train, and call `spoil` before step `at`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(1, steps + 1):
         model.last_step = step
@@ -58,7 +58,6 @@ def train(
         optimizer.zero_grad()
         model(torch.randn(4, WIDTH)).backward()
         optimizer.step()
-    return steps
 
 
 def watched(model: nn.Module, *args: Any, **options: Any) -> None:
