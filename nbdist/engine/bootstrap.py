@@ -80,6 +80,9 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     import torch
 
     torch.set_num_threads(assignment.threads)
+    # The main thread runs the backward of all devices, so that an interrupt reaches
+    # its hooks. A thread for each device would only be faster with several devices.
+    torch.autograd.set_multithreading_enabled(False)
     if os.environ.get(STARTED) == FORKED:
         _bound_openblas(assignment.threads)
     process.report_stage(JOINING)

@@ -47,8 +47,8 @@ def _running_code() -> RunningCode | None:
 def _waits_in_backward() -> bool:
     """Whether a collective is under way, and the main thread, the first, sleeps.
 
-    A CPU's backward pass runs in the main thread, which sleeps only if it waits. That
-    of a GPU runs in another thread: whether it waits is not known.
+    The backward pass runs in the main thread. On a CPU it sleeps only if it waits for a
+    collective. On a GPU it may also wait for the GPU: which of both is not known.
     """
     if this_rank().info.device != "cpu" or current_call() is None:
         return False

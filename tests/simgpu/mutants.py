@@ -25,6 +25,9 @@ CONTRACT = "tests/simgpu/alone.py::test_contract"
 MACHINES = "tests/simgpu/test_machines.py::test_machine"
 STREAMS = "tests/simgpu/test_machines.py::test_calls_on_changing_streams"
 PIECES = "tests/simgpu/test_machines.py::test_case[many_small_pieces]"
+FAULTS = (
+    "tests/simgpu/test_gpu_faults.py::test_a_fault_ends_its_cell_and_names_the_rank"
+)
 DEVICES = "tests/clusters/test_gpu_devices.py"
 LIMIT_S = 400.0
 
@@ -320,6 +323,13 @@ MUTANTS = [
         "",
         [DEVICES],
         cards=2,
+    ),
+    Mutant(
+        "autograd runs the backward of a GPU in a thread of its own",
+        "engine/bootstrap.py",
+        "    torch.autograd.set_multithreading_enabled(False)\n",
+        "",
+        [f"{FAULTS}[one GPU-loop-in DDP backward-middle]"],
     ),
 ]
 

@@ -159,7 +159,8 @@ def test_what_holds_the_memory_of_a_gpu_is_named(cluster: Cluster):
     )
     for rank, report in cluster.memory().items():
         assert report is not None
-        held = report.largest[0]
+        # Earlier tests have had nbdist make buffers, which are larger.
+        held = next(each for each in report.largest if "nbdist" not in each.name)
         assert (held.name, held.size) == ("weights", 12_000_000)
         device = cluster.ranks[rank].device
         assert held.device == device
