@@ -74,7 +74,7 @@ def _by_device(operation: _Operation) -> _Operation:
 
     @functools.wraps(operation)
     def chosen(self: ProcessGroup, tensors: Any, *args: Any, **keywords: Any) -> Any:
-        native = self._native(tensors)
+        native = self._native(tensors, *args[:1])
         if native is not None:
             if is_collective:
                 self._meet()
@@ -442,13 +442,16 @@ class ProcessGroup(dist.ProcessGroup):
             )
         return self.members.ranks[root]
 
-    def _native(self, tensors: Any) -> dist.ProcessGroup | None:
-        """NCCL's group for CUDA tensors; None if this group handles them."""
-        while not isinstance(tensors, Tensor):
-            if not tensors:
-                return None
-            tensors = tensors[0]
-        return self._nccl if tensors.is_cuda else None
+    def _native(self, *arguments: Any) -> dist.ProcessGroup | None:
+        """NCCL's group for CUDA tensors; None if this group handles them.
+
+        Args:
+            arguments: an operation's first arguments. `gather` has no outputs on ranks
+                other than the root.
+        """
+        found = (_first(argument) for argument in arguments)
+        tensor = next((each for each in found if each is not None), None)
+        return self._nccl if tensor is not None and tensor.is_cuda else None
 
     def _meet(self) -> None:
         """Wait for all members before the first collective of NCCL. They must call.
@@ -597,6 +600,15 @@ def _one(tensors: Any) -> Tensor:
         raise UsageError(f"expected a list of one tensor, got {len(tensors)} tensors")
     only: Tensor = tensors[0]
     return only
+
+
+def _first(tensors: Any) -> Tensor | None:
+    """The first tensor of nested lists; None if they are empty."""
+    while not isinstance(tensors, Tensor):
+        if not isinstance(tensors, (list, tuple)) or not tensors:
+            return None
+        tensors = tensors[0]
+    return tensors
 
 
 def _only_list(lists: Any) -> list[Tensor]:
