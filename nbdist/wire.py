@@ -229,6 +229,16 @@ class ProgressSnapshot:
 
 
 @dataclass(frozen=True)
+class NcclCall:
+    """A collective that a rank has queued with NCCL."""
+
+    kind: str
+    """What must be equal on all ranks, such as "all_reduce(Float, 3 elements)"."""
+    is_done: bool
+    """Whether the rank's GPU has completed it."""
+
+
+@dataclass(frozen=True)
 class Join:
     """A process that joins the world."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nbdist.clusters.call import Call
 from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.options import check_timeout
+from nbdist.clusters.parted_nccl import PartedNccl
 from nbdist.clusters.port_clash import PortClash
 from nbdist.clusters.prompts import DebuggerQuit, Prompts, Reader
 from nbdist.clusters.rank_registry import ANSWER_TIMEOUT_S, RankRegistry
@@ -85,6 +86,7 @@ class _Watch:
         self.stall_detector = StallDetector(registry, call)
         self.port_clash = PortClash(registry, call)
         self.nccl = UnevenNccl(registry)
+        self.parted_nccl = PartedNccl(registry)
         self.waiting: Waiting = {}
         self.failed_at: float | None = None
         """When a rank had failed whose failure is to end the others."""
@@ -208,6 +210,7 @@ class CallSupervisor:
                 self._release_from_dead()
                 watch.waiting = self._release_waiting(call, watch.waiting)
                 self._release_from_nccl(call, watch.nccl)
+                self._release_parted(call, watch)
                 if self.elastic is not None:
                     self.elastic.attend(call)
             has_ended = call.wait(deadline.time, tick_s=PROBE_S)
@@ -315,6 +318,19 @@ class CallSupervisor:
             why = self._whys(set(stuck.missing), set(call.processes))
             self._registry.ask(
                 endpoints.RELEASE_FROM_NCCL, stuck.group, why, ranks=[stuck.rank]
+            )
+
+    def _release_parted(self, call: Call, watch: _Watch) -> None:
+        """End the cells of ranks that have queued different collectives with NCCL."""
+        parting = watch.parted_nccl.look(watch.stall_detector.quiet_s)
+        if parting is not None:
+            self._broken = True
+            unfinished = {info.rank for info in call.unfinished}
+            self._registry.ask(
+                endpoints.RELEASE_FROM_NCCL,
+                parting.group,
+                str(parting),
+                ranks=parting.ranks & unfinished,
             )
 
     def _release(self, reason: str, ranks: Iterable[int]) -> None:

@@ -39,6 +39,8 @@ class StallDetector:
         self._seen: dict[int, Seen] = {}
         self._look_at = time.monotonic() + LOOK_S
         self._shown = False
+        self.quiet_s = 0.0
+        """Seconds in which no rank had made progress at the last check."""
 
     def look(self) -> None:
         """Check the ranks if the last check is 2 seconds ago. Call it repeatedly."""
@@ -53,7 +55,8 @@ class StallDetector:
             for rank, snapshot in snapshots.items()
         }
         newest = max([self._call.last_event, *(s.since for s in self._seen.values())])
-        stalled = now - newest >= NOTICE_AFTER_S
+        self.quiet_s = now - newest
+        stalled = self.quiet_s >= NOTICE_AFTER_S
         if stalled or self._shown:
             self._call.notice(describe(self._seen, now) if stalled else "")
         self._shown = stalled

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from nbdist.collectives.torch_backend.process_group import ProcessGroup, nccl_of
 from nbdist.collectives.torch_backend.registration import register
 from nbdist.engine import shared_default_group
 from nbdist.ipc.private_files import rendezvous_folder
+from nbdist.wire import NcclCall
 
 __all__ = [
     "abort",
@@ -26,6 +30,7 @@ __all__ = [
     "groups_made",
     "nccl_calls",
     "nccl_operation",
+    "nccl_trace",
     "start",
     "stop",
 ]
@@ -46,6 +51,11 @@ DEFAULTS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 """Environment variables of a rank, where the user has set none."""
+
+_SIZED = {
+    "all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base",
+}  # fmt: skip
+"""The collectives of NCCL whose inputs are of equal size on all ranks."""
 
 _at_start = 0
 
@@ -117,6 +127,41 @@ def nccl_operation(name: str) -> str:
         if its_name == name and isinstance(group, ProcessGroup):
             return group.last_native or "a collective"
     return "a collective"
+
+
+def nccl_trace() -> dict[str, dict[int, NcclCall]]:
+    """This rank's last collectives with NCCL, by the group's name and their number.
+
+    torch records 2,000 calls, or TORCH_FR_BUFFER_SIZE.
+    """
+    names = {
+        nccl.uid: str(name)
+        for group, name in list(distributed_c10d._world.pg_names.items())
+        if (nccl := nccl_of(group)) is not None
+    }
+    if not names:
+        return {}
+    c10d: Any = torch._C._distributed_c10d
+    found: dict[str, dict[int, NcclCall]] = {name: {} for name in names.values()}
+    for entry in json.loads(c10d._dump_nccl_trace_json()).get("entries", ()):
+        if entry["pg_id"] in names and not entry["is_p2p"]:
+            calls = found[names[entry["pg_id"]]]
+            call = NcclCall(_kind(entry), entry["state"] == "completed")
+            before = calls.get(entry["collective_seq_id"])
+            if before is not None:  # they are coalesced
+                kind = f"{before.kind} and {call.kind}"
+                call = NcclCall(kind, before.is_done and call.is_done)
+            calls[entry["collective_seq_id"]] = call
+    return found
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    """What must be equal on all ranks, in an entry of torch's record."""
+    name = str(entry["profiling_name"]).removeprefix("nccl:")
+    if name not in _SIZED:
+        return name
+    count = sum(map(math.prod, entry["input_sizes"]))
+    return f"{name}({', '.join(entry['input_dtypes'])}, {count:,} elements)"
 
 
 def finish() -> None:

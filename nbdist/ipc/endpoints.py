@@ -31,6 +31,7 @@ __all__ = [
     "MEMORY",
     "MEMORY_REPORT",
     "NCCL_CALLS",
+    "NCCL_TRACE",
     "POST_MORTEM",
     "PROGRESS",
     "RELEASE",
@@ -97,5 +98,6 @@ RUN_SCRIPT = "nbdist.engine.run_script:run_script"
 INPUT_REPLY = "nbdist.engine.standard_input:reply"
 
 NCCL_CALLS = "nbdist.engine.torch_group:nccl_calls"
+NCCL_TRACE = "nbdist.engine.torch_group:nccl_trace"
 
 RENEW = "nbdist.engine.world:renew"

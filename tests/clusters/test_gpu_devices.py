@@ -65,23 +65,6 @@ def test_variables_are_inspected_on_the_rank_s_own_gpu(cluster: Cluster) -> None
     assert found == ["0", "1"]
 
 
-@pytest.mark.parametrize("root", [0, 1])
-def test_ranks_gather_and_scatter_over_nccl(cluster: Cluster, root: int) -> None:
-    cluster.execute(
-        "import torch.distributed as dist\n"
-        "x = torch.full((2,), rank + 1.0, device=device)\n"
-        "parts = [torch.empty_like(x) for _ in range(2)]\n"
-        f"is_root = rank == {root}\n"
-        f"dist.gather(x, parts if is_root else None, dst={root})\n"
-        "y = torch.empty_like(x)\n"
-        f"dist.scatter(y, parts if is_root else None, src={root})\n"
-        "gathered = [part.tolist() for part in parts]",
-        timeout_s=60,
-    )
-    assert cluster["gathered"][root] == [[1.0] * 2, [2.0] * 2]
-    assert cluster["y.tolist()"] == [[1.0] * 2, [2.0] * 2]
-
-
 def test_a_joined_rank_of_horovod_takes_part_on_its_own_gpu(cluster: Cluster) -> None:
     cluster.execute(
         "import nbdist.horovod as hvd\n"
@@ -133,3 +116,21 @@ def test_a_release_creates_no_nccl_communicator(cluster: Cluster) -> None:
         )
     cluster.execute("one = torch.ones(1); dist.all_reduce(one, group=own)")
     assert [one.item() for one in cluster["one"]] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_ranks_gather_and_scatter_over_nccl(cluster: Cluster, root: int) -> None:
+    """It follows the tests of ranks that have not used NCCL."""
+    cluster.execute(
+        "import torch.distributed as dist\n"
+        "x = torch.full((2,), rank + 1.0, device=device)\n"
+        "parts = [torch.empty_like(x) for _ in range(2)]\n"
+        f"is_root = rank == {root}\n"
+        f"dist.gather(x, parts if is_root else None, dst={root})\n"
+        "y = torch.empty_like(x)\n"
+        f"dist.scatter(y, parts if is_root else None, src={root})\n"
+        "gathered = [part.tolist() for part in parts]",
+        timeout_s=60,
+    )
+    assert cluster["gathered"][root] == [[1.0] * 2, [2.0] * 2]
+    assert cluster["y.tolist()"] == [[1.0] * 2, [2.0] * 2]

@@ -1,4 +1,4 @@
-"""A rank leaves out a collective of NCCL, and ends its cell without an error."""
+"""Ranks that leave out a collective of NCCL, or call another one than the others."""
 
 from __future__ import annotations
 
@@ -64,6 +64,54 @@ def test_the_rank_that_waits_is_released(cluster: Cluster, call: str) -> None:
     assert "released from allreduce by NCCL, at In[" in said, said
     assert "line 3: the cell of rank 1 has ended" in said, said
     assert cluster["'went_on' in globals()"] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kinds"),
+    [
+        (
+            "dist.all_reduce(x)", "dist.broadcast(x, 0)",
+            ("all_reduce(Float, 3 elements)", "broadcast(Float, 3 elements)"),
+        ),
+        (
+            "dist.all_reduce(x); dist.all_reduce(y)", "dist.all_reduce(y); y *= 2; "
+            "dist.all_reduce(y)",
+            ("all_reduce(Float, 3 elements)", "all_reduce(Float, 5 elements)"),
+        ),
+        (
+            "dist.all_gather(parts, x)", "dist.gather(x, dst=0)",
+            ("all_gather", "gather"),
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_call_different_collectives_are_released(
+    cluster: Cluster, first: str, second: str, kinds: tuple[str, str]
+) -> None:
+    cluster.execute(
+        "x = torch.ones(3, device=device)\n"
+        "y = torch.ones(5, device=device)\n"
+        "parts = [torch.empty_like(x) for _ in range(2)]\n"
+        "dist.all_reduce(x)\nx.tolist()"
+    )
+    begun = time.monotonic()
+    with pytest.raises(CellError) as ended:
+        cluster.execute(
+            f"if rank == 0:\n    {first}\nelse:\n    {second}\n"
+            "torch.cuda.synchronize()\nwent_on = True",
+            timeout_s=60,
+        )
+    assert time.monotonic() - begun < WITHIN_S
+    said = "\n".join(failure.evalue for failure in ended.value.result.failures)
+    assert [failure.rank for failure in ended.value.result.failures] == [0, 1]
+    assert f"rank 0 called {kinds[0]}; rank 1 called {kinds[1]}" in said, said
+    assert "line 6: the ranks parted at collective #" in said, said
+    assert cluster["'went_on' in globals()"] == [False, False]
+    cluster.execute(
+        "y = torch.full((3,), rank + 1.0, device=device)\n"
+        "dist.all_reduce(y)\n"
+        "assert y.tolist() == [3.0] * 3",
+        timeout_s=60,
+    )
 
 
 def test_a_rank_that_was_not_asked_is_named(cluster: Cluster) -> None:
