@@ -102,6 +102,9 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     owns_gpu = device.type == "cuda" and not assignment.shares_gpu
     torch_group.start(process.run_dir, owns_gpu, process.generation)
     process.report_stage("registering")
+    from nbdist.engine import ipykernel_debugger
+
+    ipykernel_debugger.leave_out()
     from nbdist.engine.kernel import run_engine
 
     run_engine(process, here, assignment, device)

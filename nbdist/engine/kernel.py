@@ -21,6 +21,7 @@ from nbdist.engine import (
     comms,
     debugger,
     elastic,
+    ipykernel_debugger,
     main_thread,
     rank,
     rpc_server,
@@ -73,6 +74,11 @@ class _Engine(IPEngine):  # type: ignore[misc]
         super().load_connection_file()
         # The notebook knows by the session which engine has sent a message.
         self.session = rpc_server.RankSession(parent=self, session=self.ident)
+
+    async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
+        """Called by IPEngine with the controller's answer. Makes the kernel."""
+        with ipykernel_debugger.unused():
+            await super().complete_registration(*args, **kwargs)
 
     def redirect_output(self, iopub_socket: Any) -> None:
         """Called by IPEngine once its kernel is made and before it runs."""

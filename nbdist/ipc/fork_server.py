@@ -76,7 +76,6 @@ PRELOADED = (
     "IPython.core.logger",
     "IPython.core.oinspect",
     "IPython.extensions.storemagic",
-    "ipykernel.debugger",
     "ipykernel.ipkernel",
     "ipykernel.zmqshell",
     "ipyparallel.controller.app",
@@ -93,6 +92,7 @@ them one by one while it has no request, and serves from the start without them.
 host that was forked before does the same, for the ranks that join or are replaced."""
 LATER_AFTER_S = 3.0
 """Seconds without a request after which a rank host imports one of them."""
+DEBUGGER = "nbdist.engine.ipykernel_debugger"
 TEXT_BARS = "nbdist.engine.text_bars"
 REQUEST_TIMEOUT_S = 10.0
 """Seconds that a client may take to send its request after it has connected."""
@@ -120,7 +120,8 @@ def main() -> None:
     listener = server.run()
     if listener is None:
         os._exit(0)
-    requested = _RankHost(listener, server.stamps, server.later).run()
+    imported = server.stamps, server.shadows, server.later
+    requested = _RankHost(listener, *imported).run()
     if requested is None:
         os._exit(0)
     added = {k: v for k, v in os.environ.items() if k not in before}
@@ -158,6 +159,7 @@ def _preload(names: Iterable[str]) -> None:
 
     # MPI is initialised in the rank, whose environment has its identity.
     mpi4py.rc(initialize=False, finalize=True)
+    importlib.import_module(DEBUGGER).leave_out()
     for name in PRELOADED:
         importlib.import_module(name)
     if not OutputConfig.from_environment().widgets:  # `names` may import tqdm.auto
@@ -181,8 +183,19 @@ def _check_and_freeze() -> None:
 
     if torch.cuda.is_initialized():
         raise _CannotFork("an import has initialised CUDA")
+    _forget_folders()
     gc.collect()
     gc.freeze()  # the collector would write to pages that all ranks share
+
+
+def _forget_folders() -> None:
+    """Forget what the folders of `sys.path` contain.
+
+    A forked process does so too. If there is much to forget, it writes to as many pages
+    that it would otherwise share.
+    """
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
 
 
 @contextlib.contextmanager
@@ -356,8 +369,11 @@ _Requested = tuple[Request, list[int]]
 class _Loop:
     """The event loop of a process that serves connections and has children."""
 
-    def __init__(self, stamps: _Stamps, later: Iterable[str]) -> None:
+    def __init__(
+        self, stamps: _Stamps, shadows: _Shadows, later: Iterable[str]
+    ) -> None:
         self.stamps = stamps
+        self.shadows = shadows
         self.later = list(later)
         """What this process has yet to import."""
         self.selector = selectors.DefaultSelector()
@@ -387,6 +403,7 @@ class _Loop:
             importlib.import_module(self.later.pop(0))
         _check_and_freeze()
         self.stamps = self.stamps.extended()
+        self.shadows = _Shadows()
 
     def fork(self) -> int:
         """Fork. In the child, this loop is closed and all signals are blocked."""
@@ -423,7 +440,7 @@ class _Server(_Loop):
     """The fork server: forks a rank host for each cluster."""
 
     def __init__(self, control: socket.socket) -> None:
-        super().__init__(_Stamps.taken(), LATER)
+        super().__init__(_Stamps.taken(), _Shadows(), LATER)
         adopt_orphans()  # of a rank host that is killed
         self._control = control
         self._hosts: set[int] = set()
@@ -509,20 +526,24 @@ class _RankHost(_Loop):
         listener: The socket to which the cluster's process supervisor connects first,
             and then the rank parents.
         stamps: Those of the imports so far.
+        shadows: Finds what would hide them.
         later: What to import while there is no request.
     """
 
     def __init__(
-        self, listener: socket.socket, stamps: _Stamps, later: Iterable[str]
+        self,
+        listener: socket.socket,
+        stamps: _Stamps,
+        shadows: _Shadows,
+        later: Iterable[str],
     ) -> None:
-        super().__init__(stamps, later)
+        super().__init__(stamps, shadows, later)
         adopt_orphans()
         self._patience_s = LATER_AFTER_S
         self._unfit = ""
         """Why this process can no longer be forked; "" if it can."""
         signal.signal(signal.SIGTERM, lambda *_: self._begin_ending())
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self._shadows = _Shadows()
         self._is_killing = False
         self._listener: socket.socket | None = listener
         self._supervisor: socket.socket | None = None
@@ -568,7 +589,6 @@ class _RankHost(_Loop):
         except _CannotFork as error:
             self._unfit, self.later = str(error), []
         self._checked = (None, 0.0)
-        self._shadows = _Shadows()
 
     def _begin_ending(self) -> None:
         """Accept no more requests, and end as soon as there are no children."""
@@ -645,7 +665,7 @@ class _RankHost(_Loop):
         if (changed := self.stamps.changed()) is not None:
             return f"{changed} has changed since the fork server read it"
         # The controller does not have the notebook's path.
-        if request.module == ENGINE and (found := self._shadows.found(request)):
+        if request.module == ENGINE and (found := self.shadows.found(request)):
             return f"{found} hides a module that the fork server has imported"
         self._checked = (place, time.monotonic())
         return None
@@ -734,8 +754,7 @@ def _become(
         for name, value in of_imports.items():
             os.environ.setdefault(name, value)
     _seed()
-    importlib.invalidate_caches()
-    sys.path_importer_cache.clear()
+    _forget_folders()
     sys.argv = ["-m", *request.arguments]
     sys.orig_argv = [sys.executable, "-m", request.module, *request.arguments]
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -791,6 +791,13 @@ def test_a_forked_child_that_leaves_its_cell_ends(
     cluster.execute("nbdist.barrier()")
 
 
+def test_debugpy_is_not_loaded_but_can_be_imported(cluster: Cluster):
+    cluster.execute("import importlib.util, ipykernel.debugger, sys")
+    assert cluster["'debugpy' in sys.modules"] == [False] * 4
+    assert cluster["importlib.util.find_spec('debugpy') is None"] == [False] * 4
+    assert cluster["ipykernel.ipkernel.sys is sys"] == [True] * 4
+
+
 # -- metrics -------------------------------------------------------------------------
 
 

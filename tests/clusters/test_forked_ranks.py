@@ -547,7 +547,8 @@ def test_a_rank_host_without_a_process_supervisor_ends(tmp_path: Path) -> None:
         "listener = socket.socket(socket.AF_UNIX)\n"
         "listener.bind(sys.argv[1])\n"
         "listener.listen()\n"
-        "fork_server._RankHost(listener, fork_server._Stamps({}), []).run()\n"
+        "nothing = fork_server._Stamps({}), fork_server._Shadows(), []\n"
+        "fork_server._RankHost(listener, *nothing).run()\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "socket")]
     assert subprocess.run(command, timeout=30).returncode == 0
