@@ -90,6 +90,8 @@ class _Watch:
         self.waiting: Waiting = {}
         self.failed_at: float | None = None
         """When a rank had failed whose failure is to end the others."""
+        self.is_released = False
+        """Whether ranks were released from what may be calls of mpi4py."""
 
 
 class CallSupervisor:
@@ -207,6 +209,7 @@ class CallSupervisor:
                 return None
             else:
                 watch.stall_detector.look()
+                self._release_from_mpi(call, watch)
                 self._release_from_dead()
                 watch.waiting = self._release_waiting(call, watch.waiting)
                 self._release_from_nccl(call, watch.nccl)
@@ -332,6 +335,19 @@ class CallSupervisor:
                 str(parting),
                 ranks=parting.ranks & unfinished,
             )
+
+    def _release_from_mpi(self, call: Call, watch: _Watch) -> None:
+        """Release ranks that make no progress after a failure, from calls of mpi4py.
+
+        A rank in such a call cannot be told from one that computes, which this does not
+        disturb.
+        """
+        if watch.is_released or not _has_failed(call):
+            return
+        if watch.stall_detector.is_outside_collectives:
+            watch.is_released = True
+            ranks = [info.rank for info in call.unfinished]
+            self._release("another rank has failed", ranks)
 
     def _release(self, reason: str, ranks: Iterable[int]) -> None:
         """Release ranks from their collectives.

@@ -61,6 +61,14 @@ class StallDetector:
             self._call.notice(describe(self._seen, now) if stalled else "")
         self._shown = stalled
 
+    @property
+    def is_outside_collectives(self) -> bool:
+        """Whether the call stalls, and no rank is in one of our collectives."""
+        return self._shown and all(
+            each.snapshot is not None and each.snapshot.call is None
+            for each in self._seen.values()
+        )
+
     def _update(self, rank: int, snapshot: ProgressSnapshot | None, now: float) -> Seen:
         if snapshot is not None:
             self._registry.last_locations[rank] = snapshot.location, now

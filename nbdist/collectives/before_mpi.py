@@ -45,6 +45,8 @@ def _initialize_alone() -> None:
 
 
 _survive_deaths()
+# mpi4py's fast reductions use a communicator of its own, which cannot be revoked.
+mpi4py.rc(fast_reduce=False)
 if is_launched_by_torchrun():
     mpi4py.rc(initialize=False, finalize=False)
 elif not is_launched_by_mpi():

@@ -45,6 +45,9 @@ BLOCKED = {
         "if rank: nbdist.comm().Allreduce(numpy.ones(3), numpy.ones(3))\n"
         "else: import time; time.sleep(60)"
     ),
+    "mpi4py's all-reduce of objects": (
+        "if rank: nbdist.comm().allreduce(rank)\nelse: import time; time.sleep(60)"
+    ),
     "one rank only": "if rank == 2:\n    while True: pass",
     "a context that cleans up": (
         "import contextlib, time\n"

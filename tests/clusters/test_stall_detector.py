@@ -8,12 +8,14 @@ import signal
 
 import pytest
 
-from nbdist import CellInterrupted, Cluster
+from nbdist import CellError, CellInterrupted, Cluster
 from nbdist.clusters import stall_detector
 from nbdist.clusters.observer import Quiet
 from nbdist.clusters.stall_detector import Seen, describe
 from nbdist.session import Session
 from nbdist.wire import CollectiveCall, ProgressSnapshot
+
+DEADLINE_S = 60.0
 
 
 class Notices(Quiet):
@@ -130,6 +132,45 @@ def test_the_text_of_the_notice():
     late = {**met, 1: Seen(ProgressSnapshot("", on_gpu(1, sequence=4), 1), 1.0)}
     assert describe(late, 15.0).startswith("deadlock")
     assert describe({0: met[0]}, 15.0).startswith("deadlock")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("failing", "code"),
+    [
+        (0, "nbdist.comm().recv(source=0)"),
+        (2, "nbdist.comm().Barrier()"),
+        (3, "nbdist.comm().allreduce(rank)"),
+    ],
+)
+def test_ranks_in_calls_of_mpi4py_are_released_after_a_failure(
+    cluster: Cluster, failing: int, code: str
+):
+    with pytest.raises(CellError) as failed:
+        cluster.execute(
+            f"kept = rank\nif rank == {failing}: raise ValueError('mine')\n{code}",
+            timeout_s=DEADLINE_S,
+        )
+    errors = {each.rank: each for each in failed.value.result.failures}
+    assert errors.pop(failing).ename == "ValueError"
+    assert len(errors) == 3
+    assert all(each.evalue.startswith("MPI_ERR") for each in errors.values())
+    assert cluster["kept"] == [0, 1, 2, 3]
+    cluster.execute("assert nbdist.comm().allreduce(rank) == 6\ndist.barrier()")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_computes_after_a_failure_of_another_is_not_disturbed(
+    cluster: Cluster,
+):
+    with pytest.raises(CellError) as failed:
+        cluster.execute(
+            "import time\nif rank == 1: raise ValueError\ntime.sleep(3)\ndone = rank",
+            timeout_s=DEADLINE_S,
+        )
+    assert [each.rank for each in failed.value.result.failures] == [1]
+    assert cluster.pull("done", [0, 2, 3]) == [0, 2, 3]
+    cluster.execute("assert nbdist.comm().allreduce(rank) == 6\ndist.barrier()")
 
 
 @pytest.mark.usefixtures("impatient")
