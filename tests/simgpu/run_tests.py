@@ -1,8 +1,9 @@
 """Runs the tests marked `gpu` on 1, 2 and 4 simulated GPUs, for several seeds.
 
 A test runs on the fewest GPUs on which it is not skipped. The seeds after the first run
-the tests marked `streams`, whose results depend on the order of the streams. `make
-simgpu` calls this file; its output says how to repeat a run.
+the tests marked `streams`, whose results depend on the order of the streams. Two seeds
+run at the same time. `make simgpu` calls this file; its output says how to repeat a
+run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -64,7 +66,7 @@ def run(
     left_s: float,
     marked: str = MARKED,
 ) -> Outcome:
-    """Run tests on a number of simulated GPUs.
+    """Run tests on a number of simulated GPUs, and print pytest's output at the end.
 
     Args:
         out: The folder of build.sh.
@@ -80,26 +82,39 @@ def run(
         **os.environ,
         "SIMGPU_COUNT": str(cards),
         "SIMGPU_SEED": str(seed),
+        "SIMGPU_STATE": str(out.resolve() / f"ledger-{cards}-{seed}"),
         "PYTHONPATH": str(ROOT),
     }
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         pytest = [sys.executable, "-m", "pytest", "-q", "-m", marked, "--durations=25"]
         command = [str(RUN), str(out), *pytest, f"--junitxml={report}", *tests]
-        process = subprocess.Popen(command, cwd=ROOT, env=environment)
-        try:
-            process.wait(left_s)
-            code = process.returncode
-            ending = "" if code in (0, 1, 5) else f"pytest ended with {code}"
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # pytest writes its report
-            try:
-                process.wait(ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            ending = LATE
+        name = f"SIMGPU_COUNT={cards} SIMGPU_SEED={seed}"
+        print(f"-- {name} begins", flush=True)
+        log = Path(folder) / "output"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output
+            )
+        ending = _ending(process, left_s)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        print(f"-- {name}\n{text}", flush=True)
         return _read(report, ending)
+
+
+def _ending(process: subprocess.Popen[bytes], left_s: float) -> str:
+    """Wait for pytest. Returns why its run is not whole; "" if it is."""
+    try:
+        code = process.wait(left_s)
+        return "" if code in (0, 1, 5) else f"pytest ended with {code}"
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # pytest writes its report
+        try:
+            process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return LATE
 
 
 def _read(report: Path, ending: str) -> Outcome:
@@ -120,38 +135,67 @@ def _read(report: Path, ending: str) -> Outcome:
     return Outcome(passed, failed, skipped, ending)
 
 
+def run_seed(
+    seed: int,
+    out: Path,
+    all_cards: Sequence[int],
+    tests: Sequence[str],
+    end: float,
+    marked: str,
+) -> tuple[list[str], bool]:
+    """Run tests with one seed. Returns the results in lines, and whether all are good.
+
+    Args:
+        seed, out: As for `run`.
+        all_cards: Numbers of GPUs. A test that is skipped on one runs on the next.
+        tests: As for `run`.
+        end: When the runs must end, by the monotonic clock.
+        marked: The markers of the tests, as pytest takes them.
+    """
+    lines, is_good = [], True
+    for cards in all_cards:
+        left_s = end - time.monotonic()
+        if not tests or left_s < FEWEST_S:
+            break
+        begun = time.monotonic()
+        found = run(out, cards, seed, tests, left_s, marked)
+        minutes = (time.monotonic() - begun) / 60
+        ending = found.ending and f", {found.ending}"
+        lines.append(
+            f"{cards} GPUs, seed {seed}: {found.passed} passed, "
+            f"{len(found.failed)} failed, {len(found.skipped)} skipped in "
+            f"{minutes:.1f} minutes{ending}"
+        )
+        lines += [f"    {name}" for name in found.failed]
+        is_good &= found.is_good
+        tests = found.skipped
+        if found.ending:
+            break
+    return lines, is_good
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="the folder of build.sh")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--cards", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--jobs", type=int, default=2, help="seeds at the same time")
     parser.add_argument("tests", nargs="*", default=gpu_files())
     given = parser.parse_intermixed_args()
     end = time.monotonic() + 60 * given.minutes
-    lines, is_good = [], True
-    for seed in given.seeds:
-        tests: Sequence[str] = given.tests
-        for cards in given.cards:
-            left_s = end - time.monotonic()
-            if not tests or left_s < FEWEST_S:
-                break
-            print(f"-- SIMGPU_COUNT={cards} SIMGPU_SEED={seed}", flush=True)
-            marked = MARKED if seed == given.seeds[0] else ORDERED
-            begun = time.monotonic()
-            found = run(given.out, cards, seed, tests, left_s, marked)
-            minutes = (time.monotonic() - begun) / 60
-            ending = found.ending and f", {found.ending}"
-            lines.append(
-                f"{cards} GPUs, seed {seed}: {found.passed} passed, "
-                f"{len(found.failed)} failed, {len(found.skipped)} skipped in "
-                f"{minutes:.1f} minutes{ending}"
-            )
-            lines += [f"    {name}" for name in found.failed]
-            is_good &= found.is_good
-            tests = found.skipped
-    print(*lines, sep="\n")
-    return 0 if is_good else 1
+    begun = time.monotonic()
+
+    def run_one(seed: int) -> tuple[list[str], bool]:
+        marked = MARKED if seed == given.seeds[0] else ORDERED
+        return run_seed(seed, given.out, given.cards, given.tests, end, marked)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        results = list(pool.map(run_one, given.seeds))
+    for lines, _ in results:
+        print(*lines, sep="\n")
+    print(f"{(time.monotonic() - begun) / 60:.1f} minutes")
+    return 0 if all(is_good for _, is_good in results) else 1
 
 
 if __name__ == "__main__":
