@@ -114,6 +114,18 @@ def test_ranks_that_call_different_collectives_are_released(
     )
 
 
+def test_a_rank_that_called_another_collective_and_ended_is_named(
+    cluster: Cluster,
+) -> None:
+    said = released(
+        cluster,
+        "if rank == 0:\n    dist.all_reduce(x); x.tolist()\n"
+        "else:\n    dist.broadcast(x, 0)",
+    )
+    assert "rank 0 called all_reduce(Float, 3 elements)" in said, said
+    assert "rank 1 called broadcast(Float, 3 elements)" in said, said
+
+
 def test_a_rank_that_was_not_asked_is_named(cluster: Cluster) -> None:
     said = released(cluster, "dist.all_reduce(x); x.tolist()", [0])
     assert "rank 1 was not asked to run it" in said, said
