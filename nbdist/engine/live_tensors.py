@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nbdist.collectives import Group, registry
+from nbdist.collectives.sync.cuda_peers import is_mapped
 from nbdist.engine import cells
 from nbdist.engine.rank import this_rank
 from nbdist.ipc.stacks import Frame, from_user_code
@@ -79,7 +80,7 @@ class HeldTensors:
             shape = (-1,) if tensor.is_nested else tuple(tensor.shape)
         except (NotImplementedError, RuntimeError):  # sparse or opaque
             return
-        if not size or device == "meta":
+        if not size or device == "meta" or is_mapped(storage):
             return
         before = self._held.get(key)
         if before is None:

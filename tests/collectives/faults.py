@@ -33,8 +33,9 @@ from nbdist.errors import (
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
-PROMPT_S = 1.0
-"""Releases take about 1 ms; this leaves room for a busy machine."""
+PROMPT_S = 5.0
+"""Releases take about 1 ms; this leaves room for a busy machine. A call that nothing
+releases ends after 30 s."""
 
 
 def run_functions(

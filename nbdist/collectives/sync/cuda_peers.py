@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import psutil
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "Events",
     "can_reach",
     "identity",
+    "is_mapped",
     "keep_events",
     "map_memories",
     "open_events",
@@ -44,6 +46,8 @@ events were created and destroyed."""
 _given: deque[tuple[int, MemoryHandle]] = deque(maxlen=10_000)
 """Handles of this rank's memory, each with the process that reads by it. The oldest are
 forgotten; the memory is then kept if their reader is killed."""
+_mapped: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""Memory of other ranks, by the address of its storage."""
 
 
 def identity() -> str:
@@ -158,9 +162,16 @@ def _open(handle: MemoryHandle | None) -> Tensor | None:
     bound.arguments["storage_device"] = torch.cuda.current_device()
     bound.arguments["event_sync_required"] = False  # a barrier orders the ranks
     try:
-        return rebuild(*bound.args)
+        memory: Tensor = rebuild(*bound.args)
     except RuntimeError:  # another container, or no peer access between the devices
         return None
+    _mapped[memory.untyped_storage()._cdata] = memory
+    return memory
+
+
+def is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is memory of another rank, which this process has mapped."""
+    return storage._cdata in _mapped
 
 
 def _all_read_right(memories: Sequence[Tensor], rank: int, swap: Swap) -> bool:
