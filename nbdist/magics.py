@@ -451,6 +451,10 @@ class DistMagics(Magics):  # type: ignore[misc]
         "--save",
         help="write the values to this file, FILE.csv or FILE.parquet, instead",
     )
+    @argument(
+        "--logdir",
+        help="write the values, also later ones, to this folder for TensorBoard",
+    )
     @line_magic
     def dist_monitor(self, line: str) -> None:
         """Show a live chart of what the ranks log, and a table of their devices."""
@@ -460,6 +464,11 @@ class DistMagics(Magics):  # type: ignore[misc]
             path = Path(_unquoted(args.save)).expanduser()
             count = self.session.save_metrics(path, metric or None)
             print(f"{count:,} rows in {path}")
+            return
+        if args.logdir is not None:
+            folder = Path(_unquoted(args.logdir)).expanduser().absolute()
+            self.session.log_to(folder)
+            print(f"the ranks' values go to {folder}: tensorboard --logdir {folder}")
             return
         self.session.show_monitor(
             metric=metric, x="time" if args.time else "step", log=args.log

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.cluster import Cluster
     from nbdist.clusters.futures import CallFuture
     from nbdist.telemetry.collector import Collector
+    from nbdist.telemetry.event_files import EventFiles
     from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.monitor import Monitor
     from nbdist.widgets.rank_widgets import RankWidgets
@@ -155,6 +156,7 @@ class Session:
         self._in_background: dict[int, BackgroundCell] = {}
         """By number, in the order in which they were made."""
         self._monitors: list[Monitor] = []
+        self._event_files: EventFiles | None = None
         self._widgets: RankWidgets | None = None
         """The widgets that the ranks have made; None where no widget can be shown."""
         atexit.register(self.stop)
@@ -232,10 +234,10 @@ class Session:
         for monitor in self._monitors:
             monitor.close()
         self._monitors.clear()
-        if cluster is None:
-            return False
-        cluster.stop()
-        return True
+        if cluster is not None:
+            cluster.stop()
+        self._close_event_files()
+        return cluster is not None
 
     def execute(
         self,
@@ -461,6 +463,25 @@ class Session:
             self._monitors.append(show(self.cluster.collector, **options))
         else:
             print(latest_values(self.cluster.collector, options.get("metric", "")))
+
+    def log_to(self, folder: Path) -> None:
+        """Write what this cluster's ranks log to TensorBoard's files, until it stops.
+
+        A second folder replaces the first.
+
+        Raises:
+            UsageError: As `EventFiles` does.
+        """
+        from nbdist.telemetry.event_files import EventFiles
+
+        begun = EventFiles(self.cluster.collector, folder)
+        self._close_event_files()
+        self._event_files = begun
+
+    def _close_event_files(self) -> None:
+        files, self._event_files = self._event_files, None
+        if files is not None and not files.close():
+            print(f"{files.folder}: the last values are not yet written")
 
     @property
     def collector(self) -> Collector:

@@ -49,8 +49,9 @@ class Collector:
 
     def __init__(self, capacity: int = 2048) -> None:
         self._capacity = capacity
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._subscribers: list[Callable[[], None]] = []
+        self._followers: list[Callable[[Batch], None]] = []
         self._ranks: list[RankInfo] = []
         self._begin()
 
@@ -73,6 +74,8 @@ class Collector:
                         metric = self._metric(name)
                         if metric is not None:
                             metric.append(record.rank, record.step, record.time, value)
+            for follow in self._followers:
+                follow(batch)
         self._notify()
 
     def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
@@ -113,6 +116,29 @@ class Collector:
                     self._subscribers.remove(callback)
 
         return unsubscribe
+
+    def follow(
+        self, callback: Callable[[Batch], None]
+    ) -> tuple[Snapshot, Callable[[], None]]:
+        """Pass each later batch to `callback(batch)`, once and in the order of arrival.
+
+        Args:
+            callback: As that of `subscribe`, but it must not call this object.
+
+        Returns:
+            The data before these batches; and a function that ends this, safe to call
+            twice.
+        """
+        with self._lock:
+            self._followers.append(callback)
+            earlier = self.snapshot()
+
+        def end() -> None:
+            with self._lock:
+                if callback in self._followers:
+                    self._followers.remove(callback)
+
+        return earlier, end
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
         """The changes since an earlier snapshot's cursor; all data without a cursor.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from nbdist.errors import UsageError
 from nbdist.ipc.atomic_files import write_atomically
-from nbdist.widgets.source import Source
+from nbdist.widgets.source import Snapshot, Source
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,17 +24,17 @@ and `high` are the least and the greatest. `step` is the first step of the bucke
 Row = tuple[str, int, int, float, float, float, float]
 
 
-def rows(source: Source, metric: str | None = None) -> Iterator[Row]:
+def rows(snapshot: Snapshot, metric: str | None = None) -> Iterator[Row]:
     """The rows of the table, by metric, rank and step.
 
     Args:
-        source: The data, such as a `Collector`.
+        snapshot: All data of a source.
         metric: The metric to include; None for all.
 
     Raises:
         UsageError: No rank has logged this metric.
     """
-    deltas = source.snapshot().deltas
+    deltas = snapshot.deltas
     names = list(dict.fromkeys(delta.metric for delta in deltas))
     if metric is not None and metric not in names:
         raise UsageError(
@@ -61,7 +61,9 @@ def data_frame(source: Source, metric: str | None = None) -> pd.DataFrame:
             "a DataFrame needs pandas, which is not installed: pip install pandas. "
             "%dist_monitor --save FILE.csv works without it"
         ) from error
-    return pd.DataFrame.from_records(list(rows(source, metric)), columns=list(COLUMNS))
+    return pd.DataFrame.from_records(
+        list(rows(source.snapshot(), metric)), columns=list(COLUMNS)
+    )
 
 
 def save(source: Source, path: Path, metric: str | None = None) -> int:
@@ -86,7 +88,7 @@ def save(source: Source, path: Path, metric: str | None = None) -> int:
         raise UsageError(f"--save {path}: the folder {path.parent} does not exist")
     if path.suffix == ".parquet":
         return _save_parquet(data_frame(source, metric), path)
-    found = list(rows(source, metric))
+    found = list(rows(source.snapshot(), metric))
 
     def write(file: BinaryIO) -> None:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")

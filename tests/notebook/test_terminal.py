@@ -142,6 +142,7 @@ def test_the_monitor_is_a_table_of_the_latest_values(terminal: Terminal) -> None
     ]
     assert "unrecognized arguments: loss" in terminal.run("%dist_monitor loss")
     assert "4 rows in" in terminal.run("%dist_monitor --save values.csv")
+    assert "tensorboard --logdir" in terminal.run("%dist_monitor --logdir runs")
     terminal.run("import nbdist")
     received = terminal.run("nbdist.metrics('loss').groupby('rank').value.min()[1]")
     assert "1.25" in received

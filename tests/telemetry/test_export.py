@@ -32,7 +32,7 @@ def collector() -> Collector:
 
 
 def test_a_row_for_each_metric_rank_and_step(collector: Collector) -> None:
-    found = list(rows(collector))
+    found = list(rows(collector.snapshot()))
     assert [row[:3] for row in found] == [
         *(("loss", 0, step) for step in range(3)),
         *(("loss", 1, step) for step in range(3)),
@@ -45,7 +45,7 @@ def test_a_long_history_has_means_and_ranges() -> None:
     collector = Collector(capacity=4)
     records = [Sample(0, step, float(step), {"x": float(step)}) for step in range(8)]
     collector.receive(Batch(0, "source", 0, 0, tuple(records)))
-    found = list(rows(collector))
+    found = list(rows(collector.snapshot()))
     assert len(found) <= 4
     name, rank, step, _, value, low, high = found[-1]
     assert (name, rank) == ("x", 0)
@@ -84,7 +84,7 @@ def test_a_csv_file_has_every_digit(collector: Collector, tmp_path: Path) -> Non
         header, *lines = csv.reader(file)
     assert tuple(header) == COLUMNS
     assert [float(line[4]) for line in lines] == [
-        row[4] for row in rows(collector, "loss")
+        row[4] for row in rows(collector.snapshot(), "loss")
     ]
     save(collector, path)
     assert math.isnan(pd.read_csv(path).value.iloc[-1])
