@@ -4,7 +4,9 @@
 // streams in a random order, and puts some of them off, so that streams which nothing
 // orders do run in another order. All streams behave as cudaStreamNonBlocking ones: they
 // are not ordered by the default stream.
+#include <algorithm>
 #include <condition_variable>
+#include <cstdlib>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -55,6 +57,8 @@ std::map<int, Stream*>& default_streams() {
   static auto* made = new std::map<int, Stream*>;
   return *made;
 }
+
+bool is_ending = false;  // guarded by the mutex, as the streams are
 
 // A rank has its own numbers, which are the same in each run with this seed.
 std::mt19937& random_numbers() {
@@ -124,6 +128,10 @@ void run_one(Stream* stream, std::unique_lock<std::mutex>& lock) {
 [[noreturn]] void run_all() {
   std::unique_lock<std::mutex> lock(mutex());
   for (;;) {
+    while (is_ending) {
+      finished().notify_all();
+      pushed().wait(lock);
+    }
     std::vector<Stream*> ready;
     bool is_waiting = false;
     auto now = Clock::now();
@@ -147,6 +155,18 @@ void run_one(Stream* stream, std::unique_lock<std::mutex>& lock) {
     else
       pushed().wait(lock);
   }
+}
+
+// Drop the queued work when the process exits, as the driver does (cudaErrorCudartUnloading
+// in later calls). The libraries whose code it runs are no longer whole.
+void end() {
+  std::unique_lock<std::mutex> lock(mutex());
+  is_ending = true;
+  finished().notify_all();
+  finished().wait_for(lock, std::chrono::seconds(5), [] {
+    return std::none_of(streams().begin(), streams().end(),
+                        [](const Stream* each) { return each->is_running; });
+  });
 }
 
 bool is_idle(const Stream* stream) { return stream->finished == stream->pushed; }
@@ -177,7 +197,10 @@ void pause_host() {
 
 void push(Stream* stream, std::unique_ptr<Operation> operation) {
   static std::once_flag once;
-  std::call_once(once, [] { std::thread(run_all).detach(); });
+  std::call_once(once, [] {
+    std::atexit(end);
+    std::thread(run_all).detach();
+  });
   {
     std::lock_guard<std::mutex> locked(mutex());
     if (broken(stream->device) != cudaSuccess) return;
@@ -194,7 +217,7 @@ void push_work(Stream* stream, std::function<void()> work) {
 void wait_for(Stream* stream) {
   std::unique_lock<std::mutex> lock(mutex());
   uint64_t last = stream->pushed;
-  finished().wait(lock, [&] { return stream->finished >= last; });
+  finished().wait(lock, [&] { return is_ending || stream->finished >= last; });
 }
 
 void wait_for_device(int device) {
@@ -203,6 +226,7 @@ void wait_for_device(int device) {
   for (Stream* each : streams())
     if (each->device == device) last[each] = each->pushed;
   finished().wait(lock, [&] {
+    if (is_ending) return true;
     for (auto& [stream, number] : last)
       if (streams().count(stream) && stream->finished < number) return false;
     return true;
