@@ -31,7 +31,7 @@ __all__ = ["CALLS", "Marks", "NotebookCall"]
 
 REACHED_WITHIN_S = 60.0
 INJECTED_WITHIN_S = 60.0
-NOTICED_WITHIN_S = 2.0
+NOTICED_WITHIN_S = 5.0
 
 
 class Marks:

@@ -20,7 +20,7 @@ from nbdist.clusters.observer import Quiet
 from nbdist.errors import CollectiveTimeout, NoInput
 from tests.processes import wait_until
 
-RELEASED_S = 1.0
+RELEASED_S = 3.0
 """Seconds within which "quit" frees all ranks."""
 Answer = str | Callable[[], str]
 
