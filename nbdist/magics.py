@@ -394,6 +394,29 @@ class DistMagics(Magics):  # type: ignore[misc]
 
     @magic_arguments()
     @argument(
+        "-n", default="5", help="steps of optimizers to profile at most, default 5"
+    )
+    @argument("-r", "--ranks", help="profile these ranks only, such as 0,2-3")
+    @argument(
+        "--save",
+        help="the file of the trace, .json or .json.gz; default profile-N.json.gz for "
+        "In[N]",
+    )
+    @argument("--off", action="store_true", help="do not profile the next cell")
+    @line_magic
+    def dist_profile(self, line: str) -> None:
+        """Profile the next cell on the ranks with torch.profiler."""
+        args = _parse(self.dist_profile, line)
+        if args.off:
+            self.session.profile_nothing()
+            return
+        steps, ranks = _number("-n", args.n, int), parse_ranks(args.ranks)
+        path = None if args.save is None else _unquoted(args.save)
+        self.session.profile_next(steps, ranks, path)
+        print(f"the next cell is profiled, for {steps} steps of optimizers at most")
+
+    @magic_arguments()
+    @argument(
         "names",
         nargs="+",
         help="names of variables of the notebook, or NAME=EXPRESSION",

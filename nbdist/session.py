@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import (
@@ -145,6 +146,16 @@ class BackgroundCell:
         return f"{how} after {seconds_text(seconds)}"
 
 
+@dataclass(frozen=True)
+class _ToProfile:
+    """What `%dist_profile` has requested for the next cell."""
+
+    steps: int
+    ranks: Sequence[int]
+    path: Path | None
+    """None for the default."""
+
+
 class Session:
     """Holds the notebook's cluster between cells."""
 
@@ -157,6 +168,7 @@ class Session:
         """By number, in the order in which they were made."""
         self._monitors: list[Monitor] = []
         self._event_files: EventFiles | None = None
+        self._to_profile: _ToProfile | None = None
         self._widgets: RankWidgets | None = None
         """The widgets that the ranks have made; None where no widget can be shown."""
         atexit.register(self.stop)
@@ -259,7 +271,7 @@ class Session:
             CellError: The cell failed on a rank, timed out or was interrupted.
         """
         shown = self._showing(ranks, is_alone=is_alone, remark=remark)
-        with shown as (cluster, view):
+        with self._profiling(number), shown as (cluster, view):
             cluster.execute(
                 code,
                 ranks,
@@ -289,6 +301,12 @@ class Session:
         """
         from nbdist.clusters.options import check_timeout, existing_ranks
         from nbdist.widgets.live_text import show_error
+
+        if self._to_profile is not None:
+            raise UsageError(
+                "a cell in the background is not profiled: run it without -b, or end "
+                "the profile with %dist_profile --off"
+            )
 
         cluster = self.cluster
         check_timeout(timeout_s)
@@ -463,6 +481,54 @@ class Session:
             self._monitors.append(show(self.cluster.collector, **options))
         else:
             print(latest_values(self.cluster.collector, options.get("metric", "")))
+
+    def profile_next(
+        self, steps: int, ranks: Sequence[int] | None, path: str | None
+    ) -> None:
+        """Profile the next cell on the ranks, and write its trace.
+
+        Args:
+            steps, ranks: As for `Cluster.profiling`.
+            path: The trace's file; None for `profile-N.json.gz`, for In[N].
+
+        Raises:
+            UsageError: A rank does not exist, `steps` is not 1 or more, or the file
+                cannot be.
+            NotRunning: No cluster is running.
+        """
+        from nbdist.clusters.options import existing_ranks
+        from nbdist.clusters.profile import check_steps, checked_path
+
+        check_steps(steps)
+        size = self.cluster.size
+        chosen = existing_ranks(range(size) if ranks is None else ranks, size)
+        file = None if path is None else checked_path(path)
+        self._to_profile = _ToProfile(steps, chosen, file)
+
+    def profile_nothing(self) -> None:
+        """Take back `profile_next`."""
+        self._to_profile = None
+
+    @contextmanager
+    def _profiling(self, number: int) -> Iterator[None]:
+        """Profile the cell of this block if it was requested, and show the profile."""
+        requested, self._to_profile = self._to_profile, None
+        if requested is None:
+            yield
+            return
+        from IPython.display import display
+
+        profile = None
+        try:
+            with self.cluster.profiling(requested.steps, requested.ranks) as profile:
+                yield
+        finally:
+            if profile is not None:
+                display(profile)
+                if profile.ranks:
+                    path = requested.path or Path(f"profile-{number}.json.gz")
+                    profile.save(path)
+                    print(f"the trace is in {path}: open it at https://ui.perfetto.dev")
 
     def log_to(self, folder: Path) -> None:
         """Write what this cluster's ranks log to TensorBoard's files, until it stops.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 __all__ = [
+    "CLOCK_MARK",
     "COMMS",
     "ELASTIC",
     "INPUT",
@@ -36,8 +37,10 @@ __all__ = [
     "MemoryReport",
     "Notice",
     "Outcome",
+    "ProfiledOperation",
     "ProgressSnapshot",
     "RankInfo",
+    "RankProfile",
     "Resume",
     "Sample",
     "Shown",
@@ -70,6 +73,10 @@ class Outcome(NamedTuple):
     """The number of process groups that torch has made on the rank."""
     published: bool
     """Whether the request has output. A message marks its end."""
+
+
+CLOCK_MARK = "nbdist: clock"
+"""The name of an event in a rank's trace, whose time the rank has measured."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +233,38 @@ class ProgressSnapshot:
     """The collective in which the thread waits for other ranks."""
     mark: int
     """A hash of the thread's position. It changes when the thread makes progress."""
+
+
+@dataclass(frozen=True)
+class ProfiledOperation:
+    """An operation in the profile of a rank."""
+
+    name: str
+    calls: int
+    cpu_s: float
+    """Seconds on the CPU, without the operations that it calls."""
+    device_s: float
+    """Seconds on the GPU, likewise."""
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What torch.profiler has measured on one rank."""
+
+    path: str
+    """A file in Chrome's trace format, on the rank's host."""
+    pid: int
+    steps: int
+    """Number of steps of optimizers."""
+    begun_ns: int
+    """The begin, by the host's monotonic clock."""
+    ended_ns: int
+    clock_offset_ns: int
+    """The epoch's time minus the monotonic clock's."""
+    marked_ns: int
+    """The middle of the event `CLOCK_MARK`, in the epoch's time."""
+    operations: tuple[ProfiledOperation, ...]
+    """Those that took most time."""
 
 
 @dataclass(frozen=True)

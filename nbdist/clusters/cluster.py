@@ -9,7 +9,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -85,6 +92,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.collective_history import CollectiveHistory
     from nbdist.clusters.elastic import Elastic
     from nbdist.clusters.ipp_client import Answer
+    from nbdist.clusters.profile import Profile
     from nbdist.clusters.rank_registry import RankRegistry
     from nbdist.clusters.recovery import Recovery
     from nbdist.clusters.world_restart import LastCommit, SavedVariables, SavedWorld
@@ -96,6 +104,8 @@ LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
 STOP_TIMEOUT_S = 5.0
 """Seconds that `stop` waits for a call in the background to end."""
+PROFILE_TIMEOUT_S = 60.0
+"""Seconds in which a rank writes its trace."""
 SILENT_WAIT_S = 0.2
 """Seconds that a call waits for calls in the background before it says so."""
 START_TRIES = 3
@@ -1500,6 +1510,42 @@ class Cluster:
             count=count,
             ranks=chosen,
         )
+
+    @contextlib.contextmanager
+    def profiling(
+        self, steps: int = 5, ranks: Iterable[int] | None = None
+    ) -> Iterator[Profile]:
+        """Profile the first cell of a `with` block by torch.profiler on the ranks.
+
+        Args:
+            steps: The number of optimizer steps after which a rank's profile ends. It
+                ends with the cell at the latest.
+            ranks: The ranks; None for all.
+
+        Yields:
+            The profile, which is complete after the block: two tables, and the trace of
+            all ranks, which its `save` writes.
+
+        Raises:
+            UsageError: A rank does not exist, or `steps` is not 1 or more.
+            RankDied: A rank has died.
+        """
+        from nbdist.clusters.profile import Profile, check_steps
+
+        check_steps(steps)
+        chosen = self._select(ranks)
+        self._live().ask(endpoints.PROFILE_ORDER, steps, ranks=chosen)
+        profile = Profile(chosen)
+        try:
+            yield profile
+        finally:
+            if self._registry is not None:
+                found = self._registry.ask(
+                    endpoints.PROFILE_COLLECT,
+                    ranks=set(chosen) & {info.rank for info in self.infos},
+                    timeout_s=PROFILE_TIMEOUT_S,
+                )
+                profile.receive(found, self.collectives().rows)
 
     def last_seen(self, rank: int) -> str:
         """The position of a rank when it last answered in a cell; "" if not known.

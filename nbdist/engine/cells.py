@@ -13,7 +13,7 @@ from typing import Any
 from IPython.core.magics.execution import ExecutionMagics
 
 from nbdist.collectives.torch_backend.process_group import original_error
-from nbdist.engine import cell_names, cuda_context, world
+from nbdist.engine import cell_names, cuda_context, profiler, world
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import end_forked_child
@@ -54,7 +54,8 @@ async def run_cell(code: str, number: int) -> CellReply:
     release_variables_of_failure()
     rank.released = ""
     with rank.output.during(f"In[{number}]"):
-        result = await _run_to_result(code)
+        with profiler.profiled():
+            result = await _run_to_result(code)
         _last_error = _error_of(result)
         failure = release_failure() or _failure(result)
         _show_pages(rank.shell)

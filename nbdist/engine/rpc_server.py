@@ -61,6 +61,7 @@ MAY_TAKE_SECONDS = {
     endpoints.COMPLETE,
     endpoints.DESCRIBE,
     endpoints.LOOK,
+    endpoints.PROFILE_COLLECT,
     endpoints.MEMORY_REPORT,
     endpoints.VARIABLES,
 }

@@ -33,6 +33,8 @@ __all__ = [
     "NCCL_CALLS",
     "NCCL_TRACE",
     "POST_MORTEM",
+    "PROFILE_COLLECT",
+    "PROFILE_ORDER",
     "PROGRESS",
     "RELEASE",
     "RELEASE_FROM",
@@ -92,6 +94,9 @@ VARIABLES = "nbdist.engine.inspection:variables"
 
 CANCEL_CHANGE = "nbdist.engine.membership:cancel"
 CHANGE = "nbdist.engine.membership:change"
+
+PROFILE_COLLECT = "nbdist.engine.profiler:collect"
+PROFILE_ORDER = "nbdist.engine.profiler:order"
 
 RUN_SCRIPT = "nbdist.engine.run_script:run_script"
 

@@ -44,10 +44,9 @@ def test_a_cell_fails_as_its_page_says(cluster: Cluster, text: str, words: str):
         cluster.execute(cell_with(text), timeout_s=DEADLINE_S)
 
 
-@pytest.mark.parametrize("text", ["nbdist.memory()", "torch.profiler"])
-def test_a_cell_prints_what_its_page_shows(cluster: Cluster, text: str):
-    result = cluster.execute(cell_with(text), timeout_s=DEADLINE_S)
-    assert "holds" in result[0].stdout or "aten::" in result[0].stdout
+def test_a_cell_prints_what_its_page_shows(cluster: Cluster):
+    result = cluster.execute(cell_with("nbdist.memory()"), timeout_s=DEADLINE_S)
+    assert "holds" in result[0].stdout
 
 
 def test_the_next_cell_frees_the_tensors_of_a_failed_function(cluster: Cluster):

@@ -128,6 +128,22 @@ def test_plain_lines_run_on_the_ranks(terminal: Terminal) -> None:
     assert screen(terminal.run("print('here')"))[0] == "here"
 
 
+def test_the_next_cell_is_profiled(terminal: Terminal) -> None:
+    cell = "torch.ones(64, 64) @ torch.ones(64, 64); dist.barrier()"
+    run = f"get_ipython().run_cell_magic('distributed', '{{}}', {cell!r})"
+    assert "next cell is profiled" in terminal.run("%dist_profile -n 2")
+    assert "is not profiled: run it without -b" in terminal.run(run.format("-b"))
+    received = terminal.run(run.format(""))
+    assert "rank 0-1: 0 optimizer steps in" in received
+    assert "aten::mm" in received
+    assert "the trace is in profile-" in received
+    assert "optimizer steps" not in terminal.run(run.format(""))
+    assert "-n 0: expected a number" in terminal.run("%dist_profile -n 0")
+    terminal.run("%dist_profile --save trace.json")
+    terminal.run("%dist_profile --off")
+    assert "optimizer steps" not in terminal.run(run.format(""))
+
+
 def test_the_monitor_is_a_table_of_the_latest_values(terminal: Terminal) -> None:
     assert "nothing was logged" in terminal.run("%dist_monitor")
     log = "nbdist.log(loss=rank + 0.5); nbdist.log(loss=rank + 0.25)"
