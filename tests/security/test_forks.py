@@ -31,7 +31,8 @@ listener.bind(sys.argv[1])
 os.chmod(sys.argv[1], 0o777)
 listener.listen()
 print("listens", flush=True)
-fork_server._RankHost(listener, fork_server._Stamps({}), []).run()
+nothing = fork_server._Stamps({}), fork_server._Shadows(), []
+fork_server._RankHost(listener, *nothing).run()
 """
 TIMEOUT_S = 60.0
 SHARED = (Path("/tmp"), Path("/dev/shm"))
