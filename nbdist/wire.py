@@ -266,6 +266,10 @@ class RankProfile:
     operations: tuple[ProfiledOperation, ...]
     """Those that took most time."""
 
+    def covers(self, time_ns: int) -> bool:
+        """Whether a time of the monotonic clock lies within the profile."""
+        return self.begun_ns <= time_ns <= self.ended_ns
+
 
 @dataclass(frozen=True)
 class NcclCall:

@@ -41,6 +41,11 @@ class HistoryRow:
         return min(call.scheduled_ns for call in self.calls.values())
 
     @property
+    def last_rank(self) -> int:
+        """The rank whose call was the last to start."""
+        return max(self.calls, key=lambda rank: self.calls[rank].started_ns)
+
+    @property
     def kinds(self) -> dict[str, list[int]]:
         """The ranks of each different call, most ranks first."""
         found: dict[str, list[int]] = defaultdict(list)

@@ -18,7 +18,7 @@ __all__ = ["Profile", "Wait", "check_steps", "checked_path"]
 
 MOST_OPERATIONS = 10
 MOST_WAITS = 10
-NONE = "it has died, has not ended a cell, or torch could not profile it"
+WHY_MISSING = "it has died, has not ended a cell, or torch could not profile it"
 SUFFIXES = (".json", ".json.gz")
 
 
@@ -62,11 +62,9 @@ class Profile:
     def _has(self, row: HistoryRow) -> bool:
         if not row.is_agreed or row.calls.keys() != set(row.members):
             return False
-        if not row.calls.keys() <= self.ranks.keys():
-            return False
         return all(
-            own.begun_ns <= call.started_ns <= own.ended_ns
-            for own, call in ((self.ranks[r], call) for r, call in row.calls.items())
+            rank in self.ranks and self.ranks[rank].covers(call.started_ns)
+            for rank, call in row.calls.items()
         )
 
     @property
@@ -77,12 +75,12 @@ class Profile:
             operation = next(iter(row.calls.values())).operation
             key = operation, row.location
             wait = found.setdefault(key, Wait(*key))
-            started = {rank: call.started_ns for rank, call in row.calls.items()}
-            last = max(started, key=lambda rank: started[rank])
-            seconds = sum(started[last] - each for each in started.values()) / 1e9
+            last_ns = row.calls[row.last_rank].started_ns
+            waits_ns = [last_ns - call.started_ns for call in row.calls.values()]
+            seconds = sum(waits_ns) / 1e9
             wait.calls += 1
             wait.seconds += seconds
-            wait.caused[last] += seconds
+            wait.caused[row.last_rank] += seconds
         return sorted(found.values(), key=lambda each: -each.seconds)
 
     @property
@@ -133,7 +131,7 @@ class Profile:
     @property
     def summary(self) -> str:
         """What was profiled, in a sentence."""
-        lack = f"rank {format_ranks(self.missing)} has no profile: {NONE}"
+        lack = f"rank {format_ranks(self.missing)} has no profile: {WHY_MISSING}"
         if not self.ranks:
             return lack
         steps = max(each.steps for each in self.ranks.values())

@@ -105,7 +105,7 @@ def _joined(
     row: HistoryRow, profiles: Mapping[int, RankProfile], epoch_us: float
 ) -> Iterator[Event]:
     """A collective on each of its ranks, and arrows from its last call."""
-    last = max(row.calls, key=lambda rank: row.calls[rank].started_ns)
+    last = row.last_rank
     identity = f"group {row.group} generation {row.generation} {row.name}"
     arrow = {"name": "last", "cat": COLLECTIVES, "id": identity, "tid": COLLECTIVES}
     for rank, call in row.calls.items():

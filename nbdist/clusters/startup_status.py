@@ -116,18 +116,20 @@ def tail_of(text: str) -> str:
 
 def runs(pid: int) -> bool:
     """Whether a process exists. A stopped process exists, a zombie does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return _status(pid) not in (None, psutil.STATUS_ZOMBIE)
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process exists and is stopped, as SIGSTOP stops it."""
+    return bool(_status(pid) == psutil.STATUS_STOPPED)
+
+
+def _status(pid: int) -> str | None:
+    """psutil's status of a process; None if it does not exist."""
     try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
-        return False
+        return None
 
 
 def ends_within(pid: int, timeout_s: float) -> bool:
