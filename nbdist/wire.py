@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "CLOCK_MARK",
@@ -34,6 +34,8 @@ __all__ = [
     "InputRequest",
     "Join",
     "LeafComparison",
+    "Mark",
+    "MarkKind",
     "MemoryReport",
     "Notice",
     "Outcome",
@@ -163,6 +165,31 @@ class DeviceSample:
     """None if the rank has not run enough code yet."""
 
 
+MarkKind = Literal[
+    "commit", "interrupted", "lost", "nan", "replaced", "resized", "restarted"
+]
+"""What a `Mark` is about: a commit of an elastic state, a cell that was interrupted or
+timed out, dead ranks, a value that is not finite, or new members of the world."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event that the monitor marks in its charts."""
+
+    time: float
+    kind: MarkKind
+    text: str
+    """What has happened, as a sentence without its full stop."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that it concerns; empty if it concerns the world."""
+
+    def __str__(self) -> str:
+        """The text, after the ranks where it does not begin with them."""
+        if not self.ranks or self.text.startswith("rank "):
+            return self.text
+        return f"rank {format_ranks(self.ranks)}: {self.text}"
+
+
 @dataclass(frozen=True)
 class Batch:
     """Records that a rank's recorder publishes in one message."""
@@ -174,7 +201,7 @@ class Batch:
     """The number of the batch, from 0. A gap shows that a batch was lost."""
     dropped: int
     """Number of records that the recorder has dropped because its buffer was full."""
-    records: tuple[Sample | DeviceSample, ...]
+    records: tuple[Sample | DeviceSample | Mark, ...]
 
 
 @dataclass(frozen=True)

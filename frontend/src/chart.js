@@ -2,6 +2,7 @@
 import uPlot from "uplot";
 import { band, positive } from "./columns.js";
 import { duration, number } from "./format.js";
+import { near, paint } from "./marks.js";
 import { dash, stroke } from "./palette.js";
 
 const HEIGHT = 260;
@@ -25,7 +26,7 @@ export class Chart {
   }
 
   /**
-   * Draws a picture: { aligned, asBand, x: "step" | "time", log, label, theme }.
+   * Draws a picture: { aligned, asBand, x: "step" | "time", log, label, marks, theme }.
    * A zoom stays.
    */
   draw(picture) {
@@ -56,6 +57,12 @@ export class Chart {
     this.#plot.setCursor({ left, top: this.#plot.over.clientHeight / 2 });
   }
 
+  /** The marks beside a position of the x axis. */
+  marksAt(index) {
+    if (!this.#plot || !this.#picture.marks.length) return [];
+    return near(this.#plot, this.#picture.marks, this.#plot.valToPos(this.#plot.data[0][index], "x"));
+  }
+
   destroy() {
     this.#plot?.destroy();
   }
@@ -75,6 +82,7 @@ export class Chart {
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 7 } },
       hooks: {
         setCursor: [(plot) => this.#onCursor(plot.cursor.idx, plot.cursor.left, plot.cursor.top)],
+        draw: [(plot) => paint(plot, this.#picture.marks, this.#theme)],
         setSelect: [(plot) => (this.#zoomed = plot.select.width > 0)],
       },
     };

@@ -12,14 +12,15 @@ export class Readout {
     this.element.hidden = true;
   }
 
-  /** Shows all ranks' values at one place of the chart, beside the cursor. */
-  show(picture, index, left, top) {
+  /** Shows all ranks' values and the marks at one place of the chart, beside the cursor. */
+  show(picture, index, marks, left, top) {
     const { aligned, theme } = picture;
     const values = valuesAt(aligned, index);
     const grid = h("div", { class: values.length > MANY ? "grid many" : "grid" });
     for (const [rank, value] of values) grid.append(entry(rank, value, theme));
     const title = h("div", { class: "title" }, place(picture, index));
-    this.element.replaceChildren(title, grid);
+    const events = marks.map(({ kind, text }) => h("div", { class: `event ${kind}` }, text));
+    this.element.replaceChildren(title, grid, ...events);
     this.element.hidden = false;
     this.#moveTo(left, top);
   }
@@ -34,14 +35,18 @@ export class Readout {
 
 /** "step 1,200" or "at 2:03". */
 export function place({ aligned, x }, index) {
-  const value = aligned.x[index];
+  return position(x, aligned.x[index]);
+}
+
+/** The same for a value of the x axis. */
+export function position(x, value) {
   return x === "time" ? `at ${duration(value)}` : `step ${number(value)}`;
 }
 
-/** One sentence with every rank's value. */
-export function sentence(picture, index) {
+/** One sentence with every rank's value, and one for each mark. */
+export function sentence(picture, index, marks) {
   const values = valuesAt(picture.aligned, index).map(([r, v]) => `rank ${r} ${number(v)}`);
-  return `${place(picture, index)}: ${values.join(", ")}`;
+  return [`${place(picture, index)}: ${values.join(", ")}`, ...marks.map(({ text }) => text)].join(". ");
 }
 
 function valuesAt(aligned, index) {

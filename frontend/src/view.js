@@ -5,8 +5,9 @@ import { byStep, byTime } from "./columns.js";
 import { Controls } from "./controls.js";
 import { h, setText } from "./dom.js";
 import { Legend } from "./legend.js";
+import { placeBySteps, placeByTime } from "./marks.js";
 import { themeOf, watchTheme } from "./palette.js";
-import { Readout, sentence } from "./readout.js";
+import { position, Readout, sentence } from "./readout.js";
 import { Status } from "./status.js";
 import { RankTable } from "./table.js";
 
@@ -26,6 +27,7 @@ export class View {
   #legend;
   #readout = new Readout();
   #slow = h("p", { class: "nbdist-slow" });
+  #events = h("ul", { class: "nbdist-unseen", "aria-label": "Events" });
   #table = new RankTable();
   #picture = null;
   #index = null;
@@ -72,6 +74,7 @@ export class View {
     this.#root = h("section", { class: "nbdist-monitor", "aria-label": "nbdist monitor", "data-lm-suppress-shortcuts": "true" },
       h("header", {}, this.#status.element, this.#controls.element),
       h("div", { class: "nbdist-chart" }, this.#plane, this.#empty, this.#readout.element),
+      this.#events,
       this.#legend.element,
       this.#slow,
       h("div", { class: "nbdist-scroll" }, this.#table.element),
@@ -116,7 +119,17 @@ export class View {
     this.#status.draw(this.#store, name);
     this.#slow.hidden = !this.#store.slow;
     setText(this.#slow, this.#store.slow);
+    this.#listEvents();
     this.#table.draw(this.#store, name, themeOf(this.#plane));
+  }
+
+  /** What the marks of the chart say, for a screen reader. */
+  #listEvents() {
+    const { marks = [], x } = this.#picture ?? {};
+    const texts = marks.map((mark) => `${position(x, mark.x)}: ${mark.text}`);
+    this.#events.hidden = texts.length === 0;
+    if (texts.join("\n") === [...this.#events.children].map((item) => item.textContent).join("\n")) return;
+    this.#events.replaceChildren(...texts.map((text) => h("li", {}, text)));
   }
 
   #metricShown() {
@@ -128,8 +141,12 @@ export class View {
   #drawChart(name, ranks, theme) {
     const metric = this.#store.metrics.get(name);
     const [x, log] = [this.#model.get("x"), this.#model.get("log")];
-    const aligned = x === "time" ? byTime(metric, ranks, this.#store.origin()) : byStep(metric, ranks);
-    this.#picture = { aligned, asBand: aligned.ranks.size > MOST_LINES, x, log, label: name, theme };
+    const origin = this.#store.origin();
+    const aligned = x === "time" ? byTime(metric, ranks, origin) : byStep(metric, ranks);
+    const marks = x === "time"
+      ? placeByTime(this.#store.marks, metric, origin, aligned.x.at(-1) ?? 0)
+      : placeBySteps(this.#store.marks, metric);
+    this.#picture = { aligned, asBand: aligned.ranks.size > MOST_LINES, x, log, label: name, marks, theme };
     this.#chart.draw(this.#picture);
     this.#describe();
   }
@@ -144,7 +161,7 @@ export class View {
       "aria-valuemin": 0,
       "aria-valuemax": Math.max(0, last),
       "aria-valuenow": Math.max(0, at),
-      "aria-valuetext": last < 0 ? "no values" : sentence(this.#picture, at),
+      "aria-valuetext": last < 0 ? "no values" : sentence(this.#picture, at, this.#chart.marksAt(at)),
     };
     for (const [name, value] of Object.entries(attributes)) this.#plane.setAttribute(name, value);
   }
@@ -153,7 +170,8 @@ export class View {
     this.#index = index ?? null;
     if (this.#index === null || !this.#picture) return this.#readout.hide();
     const inset = this.#plane.querySelector(".u-over");
-    this.#readout.show(this.#picture, index, left + inset.offsetLeft, top + inset.offsetTop);
+    const marks = this.#chart.marksAt(index);
+    this.#readout.show(this.#picture, index, marks, left + inset.offsetLeft, top + inset.offsetTop);
     this.#describe();
   }
 

@@ -49,6 +49,16 @@ test("ranks are known from the world, the devices and the series", () => {
   assert.equal(store.devices.get(10).used, 1, "a device that did not change stays");
 });
 
+test("marks stay until others come", () => {
+  const store = new Store();
+  const mark = { time: 1, kind: "lost", text: "rank 1 has died" };
+  store.apply(...update(0, [], { marks: [mark] }));
+  store.apply(...update(1, []));
+  assert.deepEqual(store.marks, [mark]);
+  store.apply(...update(2, [], { full: true, marks: [] }));
+  assert.deepEqual(store.marks, []);
+});
+
 test("listeners are told until they leave", () => {
   const store = new Store();
   let calls = 0;

@@ -69,7 +69,7 @@ class Call:
         """The port on which a rank's program could not listen, by rank."""
         self._stopped = ""
         self._rank_calls = _by_engine(map(RankCall, targets))
-        self._target, self._args, self._what = target, args, what
+        self._target, self._args, self.what = target, args, what
         self._observer = observer
         self.restarts = 0
         """The number of failures after which its elastic run has continued."""
@@ -93,7 +93,7 @@ class Call:
     def _send(self, rank_calls: list[RankCall], args: tuple[object, ...]) -> None:
         """Send one request to several ranks."""
         exchanges = [self._exchange(rank_call) for rank_call in rank_calls]
-        self._client.send_all(exchanges, self._target, *args, what=self._what)
+        self._client.send_all(exchanges, self._target, *args, what=self.what)
 
     def _exchange(self, rank_call: RankCall) -> Exchange:
         uuid = rank_call.info.engine_uuid

@@ -273,7 +273,10 @@ class Cluster:
 
         self.collector.set_ranks(self._started.infos)
         self._started.client.pass_comms_to(self.comms)
-        self._registry = RankRegistry(self._started)
+        self._registry = RankRegistry(
+            self._started,
+            lambda rank, error: self.collector.mark("lost", error.summary, [rank]),
+        )
         self._recovery = Recovery(
             self._registry, self._assignments, self.config, self._on_change
         )
@@ -1389,6 +1392,9 @@ class Cluster:
                 return None, self._save(error, call.entered)
             call.wait(time.monotonic() + LOSS_TIMEOUT_S)  # until each death is noticed
             stopped = None
+        if isinstance(stopped, (CellTimeout, CellInterrupted)):
+            how = "timed out" if isinstance(stopped, CellTimeout) else "was interrupted"
+            self.collector.mark("interrupted", f"{call.what} {how}")
         elastic_call = None if call.succeeded else call.lost_in
         if stopped is not None or elastic_call is None:
             return stopped, None

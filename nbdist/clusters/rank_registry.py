@@ -53,12 +53,22 @@ class RankRegistry:
 
     It notices deaths. It sends requests on the control channel, which a rank's control
     thread also answers while the main thread is busy.
+
+    Args:
+        started: The ranks that were started.
+        on_death: Called with the rank and its error at each death, on any thread. It
+            must return at once.
     """
 
-    def __init__(self, started: Started) -> None:
+    def __init__(
+        self,
+        started: Started,
+        on_death: Callable[[int, RankDied], None] = lambda _rank, _error: None,
+    ) -> None:
         self.client = started.client
         self.run_dir = started.process_supervisor.run_dir
         self._infos = {info.rank: info for info in started.infos}
+        self._report_death = on_death
         self._died: dict[int, RankDied] = {}
         self._ended_on_request: set[str] = set()
         """The processes that `kill` has ended."""
@@ -303,8 +313,11 @@ class RankRegistry:
 
     def _record_death(self, rank: int, error: RankDied) -> None:
         with self._lock:
+            is_news = rank not in self._died
             self._died.setdefault(rank, error)
             self._lock.notify_all()
+        if is_news:
+            self._report_death(rank, error)
         self.client.fail(self._infos[rank].engine_uuid, error)
 
     def _death(self, rank: int) -> RankDied:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbdist.telemetry.series import Metric, Series
-from nbdist.widgets.source import Cursor, Mark, SeriesDelta, Snapshot
-from nbdist.wire import Batch, DeviceSample, RankInfo
+from nbdist.widgets.source import Cursor, Position, SeriesDelta, Snapshot
+from nbdist.wire import Batch, DeviceSample, Mark, MarkKind, RankInfo, format_ranks
 
 __all__ = ["Collector"]
 
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 MAX_METRICS = 200
 DEVICE_HISTORY = 60
+MARKS_OF_A_KIND = 50
+"""So many are kept of each kind: many commits do not displace the death of a rank."""
+SAME_MARK_S = 1.0
+"""The most seconds between marks of several ranks that are one event."""
 
 
 @dataclass
@@ -39,7 +44,8 @@ class _Stream:
 
 
 class Collector:
-    """Keeps a bounded history of each metric and rank, and a minute of each device.
+    """Keeps a bounded history of each metric and rank, a minute of each device, and the
+    last marks.
 
     Every method may be called from any thread.
 
@@ -60,6 +66,8 @@ class Collector:
         self._metrics: dict[str, Metric] = {}
         self._devices: dict[int, deque[DeviceSample]] = {}
         self._streams: dict[int, _Stream] = {}
+        self._marks: dict[MarkKind, deque[Mark]] = {}
+        self._mark_changes = 0
 
     def receive(self, batch: Batch) -> None:
         """Add one batch. Takes microseconds. A repeated batch is ignored."""
@@ -69,6 +77,8 @@ class Collector:
             for record in batch.records:
                 if isinstance(record, DeviceSample):
                     self._keep_device(record)
+                elif isinstance(record, Mark):
+                    self._keep_mark(record)
                 else:
                     for name, value in record.scalars.items():
                         metric = self._metric(name)
@@ -82,16 +92,26 @@ class Collector:
         """Set the ranks of the world, at the start and after each change of members.
 
         The metrics of ranks that have left are kept. Their device samples are removed.
+        A change of members is marked.
         """
         with self._lock:
+            before = self._ranks
             self._ranks = sorted(ranks, key=lambda info: info.rank)
+            if (change := _change_of(before, self._ranks)) is not None:
+                self._keep_mark(change)
             present = {info.rank for info in self._ranks}
             for rank in self._devices.keys() - present:
                 del self._devices[rank]
         self._notify()
 
+    def mark(self, kind: MarkKind, text: str, ranks: Iterable[int] = ()) -> None:
+        """Mark an event of this moment. The arguments are the fields of `Mark`."""
+        with self._lock:
+            self._keep_mark(Mark(time.time(), kind, text, tuple(ranks)))
+        self._notify()
+
     def clear(self) -> None:
-        """Remove all samples. The ranks stay."""
+        """Remove all samples and marks. The ranks stay."""
         with self._lock:
             streams = self._streams  # kept, or the next batches would count as lost
             self._begin()
@@ -148,6 +168,7 @@ class Collector:
         with self._lock:
             if since is None or since.collection != self._collection:
                 since = Cursor()
+            is_current = bool(since.collection) and since.marks == self._mark_changes
             return Snapshot(
                 full=not since.collection,
                 deltas=self._deltas(since),
@@ -162,6 +183,7 @@ class Collector:
                     for rank, stream in self._streams.items()
                     if stream.lost + stream.dropped
                 },
+                marks=None if is_current else self.marks,
                 cursor=self._cursor(),
             )
 
@@ -186,6 +208,13 @@ class Collector:
         with self._lock:
             return list(self._metrics)
 
+    @property
+    def marks(self) -> list[Mark]:
+        """The last marks of each kind, oldest first."""
+        with self._lock:
+            kept = [mark for each in self._marks.values() for mark in each]
+        return sorted(kept, key=lambda mark: mark.time)
+
     def _is_new(self, batch: Batch) -> bool:
         stream = self._streams.get(batch.rank)
         if stream is None or stream.source != batch.source:
@@ -201,23 +230,38 @@ class Collector:
         deltas = []
         for name, metric in self._metrics.items():
             for rank, series in metric.series.items():
-                old = since.marks.get((name, rank))
-                if old != _mark_of(series):
+                old = since.positions.get((name, rank))
+                if old != _position_of(series):
                     deltas.append(_delta_of(name, rank, metric.width, series, old))
         return deltas
 
     def _cursor(self) -> Cursor:
-        marks = {
-            (name, rank): _mark_of(series)
+        positions = {
+            (name, rank): _position_of(series)
             for name, metric in self._metrics.items()
             for rank, series in metric.series.items()
         }
         times = {rank: samples[-1].time for rank, samples in self._devices.items()}
-        return Cursor(self._collection, marks, times)
+        return Cursor(self._collection, positions, times, self._mark_changes)
 
     def _keep_device(self, sample: DeviceSample) -> None:
         kept = self._devices.setdefault(sample.rank, deque(maxlen=DEVICE_HISTORY))
         kept.append(sample)
+
+    def _keep_mark(self, mark: Mark) -> None:
+        """Add a mark. Ranks that report the same event share a mark."""
+        kept = self._marks.setdefault(mark.kind, deque(maxlen=MARKS_OF_A_KIND))
+        last = kept[-1] if kept else None
+        if (
+            last is not None
+            and last.text == mark.text
+            and abs(mark.time - last.time) <= SAME_MARK_S
+        ):
+            ranks = tuple(sorted({*last.ranks, *mark.ranks}))
+            kept[-1] = replace(last, time=min(last.time, mark.time), ranks=ranks)
+        else:
+            kept.append(mark)
+        self._mark_changes += 1
 
     def _metric(self, name: str) -> Metric | None:
         metric = self._metrics.get(name)
@@ -237,15 +281,31 @@ class Collector:
             callback()
 
 
-def _mark_of(series: Series) -> Mark:
-    """The mark of a series for a cursor."""
+def _change_of(before: list[RankInfo], after: list[RankInfo]) -> Mark | None:
+    """The mark of a change of the world's members; None if there is none."""
+    known = {info.engine_uuid for info in before}
+    new = tuple(info.rank for info in after if info.engine_uuid not in known)
+    size, now = len(after), time.time()
+    if not before or not after or (not new and size == len(before)):
+        return None
+    if len(new) == size:
+        return Mark(now, "restarted", "all ranks were started again")
+    if size != len(before):
+        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        text = f"the world has {ranks} instead of {len(before)}"
+        return Mark(now, "resized", text)
+    return Mark(now, "replaced", f"rank {format_ranks(new)} was replaced", new)
+
+
+def _position_of(series: Series) -> Position:
+    """The position at the end of a series, for a cursor."""
     return series.epoch, len(series), series.total
 
 
 def _delta_of(
-    name: str, rank: int, width: int, series: Series, since: Mark | None
+    name: str, rank: int, width: int, series: Series, since: Position | None
 ) -> SeriesDelta:
-    """The end of a series, from its first bucket that changed since the mark."""
+    """The end of a series, from its first bucket that changed since the position."""
     start = _first_changed(series, since)
     return SeriesDelta(
         metric=name,
@@ -266,8 +326,8 @@ def _bucket_steps(series: Series, width: int, start: int = 0) -> array[float]:
     return array("d", [bucket * width for bucket in series.buckets[start:]])
 
 
-def _first_changed(series: Series, since: Mark | None) -> int:
-    """The number of the first bucket that may have changed since the mark."""
+def _first_changed(series: Series, since: Position | None) -> int:
+    """The number of the first bucket that may have changed since the position."""
     if since is None or since[0] != series.epoch:
         return 0
     return max(0, since[1] - 1)  # the last bucket may have new values

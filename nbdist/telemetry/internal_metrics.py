@@ -1,20 +1,21 @@
-"""Metrics that nbdist itself records, such as waiting times.
+"""Metrics and marks that nbdist itself records, such as waiting times.
 
-Training code calls `record`. The engine sets the recorder when a rank starts, so that
-training code does not import the engine.
+Training code calls `record` and `mark`. The engine sets the recorder when a rank
+starts, so that training code does not import the engine.
 """
 
 from __future__ import annotations
 
 from nbdist.telemetry.recorder import Recorder
+from nbdist.wire import MarkKind
 
-__all__ = ["record", "set_recorder"]
+__all__ = ["mark", "record", "set_recorder"]
 
 _recorder: Recorder | None = None
 
 
 def set_recorder(recorder: Recorder | None) -> None:
-    """Set the recorder of later scalars. With None, they are dropped."""
+    """Set the recorder of later scalars and marks. With None, they are dropped."""
     global _recorder
     _recorder = recorder
 
@@ -26,3 +27,12 @@ def record(**scalars: object) -> None:
     """
     if _recorder is not None:
         _recorder.record_internal(**scalars)
+
+
+def mark(kind: MarkKind, text: str, *, of_world: bool = False) -> None:
+    """Mark an event in the monitor's charts, as `Recorder.mark` does.
+
+    Takes microseconds. Outside of a cluster this does nothing.
+    """
+    if _recorder is not None:
+        _recorder.mark(kind, text, of_world=of_world)

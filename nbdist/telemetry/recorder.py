@@ -13,7 +13,7 @@ from typing import NamedTuple, SupportsIndex
 
 from nbdist.errors import UsageError
 from nbdist.telemetry.scalars import Deferred, capture
-from nbdist.wire import Batch, DeviceSample, Sample
+from nbdist.wire import Batch, DeviceSample, Mark, MarkKind, Sample
 
 __all__ = ["Recorder"]
 
@@ -65,7 +65,7 @@ class Recorder:
         self._source = uuid.uuid4().hex
         self._sequence = 0
         self._next_step = self._internal_step = 0
-        self._buffer: deque[_Draft | DeviceSample] = deque(maxlen=capacity)
+        self._buffer: deque[_Draft | DeviceSample | Mark] = deque(maxlen=capacity)
         self._accepted = self._dropped = self._sent = 0
         self._failing = self._closed = False
         self._settled = threading.Condition()  # its lock protects the fields above
@@ -104,6 +104,16 @@ class Recorder:
         self._draft(self._internal_step, scalars)
         self._internal_step += 1
 
+    def mark(self, kind: MarkKind, text: str, *, of_world: bool = False) -> None:
+        """Mark an event in the charts.
+
+        Args:
+            kind, text: As for `Mark`.
+            of_world: Whether it concerns the world, rather than this rank.
+        """
+        ranks = () if of_world else (self.rank,)
+        self.record(Mark(time.time(), kind, text, ranks))
+
     def _draft(self, step: int, scalars: dict[str, object]) -> None:
         values = {name: capture(name, value) for name, value in scalars.items()}
         self.record(_Draft(self.rank, step, time.time(), values))
@@ -113,7 +123,7 @@ class Recorder:
         """The step of the next `log` without `step`."""
         return self._next_step
 
-    def record(self, entry: _Draft | DeviceSample) -> None:
+    def record(self, entry: _Draft | DeviceSample | Mark) -> None:
         """Queue one record for the next batch."""
         with self._settled:
             if len(self._buffer) == self._buffer.maxlen:

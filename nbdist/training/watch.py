@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from nbdist.errors import NotFinite, UsageError
+from nbdist.telemetry import internal_metrics
 from nbdist.training.validation import whole_number
 
 __all__ = ["Watch", "watch"]
@@ -273,7 +274,9 @@ class Watch:
             self._finite_at = copy.step.number
             return
         self.close()
-        raise NotFinite(_report(copy.step.number, bad, self._finite_at))
+        report = _report(copy.step.number, bad, self._finite_at)
+        internal_metrics.mark("nan", report)
+        raise NotFinite(report)
 
 
 _watches: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()

@@ -70,7 +70,8 @@ class _Still:
 
     def update(self, _: object = None) -> None:
         """Draw the picture again if there are new values."""
-        if self._handle and self._source.snapshot(self._cursor).deltas:
+        news = self._source.snapshot(self._cursor)
+        if self._handle and (news.deltas or news.marks):
             self._handle.update(self._bundle(), raw=True)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import traitlets
 from nbdist.widgets.pacing import Pacer
 from nbdist.widgets.slow_rank import slow_rank, splits_of
 from nbdist.widgets.source import Cursor, SeriesDelta, Snapshot, Source
-from nbdist.wire import DeviceSample, RankInfo, TimeSplit
+from nbdist.wire import DeviceSample, Mark, RankInfo, TimeSplit
 
 __all__ = ["Monitor"]
 
@@ -141,6 +141,7 @@ def _encode(snapshot: Snapshot, sequence: int) -> tuple[dict[str, Any], bytes]:
         "ranks": [_rank(info) for info in snapshot.ranks],
         "devices": [_device(samples) for samples in snapshot.devices.values()],
         "lost": [list(item) for item in snapshot.lost.items()],
+        "marks": None if snapshot.marks is None else list(map(_mark, snapshot.marks)),
     }
     numbers = array("d")
     for delta in snapshot.deltas:
@@ -162,6 +163,10 @@ def _append(numbers: array[float], delta: SeriesDelta) -> None:
 
 def _rank(info: RankInfo) -> list[str | int]:
     return [info.rank, info.host, info.device, info.device_name]
+
+
+def _mark(mark: Mark) -> dict[str, Any]:
+    return {"time": mark.time, "kind": mark.kind, "text": str(mark)}
 
 
 def _device(samples: list[DeviceSample]) -> dict[str, Any]:

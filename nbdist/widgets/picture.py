@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import base64
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import median
 
 from nbdist.widgets.slow_rank import slow_rank, splits_of
 from nbdist.widgets.source import SeriesDelta, Snapshot
+from nbdist.wire import Mark, MarkKind
 
 __all__ = ["picture"]
 
 Points = list[tuple[float, float]]
+Placed = list[tuple[float, Mark]]
+"""Marks, each with its step."""
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 28, 36
@@ -25,12 +29,21 @@ MOST_LINES = 12
 MOST_POINTS = 400
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000",
            "#F0E442"]  # fmt: skip  # Okabe and Ito, 2008; the live chart has the same
+MARK_COLOURS: dict[MarkKind, str] = {
+    "commit": "#999", "replaced": "#009E73", "resized": "#009E73",
+    "restarted": "#009E73", "interrupted": "#E69F00", "nan": "#CC79A7",
+    "lost": "#D55E00",
+}  # fmt: skip
+"""In the order of painting: a death hides what follows it at the same step."""
 
 
 def picture(
     snapshot: Snapshot, metric: str, *, log: bool = False, name: str = ""
 ) -> str:
     """The chart and table of one metric over the steps, as HTML.
+
+    The marks are lines in the chart. Those of commits are dotted; the others are listed
+    below the table.
 
     Args:
         snapshot: A full snapshot.
@@ -46,12 +59,13 @@ def picture(
     )
     if not deltas:
         return f'<div class="{escape(name)}">Nothing was logged.</div>'
-    source = base64.b64encode(_svg(metric, deltas, log).encode()).decode()
+    placed = _placed(snapshot.marks or [], deltas)
+    source = base64.b64encode(_svg(metric, deltas, placed, log).encode()).decode()
     return (
         f'<div class="{escape(name)}">'
         f'<img alt="{escape(_summary(metric, deltas))}" width="{WIDTH}" '
         f'height="{HEIGHT}" src="data:image/svg+xml;base64,{source}">'
-        f"{_table(metric, deltas, snapshot)}"
+        f"{_table(metric, deltas, snapshot)}{_events(placed)}"
         f"<div>{escape(slow_rank(splits_of(snapshot)))}</div></div>"
     )
 
@@ -76,9 +90,40 @@ def _table(metric: str, deltas: list[SeriesDelta], snapshot: Snapshot) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _svg(metric: str, deltas: list[SeriesDelta], log: bool) -> str:
+def _placed(marks: Iterable[Mark], deltas: list[SeriesDelta]) -> Placed:
+    """The marks since the first value, each at the step that was logged last."""
+    placed = []
+    for mark in marks:
+        before = [
+            (delta.times[i - 1], delta.steps[i - 1])
+            for delta in deltas
+            if (i := bisect_right(delta.times, mark.time))
+        ]
+        if before:
+            placed.append((max(before)[1], mark))
+    return placed
+
+
+def _events(placed: Placed) -> str:
+    rows = "".join(
+        f"<li>step {step:.0f}: {escape(str(mark))}</li>"
+        for step, mark in placed
+        if mark.kind != "commit"
+    )
+    return f"<ul>{rows}</ul>" if rows else ""
+
+
+def _mark_line(axes: _Axes, step: float, mark: Mark) -> str:
+    colour = MARK_COLOURS[mark.kind]
+    if mark.kind == "commit":
+        return axes.upright(step, f'stroke="{colour}" stroke-dasharray="1 3"')
+    return axes.upright(step, f'stroke="{colour}"')
+
+
+def _svg(metric: str, deltas: list[SeriesDelta], placed: Placed, log: bool) -> str:
     curves = [_points(delta, log) for delta in deltas]
-    axes = _Axes([point for curve in curves for point in curve], log)
+    steps = [step for delta in deltas for step in delta.steps]
+    axes = _Axes(steps, [y for curve in curves for _, y in curve], log)
     if len(deltas) > MOST_LINES:
         shapes = _band(deltas, axes, log)
     else:
@@ -86,6 +131,9 @@ def _svg(metric: str, deltas: list[SeriesDelta], log: bool) -> str:
             _polyline(axes, _thin(curve), COLOURS[delta.rank % len(COLOURS)])
             for delta, curve in zip(deltas, curves, strict=True)
         ]
+    order = list(MARK_COLOURS)
+    ordered = sorted(placed, key=lambda each: order.index(each[1].kind))
+    shapes += [_mark_line(axes, step, mark) for step, mark in ordered]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="11" fill="#333">'
@@ -144,10 +192,12 @@ def _polyline(axes: _Axes, points: Points, colour: str) -> str:
 class _Axes:
     """Maps steps and values (or their logarithms) to the picture."""
 
-    def __init__(self, points: Points, log: bool) -> None:
+    def __init__(
+        self, steps: Sequence[float], values: Sequence[float], log: bool
+    ) -> None:
         self._log = log
-        self._x = _span([x for x, _ in points])
-        self._y = _span([y for _, y in points])
+        self._x = _span(steps)
+        self._y = _span(values)
 
     def path(self, points: Iterable[tuple[float, float]]) -> str:
         return " ".join(f"{self._left(x):.1f},{self._top(y):.1f}" for x, y in points)
@@ -155,6 +205,10 @@ class _Axes:
     def grid(self) -> str:
         horizontal = "".join(self._horizontal(y) for y in _ticks(*self._y, 5))
         return horizontal + "".join(self._vertical(x) for x in _ticks(*self._x, 8))
+
+    def upright(self, x: float, attributes: str) -> str:
+        """A line over the whole height."""
+        return f'<path d="M{self._left(x):.1f} {TOP}V{HEIGHT - BOTTOM}" {attributes}/>'
 
     def _horizontal(self, y: float) -> str:
         top = self._top(y)
@@ -166,8 +220,7 @@ class _Axes:
 
     def _vertical(self, x: float) -> str:
         left = self._left(x)
-        return (
-            f'<path d="M{left:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#ddd"/>'
+        return self.upright(x, 'stroke="#ddd"') + (
             f'<text x="{left:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
             f"{x:.6g}</text>"
         )

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nbdist.wire import DeviceSample, RankInfo
+from nbdist.wire import DeviceSample, Mark, RankInfo
 
-__all__ = ["Cursor", "Mark", "SeriesDelta", "Snapshot", "Source"]
+__all__ = ["Cursor", "Position", "SeriesDelta", "Snapshot", "Source"]
 
-Mark = tuple[int, int, int]
+Position = tuple[int, int, int]
 """Epoch, length and total of a series. The series has changed if one differs."""
 
 
@@ -45,10 +45,12 @@ class Cursor:
     """The position of a reader in the data."""
 
     collection: str = ""
-    marks: dict[tuple[str, int], Mark] = field(default_factory=dict)
-    """The mark of each series, by metric and rank."""
+    positions: dict[tuple[str, int], Position] = field(default_factory=dict)
+    """The position in each series, by metric and rank."""
     devices: dict[int, float] = field(default_factory=dict)
     """The time of each rank's latest device sample."""
+    marks: int = 0
+    """The number of changes to the marks."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Snapshot:
     """The last minute's samples, oldest first, of each rank with a new sample."""
     lost: dict[int, int]
     """The number of records dropped and batches lost, for ranks that have any."""
+    marks: list[Mark] | None
+    """All marks, oldest first; None if they have not changed."""
     cursor: Cursor
 
 

@@ -801,6 +801,12 @@ def test_debugpy_is_not_loaded_but_can_be_imported(cluster: Cluster):
 # -- metrics -------------------------------------------------------------------------
 
 
+def test_a_cell_that_times_out_is_marked(cluster: Cluster):
+    with pytest.raises(CellTimeout):
+        cluster.execute("while True: pass", timeout_s=0.5, number=77)
+    assert str(cluster.collector.marks[-1]) == "In[77] timed out"
+
+
 @pytest.mark.parametrize("ending", ["", "\nif rank == 2: 1 / 0"])
 def test_the_values_of_a_cell_are_there_when_it_has_ended(
     cluster: Cluster, ending: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,24 @@ def test_a_killed_rank_is_replaced_within_the_cell(
     assert f"rank {rank} (pid {before[rank]}" in notes[0]
     assert "SIGKILL" in notes[0]
     assert_trained(cluster, reference)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_happens_to_the_ranks_is_marked(cluster: Cluster, rank: int) -> None:
+    cluster.collector.clear()
+    cluster.execute(f"if rank == {rank}: events = [(7, 'forward', die)]")
+    cluster.execute(TRAIN, timeout_s=60)
+    cluster.scale(3, drop=True)
+    marks = cluster.collector.marks
+    kinds = [kind for kind, _ in itertools.groupby(mark.kind for mark in marks)]
+    after = ["lost", "replaced", "commit", "resized"]
+    # The last commits of a rank 0 that is killed may be in its buffer.
+    assert kinds in ([["commit", *after]] if rank else [["commit", *after], after])
+    lost, replaced = (m for m in marks if m.kind in ("lost", "replaced"))
+    assert lost.ranks == replaced.ranks == (rank,)
+    assert lost.text.endswith("has died with SIGKILL")
+    last = [mark.text for mark in marks if mark.kind == "commit"][-1]
+    assert last == f"commit {cluster['state.commits'][0]}"
 
 
 def test_a_rank_whose_cuda_context_has_failed_is_replaced(

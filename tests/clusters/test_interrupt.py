@@ -90,6 +90,9 @@ def interrupted(cluster: Cluster, code: str, press: Press) -> CellInterrupted:
         cluster.execute(f"print('here')\n{code}", observer=press)
     assert time.monotonic() - press.at < WITHIN_S
     assert "did not react" not in str(stopped.value)
+    mark = cluster.collector.marks[-1]
+    assert mark.text.endswith("was interrupted")
+    assert mark.time > time.time() - (time.monotonic() - press.at)
     return stopped.value
 
 

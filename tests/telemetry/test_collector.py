@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from nbdist.telemetry.collector import MAX_METRICS, Collector
-from nbdist.wire import Batch, DeviceSample, Sample
+from nbdist.telemetry.collector import MARKS_OF_A_KIND, MAX_METRICS, Collector
+from nbdist.wire import Batch, DeviceSample, Mark, RankInfo, Sample
 from tests.rank_info import rank_info
 
 
@@ -97,6 +97,74 @@ def test_after_clear_a_snapshot_is_full() -> None:
     assert snapshot.full
     assert [delta.metric for delta in snapshot.deltas] == ["accuracy"]
     assert snapshot.lost == {}
+
+
+def world(*names: str) -> list[RankInfo]:
+    """Ranks of processes with these names."""
+    return [
+        rank_info(rank, len(names), engine_uuid=name) for rank, name in enumerate(names)
+    ]
+
+
+def test_many_commits_do_not_displace_the_death_of_a_rank() -> None:
+    collector = Collector()
+    collector.mark("lost", "rank 2 has died with SIGKILL", [2])
+    for number in range(500):
+        commit = Mark(2e9 + number, "commit", f"commit {number}")
+        collector.receive(Batch(0, "source", number, 0, (commit,)))
+    lost, *commits = collector.marks
+    assert str(lost) == "rank 2 has died with SIGKILL"
+    assert len(commits) == MARKS_OF_A_KIND
+    assert commits[-1].text == "commit 499"
+
+
+def test_ranks_that_report_the_same_event_share_a_mark() -> None:
+    collector = Collector()
+    text = "step 3: the gradient of fc has NaNs"
+    for rank, time in [(3, 10.2), (0, 10.0), (1, 10.4), (1, 12.0)]:
+        mark = Mark(time, "nan", text, (rank,))
+        collector.receive(Batch(rank, "source", int(time), 0, (mark,)))
+    first, second = collector.marks
+    assert (first.time, str(first)) == (10.0, f"rank 0-1,3: {text}")
+    assert (second.time, str(second)) == (12.0, f"rank 1: {text}")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "text", "ranks"),
+    [
+        ("axc", "replaced", "rank 1 was replaced", (1,)),
+        ("ab", "resized", "the world has 2 ranks instead of 3", ()),
+        ("b", "resized", "the world has 1 rank instead of 3", ()),
+        ("abcd", "resized", "the world has 4 ranks instead of 3", ()),
+        ("xyz", "restarted", "all ranks were started again", ()),
+    ],
+)
+def test_a_change_of_members_is_marked(
+    names: str, kind: str, text: str, ranks: tuple[int, ...]
+) -> None:
+    collector = Collector()
+    collector.set_ranks(world(*"abc"))
+    collector.set_ranks(world(*"abc"))
+    assert collector.marks == []
+    collector.set_ranks(world(*names))
+    (mark,) = collector.marks
+    assert (mark.kind, str(mark), mark.ranks) == (kind, text, ranks)
+
+
+def test_a_snapshot_has_the_marks_only_if_they_have_changed() -> None:
+    collector = Collector()
+    collector.mark("interrupted", "In[3] was interrupted")
+    first = collector.snapshot()
+    assert first.marks == collector.marks
+    assert collector.snapshot(first.cursor).marks is None
+    collector.mark("interrupted", "In[4] timed out")
+    second = collector.snapshot(first.cursor)
+    assert second.marks is not None
+    assert [mark.text for mark in second.marks] == [
+        "In[3] was interrupted", "In[4] timed out"
+    ]  # fmt: skip
+    collector.clear()
+    assert collector.snapshot(second.cursor).marks == []
 
 
 def test_lost_batches_and_dropped_records_are_counted() -> None:

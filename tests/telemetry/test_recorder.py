@@ -17,7 +17,7 @@ import torch
 
 from nbdist.errors import UsageError
 from nbdist.telemetry.recorder import Recorder
-from nbdist.wire import Batch, DeviceSample, Sample
+from nbdist.wire import Batch, DeviceSample, Mark, Sample
 
 DEVICE = DeviceSample(0, 0.0, "cpu", 1.0, 2, 3, 2, 1.0)
 
@@ -53,6 +53,17 @@ def test_a_record_has_rank_step_time_and_scalars() -> None:
     assert (sample.rank, sample.step) == (3, 7)
     assert sample.scalars == {"loss": 0.5, "lr": 1.0}
     assert before <= sample.time <= time.time()
+
+
+def test_a_mark_is_published_with_the_records() -> None:
+    batches: list[Batch] = []
+    with recorder(batches.append) as made:
+        made.mark("nan", "step 2: x has NaNs")
+        made.mark("commit", "commit 7", of_world=True)
+        assert made.flush(5)
+    marks = [record for batch in batches for record in batch.records]
+    assert all(isinstance(mark, Mark) for mark in marks)
+    assert list(map(str, marks)) == ["rank 3: step 2: x has NaNs", "commit 7"]
 
 
 def test_a_step_follows_the_previous_one() -> None:

@@ -15,7 +15,7 @@ SETUP = """
 import math, threading, time
 from pathlib import Path
 from nbdist.telemetry.collector import Collector
-from nbdist.wire import Batch, DeviceSample, RankInfo, Sample
+from nbdist.wire import Batch, DeviceSample, Mark, RankInfo, Sample
 from nbdist.widgets.display import show
 
 N = {ranks}
@@ -32,6 +32,11 @@ def records(rank, step, now):
     late = 0.2 if rank == N - 1 and step > 60 else 0.0
     loss = 2.5 * math.exp(-step / 80) + 0.3 + noise * math.exp(-step / 200) + late
     yield Sample(rank, step, now, {{"loss": loss, "lr": 0.1 * 0.99**step}})
+    if rank == 0 and step % 40 == 30:
+        yield Mark(now, "commit", f"commit {{step // 40 + 1}}")
+    if rank == 0 and step == 60:
+        yield Mark(now, "lost", "rank 2 (pid 9 on node0) has died with SIGKILL", (2,))
+        yield Mark(now + 0.01, "replaced", "rank 2 was replaced", (2,))
     if step % 10 == 0:
         used = (40 + rank % 8 + step // 40) * 2**30
         busy = 80 + 15 * math.sin(step / 30 + rank)
@@ -104,6 +109,25 @@ def test_the_chart_is_live_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None
     hover(lab, 0.7)
     lab.screenshot("monitor-live")
     run.end()
+
+
+def test_a_mark_is_described_beside_it(lab: Lab, tmp_path: Path) -> None:
+    run = Run(lab, tmp_path / "stop", ranks=4)
+    page = lab.page
+    events = page.locator(".nbdist-monitor ul[aria-label=Events] li")
+    texts = events.all_text_contents()
+    assert texts[0] == "step 30: commit 1"
+    assert texts[1].startswith("step 60: rank 2 (pid 9 on node0) has died")
+    run.end()  # else the step below the cursor changes
+    page.locator(PLANE).focus()
+    page.keyboard.press("Home")
+    assert page.locator(".nbdist-readout .event").count() == 0
+    for _ in range(60):
+        page.keyboard.press("ArrowRight")
+    shown = page.locator(".nbdist-readout .event").all_inner_texts()
+    assert "rank 2 was replaced" in shown
+    assert "SIGKILL" in (page.locator(PLANE).get_attribute("aria-valuetext") or "")
+    lab.screenshot("monitor-marks")
 
 
 def test_the_view_answers_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None:

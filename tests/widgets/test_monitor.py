@@ -123,6 +123,18 @@ def test_a_message_has_ranks_devices_and_losses(
     }]  # fmt: skip
     assert content["slow"] == ""
     assert content["lost"] == [[0, 4]]
+    assert content["marks"] is None
+
+
+def test_marks_are_sent_when_they_change(
+    monitor: SpyMonitor, collector: Collector
+) -> None:
+    collector.mark("lost", "the cluster was stopped", [0, 1])
+    content, _ = monitor.next()
+    (mark,) = content["marks"]
+    assert mark["kind"] == "lost"
+    assert mark["text"] == "rank 0-1: the cluster was stopped"
+    assert mark["time"] == collector.marks[0].time
 
 
 def test_many_changes_are_sent_ten_times_a_second(

@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.telemetry.collector import Collector
 from nbdist.widgets.picture import MOST_POINTS, picture
-from nbdist.wire import Batch, Sample
+from nbdist.wire import Batch, Mark, Sample
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -66,6 +66,32 @@ def test_extreme_values_can_be_drawn(values: list[float], log: bool) -> None:
     for ranks in (1, 13):
         svg = chart(picture(collector(ranks, values).snapshot(), "loss", log=log))
         assert "nan" not in ElementTree.tostring(svg, encoding="unicode")
+
+
+def test_marks_are_drawn_at_the_step_before_them() -> None:
+    made = Collector()
+    records = [Sample(0, step, 10.0 + step, {"loss": 1.0}) for step in range(9)]
+    records += [Sample(0, step, 10.0 + step, {"loss": math.nan}) for step in (9, 10)]
+    marks = [
+        Mark(9.0, "interrupted", "In[1] was interrupted"),
+        Mark(12.5, "commit", "commit 1"),
+        Mark(15.5, "lost", "rank 1 <has died>", (1,)),
+        Mark(99.0, "nan", "x has NaNs", (0,)),
+    ]
+    made.receive(Batch(0, "source", 0, 0, (*records, *marks)))
+    html = picture(made.snapshot(), "loss")
+    assert re.findall("<li>(.*?)</li>", html) == [
+        "step 5: rank 1 &lt;has died&gt;", "step 10: rank 0: x has NaNs"
+    ]  # fmt: skip
+    lines = {
+        path.attrib["stroke"]: float(path.attrib["d"][1:].split()[0])
+        for path in chart(html).findall(f"{SVG}path")
+    }
+    left, right = 64, 708
+    assert lines["#999"] == pytest.approx(left + 0.2 * (right - left), abs=0.1)
+    assert lines["#D55E00"] == pytest.approx(left + 0.5 * (right - left), abs=0.1)
+    assert lines["#CC79A7"] == right, "a NaN is within the chart"
+    assert "#E69F00" not in lines, "it was before the first value"
 
 
 def test_names_are_escaped() -> None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.telemetry import internal_metrics
 from nbdist.training import keras_models
 from nbdist.training.elastic import checkpoint, tree
 from nbdist.training.elastic.commit_files import Commit, is_record
@@ -179,6 +180,10 @@ class State:
         self._stage(world)
         wanted = world.any(self._in_run and coordinator().resize_wanted)
         self._complete()
+        if world.rank == 0:
+            internal_metrics.mark(
+                "commit", f"commit {self._commit_number}", of_world=True
+            )
         self._save_if_due(world)
         if wanted and self._in_run:
             raise SizeChange
