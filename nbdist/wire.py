@@ -46,6 +46,7 @@ __all__ = [
     "Resume",
     "Sample",
     "Shown",
+    "StepProgress",
     "Variable",
     "Verdict",
     "are_unequal",
@@ -191,6 +192,18 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class StepProgress:
+    """How far a rank is in a loop whose number of steps is known."""
+
+    time: float
+    """When it had done the last step."""
+    done: int
+    total: int
+    unit: str
+    """What is counted: "steps" of `nbdist.log`, or a loader's "batches" of an epoch."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """Records that a rank's recorder publishes in one message."""
 
@@ -202,6 +215,8 @@ class Batch:
     dropped: int
     """Number of records that the recorder has dropped because its buffer was full."""
     records: tuple[Sample | DeviceSample | Mark, ...]
+    progress: StepProgress | None = None
+    """The rank's progress now; None if it is in no loop of known length."""
 
 
 @dataclass(frozen=True)

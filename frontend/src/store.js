@@ -23,6 +23,8 @@ export class Store {
   lost = [];
   /** A sentence on the rank for which the others wait; "" if there is none. */
   slow = "";
+  /** { unit, done, total, rate, left_s } of the slowest rank; null if the number of steps is unknown */
+  eta = null;
   /** { time, kind, text } of what happened to the ranks, oldest first */
   marks = [];
   /** Ranks that the user does not want to see, in any view. */
@@ -51,6 +53,7 @@ export class Store {
     );
     for (const device of message.devices) this.devices.set(device.rank, device);
     this.lost = message.lost;
+    this.eta = message.eta;
     this.marks = message.marks ?? this.marks;
     this.slow = message.slow;
     for (const listener of this.#listeners) listener();

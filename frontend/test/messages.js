@@ -11,7 +11,7 @@ export function update(sequence, series, { full = sequence === 0, ...rest } = {}
   const message = {
     kind: "update", sequence, full,
     series: series.map(([metric, rank, width, start, rows]) => [metric, rank, width, start, rows.length]),
-    ranks: [], devices: [], lost: [], slow: "", marks: null, ...rest,
+    ranks: [], devices: [], lost: [], slow: "", marks: null, eta: null, ...rest,
   };
   return [message, unaligned(numbers)];
 }

@@ -47,15 +47,22 @@ def comm() -> MPI.Intracomm:
     return shared
 
 
-def log(step: SupportsIndex | None = None, **scalars: object) -> None:
+def log(
+    step: SupportsIndex | None = None,
+    *,
+    total: SupportsIndex | None = None,
+    **scalars: object,
+) -> None:
     """Record scalars of this rank, such as `log(loss=loss)`; they appear live.
 
     Costs microseconds and never waits for the notebook. In a script, it does nothing.
 
     Args:
         step: Position on the x axis; by default the last one plus one, from 0 on.
+        total: The number of steps of the training. Once it is given in a cell, the
+            monitor shows the remaining time; steps count from 0.
         scalars: Numbers, numpy scalars, or 0-d tensors of any device. A CUDA tensor is
             copied without waiting for it.
     """
     if is_rank():
-        this_rank().recorder.log(step, **scalars)
+        this_rank().recorder.log(step, total=total, **scalars)

@@ -313,6 +313,7 @@ async def _answer_main(
         rank.activity = None
     _flush_streams()
     comms.flush()
+    rank.recorder.end_loops()
     rank.recorder.flush(METRICS_TIMEOUT_S)
     has_published = kernel.session.has_published
     shell.reply(opened, _outcome_now(ok, has_published), frames)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from nbdist.telemetry.progress import ProgressTracker
 from nbdist.telemetry.series import Metric, Series
 from nbdist.widgets.source import Cursor, Position, SeriesDelta, Snapshot
 from nbdist.wire import Batch, DeviceSample, Mark, MarkKind, RankInfo, format_ranks
@@ -68,12 +69,14 @@ class Collector:
         self._streams: dict[int, _Stream] = {}
         self._marks: dict[MarkKind, deque[Mark]] = {}
         self._mark_changes = 0
+        self._progress = ProgressTracker()
 
     def receive(self, batch: Batch) -> None:
         """Add one batch. Takes microseconds. A repeated batch is ignored."""
         with self._lock:
             if not self._is_new(batch):
                 return
+            self._progress.update(batch.rank, batch.progress)
             for record in batch.records:
                 if isinstance(record, DeviceSample):
                     self._keep_device(record)
@@ -102,6 +105,7 @@ class Collector:
             present = {info.rank for info in self._ranks}
             for rank in self._devices.keys() - present:
                 del self._devices[rank]
+            self._progress.keep(present)
         self._notify()
 
     def mark(self, kind: MarkKind, text: str, ranks: Iterable[int] = ()) -> None:
@@ -184,6 +188,7 @@ class Collector:
                     if stream.lost + stream.dropped
                 },
                 marks=None if is_current else self.marks,
+                eta=self._progress.eta(time.time()),
                 cursor=self._cursor(),
             )
 

@@ -1,7 +1,7 @@
 """Metrics and marks that nbdist itself records, such as waiting times.
 
-Training code calls `record` and `mark`. The engine sets the recorder when a rank
-starts, so that training code does not import the engine.
+Training code calls the functions. The engine sets the recorder when a rank starts, so
+that training code does not import the engine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import MarkKind
 
-__all__ = ["mark", "record", "set_recorder"]
+__all__ = ["count_batches", "mark", "record", "set_recorder"]
 
 _recorder: Recorder | None = None
 
@@ -27,6 +27,12 @@ def record(**scalars: object) -> None:
     """
     if _recorder is not None:
         _recorder.record_internal(**scalars)
+
+
+def count_batches(done: int, total: int) -> None:
+    """Set this rank's progress in an epoch, as `Recorder.count_batches` does."""
+    if _recorder is not None:
+        _recorder.count_batches(done, total)
 
 
 def mark(kind: MarkKind, text: str, *, of_world: bool = False) -> None:

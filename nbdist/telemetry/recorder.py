@@ -13,7 +13,14 @@ from typing import NamedTuple, SupportsIndex
 
 from nbdist.errors import UsageError
 from nbdist.telemetry.scalars import Deferred, capture
-from nbdist.wire import Batch, DeviceSample, Mark, MarkKind, Sample
+from nbdist.wire import (
+    Batch,
+    DeviceSample,
+    Mark,
+    MarkKind,
+    Sample,
+    StepProgress,
+)
 
 __all__ = ["Recorder"]
 
@@ -65,6 +72,8 @@ class Recorder:
         self._source = uuid.uuid4().hex
         self._sequence = 0
         self._next_step = self._internal_step = 0
+        self._total: int | None = None
+        self._progress: StepProgress | None = None
         self._buffer: deque[_Draft | DeviceSample | Mark] = deque(maxlen=capacity)
         self._accepted = self._dropped = self._sent = 0
         self._failing = self._closed = False
@@ -76,23 +85,37 @@ class Recorder:
         )
         self._thread.start()
 
-    def log(self, step: SupportsIndex | None = None, **scalars: object) -> None:
+    def log(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        total: SupportsIndex | None = None,
+        **scalars: object,
+    ) -> None:
         """Record scalars of this rank for the notebook's monitor.
 
         Any rank may call at any time. No rank waits for another. A CUDA scalar is
         copied on the current stream and read later, without a synchronisation.
 
         Args:
-            step: The training step. Default: the last step plus one.
+            step: The training step, from 0 on. Default: the last step plus one.
+            total: The number of steps of the training, from which the monitor computes
+                the remaining time. It holds until `end_loops`.
             **scalars: Numbers, numpy scalars, or tensors of one element. NaN is
                 allowed.
 
         Raises:
-            UsageError: A value is not one real number, or the step is not an integer.
+            UsageError: A value is not one real number, the step is not an integer, or
+                the total is not an integer of 1 or more.
         """
         if not scalars:
             raise UsageError("log() without a value: pass at least one, log(loss=x)")
         number = self._next_step if step is None else _as_step(step)
+        if total is not None:
+            self._total = _as_total(total)
+        if self._total is not None:
+            done = number + 1, self._total
+            self._progress = StepProgress(time.time(), *done, "steps")
         self._draft(number, scalars)
         self._next_step = number + 1
 
@@ -103,6 +126,18 @@ class Recorder:
         """
         self._draft(self._internal_step, scalars)
         self._internal_step += 1
+
+    def count_batches(self, done: int, total: int) -> None:
+        """Set the progress in an epoch. It is ignored if `log` has been given a total.
+
+        The next record publishes it.
+        """
+        if self._total is None:
+            self._progress = StepProgress(time.time(), done, total, "batches")
+
+    def end_loops(self) -> None:
+        """Forget the progress, because the cell that had the loop has ended."""
+        self._total = self._progress = None
 
     def mark(self, kind: MarkKind, text: str, *, of_world: bool = False) -> None:
         """Mark an event in the charts.
@@ -183,7 +218,16 @@ class Recorder:
         if not drafts:
             return
         records = tuple(d.finish() if isinstance(d, _Draft) else d for d in drafts)
-        self._send(Batch(self.rank, self._source, self._sequence, dropped, records))
+        self._send(
+            Batch(
+                self.rank,
+                self._source,
+                self._sequence,
+                dropped,
+                records,
+                self._progress,
+            )
+        )
         self._sequence += 1
         with self._settled:
             self._sent += len(drafts)
@@ -197,6 +241,18 @@ class Recorder:
             if not self._failing:
                 logger.warning("Metrics do not reach the notebook.", exc_info=True)
             self._failing = True
+
+
+def _as_total(total: SupportsIndex) -> int:
+    try:
+        number = operator.index(total)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise UsageError(
+            f"log(total={total!r}) takes the number of steps, an integer of 1 or more"
+        )
+    return number
 
 
 def _as_step(step: SupportsIndex) -> int:

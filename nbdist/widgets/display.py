@@ -11,8 +11,8 @@ from IPython.display import display
 from nbdist.widgets.monitor import Monitor
 from nbdist.widgets.picture import picture
 from nbdist.widgets.slow_rank import slow_rank, splits_of
-from nbdist.widgets.source import Cursor, Source
-from nbdist.widgets.table import Table
+from nbdist.widgets.source import Cursor, Eta, Source
+from nbdist.widgets.table import Table, seconds_text
 
 __all__ = ["latest_values", "show"]
 
@@ -41,7 +41,7 @@ def show(
 def latest_values(source: Source, metric: str = "") -> Table:
     """A table of the last value of each metric, or of one, on each rank.
 
-    The rank for which the others wait is named below it.
+    The progress is given below it, and the rank for which the others wait.
     """
     snapshot = source.snapshot()
     rows = [
@@ -49,10 +49,19 @@ def latest_values(source: Source, metric: str = "") -> Table:
         for delta in snapshot.deltas
         if metric in ("", delta.metric)
     ]
-    note = slow_rank(splits_of(snapshot))
+    eta = "" if snapshot.eta is None else _eta_text(snapshot.eta)
+    note = "\n".join(filter(None, (eta, slow_rank(splits_of(snapshot)))))
     if not rows:
         note = "nothing was logged: nbdist.log(loss=loss) in a cell"
     return Table(["metric", "rank", "step", "value"], sorted(rows), note)
+
+
+def _eta_text(eta: Eta) -> str:
+    """The progress, such as "120 of 500 steps, 1.8 steps/s, 3 min 31 s left"."""
+    text = f"{eta.done:,} of {eta.total:,} {eta.unit}"
+    if eta.rate is not None:
+        text += f", {eta.rate:.3g} {eta.unit}/s"
+    return text if eta.left_s is None else f"{text}, {seconds_text(eta.left_s)} left"
 
 
 class _Still:

@@ -7,6 +7,7 @@ import threading
 import uuid
 from array import array
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -141,6 +142,7 @@ def _encode(snapshot: Snapshot, sequence: int) -> tuple[dict[str, Any], bytes]:
         "ranks": [_rank(info) for info in snapshot.ranks],
         "devices": [_device(samples) for samples in snapshot.devices.values()],
         "lost": [list(item) for item in snapshot.lost.items()],
+        "eta": None if snapshot.eta is None else asdict(snapshot.eta),
         "marks": None if snapshot.marks is None else list(map(_mark, snapshot.marks)),
     }
     numbers = array("d")

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from nbdist.wire import DeviceSample, Mark, RankInfo
 
-__all__ = ["Cursor", "Position", "SeriesDelta", "Snapshot", "Source"]
+__all__ = ["Cursor", "Eta", "Position", "SeriesDelta", "Snapshot", "Source"]
 
 Position = tuple[int, int, int]
 """Epoch, length and total of a series. The series has changed if one differs."""
@@ -38,6 +38,20 @@ class SeriesDelta:
     highs: array[float]
     latest: tuple[float, float, float]
     """Step, time and value of the latest sample, as logged."""
+
+
+@dataclass(frozen=True)
+class Eta:
+    """How far the slowest rank is, and how long it still takes."""
+
+    unit: str
+    """"steps", or "batches" of an epoch."""
+    done: int
+    total: int
+    rate: float | None
+    """Steps per second over the last minute; None if unknown, or if it has stopped."""
+    left_s: float | None
+    """Seconds until the end; None likewise."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,8 @@ class Snapshot:
     """The number of records dropped and batches lost, for ranks that have any."""
     marks: list[Mark] | None
     """All marks, oldest first; None if they have not changed."""
+    eta: Eta | None
+    """None if the number of steps is unknown."""
     cursor: Cursor
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from nbdist import CellError, CellTimeout, Cluster, UsageError
+from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
 from nbdist.clusters.failures import ANSI
 from nbdist.clusters.observer import Event, Quiet
 from nbdist.clusters.result import CellResult
 from nbdist.ipc.signed_messages import Opened
 from nbdist.wire import REPLY, TELEMETRY
 from tests.cluster_processes import ClusterProcesses
+from tests.processes import wait_until
 
 
 def stdout(result: CellResult) -> list[str]:
@@ -805,6 +806,33 @@ def test_a_cell_that_times_out_is_marked(cluster: Cluster):
     with pytest.raises(CellTimeout):
         cluster.execute("while True: pass", timeout_s=0.5, number=77)
     assert str(cluster.collector.marks[-1]) == "In[77] timed out"
+
+
+@pytest.mark.parametrize("slow", [0, 3])
+def test_the_remaining_time_is_that_of_the_slowest_rank(cluster: Cluster, slow: int):
+    cell = cluster.execute(
+        "import time\n"
+        "for step in range(10_000):\n"
+        "    nbdist.log(step=step, total=10_000, pace=1.0)\n"
+        f"    time.sleep(0.04 if rank == {slow} else 0.01)",
+        wait=False,
+    )
+
+    def slowest_is_known() -> bool:
+        eta = cluster.collector.snapshot().eta
+        # Until every rank has a rate, there is no remaining time.
+        return eta is not None and eta.left_s is not None and eta.left_s > 350
+
+    wait_until(slowest_is_known, 20)
+    eta = cluster.collector.snapshot().eta
+    assert eta is not None
+    assert (eta.total, eta.unit) == (10_000, "steps")
+    histories = cluster.collector.history("pace")
+    assert eta.done < min(histories[r][0][-1] for r in range(4) if r != slow)
+    cell.interrupt()
+    with pytest.raises(CellInterrupted):
+        cell.result(20)
+    wait_until(lambda: cluster.collector.snapshot().eta is None, 10)
 
 
 @pytest.mark.parametrize("ending", ["", "\nif rank == 2: 1 / 0"])

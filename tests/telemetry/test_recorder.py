@@ -66,6 +66,42 @@ def test_a_mark_is_published_with_the_records() -> None:
     assert list(map(str, marks)) == ["rank 3: step 2: x has NaNs", "commit 7"]
 
 
+def progress(batches: list[Batch]) -> tuple[int, int, str] | None:
+    """Steps done, total and unit of the last batch."""
+    last = batches[-1].progress
+    return None if last is None else (last.done, last.total, last.unit)
+
+
+def test_a_total_holds_until_the_loops_end() -> None:
+    batches: list[Batch] = []
+    with recorder(batches.append) as made:
+        made.log(loss=1)
+        assert made.flush(5)
+        assert progress(batches) is None
+        made.log(10, total=np.int64(50), loss=1)
+        made.log(loss=1)
+        made.count_batches(3, 4)
+        assert made.flush(5)
+        assert progress(batches) == (12, 50, "steps")
+        made.log(loss=1)
+        made.end_loops()
+        assert made.flush(5)
+        assert progress(batches) is None
+        made.count_batches(3, 4)
+        made.record_internal(step_s=1.0)
+        assert made.flush(5)
+        assert progress(batches) == (3, 4, "batches")
+    scalars = [r.scalars for b in batches for r in b.records if isinstance(r, Sample)]
+    assert all("total" not in each for each in scalars)
+
+
+@pytest.mark.parametrize("total", [0, -1, 2.5, "10"])
+def test_a_total_that_is_no_number_of_steps_is_refused(total: object) -> None:
+    why = rf"total={total!r}.* 1 or more"
+    with recorder(lambda _: None) as made, pytest.raises(UsageError, match=why):
+        made.log(total=total, loss=1)  # type: ignore[arg-type]
+
+
 def test_a_step_follows_the_previous_one() -> None:
     batches: list[Batch] = []
     with recorder(batches.append) as made:

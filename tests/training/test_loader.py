@@ -272,6 +272,10 @@ def test_waiting_is_counted_and_recorded():
         def record_internal(self, **scalars):
             self.append(scalars)
 
+        def count_batches(self, done, total):
+            progress.append((done, total))
+
+    progress: list[tuple[int, int]] = []
     recorded = Recorded()
     internal_metrics.set_recorder(recorded)
     try:
@@ -282,6 +286,7 @@ def test_waiting_is_counted_and_recorded():
         internal_metrics.set_recorder(None)
     waits = numbers.waits
     assert waits.steps == len(recorded) == 3
+    assert progress == [(1, 3), (2, 3), (3, 3)]
     assert waits.waited_s == pytest.approx(sum(r["data_wait_s"] for r in recorded))
     assert waits.total_s == pytest.approx(sum(r["step_s"] for r in recorded))
     assert 0.06 <= waits.waited_s < waits.total_s - 0.09 + 1e-3

@@ -5,6 +5,7 @@ Screenshots are in out/screenshots/.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ SETUP = """
 import math, threading, time
 from pathlib import Path
 from nbdist.telemetry.collector import Collector
-from nbdist.wire import Batch, DeviceSample, Mark, RankInfo, Sample
+from nbdist.wire import Batch, DeviceSample, Mark, RankInfo, Sample, StepProgress
 from nbdist.widgets.display import show
 
 N = {ranks}
@@ -46,8 +47,10 @@ def feed(steps):
     start = time.time()
     for step in range(steps):
         for rank in range(N):
-            new = tuple(records(rank, step, start + step / 20))
-            collector.receive(Batch(rank, "source", step, 0, new))
+            now = start + step / 20
+            new = tuple(records(rank, step, now))
+            progress = StepProgress(now, step + 1, 4_000, "steps")
+            collector.receive(Batch(rank, "source", step, 0, new, progress))
         if paced.wait(0.02 if step >= {at_once} else 0):
             return
 
@@ -105,7 +108,14 @@ def test_the_chart_is_live_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None
     run = Run(lab, tmp_path / "stop", ranks=4)
     before, at = lab.page.evaluate(PIXELS), lab.page.evaluate(SEQUENCE)
     lab.wait(f"() => {SEQUENCE} >= {at + 5} && {PIXELS} !== '{before}'", timeout=10)
-    assert "running · 4 ranks" in lab.page.locator(".nbdist-status").inner_text()
+    status = lab.page.locator(".nbdist-status").inner_text()
+    found = re.search(
+        r"running · 4 ranks · (\d+) of 4,000 steps · 20 steps/s · (\d):(\d\d) left",
+        status,
+    )
+    assert found is not None, status
+    done, minutes, seconds = map(int, found.groups())
+    assert 60 * minutes + seconds == pytest.approx((4000 - done) / 20, abs=1)
     hover(lab, 0.7)
     lab.screenshot("monitor-live")
     run.end()

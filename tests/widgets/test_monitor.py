@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import traitlets
 
 from nbdist.telemetry.collector import Collector
+from nbdist.widgets.display import latest_values
 from nbdist.widgets.monitor import Monitor
-from nbdist.wire import Batch, DeviceSample, Sample, TimeSplit
+from nbdist.wire import Batch, DeviceSample, Sample, StepProgress, TimeSplit
 from tests.rank_info import rank_info
 
 Sent = tuple[dict[str, Any], bytes]
@@ -135,6 +137,26 @@ def test_marks_are_sent_when_they_change(
     assert mark["kind"] == "lost"
     assert mark["text"] == "rank 0-1: the cluster was stopped"
     assert mark["time"] == collector.marks[0].time
+
+
+def test_the_progress_is_sent(monitor: SpyMonitor, collector: Collector) -> None:
+    collector.set_ranks([rank_info(0), rank_info(1)])
+    assert monitor.next()[0]["eta"] is None
+    now = time.time()
+    for i, ago_s in enumerate([10.0, 0.0]):
+        for rank in (0, 1):
+            progress = StepProgress(now - ago_s, 10 * i * (rank + 1), 60, "steps")
+            collector.receive(Batch(rank, "source", i, 0, (), progress))
+    monitor.hear("everything")
+    while (content := monitor.next()[0])["eta"]["done"] < 10:
+        monitor.hear("acknowledge")
+    assert content["eta"] == {
+        "unit": "steps", "done": 10, "total": 60, "rate": 1.0,
+        "left_s": pytest.approx(50.0),
+    }  # fmt: skip
+    collector.receive(loss(0, 1.0, rank=5))
+    last = repr(latest_values(collector)).splitlines()[-1]
+    assert last == "10 of 60 steps, 1 steps/s, 50.0 s left"
 
 
 def test_many_changes_are_sent_ten_times_a_second(

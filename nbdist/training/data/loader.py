@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset, default_collate
 from nbdist.collectives import Group
 from nbdist.errors import UsageError
 from nbdist.ipc.resources import cores
+from nbdist.telemetry import internal_metrics
 from nbdist.training.data.device_prefetch import map_children, on_device
 from nbdist.training.data.fetch import Collate, Fetching, Part, by_index, first_item
 from nbdist.training.data.sampler import Sampler, rank_and_size
@@ -86,6 +87,7 @@ class Loader:
         parts = self._parts()
         if self.device is not None:
             parts = on_device(parts, self.device)
+        steps = self._known_length()
         try:
             self.waits.begin()
             while (part := next(parts, None)) is not None:
@@ -94,6 +96,8 @@ class Loader:
                     continue
                 self.waits.arrive()
                 yield part.batch if part.local else _emptied(part.batch)
+                if steps is not None:
+                    internal_metrics.count_batches(self._steps_done, steps)
                 self.waits.begin()
         finally:
             self.waits.leave()
@@ -105,9 +109,25 @@ class Loader:
         Raises:
             TypeError: the data set is a stream without a length.
         """
-        total = self.global_batch_size or self._rank_and_size()[1]
-        full, rest = divmod(len(self.dataset), total)
+        full, rest = divmod(len(self.dataset), self._step_size)
         return full + (rest > 0 and not self._drop_last)
+
+    @property
+    def _step_size(self) -> int:
+        """Samples of all ranks in a step, or items if these are batches."""
+        return self.global_batch_size or self._rank_and_size()[1]
+
+    @property
+    def _steps_done(self) -> int:
+        """The number of steps in this epoch so far."""
+        return -(-self.sampler.position // self._step_size)
+
+    def _known_length(self) -> int | None:
+        """The number of steps in a whole epoch; None if it is unknown."""
+        try:
+            return len(self)
+        except TypeError:
+            return None
 
     def _parts(self) -> Iterator[Part]:
         rank, size = self._rank_and_size()
