@@ -467,7 +467,11 @@ class DistMagics(Magics):  # type: ignore[misc]
         self._shell.push({name: values[0] if one else values})
 
     @magic_arguments()
-    @argument("--metric", default="", help="the metric to show first")
+    @argument(
+        "--metric",
+        default="",
+        help="the metric to show, or several as loss,accuracy, each in a chart",
+    )
     @argument("--time", action="store_true", help="show time instead of steps")
     @argument("--log", action="store_true", help="logarithmic values")
     @argument(
@@ -482,10 +486,11 @@ class DistMagics(Magics):  # type: ignore[misc]
     def dist_monitor(self, line: str) -> None:
         """Show a live chart of what the ranks log, and a table of their devices."""
         args = _parse(self.dist_monitor, line)
-        metric = _unquoted(args.metric)
+        metrics = [name.strip() for name in _unquoted(args.metric).split(",")]
+        metrics = [name for name in metrics if name]
         if args.save is not None:
             path = Path(_unquoted(args.save)).expanduser()
-            count = self.session.save_metrics(path, metric or None)
+            count = self.session.save_metrics(path, metrics)
             print(f"{count:,} rows in {path}")
             return
         if args.logdir is not None:
@@ -494,7 +499,7 @@ class DistMagics(Magics):  # type: ignore[misc]
             print(f"the ranks' values go to {folder}: tensorboard --logdir {folder}")
             return
         self.session.show_monitor(
-            metric=metric, x="time" if args.time else "step", log=args.log
+            metric=metrics, x="time" if args.time else "step", log=args.log
         )
 
     @magic_arguments()

@@ -97,7 +97,7 @@ def metrics(name: str | None = None) -> pd.DataFrame:
             "notebook after %load_ext nbdist and %dist_start, outside of "
             "%%distributed cells"
         )
-    return data_frame(_notebook_session.collector, name)
+    return data_frame(_notebook_session.collector, () if name is None else [name])
 
 
 def running_cluster() -> Cluster | None:
@@ -480,7 +480,7 @@ class Session:
         if in_notebook():
             self._monitors.append(show(self.cluster.collector, **options))
         else:
-            print(latest_values(self.cluster.collector, options.get("metric", "")))
+            print(latest_values(self.cluster.collector, options.get("metric", ())))
 
     def profile_next(
         self, steps: int, ranks: Sequence[int] | None, path: str | None
@@ -562,11 +562,11 @@ class Session:
             raise NotRunning("no cluster was started: start one with %dist_start")
         return self._collector
 
-    def save_metrics(self, path: Path, metric: str | None = None) -> int:
+    def save_metrics(self, path: Path, metrics: Sequence[str] = ()) -> int:
         """Write the logged values to a file, as `telemetry.export.save` does."""
         from nbdist.telemetry.export import save
 
-        return save(self.collector, path, metric)
+        return save(self.collector, path, metrics)
 
     def status_table(self) -> Table:
         """Every rank's state, also while a cell runs."""

@@ -5,13 +5,12 @@ import { duration, number } from "./format.js";
 import { near, paint } from "./marks.js";
 import { dash, stroke } from "./palette.js";
 
-const HEIGHT = 260;
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 const INVISIBLE = { points: { show: false }, stroke: "transparent", width: 0 };
 
 export class Chart {
   #host;
-  #onCursor;
+  #events;
   #plot = null;
   #structure = "";
   #theme;
@@ -19,14 +18,19 @@ export class Chart {
   #picture = null;
   #highlighted = null;
 
-  /** `onCursor(index | null, left, top)` follows the pointer, in CSS pixels. */
-  constructor(host, onCursor) {
+  /**
+   * `onCursor(index | null, left, top)` follows the pointer, in CSS pixels, also that of
+   * another chart with the same `key`, with which this one is zoomed too. `onUnzoom()` is
+   * called at a double click.
+   */
+  constructor(host, events) {
     this.#host = host;
-    this.#onCursor = onCursor;
+    this.#events = events;
   }
 
   /**
-   * Draws a picture: { aligned, asBand, x: "step" | "time", log, label, marks, theme }.
+   * Draws a picture:
+   * { aligned, asBand, x: "step" | "time", span: [from, to], log, label, marks, theme, height }.
    * A zoom stays.
    */
   draw(picture) {
@@ -54,7 +58,17 @@ export class Chart {
   pointAt(index) {
     if (!this.#plot) return;
     const left = this.#plot.valToPos(this.#plot.data[0][index], "x");
-    this.#plot.setCursor({ left, top: this.#plot.over.clientHeight / 2 });
+    this.#plot.setCursor({ left, top: this.#plot.over.clientHeight / 2 }, true, true);
+  }
+
+  /** Takes the cursor away, as the pointer does when it leaves. */
+  leave() {
+    this.#plot?.setCursor({ left: -10, top: -10 }, true, true);
+  }
+
+  /** Lets the next drawing show the whole chart. */
+  unzoom() {
+    this.#zoomed = false;
   }
 
   /** The marks beside a position of the x axis. */
@@ -72,22 +86,25 @@ export class Chart {
     this.#zoomed = false;
     const options = {
       width: this.#width(),
-      height: HEIGHT,
+      height: picture.height,
       legend: { show: false },
       padding: [12, 12, 0, 0],
-      scales: { x: { time: false }, y: picture.log ? { distr: 3 } : {} },
+      scales: { x: { time: false, range: (_, min, max) => (this.#zoomed ? [min, max] : this.#picture.span) }, y: picture.log ? { distr: 3 } : {} },
       axes: this.#axes(picture),
       series: [{}, ...series],
       bands,
-      cursor: { y: false, drag: { x: true, y: false }, points: { size: 7 } },
+      cursor: {
+        y: false, drag: { x: true, y: false }, points: { size: 7 },
+        sync: { key: this.#events.key, scales: ["x", null], setSeries: false },
+      },
       hooks: {
-        setCursor: [(plot) => this.#onCursor(plot.cursor.idx, plot.cursor.left, plot.cursor.top)],
+        setCursor: [(plot) => this.#events.onCursor(plot.cursor.idx, plot.cursor.left, plot.cursor.top)],
         draw: [(plot) => paint(plot, this.#picture.marks, this.#theme)],
         setSelect: [(plot) => (this.#zoomed = plot.select.width > 0)],
       },
     };
     this.#plot = new uPlot(options, columns, this.#host);
-    this.#plot.over.addEventListener("dblclick", () => (this.#zoomed = false));
+    this.#plot.over.addEventListener("dblclick", this.#events.onUnzoom);
   }
 
   #setData(columns) {
@@ -113,8 +130,9 @@ export class Chart {
   }
 
   #fit() {
-    if (this.#width() !== this.#plot.width) {
-      this.#plot.setSize({ width: this.#width(), height: HEIGHT });
+    const { height } = this.#picture;
+    if (this.#width() !== this.#plot.width || height !== this.#plot.height) {
+      this.#plot.setSize({ width: this.#width(), height });
     }
   }
 

@@ -1,31 +1,28 @@
-// The choices of a view: metric, x axis, logarithm. Each is a trait of the model.
+// The choices of a view but for its metrics: more charts, x axis, logarithm.
 import { h } from "./dom.js";
 
 export class Controls {
   #model;
-  #metric = h("select", { "aria-label": "Metric", onchange: () => this.#set("metric", this.#metric.value) });
+  #add;
   #axes;
   #log = h("input", { type: "checkbox", onchange: () => this.#set("log", this.#log.checked) });
   element;
 
-  constructor(model) {
+  /** Axis and logarithm are traits of the model; `onAdd()` is called for one more chart. */
+  constructor(model, onAdd) {
     this.#model = model;
+    this.#add = h("button", { type: "button", title: "Add a chart of another metric", onclick: onAdd }, "+ chart");
     this.#axes = ["step", "time"].map((axis) => h("button", {
       type: "button", onclick: () => this.#set("x", axis),
     }, axis));
     this.element = h("div", { class: "nbdist-controls" },
-      this.#metric,
+      this.#add,
       h("span", { class: "choice", role: "group", "aria-label": "X axis" }, ...this.#axes),
       h("label", {}, this.#log, "log"));
   }
 
-  draw(names, metric) {
-    const shown = [...this.#metric.options].map((option) => option.value);
-    if (names.join("\n") !== shown.join("\n")) {
-      this.#metric.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
-    }
-    this.#metric.hidden = names.length === 0;
-    this.#metric.value = metric;
+  draw(hasMore) {
+    this.#add.hidden = !hasMore;
     this.#log.checked = this.#model.get("log");
     for (const button of this.#axes) {
       button.setAttribute("aria-pressed", String(button.textContent === this.#model.get("x")));

@@ -8,32 +8,38 @@ const HEADINGS = ["Rank", "Device", "Utilisation", "Time", "Memory", "Step"];
 
 export class RankTable {
   #body = h("tbody");
-  #value = h("th", { scope: "col", class: "number" });
+  #names = [];
+  #head = h("tr");
   #rows = new Map();
   element = h("table", { class: "nbdist-ranks" },
     h("caption", { class: "nbdist-unseen" }, "Ranks: device, load, and latest values"),
-    h("thead", {}, h("tr", {}, ...HEADINGS.map(heading), this.#value)),
+    h("thead", {}, this.#head),
     this.#body);
 
-  draw(store, metricName, theme) {
-    setText(this.#value, metricName || "Value");
+  /** A row for each rank, with a value of each of the metrics `names`. */
+  draw(store, names, theme) {
     const ranks = store.allRanks();
-    if (ranks.join() !== [...this.#rows.keys()].join()) this.#build(ranks);
-    const metric = store.metrics.get(metricName);
+    const isBuilt = ranks.join() === [...this.#rows.keys()].join() && names.join("\n") === this.#names.join("\n");
+    if (!isBuilt || !this.#head.firstChild) this.#build(ranks, names);
+    const metrics = names.map((name) => store.metrics.get(name));
     for (const rank of ranks) {
       const gone = store.ranks.size > 0 && !store.ranks.has(rank);
       this.#rows.get(rank).draw({
         gone,
         info: store.ranks.get(rank),
         device: gone ? undefined : store.devices.get(rank),
-        latest: metric?.ranks.get(rank)?.latest,
+        latest: metrics.map((metric) => metric.ranks.get(rank)?.latest),
         colour: stroke(rank, theme),
       });
     }
   }
 
-  #build(ranks) {
-    this.#rows = new Map(ranks.map((rank) => [rank, new Row(rank)]));
+  #build(ranks, names) {
+    this.#names = names;
+    const values = names.length ? names : ["Value"];
+    const columns = values.map((name) => h("th", { scope: "col", class: "number" }, name));
+    this.#head.replaceChildren(...HEADINGS.map(heading), ...columns);
+    this.#rows = new Map(ranks.map((rank) => [rank, new Row(rank, values.length)]));
     this.#body.replaceChildren(...[...this.#rows.values()].map((row) => row.element));
   }
 }
@@ -48,10 +54,11 @@ class Row {
   #bar = h("span", { class: "bar", role: "meter", "aria-label": "Memory", "aria-valuemin": "0", "aria-valuemax": "100" }, this.#fill);
   #amount = h("span", { class: "amount" });
   #step = h("td", { class: "number" });
-  #value = h("td", { class: "number" });
+  #values;
   element;
 
-  constructor(rank) {
+  constructor(rank, count) {
+    this.#values = Array.from({ length: count }, () => h("td", { class: "number" }));
     this.element = h("tr", {},
       h("th", { scope: "row" }, this.#mark, String(rank)),
       this.#where,
@@ -59,7 +66,7 @@ class Row {
       h("td", {}, this.#time.element),
       h("td", { class: "memory" }, this.#bar, this.#amount),
       this.#step,
-      this.#value);
+      ...this.#values);
   }
 
   draw({ gone, info, device, latest, colour }) {
@@ -71,8 +78,8 @@ class Row {
     this.#spark.draw(device?.utilisation ?? []);
     this.#time.draw(device?.split);
     this.#drawMemory(device);
-    setText(this.#step, latest ? number(latest.step) : "–");
-    setText(this.#value, latest ? reading(latest.value) : "–");
+    setText(this.#step, latest[0] ? number(latest[0].step) : "–");
+    this.#values.forEach((cell, i) => setText(cell, latest[i] ? reading(latest[i].value) : "–"));
   }
 
   #drawMemory(device) {

@@ -1,36 +1,41 @@
 // One view of a model: puts the parts together. The chart is drawn at most once a
 // frame, text and table four times a second: faster, nobody reads them.
-import { Chart } from "./chart.js";
+import { shown, withInstead, without, withOneMore } from "./choice.js";
 import { byStep, byTime } from "./columns.js";
 import { Controls } from "./controls.js";
 import { h, setText } from "./dom.js";
 import { Legend } from "./legend.js";
 import { placeBySteps, placeByTime } from "./marks.js";
 import { themeOf, watchTheme } from "./palette.js";
-import { position, Readout, sentence } from "./readout.js";
+import { Panel } from "./panel.js";
+import { position } from "./readout.js";
 import { Status } from "./status.js";
 import { RankTable } from "./table.js";
 
 const MOST_LINES = 12;
 const TEXT_EVERY_MS = 250;
-const TRAITS = ["metric", "x", "log"];
+const TRAITS = ["metrics", "x", "log"];
+const HEIGHT = 260;
+/** Where there are several charts. */
+const LOW_HEIGHT = 190;
+
+let views = 0;
 
 export class View {
   #model;
   #store;
   #root;
-  #plane;
   #empty;
-  #chart;
+  #charts = h("div");
+  #panels = [];
+  #key = `nbdist-${views++}`;
   #status = new Status();
   #controls;
   #legend;
-  #readout = new Readout();
   #slow = h("p", { class: "nbdist-slow" });
   #events = h("ul", { class: "nbdist-unseen", "aria-label": "Events" });
   #table = new RankTable();
-  #picture = null;
-  #index = null;
+  #pictures = [];
   #frame = 0;
   #ticking;
   #endings;
@@ -38,11 +43,10 @@ export class View {
   constructor(element, model, store) {
     this.#model = model;
     this.#store = store;
-    this.#controls = new Controls(model);
-    const highlight = (rank) => this.#chart.highlight(rank);
+    this.#controls = new Controls(model, () => this.#choose(withOneMore));
+    const highlight = (rank) => this.#panels.forEach((panel) => panel.highlight(rank));
     this.#legend = new Legend(store.hidden, () => this.#schedule(), highlight);
     this.#build(element);
-    this.#chart = new Chart(this.#plane, (...cursor) => this.#onCursor(...cursor));
     this.#ticking = setInterval(() => this.#drawText(), TEXT_EVERY_MS);
     this.#endings = [
       store.subscribe(() => this.#schedule()),
@@ -58,22 +62,18 @@ export class View {
     cancelAnimationFrame(this.#frame);
     clearInterval(this.#ticking);
     for (const end of this.#endings) end();
-    this.#chart.destroy();
+    for (const panel of this.#panels) panel.destroy();
   }
 
   #build(element) {
-    this.#plane = h("div", {
-      class: "nbdist-plane", role: "slider", tabindex: "0",
-      onkeydown: (event) => this.#onKey(event),
-      onblur: () => this.#onCursor(null),
-    });
     this.#empty = h("p", { class: "nbdist-empty" },
       "Nothing logged yet. In a ", h("code", {}, "%%distributed"), " cell: ",
       h("code", {}, "nbdist.log(loss=loss)"));
     // JupyterLab leaves the keys to what is inside this attribute.
     this.#root = h("section", { class: "nbdist-monitor", "aria-label": "nbdist monitor", "data-lm-suppress-shortcuts": "true" },
       h("header", {}, this.#status.element, this.#controls.element),
-      h("div", { class: "nbdist-chart" }, this.#plane, this.#empty, this.#readout.element),
+      this.#charts,
+      this.#empty,
       this.#events,
       this.#legend.element,
       this.#slow,
@@ -91,7 +91,7 @@ export class View {
   /** Its first call comes when the view gets into the page, with colours and width. */
   #watchSize() {
     const observer = new ResizeObserver(() => this.#schedule());
-    observer.observe(this.#plane);
+    observer.observe(this.#charts);
     return () => observer.disconnect();
   }
 
@@ -104,85 +104,88 @@ export class View {
 
   #draw() {
     const names = [...this.#store.metrics.keys()];
-    const name = this.#metricShown();
-    const theme = themeOf(this.#plane);
+    const chosen = this.#metricsShown();
+    const theme = themeOf(this.#root);
     const ranks = this.#store.allRanks();
-    this.#controls.draw(names, name);
+    this.#controls.draw(names.length > chosen.length);
     this.#legend.draw(ranks, theme);
     this.#empty.hidden = names.length > 0;
-    if (name) this.#drawChart(name, ranks.filter((rank) => !this.#store.hidden.has(rank)), theme);
+    this.#drawCharts(chosen, names, ranks.filter((rank) => !this.#store.hidden.has(rank)), theme);
     this.#root.dataset.sequence = this.#store.sequence;
   }
 
   #drawText() {
-    const name = this.#metricShown();
-    this.#status.draw(this.#store, name);
+    const names = this.#metricsShown();
+    this.#status.draw(this.#store, names[0]);
     this.#slow.hidden = !this.#store.slow;
     setText(this.#slow, this.#store.slow);
     this.#listEvents();
-    this.#table.draw(this.#store, name, themeOf(this.#plane));
+    this.#table.draw(this.#store, names, themeOf(this.#root));
   }
 
   /** What the marks of the chart say, for a screen reader. */
   #listEvents() {
-    const { marks = [], x } = this.#picture ?? {};
+    const { marks = [], x } = this.#pictures[0] ?? {};
     const texts = marks.map((mark) => `${position(x, mark.x)}: ${mark.text}`);
     this.#events.hidden = texts.length === 0;
     if (texts.join("\n") === [...this.#events.children].map((item) => item.textContent).join("\n")) return;
     this.#events.replaceChildren(...texts.map((text) => h("li", {}, text)));
   }
 
-  #metricShown() {
-    const wanted = this.#model.get("metric");
-    const [first = ""] = this.#store.metrics.keys();
-    return this.#store.metrics.has(wanted) ? wanted : first;
+  #metricsShown() {
+    return shown(this.#model.get("metrics"), [...this.#store.metrics.keys()]);
   }
 
-  #drawChart(name, ranks, theme) {
+  /** Changes the chosen metrics by one of the functions of choice.js. */
+  #choose(change, ...args) {
+    const known = [...this.#store.metrics.keys()];
+    this.#model.set("metrics", change(this.#model.get("metrics"), known, ...args));
+    this.#model.save_changes();
+  }
+
+  #drawCharts(chosen, names, ranks, theme) {
+    this.#keepPanels(chosen.length);
+    const common = {
+      x: this.#model.get("x"), log: this.#model.get("log"), theme,
+      height: chosen.length > 1 ? LOW_HEIGHT : HEIGHT,
+    };
+    this.#pictures = chosen.map((name) => ({ ...this.#align(name, ranks, common.x), ...common, label: name }));
+    const ends = this.#pictures.flatMap(({ aligned }) => [aligned.x[0], aligned.x.at(-1)]).filter(Number.isFinite);
+    const span = ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
+    for (const [i, picture] of this.#pictures.entries()) {
+      const choices = names.filter((name) => name === picture.label || !chosen.includes(name));
+      this.#panels[i].draw({ ...picture, span }, choices, chosen.length === 1);
+    }
+  }
+
+  #align(name, ranks, x) {
     const metric = this.#store.metrics.get(name);
-    const [x, log] = [this.#model.get("x"), this.#model.get("log")];
     const origin = this.#store.origin();
     const aligned = x === "time" ? byTime(metric, ranks, origin) : byStep(metric, ranks);
     const marks = x === "time"
       ? placeByTime(this.#store.marks, metric, origin, aligned.x.at(-1) ?? 0)
       : placeBySteps(this.#store.marks, metric);
-    this.#picture = { aligned, asBand: aligned.ranks.size > MOST_LINES, x, log, label: name, marks, theme };
-    this.#chart.draw(this.#picture);
-    this.#describe();
+    return { aligned, asBand: aligned.ranks.size > MOST_LINES, marks };
   }
 
-  #describe() {
-    const { aligned, label, x, asBand } = this.#picture;
-    const last = aligned.x.length - 1;
-    const at = Math.min(this.#index ?? last, last);
-    const kind = asBand ? "median and range of the ranks" : "one line for each rank";
-    const attributes = {
-      "aria-label": `${label} by ${x}, ${kind}; arrow keys read the values`,
-      "aria-valuemin": 0,
-      "aria-valuemax": Math.max(0, last),
-      "aria-valuenow": Math.max(0, at),
-      "aria-valuetext": last < 0 ? "no values" : sentence(this.#picture, at, this.#chart.marksAt(at)),
-    };
-    for (const [name, value] of Object.entries(attributes)) this.#plane.setAttribute(name, value);
+  #keepPanels(count) {
+    while (this.#panels.length > count) this.#panels.pop().destroy();
+    while (this.#panels.length < count) {
+      const i = this.#panels.length;
+      const panel = new Panel({
+        key: this.#key,
+        onChoose: (name) => this.#choose(withInstead, this.#pictures[i].label, name),
+        onRemove: () => this.#choose(without, this.#pictures[i].label),
+        onUnzoom: () => this.#unzoom(),
+      });
+      this.#panels.push(panel);
+      this.#charts.append(panel.element);
+    }
   }
 
-  #onCursor(index, left, top) {
-    this.#index = index ?? null;
-    if (this.#index === null || !this.#picture) return this.#readout.hide();
-    const inset = this.#plane.querySelector(".u-over");
-    const marks = this.#chart.marksAt(index);
-    this.#readout.show(this.#picture, index, marks, left + inset.offsetLeft, top + inset.offsetTop);
-    this.#describe();
-  }
-
-  #onKey(event) {
-    const last = (this.#picture?.aligned.x.length ?? 0) - 1;
-    const at = this.#index ?? last;
-    const page = Math.ceil(last / 10);
-    const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, PageDown: at - page, PageUp: at + page, Home: 0, End: last };
-    if (last < 0 || !(event.key in moves)) return;
-    event.preventDefault();
-    this.#chart.pointAt(Math.min(last, Math.max(0, moves[event.key])));
+  #unzoom() {
+    for (const panel of this.#panels) panel.unzoom();
+    this.#schedule();
   }
 }
 

@@ -1450,7 +1450,7 @@ class Cluster:
         """
         from nbdist.telemetry.export import data_frame
 
-        return data_frame(self.collector, name)
+        return data_frame(self.collector, () if name is None else [name])
 
     def status(self) -> dict[int, dict[str, Any] | None]:
         """The state of each rank, also while it is busy, for `%dist_status`.

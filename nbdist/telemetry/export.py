@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -24,35 +24,35 @@ and `high` are the least and the greatest. `step` is the first step of the bucke
 Row = tuple[str, int, int, float, float, float, float]
 
 
-def rows(snapshot: Snapshot, metric: str | None = None) -> Iterator[Row]:
+def rows(snapshot: Snapshot, metrics: Sequence[str] = ()) -> Iterator[Row]:
     """The rows of the table, by metric, rank and step.
 
     Args:
         snapshot: All data of a source.
-        metric: The metric to include; None for all.
+        metrics: The metrics to include; empty for all.
 
     Raises:
-        UsageError: No rank has logged this metric.
+        UsageError: No rank has logged one of these metrics.
     """
     deltas = snapshot.deltas
     names = list(dict.fromkeys(delta.metric for delta in deltas))
-    if metric is not None and metric not in names:
-        raise UsageError(
-            f"no rank has logged {metric!r}: the metrics are {', '.join(names) or '-'}"
-        )
+    for metric in metrics:
+        if metric not in names:
+            known = ", ".join(names) or "-"
+            raise UsageError(f"no rank has logged {metric!r}: the metrics are {known}")
     for delta in sorted(deltas, key=lambda each: (names.index(each.metric), each.rank)):
-        if metric in (None, delta.metric):
+        if not metrics or delta.metric in metrics:
             columns = delta.times, delta.means, delta.lows, delta.highs
             for step, *values in zip(delta.steps, *columns, strict=True):
                 time, value, low, high = values
                 yield delta.metric, delta.rank, int(step), time, value, low, high
 
 
-def data_frame(source: Source, metric: str | None = None) -> pd.DataFrame:
+def data_frame(source: Source, metrics: Sequence[str] = ()) -> pd.DataFrame:
     """The table as a pandas DataFrame with `COLUMNS`.
 
     Raises:
-        UsageError: No rank has logged this metric, or pandas is not installed.
+        UsageError: No rank has logged one of these metrics, or pandas is not installed.
     """
     try:
         import pandas as pd
@@ -62,17 +62,17 @@ def data_frame(source: Source, metric: str | None = None) -> pd.DataFrame:
             "%dist_monitor --save FILE.csv works without it"
         ) from error
     return pd.DataFrame.from_records(
-        list(rows(source.snapshot(), metric)), columns=list(COLUMNS)
+        list(rows(source.snapshot(), metrics)), columns=list(COLUMNS)
     )
 
 
-def save(source: Source, path: Path, metric: str | None = None) -> int:
+def save(source: Source, path: Path, metrics: Sequence[str] = ()) -> int:
     """Write the table to a file, which is complete or left as it was.
 
     Args:
         source: The data, such as a `Collector`.
         path: The file, which ends in `.csv` or `.parquet`.
-        metric: The metric to include; None for all.
+        metrics: The metrics to include; empty for all.
 
     Returns:
         The number of rows.
@@ -87,8 +87,8 @@ def save(source: Source, path: Path, metric: str | None = None) -> int:
     if not path.parent.is_dir():
         raise UsageError(f"--save {path}: the folder {path.parent} does not exist")
     if path.suffix == ".parquet":
-        return _save_parquet(data_frame(source, metric), path)
-    found = list(rows(source.snapshot(), metric))
+        return _save_parquet(data_frame(source, metrics), path)
+    found = list(rows(source.snapshot(), metrics))
 
     def write(file: BinaryIO) -> None:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")

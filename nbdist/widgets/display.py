@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -18,28 +19,35 @@ __all__ = ["latest_values", "show"]
 
 
 def show(
-    source: Source, *, metric: str = "", x: str = "step", log: bool = False
+    source: Source,
+    *,
+    metric: str | Sequence[str] = (),
+    x: str = "step",
+    log: bool = False,
 ) -> Monitor:
     """Display a live monitor of the collector in the running cell.
 
     A still picture is displayed with it, which the widget hides. A saved notebook shows
-    the picture. It is updated at the end of each cell, until the monitor is closed.
+    the picture. It is updated at the end of each cell and when the user chooses other
+    metrics, until the monitor is closed.
 
     Args:
         source: The data, such as a `telemetry.collector.Collector`.
-        metric: The metric to show first; "" means the first that was logged.
+        metric: The metric to show, or several, each in a chart. Default: the first that
+            was logged.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
     """
-    monitor = Monitor(source, metric=metric, x=x, log=log)
+    metrics = [metric] if isinstance(metric, str) else metric
+    monitor = Monitor(source, metrics=metrics, x=x, log=log)
     display(monitor)
     still = _Still(source, monitor)
     monitor.on_close(still.close)
     return monitor
 
 
-def latest_values(source: Source, metric: str = "") -> Table:
-    """A table of the last value of each metric, or of one, on each rank.
+def latest_values(source: Source, metrics: Sequence[str] = ()) -> Table:
+    """A table of the last value of each metric, or of some, on each rank.
 
     The progress is given below it, and the rank for which the others wait.
     """
@@ -47,7 +55,7 @@ def latest_values(source: Source, metric: str = "") -> Table:
     rows = [
         (delta.metric, delta.rank, f"{delta.latest[0]:g}", f"{delta.latest[2]:g}")
         for delta in snapshot.deltas
-        if metric in ("", delta.metric)
+        if not metrics or delta.metric in metrics
     ]
     eta = "" if snapshot.eta is None else _eta_text(snapshot.eta)
     note = "\n".join(filter(None, (eta, slow_rank(splits_of(snapshot)))))
@@ -71,32 +79,37 @@ class _Still:
         self._source = source
         self._monitor = monitor
         self._cursor: Cursor | None = None
+        self._choice: tuple[list[str], bool] = ([], False)
+        """The metrics of the picture, and whether its axes are logarithmic."""
         self._handle = display(self._bundle(), raw=True, display_id=uuid.uuid4().hex)
         shell = get_ipython()
         self._events = None if shell is None else shell.events
         if self._events is not None:
             self._events.register("post_run_cell", self.update)
+        monitor.observe(self.update, ["metrics", "log"])
 
     def update(self, _: object = None) -> None:
-        """Draw the picture again if there are new values."""
+        """Draw the picture again if there are new values, or others are chosen."""
         news = self._source.snapshot(self._cursor)
-        if self._handle and (news.deltas or news.marks):
+        is_old = news.deltas or news.marks or self._choice != self._chosen
+        if self._handle and is_old:
             self._handle.update(self._bundle(), raw=True)
 
     def close(self) -> None:
         """Draw the picture for the last time."""
+        self._monitor.unobserve(self.update, ["metrics", "log"])
         self.update()
         if self._events is not None:
             self._events.unregister("post_run_cell", self.update)
 
+    @property
+    def _chosen(self) -> tuple[list[str], bool]:
+        return list(self._monitor.metrics), self._monitor.log
+
     def _bundle(self) -> dict[str, Any]:
         snapshot = self._source.snapshot()
         self._cursor = snapshot.cursor
-        monitor = self._monitor
-        html = picture(
-            snapshot,
-            monitor.metric,
-            log=monitor.log,
-            name=f"nbdist-static-{monitor.picture}",
-        )
+        self._choice = metrics, log = self._chosen
+        name = f"nbdist-static-{self._monitor.picture}"
+        html = picture(snapshot, metrics, log=log, name=name)
         return {"text/html": html, "text/plain": repr(latest_values(self._source))}

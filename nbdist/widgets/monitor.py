@@ -6,7 +6,7 @@ import sys
 import threading
 import uuid
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -32,7 +32,8 @@ class Monitor(anywidget.AnyWidget):
 
     Args:
         source: The data, such as a `telemetry.collector.Collector`.
-        metric: The metric to show first; "" means the first that was logged.
+        metrics: The metrics to show, with a chart for each; empty means the first that
+            was logged. One that nobody has logged yet is shown later.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
     """
@@ -40,7 +41,7 @@ class Monitor(anywidget.AnyWidget):
     _esm = (_STATIC / "monitor.js").read_text(encoding="utf-8")
     _css = (_STATIC / "monitor.css").read_text(encoding="utf-8")
 
-    metric = traitlets.Unicode("").tag(sync=True)
+    metrics = traitlets.List(traitlets.Unicode()).tag(sync=True)
     x = traitlets.Enum(["step", "time"], "step").tag(sync=True)
     log = traitlets.Bool(False).tag(sync=True)
     picture = traitlets.Unicode().tag(sync=True)
@@ -52,11 +53,11 @@ class Monitor(anywidget.AnyWidget):
         self,
         source: Source,
         *,
-        metric: str = "",
+        metrics: Sequence[str] = (),
         x: str = "step",
         log: bool = False,
     ) -> None:
-        super().__init__(metric=metric, x=x, log=log, picture=uuid.uuid4().hex)
+        super().__init__(metrics=list(metrics), x=x, log=log, picture=uuid.uuid4().hex)
         self._source = source
         self._pacer = Pacer()
         self._sequence = 0

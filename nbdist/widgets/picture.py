@@ -1,6 +1,6 @@
-"""A still picture of a metric, as HTML that any notebook viewer shows.
+"""A still picture of some metrics, as HTML that any notebook viewer shows.
 
-Viewers that do not trust a notebook remove inline SVG. The chart is therefore an image
+Viewers that do not trust a notebook remove inline SVG. Each chart is therefore an image
 whose SVG is in a data URL, and the table is plain HTML.
 """
 
@@ -38,35 +38,41 @@ MARK_COLOURS: dict[MarkKind, str] = {
 
 
 def picture(
-    snapshot: Snapshot, metric: str, *, log: bool = False, name: str = ""
+    snapshot: Snapshot, metrics: Sequence[str], *, log: bool = False, name: str = ""
 ) -> str:
-    """The chart and table of one metric over the steps, as HTML.
+    """A chart of each of the metrics over the steps and their table, as HTML.
 
-    The marks are lines in the chart. Those of commits are dotted; the others are listed
-    below the table.
+    The marks are lines in the charts. Those of commits are dotted, and the others are
+    listed below the table.
 
     Args:
         snapshot: A full snapshot.
-        metric: The metric to show. If the snapshot does not have it, the first metric.
+        metrics: The metrics to show. If the snapshot has none of them, its first one.
         log: Whether the y axis is logarithmic. Values of 0 or less are then left out.
         name: The CSS class of the outermost element.
     """
-    names = [delta.metric for delta in snapshot.deltas]
-    metric = metric if metric in names else next(iter(names), "")
-    deltas = sorted(
-        (delta for delta in snapshot.deltas if delta.metric == metric),
-        key=lambda delta: delta.rank,
-    )
-    if not deltas:
+    of: dict[str, list[SeriesDelta]] = {}
+    for delta in sorted(snapshot.deltas, key=lambda delta: delta.rank):
+        of.setdefault(delta.metric, []).append(delta)
+    if not of:
         return f'<div class="{escape(name)}">Nothing was logged.</div>'
-    placed = _placed(snapshot.marks or [], deltas)
+    shown = [metric for metric in metrics if metric in of] or [
+        snapshot.deltas[0].metric
+    ]
+    placed = {m: _placed(snapshot.marks or [], of[m]) for m in shown}
+    charts = "".join(_chart(m, of[m], placed[m], log) for m in shown)
+    table = _table({metric: of[metric] for metric in shown}, snapshot)
+    return (
+        f'<div class="{escape(name)}">{charts}{table}{_events(placed[shown[0]])}'
+        f"<div>{escape(slow_rank(splits_of(snapshot)))}</div></div>"
+    )
+
+
+def _chart(metric: str, deltas: list[SeriesDelta], placed: Placed, log: bool) -> str:
     source = base64.b64encode(_svg(metric, deltas, placed, log).encode()).decode()
     return (
-        f'<div class="{escape(name)}">'
-        f'<img alt="{escape(_summary(metric, deltas))}" width="{WIDTH}" '
-        f'height="{HEIGHT}" src="data:image/svg+xml;base64,{source}">'
-        f"{_table(metric, deltas, snapshot)}{_events(placed)}"
-        f"<div>{escape(slow_rank(splits_of(snapshot)))}</div></div>"
+        f'<div><img alt="{escape(_summary(metric, deltas))}" width="{WIDTH}" '
+        f'height="{HEIGHT}" src="data:image/svg+xml;base64,{source}"></div>'
     )
 
 
@@ -79,15 +85,26 @@ def _summary(metric: str, deltas: list[SeriesDelta]) -> str:
     )
 
 
-def _table(metric: str, deltas: list[SeriesDelta], snapshot: Snapshot) -> str:
+def _table(shown: dict[str, list[SeriesDelta]], snapshot: Snapshot) -> str:
+    """The latest step and the latest value of each metric, for each rank."""
     where = {info.rank: f"{info.host}:{info.device}" for info in snapshot.ranks}
-    rows = "".join(
-        f"<tr><td>{delta.rank}</td><td>{escape(where.get(delta.rank, ''))}</td>"
-        f"<td>{delta.latest[0]:.0f}</td><td>{delta.latest[2]:.4g}</td></tr>"
-        for delta in deltas
+    latest = {
+        metric: {delta.rank: delta.latest for delta in deltas}
+        for metric, deltas in shown.items()
+    }
+    rows = []
+    for rank in sorted({rank for each in latest.values() for rank in each}):
+        found = [each.get(rank) for each in latest.values()]
+        step = next(sample[0] for sample in found if sample is not None)
+        values = ["" if sample is None else f"{sample[2]:.4g}" for sample in found]
+        cells = [str(rank), where.get(rank, ""), f"{step:.0f}", *values]
+        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    head = ["rank", "device", "step", *shown]
+    return (
+        f"<table><thead><tr>{''.join(f'<th>{escape(each)}</th>' for each in head)}"
+        "</tr></thead><tbody>"
+        f"{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
     )
-    head = f"<th>rank</th><th>device</th><th>step</th><th>{escape(metric)}</th>"
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def _placed(marks: Iterable[Mark], deltas: list[SeriesDelta]) -> Placed:

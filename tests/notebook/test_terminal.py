@@ -156,8 +156,14 @@ def test_the_monitor_is_a_table_of_the_latest_values(terminal: Terminal) -> None
         ["loss", "0", "1", "0.25"],
         ["loss", "1", "1", "1.25"],
     ]
+    log = "nbdist.log(accuracy=1.0, lr=2.0)"
+    terminal.run(f"get_ipython().run_cell_magic('distributed', '-r 0', {log!r})")
+    shown = screen(terminal.run("%dist_monitor --metric 'lr, loss'"))
+    assert [line.split()[:2] for line in shown[2:]] == [
+        ["loss", "0"], ["loss", "1"], ["lr", "0"]
+    ]  # fmt: skip
     assert "unrecognized arguments: loss" in terminal.run("%dist_monitor loss")
-    assert "4 rows in" in terminal.run("%dist_monitor --save values.csv")
+    assert "4 rows in" in terminal.run("%dist_monitor --metric loss --save values.csv")
     assert "tensorboard --logdir" in terminal.run("%dist_monitor --logdir runs")
     terminal.run("import nbdist")
     received = terminal.run("nbdist.metrics('loss').groupby('rank').value.min()[1]")

@@ -59,13 +59,13 @@ def test_a_data_frame(collector: Collector) -> None:
     assert table["rank"].dtype == table["step"].dtype == "int64"
     best = table[table.metric == "loss"].groupby("rank").value.min()
     assert best.to_dict() == {0: pytest.approx(1 / 3), 1: 0.25}
-    assert set(data_frame(collector, "lr")["metric"]) == {"lr"}
+    assert set(data_frame(collector, ["lr"])["metric"]) == {"lr"}
     assert list(data_frame(Collector()).columns) == list(COLUMNS)
 
 
 def test_an_unknown_metric_is_refused_with_the_known_ones(collector: Collector) -> None:
     with pytest.raises(UsageError, match="has logged 'los': the metrics are loss, lr"):
-        data_frame(collector, "los")
+        data_frame(collector, ["loss", "los"])
 
 
 def test_without_pandas_the_error_says_what_to_do(
@@ -79,12 +79,13 @@ def test_without_pandas_the_error_says_what_to_do(
 
 def test_a_csv_file_has_every_digit(collector: Collector, tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
-    assert save(collector, path, "loss") == 6
+    assert save(collector, path, ["lr", "loss"]) == 7
+    assert save(collector, path, ["loss"]) == 6
     with path.open(newline="") as file:
         header, *lines = csv.reader(file)
     assert tuple(header) == COLUMNS
     assert [float(line[4]) for line in lines] == [
-        row[4] for row in rows(collector.snapshot(), "loss")
+        row[4] for row in rows(collector.snapshot(), ["loss"])
     ]
     save(collector, path)
     assert math.isnan(pd.read_csv(path).value.iloc[-1])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.jupyterlab_driver import ROOT, Lab
+from tests.processes import wait_until
 
 SETUP = """
 import math, threading, time
@@ -99,7 +100,7 @@ def step_shown() -> str:
 
 
 def hover(lab: Lab, across: float) -> None:
-    box = lab.page.locator(".nbdist-plane .u-over").bounding_box()
+    box = lab.page.locator(".nbdist-plane .u-over").first.bounding_box()
     assert box is not None
     lab.page.mouse.move(box["x"] + across * box["width"], box["y"] + 60)
 
@@ -144,11 +145,11 @@ def test_the_view_answers_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None:
     run = Run(lab, tmp_path / "stop", ranks=4)
     page = lab.page
 
-    page.locator(".nbdist-controls select").select_option("lr")
+    page.locator(".nbdist-choice select").select_option("lr")
     lab.wait(
         "() => document.querySelector('.nbdist-ranks thead').textContent.endsWith('lr')"
     )
-    page.locator(".nbdist-controls select").select_option("loss")
+    page.locator(".nbdist-choice select").select_option("loss")
     page.locator(".nbdist-controls input").check()
     page.locator(".nbdist-controls button", has_text="time").click()
     page.locator(".nbdist-legend button").nth(1).click()
@@ -174,6 +175,62 @@ def test_the_view_answers_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None:
     lab.screenshot("monitor-dark-log-time")
     lab.set_theme("JupyterLab Light")
     run.end()
+
+
+def x_range(lab: Lab, panel: int) -> list[str]:
+    """The values at the ends of a chart, as its plane reads them aloud."""
+    plane = lab.page.locator(PLANE).nth(panel)
+    plane.focus()
+    read = []
+    for key in ("Home", "End"):
+        lab.page.keyboard.press(key)
+        read.append((plane.get_attribute("aria-valuetext") or "").partition(":")[0])
+    return read
+
+
+def test_several_charts_share_the_axis_and_the_pointer(
+    lab: Lab, tmp_path: Path
+) -> None:
+    run = Run(lab, tmp_path / "stop", ranks=4, at_once=200)
+    page = lab.page
+    page.locator(".nbdist-controls button", has_text="chart").click()
+    lab.wait("() => document.querySelectorAll('.nbdist-plane canvas').length === 2")
+    run.end()
+    assert page.locator(".nbdist-controls button", has_text="chart").is_hidden()
+    chosen = "[...document.querySelectorAll('.nbdist-choice select')].map(s => s.value)"
+    assert page.evaluate(chosen) == ["loss", "lr"]
+    # The last values may be on their way.
+    wait_until(lambda: x_range(lab, 0) == x_range(lab, 1), 10)
+
+    hover(lab, 0.25)
+    titles = page.locator(".nbdist-readout .title").all_inner_texts()
+    assert len(titles) == 2
+    assert titles[0] == titles[1]
+    lab.screenshot("monitor-several")
+
+    box = page.locator(".nbdist-plane .u-over").nth(1).bounding_box()
+    assert box is not None
+    before = page.evaluate(PIXELS)
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 20, steps=4)
+    page.mouse.up()
+    lab.wait(f"() => {PIXELS} !== '{before}'")  # the first chart is zoomed too
+    hover(lab, 0.5)
+    titles = page.locator(".nbdist-readout .title").all_inner_texts()
+    assert titles[0] == titles[1]
+    lab.screenshot("monitor-several-zoomed")
+    page.mouse.dblclick(box["x"] + 0.5 * box["width"], box["y"] + 20)
+    lab.wait(f"() => {PIXELS} === '{before}'")  # and shows everything again
+    page.locator(".nbdist-choice button").nth(0).click()
+    lab.wait("() => document.querySelectorAll('.nbdist-plane canvas').length === 1")
+    assert page.evaluate(chosen) == ["lr"]
+    # The picture of the saved notebook has the charts that the user has chosen.
+    still = "document.querySelector(\"img[src^='data:image/svg']\")"
+    lab.wait(f"() => {still}.alt.startsWith('lr of 4 ranks')")
+    page.locator(".nbdist-controls button", has_text="chart").click()
+    imgs = "document.querySelectorAll(\"img[src^='data:image/svg']\")"
+    lab.wait(f"() => {imgs}.length === 2 && {imgs}[1].alt.startsWith('loss of 4')")
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="needs npm ci in frontend/")

@@ -33,7 +33,7 @@ def chart(html: str) -> ElementTree.Element:
 
 
 def test_up_to_12_ranks_are_drawn_as_lines() -> None:
-    html = picture(collector(12, [3.0, 2.0, 1.0]).snapshot(), "loss", name="still")
+    html = picture(collector(12, [3.0, 2.0, 1.0]).snapshot(), ["loss"], name="still")
     assert html.startswith('<div class="still">')
     lines = chart(html).findall(f"{SVG}polyline")
     assert len(lines) == 12
@@ -43,7 +43,7 @@ def test_up_to_12_ranks_are_drawn_as_lines() -> None:
 
 
 def test_more_ranks_are_drawn_as_a_median_within_a_band() -> None:
-    svg = chart(picture(collector(13, [3.0, 2.0]).snapshot(), "loss"))
+    svg = chart(picture(collector(13, [3.0, 2.0]).snapshot(), ["loss"]))
     assert len(svg.findall(f"{SVG}polyline")) == 1
     assert len(svg.findall(f"{SVG}polygon")) == 1
 
@@ -51,7 +51,7 @@ def test_more_ranks_are_drawn_as_a_median_within_a_band() -> None:
 def test_a_long_run_keeps_its_spike() -> None:
     values = [1.0] * 2000
     values[777] = 50.0
-    svg = chart(picture(collector(1, values).snapshot(), "loss"))
+    svg = chart(picture(collector(1, values).snapshot(), ["loss"]))
     (line,) = svg.findall(f"{SVG}polyline")
     tops = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
     assert len(tops) <= MOST_POINTS
@@ -64,7 +64,7 @@ def test_a_long_run_keeps_its_spike() -> None:
 @pytest.mark.parametrize("log", [False, True])
 def test_extreme_values_can_be_drawn(values: list[float], log: bool) -> None:
     for ranks in (1, 13):
-        svg = chart(picture(collector(ranks, values).snapshot(), "loss", log=log))
+        svg = chart(picture(collector(ranks, values).snapshot(), ["loss"], log=log))
         assert "nan" not in ElementTree.tostring(svg, encoding="unicode")
 
 
@@ -79,7 +79,7 @@ def test_marks_are_drawn_at_the_step_before_them() -> None:
         Mark(99.0, "nan", "x has NaNs", (0,)),
     ]
     made.receive(Batch(0, "source", 0, 0, (*records, *marks)))
-    html = picture(made.snapshot(), "loss")
+    html = picture(made.snapshot(), ["loss"])
     assert re.findall("<li>(.*?)</li>", html) == [
         "step 5: rank 1 &lt;has died&gt;", "step 10: rank 0: x has NaNs"
     ]  # fmt: skip
@@ -96,11 +96,24 @@ def test_marks_are_drawn_at_the_step_before_them() -> None:
 
 def test_names_are_escaped() -> None:
     evil = collector(1, [1.0], metric="<script>&\"'")
-    html = picture(evil.snapshot(), "<script>&\"'")
+    html = picture(evil.snapshot(), ["<script>&\"'"])
     assert "<script>" not in html
     assert chart(html).find(f"{SVG}text") is not None
 
 
+def test_each_metric_has_a_chart_and_a_column() -> None:
+    made = collector(2, [3.0, 2.0])
+    made.receive(Batch(0, "source", 1, 0, (Sample(0, 9, 1.0, {"accuracy": 0.5}),)))
+    html = picture(made.snapshot(), ["accuracy", "later", "loss"])
+    alts = re.findall('alt="([a-z]+) of (\\d) ranks', html)
+    assert alts == [("accuracy", "1"), ("loss", "2")]
+    assert re.findall("<th>(.*?)</th>", html) == [
+        "rank", "device", "step", "accuracy", "loss"
+    ]  # fmt: skip
+    rows = [re.findall("<td>(.*?)</td>", row) for row in html.split("<tr>")[2:]]
+    assert rows == [["0", "", "9", "0.5", "2"], ["1", "", "1", "", "3"]]
+
+
 def test_an_unknown_metric_is_replaced_by_another() -> None:
-    assert "loss of 1 ranks" in picture(collector(1, [1.0]).snapshot(), "accuracy")
-    assert "Nothing was logged" in picture(Collector().snapshot(), "loss")
+    assert "loss of 1 ranks" in picture(collector(1, [1.0]).snapshot(), ["accuracy"])
+    assert "Nothing was logged" in picture(Collector().snapshot(), ["loss"])
