@@ -5,7 +5,9 @@ Processes are not found by name, because other clusters may run.
 
 from __future__ import annotations
 
+import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +71,20 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"after {within_s} s: {explain()}"
         time.sleep(0.02)
+
+
+def stop(pid: int) -> None:
+    """Stop a process by SIGSTOP. When this returns, none of its threads runs."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+
+    def has_stopped() -> bool:
+        return all(
+            task.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T"
+            for task in tasks.iterdir()
+        )
+
+    wait_until(has_stopped, 10.0, lambda: f"process {pid} did not stop")
 
 
 def runs(process: psutil.Process) -> bool:

@@ -15,7 +15,7 @@ from nbdist.clusters.futures import CallFuture
 from nbdist.clusters.result import CellResult
 from nbdist.errors import NotRunning, UsageError
 from nbdist.ipc.private_files import memory_folder
-from tests.processes import wait_until
+from tests.processes import stop, wait_until
 
 DEADLINE_S = 30.0
 LATE = """import time
@@ -128,7 +128,7 @@ def test_a_rank_with_another_shape(cluster: Cluster) -> None:
 def test_a_stopped_rank(cluster: Cluster) -> None:
     """Its record is read, although the process answers nothing."""
     pid = cluster.infos[2].pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         cell = cluster.execute("nbdist.all_reduce(torch.ones(4))", wait=False)
         wait_until(lambda: is_awaited(cluster, 2), DEADLINE_S)

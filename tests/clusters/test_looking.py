@@ -18,7 +18,7 @@ from nbdist.clusters.observer import Event, Quiet
 from nbdist.session import Session
 from nbdist.wire import format_ranks
 from tests.clusters import flipped_bits
-from tests.processes import wait_until
+from tests.processes import stop, wait_until
 
 DEADLINE_S = 10.0
 
@@ -382,7 +382,7 @@ def test_a_rank_that_does_not_answer_is_named_in_time(
     cluster: Cluster, session: Session
 ):
     pid = cluster.ranks[1].pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         status = within(5, session.status_table).splitlines()
         assert "does not answer" in status[3]
@@ -410,7 +410,7 @@ def test_a_description_comes_from_rank_0(cluster: Cluster, session: Session):
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
         assert "On rank 0." in session.describe("scaled", 0)["text/plain"]
         assert session.describe("nothing_there", 0) == {}
-    os.kill(cluster.ranks[0].pid, signal.SIGSTOP)
+    stop(cluster.ranks[0].pid)
     try:
         begin = time.monotonic()
         assert session.describe("scaled", 0) == {}

@@ -10,6 +10,7 @@ import pytest
 from nbdist import CellError, Cluster
 from nbdist.wire import HeldTensor, MemoryReport
 from tests.clusters.test_looking import running
+from tests.processes import stop
 
 MIB = 1 << 20
 
@@ -148,7 +149,7 @@ def test_objects_that_are_not_as_they_should_be_are_passed_over(
 @pytest.mark.parametrize("rank", [0, 2, 3])
 def test_a_stopped_rank_does_not_delay_the_others(cluster: Cluster, rank: int) -> None:
     pid = cluster.ranks[rank].pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         found = cluster.memory()
     finally:

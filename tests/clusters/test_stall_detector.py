@@ -14,6 +14,7 @@ from nbdist.clusters.observer import Quiet
 from nbdist.clusters.stall_detector import Seen, describe
 from nbdist.session import Session
 from nbdist.wire import CollectiveCall, ProgressSnapshot
+from tests.processes import stop
 
 DEADLINE_S = 60.0
 
@@ -77,7 +78,7 @@ def test_a_slow_rank_is_named_and_waited_for(cluster: Cluster):
 def test_the_last_position_of_a_rank_that_does_not_answer_is_shown(cluster: Cluster):
     class Looks(Notices):
         def notice(self, text: str) -> None:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             session = Session()
             session._cluster = cluster
             self.texts.append(session.stacks_text())

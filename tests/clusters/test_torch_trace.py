@@ -14,7 +14,7 @@ import pytest
 
 from nbdist import CellError, Cluster
 from nbdist.errors import UsageError
-from tests.processes import wait_until
+from tests.processes import stop, wait_until
 
 DEADLINE_S = 30.0
 CALLS = (
@@ -80,7 +80,7 @@ def test_a_planted_mismatch(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_rank_that_died(cluster: Cluster, tmp_path: Path) -> None:
     cluster.execute("nbdist.all_reduce(torch.ones(4))")
     pid = cluster.infos[1].pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     cell = cluster.execute("nbdist.all_reduce(torch.ones(6))", wait=False)
     wait_until(lambda: len(cluster.collectives().rows[-1].calls) == 2, DEADLINE_S)
     os.kill(pid, signal.SIGKILL)
