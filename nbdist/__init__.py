@@ -20,6 +20,11 @@ if TYPE_CHECKING:
         strategies as strategies,
     )
     from nbdist.clusters.cluster import Cluster as Cluster
+    from nbdist.clusters.kept.clusters import (
+        attach as attach,
+        kept_clusters as kept_clusters,
+    )
+    from nbdist.clusters.kept.kept_cluster import KeptCluster as KeptCluster
     from nbdist.clusters.workers import (
         await_workers as await_workers,
         launch_workers as launch_workers,
@@ -85,6 +90,8 @@ if TYPE_CHECKING:
 else:
     _homes = {
         "nbdist.clusters.cluster": ("Cluster",),
+        "nbdist.clusters.kept.clusters": ("attach", "kept_clusters"),
+        "nbdist.clusters.kept.kept_cluster": ("KeptCluster",),
         "nbdist.clusters.workers": (
             "await_workers", "launch_workers", "list_workers", "run_cluster",
             "stop_workers",

@@ -168,12 +168,22 @@ class DistMagics(Magics):  # type: ignore[misc]
     @argument(
         "--resume", help="a file of state.save() that the training continues from"
     )
+    @argument(
+        "--keep",
+        nargs="?",
+        const="12",
+        metavar="HOURS",
+        help="keep the ranks after the notebook's end, for these hours; default 12",
+    )
+    @argument("--name", help="name of a kept cluster; default that of the notebook")
     @line_magic
     def dist_start(self, line: str) -> None:
         """Start this notebook's cluster."""
         args = _parse(self.dist_start, line)
         self.session.start(
             _number("-n", args.n, int),
+            _number("--keep", args.keep, float),
+            args.name,
             hosts=args.hosts,
             device=args.device,
             ranks_per_gpu=_number("--ranks-per-gpu", args.ranks_per_gpu, int),
@@ -565,6 +575,31 @@ class DistMagics(Magics):  # type: ignore[misc]
         """Show each setting, its value, and where the value comes from."""
         display(self.session.config_table())
 
+    @magic_arguments()
+    @argument("name", nargs="?", help="the cluster's name, if several are kept")
+    @argument("--force", action="store_true", help="detach another notebook")
+    @line_magic
+    def dist_attach(self, line: str) -> None:
+        """Come back to a cluster that was started with --keep, and to its cells."""
+        args = _parse(self.dist_attach, line)
+        self.session.attach(args.name, by_force=args.force)
+
+    @line_magic
+    def dist_detach(self, line: str) -> None:
+        """Leave a kept cluster to run without a notebook."""
+        print(self.session.detach())
+
+    @magic_arguments()
+    @argument("--stop", metavar="NAME", help="stop this cluster")
+    @line_magic
+    def dist_clusters(self, line: str) -> None:
+        """List the kept clusters: where each runs, since when, and what it does."""
+        args = _parse(self.dist_clusters, line)
+        if args.stop is not None:
+            print(self.session.stop_kept(args.stop))
+        else:
+            display(self.session.clusters_table())
+
     @line_magic
     def dist_stop(self, line: str) -> None:
         """Stop this notebook's cluster."""
@@ -732,9 +767,9 @@ def register(shell: InteractiveShell) -> None:
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Stop the cluster and remove the magics."""
+    """Stop the cluster, or detach from a kept one, and remove the magics."""
     magics, matcher = _registered.pop(id(shell))
-    magics.session.stop()
+    magics.session.leave()
     shell.Completer.custom_matchers.remove(matcher)
     kernel = getattr(shell, "kernel", None)
     if kernel is not None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from nbdist.clusters.cluster import Cluster
     from nbdist.clusters.futures import CallFuture
+    from nbdist.clusters.kept.kept_cluster import KeptCluster
+    from nbdist.clusters.kept.messages import Cell
     from nbdist.telemetry.collector import Collector
     from nbdist.telemetry.event_files import EventFiles
     from nbdist.widgets.cell_view import CellView
@@ -171,7 +173,7 @@ class Session:
         self._to_profile: _ToProfile | None = None
         self._widgets: RankWidgets | None = None
         """The widgets that the ranks have made; None where no widget can be shown."""
-        atexit.register(self.stop)
+        atexit.register(self.leave)
 
     @property
     def cluster(self) -> Cluster:
@@ -194,33 +196,147 @@ class Session:
         """Whether a cluster is running."""
         return self._cluster is not None and self._cluster.running
 
-    def start(self, n: int | None, **options: Any) -> None:
+    def start(
+        self,
+        n: int | None,
+        keep_hours: float | None = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
         """Start this notebook's cluster, and show the progress.
 
         Args:
             n: The number of ranks; None takes the default.
+            keep_hours: The `hours` of a `KeptCluster`; None for a `Cluster`.
+            name: The name of a `KeptCluster`; None takes the default.
             options: As for `Cluster`.
 
         Raises:
             AlreadyRunning: A cluster is running. It is left untouched.
             UsageError, StartError: As for `Cluster`.
         """
+        self._check_none_runs()
+        if keep_hours is not None:
+            from nbdist.clusters.kept.kept_cluster import KeptCluster
+            from nbdist.clusters.kept.tables import hours_text
+
+            kept = KeptCluster(n, hours=keep_hours, name=name, **options)
+            self._take_up(kept, kept.start)
+            hours = hours_text(keep_hours)
+            print(
+                f"{kept.name} is kept: after the notebook's end its ranks run for "
+                f"{hours}, and %dist_attach {kept.name} comes back to them"
+            )
+            return
+        if name is not None:
+            raise UsageError(f"--name {name} names a cluster that is kept: add --keep")
+        from nbdist.clusters.cluster import Cluster
+
+        cluster = Cluster(n, **options)
+        self._take_up(cluster, cluster.start)
+
+    def _check_none_runs(self) -> None:
         if self.running:
             raise AlreadyRunning(
                 f"a cluster of {self.cluster.size} ranks is running and was left "
                 "untouched: use it, or %dist_stop it first"
             )
-        from nbdist.clusters.cluster import Cluster
+
+    def _take_up(self, cluster: Cluster, start: Callable[..., object]) -> None:
+        """Start a cluster, and make it this notebook's."""
         from nbdist.widgets.live_text import print_note
 
-        cluster = Cluster(n, **options)
         cluster.on_note = cluster.on_wait = print_note
-        self._widgets = _widgets_of(cluster)
+        self._widgets = _widgets_of(cluster) if cluster.has_live_widgets else None
         if self._widgets is not None:
             cluster.comms = self._widgets
         self.stop()  # the earlier cluster may have ended by itself
-        self._bring_up(cluster, cluster.start)
+        self._bring_up(cluster, start)
         self._cluster = cluster
+
+    def attach(self, name: str | None, *, by_force: bool = False) -> None:
+        """Attach to a kept cluster, and show the cells whose end nobody has seen.
+
+        Args:
+            name: The cluster's name; None if there is only one.
+            by_force: Detach another notebook that is attached.
+
+        Raises:
+            AlreadyRunning: A cluster is running in this notebook, or another notebook
+                is attached.
+            NotRunning, UsageError, ClusterError: As for `nbdist.attach`.
+        """
+        self._check_none_runs()
+        from nbdist.clusters.kept.clusters import attach
+        from nbdist.clusters.kept.tables import attached_text
+        from nbdist.widgets.live_text import print_note
+
+        cluster = attach(name, force=by_force)
+        cluster.on_note = cluster.on_wait = print_note
+        self.stop()  # the earlier cluster may have ended by itself
+        self._cluster, self._widgets = cluster, None
+        cells = cluster.unseen_cells
+        print_note(attached_text(cluster.description, cells))
+        for note in cluster.notes:
+            print_note(note)
+        for cell in cells:
+            self._follow(cluster, cell)
+
+    def _follow(self, cluster: KeptCluster, cell: Cell) -> None:
+        """Show a cell that another notebook, or an earlier kernel, has sent."""
+        self._begin_in_background(
+            cell.number,
+            cell.ranks,
+            cell.code,
+            lambda view: cluster.follow(cell, view),
+            is_alone=False,
+        )
+
+    def detach(self) -> str:
+        """Leave a kept cluster to run. Returns a description of it.
+
+        Raises:
+            NotRunning: No cluster is running.
+            UsageError: The cluster ends with this notebook.
+        """
+        from nbdist.clusters.kept.kept_cluster import KeptCluster
+        from nbdist.clusters.kept.tables import hours_text
+
+        cluster = self.cluster
+        if not isinstance(cluster, KeptCluster):
+            raise UsageError(
+                "this cluster ends with its notebook: only one that %dist_start --keep "
+                "has started can be left"
+            )
+        hours = hours_text(cluster.description.hours)
+        self.leave()
+        return (
+            f"{cluster.name} runs for {hours} without a notebook: %dist_attach "
+            f"{cluster.name} comes back to it"
+        )
+
+    def stop_kept(self, name: str) -> str:
+        """Stop a kept cluster. Returns a description.
+
+        Raises:
+            NotRunning, UsageError: As for `nbdist.clusters.kept.clusters.stop_cluster`.
+        """
+        from nbdist.clusters.kept.clusters import stop_cluster
+        from nbdist.clusters.kept.kept_cluster import KeptCluster
+
+        own = self._cluster
+        if isinstance(own, KeptCluster) and own.name == name:
+            self.stop()
+        else:
+            stop_cluster(name)
+        return f"{name} was stopped"
+
+    def clusters_table(self) -> Table:
+        """The kept clusters of this user."""
+        from nbdist.clusters.kept.clusters import kept_clusters
+        from nbdist.clusters.kept.tables import clusters_table
+
+        return clusters_table(kept_clusters())
 
     def restart(self) -> None:
         """Stop the cluster, start it with the same options, and run the setup cells."""
@@ -240,6 +356,14 @@ class Session:
 
     def stop(self) -> bool:
         """Stop the cluster. Returns whether there was one. Safe to call twice."""
+        return self._part(lambda cluster: cluster.stop())
+
+    def leave(self) -> None:
+        """Stop the cluster, or detach from one that is kept. Safe to call twice."""
+        self._part(lambda cluster: cluster.leave())
+
+    def _part(self, leave: Callable[[Cluster], None]) -> bool:
+        """End what shows the cluster, and leave it. Returns whether there was one."""
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             self._collector = cluster.collector
@@ -247,7 +371,7 @@ class Session:
             monitor.close()
         self._monitors.clear()
         if cluster is not None:
-            cluster.stop()
+            leave(cluster)
         self._close_event_files()
         return cluster is not None
 
@@ -300,7 +424,6 @@ class Session:
             NotRunning: No cluster is running.
         """
         from nbdist.clusters.options import check_timeout, existing_ranks
-        from nbdist.widgets.live_text import show_error
 
         if self._to_profile is not None:
             raise UsageError(
@@ -312,21 +435,46 @@ class Session:
         check_timeout(timeout_s)
         size = cluster.size
         shown = existing_ranks(range(size) if ranks is None else ranks, size)
-        hint = f"in the background: %dist_interrupt {number} ends In[{number}]"
-        view = self._new_view(shown, hint, is_alone=is_alone)
 
-        def work() -> Any:
+        def execute(view: CellView) -> object:
+            return cluster.execute(
+                code,
+                ranks,
+                timeout_s=timeout_s,
+                number=number,
+                setup=setup,
+                observer=view,
+            )
+
+        self._begin_in_background(number, shown, code, execute, is_alone=is_alone)
+
+    def _begin_in_background(
+        self,
+        number: int,
+        ranks: Sequence[int],
+        code: str,
+        execute: Callable[[CellView], object],
+        *,
+        is_alone: bool,
+    ) -> None:
+        """Show a cell in the output of this one while it runs in the background.
+
+        Args:
+            number, ranks, code: The cell's.
+            execute: Runs the cell, and returns or raises its outcome.
+            is_alone: As for `execute_in_background`.
+        """
+        from nbdist.widgets.live_text import show_error
+
+        cluster = self.cluster
+        hint = f"in the background: %dist_interrupt {number} ends In[{number}]"
+        view = self._new_view(ranks, hint, is_alone=is_alone)
+
+        def work() -> object:
             try:
                 view.begin()
                 try:
-                    return cluster.execute(
-                        code,
-                        ranks,
-                        timeout_s=timeout_s,
-                        number=number,
-                        setup=setup,
-                        observer=view,
-                    )
+                    return execute(view)
                 finally:
                     view.close()
             except BaseException as error:
@@ -346,7 +494,7 @@ class Session:
         future = cluster.in_background(work, f"In[{number}]")
         future.add_done_callback(end_cancelled)
         self._remember(
-            BackgroundCell(number, format_ranks(shown), _first_line(code), future)
+            BackgroundCell(number, format_ranks(ranks), _first_line(code), future)
         )
 
     def _remember(self, cell: BackgroundCell) -> None:

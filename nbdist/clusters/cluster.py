@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.elastic import Elastic
     from nbdist.clusters.ipp_client import Answer
     from nbdist.clusters.profile import Profile
+    from nbdist.clusters.prompts import Reader
     from nbdist.clusters.rank_registry import RankRegistry
     from nbdist.clusters.recovery import Recovery
     from nbdist.clusters.world_restart import LastCommit, SavedVariables, SavedWorld
@@ -151,6 +152,9 @@ class Cluster:
     Raises:
         UsageError: An option is invalid, or this host cannot meet the request.
     """
+
+    has_live_widgets = True
+    """Whether `comms` gets the messages of the ranks' widgets."""
 
     @suggests_keywords
     def __init__(
@@ -211,6 +215,9 @@ class Cluster:
         """Called with a description when ranks were replaced or dropped."""
         self.comms: CommReceiver = IGNORED
         """Receives the messages of the ranks' widgets. Set it before the start."""
+        self.reader: Reader | None = None
+        """Reads the lines that ranks ask for; None for the user of this process. Set it
+        before the start."""
 
     def __enter__(self) -> Cluster:
         return self if self.running else self.start()
@@ -281,6 +288,7 @@ class Cluster:
             self._registry, self._assignments, self.config, self._on_change
         )
         self._supervisor = CallSupervisor(self._registry, self._recovery)
+        self._supervisor.reader = self.reader or self._supervisor.reader
         self._recovery.setup = self._setup
         self._elastic = Elastic(
             self._registry,
@@ -329,6 +337,10 @@ class Cluster:
             started.client.close()
             started.process_supervisor.close()
             self.comms.keep(set())
+
+    def leave(self) -> None:
+        """End what ends with this process. A kept cluster is left to run."""
+        self.stop()
 
     def restart(
         self, on_progress: Callable[[Progress], None] = lambda _: None
@@ -501,7 +513,7 @@ class Cluster:
     @property
     def output_folder(self) -> Path:
         """Where long texts of cells are kept until the cluster stops."""
-        return self._live().run_dir / "output"
+        return self._run_dir / "output"
 
     def settings(self) -> list[Setting]:
         """Every setting of this cluster, its value and where the value came from."""
@@ -510,6 +522,19 @@ class Cluster:
     def died(self) -> dict[int, RankDied]:
         """The ranks whose processes have ended, each with its error."""
         return self._live().died
+
+    @property
+    def _run_dir(self) -> Path:
+        """The folder of the cluster's files."""
+        return self._live().run_dir
+
+    def _check_started(self) -> None:
+        """Check that the cluster was started, and has not been stopped.
+
+        Raises:
+            NotRunning: It has not.
+        """
+        self._live()
 
     def _live(self) -> RankRegistry:
         if self._registry is None:
@@ -864,7 +889,7 @@ class Cluster:
             return self._execute(code, ranks, *arguments)
         chosen = None if ranks is None else existing_ranks(ranks, self.size)
         check_timeout(timeout_s)
-        self._live()
+        self._check_started()
         return self.in_background(
             lambda: self._execute(code, chosen, *arguments), f"In[{number}]"
         )
@@ -1138,12 +1163,11 @@ class Cluster:
         chosen = None if ranks is None else list(ranks)
 
         def call() -> list[Any]:
-            supervisor = self._live_supervisor()
-            before_s = supervisor.seconds_at_prompts
+            before_s = self._seconds_at_prompts
             shipments = self._call(
                 endpoints.CALL, (payload,), chosen, name, allowance.left_s, observer
             )
-            allowance.extend(supervisor.seconds_at_prompts - before_s)
+            allowance.extend(self._seconds_at_prompts - before_s)
             return transfer.incoming(shipments, "the results", allowance)
 
         return call() if wait else self._background.submit(call, name)
@@ -1175,7 +1199,7 @@ class Cluster:
             RankDied: A rank has died meanwhile.
         """
         allowance = transfer.Allowance("push", timeout_s)
-        with transfer.outgoing(values, self._live().run_dir, allowance) as shipment:
+        with transfer.outgoing(values, self._run_dir, allowance) as shipment:
             self._call(
                 endpoints.STORE,
                 (shipment,),
@@ -1229,6 +1253,11 @@ class Cluster:
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.push(**{name: value})
+
+    @property
+    def _seconds_at_prompts(self) -> float:
+        """Seconds for which ranks have waited for the user, in all calls."""
+        return self._live_supervisor().seconds_at_prompts
 
     def _select(self, ranks: Iterable[int] | None) -> list[int]:
         """Repair the cluster, then check a selection of ranks, None for all."""
@@ -1458,7 +1487,7 @@ class Cluster:
         The fields are those of `nbdist.engine.control_handlers.status`. The state is
         None for a rank that does not answer.
         """
-        return self._live().ask(endpoints.STATUS)
+        return self._ask(endpoints.STATUS)
 
     def refused(self, states: dict[int, dict[str, Any] | None]) -> int:
         """The number of messages that this process, controller and ranks refused.
@@ -1467,7 +1496,12 @@ class Cluster:
             states: The result of `status`.
         """
         by_ranks: int = sum(state["refused"] for state in states.values() if state)
-        return self._live().client.refused + by_ranks
+        return self._refused_here + by_ranks
+
+    @property
+    def _refused_here(self) -> int:
+        """The number of messages that the client and the controller have refused."""
+        return self._live().client.refused
 
     def stacks(self, *, everything: bool = False) -> dict[int, str | None]:
         """The Python stack of each rank, also while its main thread is blocked.
@@ -1478,7 +1512,7 @@ class Cluster:
         Args:
             everything: Begin with the calls that lead to the user's code.
         """
-        return self._live().ask(endpoints.STACK, everything)
+        return self._ask(endpoints.STACK, everything)
 
     def collectives(
         self, ranks: Iterable[int] | None = None, *, count: int = 20
@@ -1540,13 +1574,13 @@ class Cluster:
 
         check_steps(steps)
         chosen = self._select(ranks)
-        self._live().ask(endpoints.PROFILE_ORDER, steps, ranks=chosen)
+        self._ask(endpoints.PROFILE_ORDER, steps, ranks=chosen)
         profile = Profile(chosen)
         try:
             yield profile
         finally:
-            if self._registry is not None:
-                found = self._registry.ask(
+            if self.running:
+                found = self._ask(
                     endpoints.PROFILE_COLLECT,
                     ranks=set(chosen) & {info.rank for info in self.infos},
                     timeout_s=PROFILE_TIMEOUT_S,
@@ -1578,12 +1612,15 @@ class Cluster:
         """
         return self._look_into(endpoints.MEMORY_REPORT, count)
 
+    def _ask(self, target: str, *args: object, **options: Any) -> dict[int, Any]:
+        """Call an endpoint on living ranks, busy or not; as `RankRegistry.ask`."""
+        return self._live().ask(target, *args, **options)
+
     def _look_into(self, target: str, *args: object) -> dict[int, Any]:
         """Call an endpoint that takes seconds on the ranks that answer at once."""
-        registry = self._live()
-        seen = registry.ask(endpoints.WHERE)
+        seen = self._ask(endpoints.WHERE)
         answering = [rank for rank, where in seen.items() if where is not None]
-        answers = registry.ask(target, *args, ranks=answering, timeout_s=LOOK_TIMEOUT_S)
+        answers = self._ask(target, *args, ranks=answering, timeout_s=LOOK_TIMEOUT_S)
         return dict.fromkeys(seen) | answers
 
     def inspect(
@@ -1641,7 +1678,7 @@ class Cluster:
         if not any(what is not None for what in doing.values()):
             return {**self.shown(expression)}
         answering = [rank for rank in living if states[rank] is not None]
-        answers = self._live().ask(endpoints.LOOK, expression, ranks=answering)
+        answers = self._ask(endpoints.LOOK, expression, ranks=answering)
         return dict.fromkeys(living) | answers
 
     def compare(self, expression: str, *, timeout_s: float | None = None) -> Comparison:
@@ -1671,7 +1708,7 @@ class Cluster:
         """Completions of a token, from the lowest living rank's namespace."""
         lowest = self.ranks[0].rank
         target = endpoints.COMPLETE
-        answers = self._live().ask(target, token, line, cursor, ranks=[lowest])
+        answers = self._ask(target, token, line, cursor, ranks=[lowest])
         return answers[lowest] or []
 
     def describe(self, name: str, detail: int = 0) -> dict[str, str]:
@@ -1687,7 +1724,7 @@ class Cluster:
         """
         lowest = self.ranks[0].rank
         target = endpoints.DESCRIBE
-        answers = self._live().ask(target, name, detail, ranks=[lowest])
+        answers = self._ask(target, name, detail, ranks=[lowest])
         return answers[lowest] or {}
 
     def debug(self, rank: int | None = None, *, observer: Observer = QUIET) -> None:
@@ -1733,7 +1770,7 @@ class Cluster:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the cell that each rank runs."""
-        self._live().ask(endpoints.INTERRUPT)
+        self._ask(endpoints.INTERRUPT)
 
 
 def _is_death(error: Exception) -> bool:

@@ -22,15 +22,15 @@ SAME_RANK_S = 0.5
 another rank's prompt is shown."""
 TOGETHER_S = 0.1
 """Seconds in which further ranks may ask, before the lowest is chosen."""
-IN_BACKGROUND = (
-    "a call in the background or in another thread cannot ask: run the cell without "
-    "-b, or give the ranks the value with %dist_push"
-)
 RANKS_USAGE = "ranks all CMD, or ranks 0,2 CMD, with ranks that have stopped"
 
 
 class Reader(Protocol):
-    """Asks the user. Called in the main thread."""
+    """Asks the user. Called in the thread that waits for the call."""
+
+    @property
+    def refusal(self) -> str:
+        """Why nobody can be asked in this thread; "" if the user can."""
 
     def show(self, text: str) -> None:
         """Show what a debugger has printed."""
@@ -77,8 +77,8 @@ class Prompts:
             request = self._call.requests[rank]
             if request.kind == "quit":
                 raise DebuggerQuit(rank, request.location)
-            if threading.current_thread() is not threading.main_thread():
-                self._call.reply(rank, InputReply(refusal=IN_BACKGROUND))
+            if refusal := self._reader.refusal:
+                self._call.reply(rank, InputReply(refusal=refusal))
             else:
                 self._serve(rank, request)
 

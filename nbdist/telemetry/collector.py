@@ -6,6 +6,7 @@ Imports neither numpy nor ipywidgets.
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 import uuid
@@ -29,6 +30,17 @@ MARKS_OF_A_KIND = 50
 """So many are kept of each kind: many commits do not displace the death of a rank."""
 SAME_MARK_S = 1.0
 """The most seconds between marks of several ranks that are one event."""
+_DATA = (
+    "_collection",
+    "_ranks",
+    "_metrics",
+    "_devices",
+    "_streams",
+    "_marks",
+    "_mark_changes",
+    "_progress",
+)
+"""The attributes of a `Collector` that are data, in contrast to its listeners."""
 
 
 @dataclass
@@ -63,6 +75,7 @@ class Collector:
         self._begin()
 
     def _begin(self) -> None:
+        """Set the attributes of `_DATA`, except the ranks."""
         self._collection = uuid.uuid4().hex
         self._metrics: dict[str, Metric] = {}
         self._devices: dict[int, deque[DeviceSample]] = {}
@@ -120,6 +133,17 @@ class Collector:
             streams = self._streams  # kept, or the next batches would count as lost
             self._begin()
             self._streams = streams
+        self._notify()
+
+    def state(self) -> bytes:
+        """All data, for `restore` in another process of this user."""
+        with self._lock:
+            return pickle.dumps({name: vars(self)[name] for name in _DATA})
+
+    def restore(self, state: bytes) -> None:
+        """Replace all data by those of another collector."""
+        with self._lock:
+            vars(self).update(pickle.loads(state))
         self._notify()
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:

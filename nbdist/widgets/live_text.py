@@ -59,6 +59,12 @@ def in_notebook() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
+def is_kernel_ending() -> bool:
+    """Whether a front end has asked this process, a kernel, to end or restart."""
+    shell = get_ipython()
+    return shell is not None and bool(getattr(shell, "exit_now", False))
+
+
 def shows_widgets() -> bool:
     """Whether the front end of the running cell can show widgets.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import sys
+import threading
 
 from IPython.core.error import StdinNotImplementedError
 
@@ -13,8 +14,20 @@ from nbdist.widgets.live_text import in_notebook, print_note
 __all__ = ["UserInput"]
 
 
+IN_BACKGROUND = (
+    "a call in the background or in another thread cannot ask: run the cell without "
+    "-b, or give the ranks the value with %dist_push"
+)
+
+
 class UserInput:
     """The user, who reads and types in this process's main thread."""
+
+    @property
+    def refusal(self) -> str:
+        """Why nobody can be asked in this thread; "" if the user can."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return "" if is_main else IN_BACKGROUND
 
     def show(self, text: str) -> None:
         """Show what a debugger has printed."""

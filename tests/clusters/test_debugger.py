@@ -28,6 +28,8 @@ Answer = str | Callable[[], str]
 class Scripted:
     """A reader that gives prepared answers, and keeps what the user would see."""
 
+    refusal = ""
+
     def __init__(self) -> None:
         self.answers: list[Answer] = []
         self.seen: list[str] = []

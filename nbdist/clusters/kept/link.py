@@ -1,0 +1,318 @@
+"""The notebook's connection to the server of a kept cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nbdist.clusters.futures import BackgroundCalls
+from nbdist.clusters.kept.messages import (
+    Follow,
+    Goodbye,
+    Hello,
+    Interrupt,
+    Item,
+    Look,
+    Marked,
+    Note,
+    Ranks,
+    Refusal,
+    Reply,
+    Shown,
+    Values,
+    Welcome,
+    connected,
+)
+from nbdist.clusters.kept.peer import shut_down
+from nbdist.clusters.observer import Observer
+from nbdist.clusters.supervisor_client import HelperWatch
+from nbdist.errors import AlreadyRunning, CellInterrupted, ClusterError
+from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.widgets.live_text import is_kernel_ending
+
+__all__ = ["Link", "Pending", "ask"]
+
+GREETING_TIMEOUT_S = 10.0
+"""Seconds in which a server answers a `Hello`."""
+KERNEL_END_S = 0.5
+"""Seconds from the interrupt of a kernel that is to end until it is asked or killed."""
+POLL_S = 0.1
+"""Seconds between two looks at whether a call in the background is to end."""
+
+
+class _GoesOn(Exception):
+    """This process is ending, and a call goes on without it."""
+
+
+class Pending:
+    """A call or look, until its reply has arrived."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Shown | Reply] = deque()
+        self._changed = threading.Condition()
+        self.key: int | None = None
+        """The key of the cell that the call runs."""
+
+    def put(self, message: Shown | Reply) -> None:
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until there is a message, or the time is up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages, timeout_s)
+
+    def reply(self, timeout_s: float) -> Reply | None:
+        """The reply of a look, which shows nothing; None if there is none in time."""
+        self.wait(timeout_s)
+        message = self.next()
+        assert not isinstance(message, Shown)
+        return message
+
+    def next(self) -> Shown | Reply | None:
+        """The next message, which is then forgotten; None if there is none."""
+        return self._messages.popleft() if self._messages else None
+
+
+class Link:
+    """A connection. A thread receives what the server sends.
+
+    Args:
+        folder: The server's folder.
+        hello: The first message.
+        name: The cluster's name.
+        receive: Called with each message that belongs to no call, on the thread.
+        on_end: Called with the reason when the server has ended the connection.
+        timeout_s: Seconds in which the server answers.
+
+    Raises:
+        AlreadyRunning: Another notebook is attached.
+        ClusterError: The server does not answer.
+        OSError: There is no server.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        hello: Hello,
+        name: str,
+        receive: Callable[[Values | Marked | Ranks | Note], None],
+        on_end: Callable[[str], None],
+        timeout_s: float = GREETING_TIMEOUT_S,
+    ) -> None:
+        self._connection, self.welcome = _greeted(folder, hello, name, timeout_s)
+        self._name = name
+        self._receive, self._on_end = receive, on_end
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.ending = ""
+        """Why the connection has ended; "" while it has not."""
+        self._thread = threading.Thread(
+            target=self._receive_all, name="nbdist-link", daemon=True
+        )
+        self._watch = HelperWatch(lambda note: receive(Note(note)))
+        self._watch.add("the cluster's server", self.welcome.description.pid)
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the connection, so that the server has no notebook."""
+        self._is_closed = True
+        self._watch.close()
+        shut_down(self._connection)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def request(self, make: Callable[[int], Look | Follow]) -> tuple[int, Pending]:
+        """Send a request.
+
+        Args:
+            make: Makes the request of its number.
+
+        Raises:
+            ClusterError: The connection has ended.
+        """
+        number, pending = next(self._numbers), Pending()
+        with self._lock:
+            self._pending[number] = pending
+        self.send(make(number))
+        return number, pending
+
+    def send(self, message: object) -> None:
+        """Send a message.
+
+        Raises:
+            ClusterError: The connection has ended.
+        """
+        with defer_interrupts(), self._lock:
+            try:
+                if not self.ending:
+                    self._connection.send(message)
+                    return
+            except OSError:
+                pass
+        raise self._error()
+
+    def see_through(
+        self,
+        make: Callable[[int], Look | Follow],
+        observer: Observer,
+        background: BackgroundCalls,
+        on_progress: Callable[[Any], None] = lambda _: None,
+    ) -> tuple[Reply, int | None]:
+        """Make a call, and wait until it has ended.
+
+        An interrupt interrupts the call, which then ends with an error. A front end
+        also interrupts a kernel that it is about to end. The call is therefore
+        interrupted after half a second, if this process lives and is not ending, or at
+        once by a second interrupt.
+
+        Args:
+            make: As for `request`.
+            observer: Receives what the call shows, on this thread.
+            background: The calls that this process makes in the background.
+            on_progress: Called with the progress of a start.
+
+        Returns:
+            The reply, and the key of the cell that was run.
+
+        Raises:
+            ClusterError: The connection has ended before the call was made.
+            CellInterrupted: This process is ending. The call goes on.
+        """
+        with defer_interrupts():
+            number, pending = self.request(make)
+        interrupt_at: float | None = None
+        while True:
+            try:
+                due_s = observer.due()
+                if background.is_this_thread or interrupt_at is not None:
+                    due_s = POLL_S if due_s is None else min(due_s, POLL_S)
+                pending.wait(due_s)
+                if interrupt_at is not None and is_kernel_ending():
+                    raise _GoesOn
+                is_due = interrupt_at is not None and time.monotonic() >= interrupt_at
+                if is_due or background.take_interrupt():
+                    interrupt_at = None
+                    self.send(Interrupt(number))
+                with defer_interrupts():
+                    message = pending.next()
+                    if isinstance(message, Shown):
+                        _show(message.item, observer, pending, on_progress)
+                    elif message is not None:
+                        return message, pending.key
+            except _GoesOn:
+                raise CellInterrupted(
+                    "the notebook's kernel is ending, and the ranks go on: "
+                    f"%dist_attach {self._name} comes back to them"
+                ) from None
+            except KeyboardInterrupt:
+                if interrupt_at is None:
+                    interrupt_at = time.monotonic() + KERNEL_END_S
+                else:
+                    interrupt_at = 0.0
+
+    def _error(self) -> ClusterError:
+        return ClusterError(
+            f"{self.ending or f'{self._name} cannot be reached'}: %dist_clusters lists "
+            "the clusters that run"
+        )
+
+    def _receive_all(self) -> None:
+        ending = "the cluster's server has ended, and all ranks with it"
+        try:
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Goodbye):
+                    ending = message.why
+                elif isinstance(message, Shown | Reply):
+                    self._deliver(message)
+                else:
+                    self._receive(message)
+        except (OSError, EOFError):
+            pass
+        with self._lock:
+            self.ending = "this notebook has detached" if self._is_closed else ending
+            pending, self._pending = self._pending, {}
+        for number, each in pending.items():
+            each.put(Reply(number, error=self._error()))
+        self._connection.close()
+        if not self._is_closed:
+            self._watch.close()
+            self._on_end(ending)
+
+    def _deliver(self, message: Shown | Reply) -> None:
+        with self._lock:
+            if isinstance(message, Reply):
+                pending = self._pending.pop(message.number, None)
+            else:
+                pending = self._pending.get(message.number)
+        if pending is not None:
+            pending.put(message)
+
+
+def _show(
+    item: Item,
+    observer: Observer,
+    pending: Pending,
+    on_progress: Callable[[Any], None],
+) -> None:
+    if item.kind == "take":
+        observer.take(item.value)
+    elif item.kind == "notice":
+        observer.notice(item.value)
+    elif item.kind == "make_room":
+        observer.make_room()
+    elif item.kind == "key":
+        pending.key = item.value
+    else:
+        on_progress(item.value)
+
+
+def ask(
+    folder: Path, hello: Hello, name: str, timeout_s: float = GREETING_TIMEOUT_S
+) -> Welcome:
+    """Send a server one message, and return its answer.
+
+    Args:
+        folder, hello, name, timeout_s: As for `Link`.
+
+    Raises:
+        ClusterError, OSError: As for `Link`.
+    """
+    connection, welcome = _greeted(folder, hello, name, timeout_s)
+    connection.close()
+    return welcome
+
+
+def _greeted(
+    folder: Path, hello: Hello, name: str, timeout_s: float
+) -> tuple[Connection, Welcome]:
+    connection = connected(folder)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(connection.close)
+        connection.send(hello)
+        if not connection.poll(timeout_s):
+            raise ClusterError(
+                f"the server of {name} does not answer within {timeout_s:g} s"
+            )
+        try:
+            answer = connection.recv()
+        except EOFError as error:
+            raise ConnectionError(f"the server of {name} has ended") from error
+        if isinstance(answer, Refusal):
+            raise AlreadyRunning(answer.why)
+        on_error.pop_all()
+    return connection, answer

@@ -1,0 +1,484 @@
+"""The server of a kept cluster: the process that controls the ranks.
+
+`python -m nbdist.clusters.kept.server` runs it. It has the `Cluster`, so that ranks are
+watched, released and replaced whether or not a notebook is attached. One notebook at a
+time is attached, which has calls made and is passed what they show. The server ends
+with the ranks: when it is told to stop them, and when no notebook was attached for a
+number of hours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nbdist.clusters import fork_server_client, transfer
+from nbdist.clusters.cluster import Cluster
+from nbdist.clusters.futures import CallFuture
+from nbdist.clusters.kept import directory
+from nbdist.clusters.kept.cell_record import CellRecord
+from nbdist.clusters.kept.messages import (
+    Call,
+    Cell,
+    Description,
+    Follow,
+    Goodbye,
+    Hello,
+    Holder,
+    Interrupt,
+    Item,
+    Look,
+    Marked,
+    Note,
+    Order,
+    Ranks,
+    Refusal,
+    Reply,
+    Seen,
+    Shown,
+    Values,
+    Welcome,
+    connection_of,
+)
+from nbdist.clusters.kept.peer import Peer
+from nbdist.clusters.observer import Event, Observer
+from nbdist.clusters.startup import Progress
+from nbdist.errors import (
+    CellInterrupted,
+    ClusterError,
+    NbdistError,
+    NoInput,
+    text_of,
+)
+from nbdist.ipc.prctl import name_process
+from nbdist.ipc.resources import host_name
+from nbdist.telemetry.collector import Collector
+from nbdist.wire import Batch, MarkKind, RankInfo
+
+__all__ = ["main"]
+
+LOOKS_AT_ONCE = 8
+HOUR_S = 3600.0
+FINISH_S = 2.0
+"""Seconds in which a notebook receives the last message."""
+CANNOT_ASK = (
+    "the ranks of a kept cluster cannot ask: give them the value with %dist_push, or "
+    "start the cluster without --keep"
+)
+
+
+class ClusterServer:
+    """Serves one cluster.
+
+    Args:
+        order: What to start.
+        listener: The server's socket.
+    """
+
+    def __init__(self, order: Order, listener: socket.socket) -> None:
+        self._order, self._listener = order, listener
+        self._folder = Path(order.server_folder)
+        self._begun = time.time()
+        self._cluster = Cluster(**order.options)
+        self._cluster.on_note = self._note
+        self._cluster.reader = NoReader()
+        self._cluster.collector = RelayedCollector(self._send)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Notified when a notebook has left, and when the server is to end."""
+        self._peers: set[Peer] = set()
+        self._holder: tuple[Peer, Holder] | None = None
+        self._free_since: float | None = self._begun
+        """When the last notebook has left; None while one is attached."""
+        self._notes: list[str] = []
+        """What no notebook has been told."""
+        self._records: dict[int, CellRecord] = {}
+        self._keys = itertools.count(1)
+        self._calls: dict[tuple[Peer, int], CallFuture[Any]] = {}
+        """By notebook and its number of the call."""
+        self._looks = ThreadPoolExecutor(LOOKS_AT_ONCE, "nbdist-looks")
+        self._is_starting = True
+        self._is_ending = False
+
+    def serve(self) -> None:
+        """Serve until the ranks were stopped, or no notebook was attached for long."""
+        threading.Thread(target=self._accept, daemon=True).start()
+        with self._changed:
+            while not self._is_ending and self._left_s() != 0.0:
+                self._changed.wait(self._left_s())
+            self._is_ending = True
+        self._cluster.stop()
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:
+            peer.finish(Goodbye(f"{self._order.name} was stopped"), FINISH_S)
+        self._remove_files()
+
+    def end(self) -> None:
+        """Have `serve` return. Any thread may call this."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+
+    def _left_s(self) -> float | None:
+        """The seconds until the end, unless a notebook attaches; None for no end."""
+        if self._free_since is None:
+            return None
+        left_s = self._free_since + self._order.hours * HOUR_S - time.time()
+        return min(max(0.0, left_s), threading.TIMEOUT_MAX)
+
+    def _remove_files(self) -> None:
+        self._listener.close()
+        name, pid = self._order.name, os.getpid()
+        entry = directory.Entry(name, host_name(), str(self._folder), pid)
+        with contextlib.suppress(OSError):
+            directory.release(entry)
+
+    # -- connections -----------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed at the end
+            while True:
+                end, _ = self._listener.accept()
+                with end, contextlib.suppress(PermissionError):
+                    Greeting(connection_of(end), self._greet).start()
+
+    def _greet(self, connection: Connection, hello: Hello) -> None:
+        """Answer the first message of a connection."""
+        if hello.purpose == "attach":
+            self._attach(connection, hello)
+            return
+        with connection:
+            if hello.purpose == "stop":
+                self._cluster.stop()
+            connection.send(Welcome(self._description()))
+            if hello.purpose == "stop":
+                self.end()
+
+    def _attach(self, connection: Connection, hello: Hello) -> None:
+        peer = Peer(connection, self._take, self._lose)
+        with self._lock:
+            if self._holder is not None:
+                former, holder = self._holder
+                if not hello.by_force:
+                    connection.send(Refusal(self._held_by(holder)))
+                    connection.close()
+                    return
+                self._forget(former)
+                former.finish(Goodbye(f"process {hello.pid} has attached by force"))
+            if self._is_ending:
+                connection.send(Refusal("the cluster is being stopped"))
+                connection.close()
+                return
+            self._holder = peer, Holder(hello.pid, time.time())
+            self._free_since = None
+            self._peers.add(peer)
+            notes, self._notes = self._notes, []
+            cells = tuple(record.cell for record in self._records.values())
+            values = self._cluster.collector.state()
+            peer.send(Welcome(self._description(), values, cells, tuple(notes)))
+        peer.start()
+
+    def _held_by(self, holder: Holder) -> str:
+        since = time.strftime("%H:%M", time.localtime(holder.since))
+        return (
+            f"process {holder.pid} is attached to {self._order.name} since {since}: "
+            "%dist_detach there, or --force here"
+        )
+
+    def _lose(self, peer: Peer) -> None:
+        """A connection has ended."""
+        with self._lock:
+            self._forget(peer)
+            self._peers.discard(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        """Pass nothing more on to a notebook."""
+        with self._lock:
+            if self._holds(peer):
+                self._holder, self._free_since = None, time.time()
+                self._changed.notify_all()
+            for record in self._records.values():
+                record.leave(peer)
+
+    def _description(self) -> Description:
+        cluster, free = self._cluster, self._free_since
+        is_up = not self._is_starting and cluster.running
+        return Description(
+            name=self._order.name,
+            host=host_name(),
+            pid=os.getpid(),
+            folder=os.getcwd(),
+            begun=self._begun,
+            hours=self._order.hours,
+            size=cluster.size if is_up else 0,
+            died=tuple(cluster.died()) if is_up else (),
+            doing=" and ".join(each.what for each in cluster.background_calls),
+            holder=None if self._holder is None else self._holder[1],
+            ends=None if free is None else free + self._order.hours * HOUR_S,
+        )
+
+    # -- what is passed on -----------------------------------------------------------
+
+    def _send(self, message: object) -> bool:
+        """Pass a message on to the notebook. Returns whether one is attached."""
+        with self._lock:
+            if self._holder is None:
+                return False
+            self._holder[0].send(message)
+            return True
+
+    def _note(self, text: str) -> None:
+        with self._lock:
+            if not self._send(Note(text)):
+                self._notes.append(text)
+
+    # -- requests --------------------------------------------------------------------
+
+    def _take(self, peer: Peer, message: object) -> None:
+        """Begin to do what a notebook requests. Runs on the peer's thread."""
+        if isinstance(message, Call):
+            self._begin(peer, message)
+        elif isinstance(message, Look):
+            self._looks.submit(self._answer, peer, message)
+        elif isinstance(message, Interrupt):
+            self._interrupt(peer, message.number)
+        elif isinstance(message, Follow):
+            self._follow(peer, message)
+        elif isinstance(message, Seen):
+            with self._lock:
+                record = self._records.pop(message.key, None)
+            if record is not None:
+                record.remove()
+
+    def _answer(self, peer: Peer, look: Look) -> None:
+        """Read an attribute, or call a method that does not wait for its turn."""
+        peer.send(_outcome(look, lambda: _resolved(self._cluster, look)))
+        if look.name == "stop":
+            self.end()
+
+    def _begin(self, peer: Peer, call: Call) -> None:
+        """Have a call made after those before it."""
+        record = None if call.cell is None else self._recorded(peer, call, call.cell)
+
+        def show(item: Item) -> None:
+            if record is not None:
+                record.append(item)
+            else:
+                peer.send(Shown(call.number, item))
+
+        def finish(reply: Reply) -> None:
+            if record is not None:
+                record.conclude(reply)
+            elif peer.is_open:
+                peer.send(reply)
+            elif isinstance(reply.value, list):
+                transfer.refuse(reply.value)
+            if call.name == "start" and reply.error is not None:
+                self.end()
+
+        def end_cancelled(future: Future[None]) -> None:
+            if future.cancelled():
+                error = CellInterrupted(f"{what} was interrupted before it began")
+                finish(Reply(call.number, error=error))
+
+        def work() -> None:
+            finish(_outcome(call, lambda: self._call(call, show)))
+
+        if call.at_once:
+            threading.Thread(target=work, name="nbdist-call", daemon=True).start()
+            return
+        what = call.name if call.cell is None else f"In[{call.cell.number}]"
+        with self._lock:
+            self._calls = {k: f for k, f in self._calls.items() if not f.done()}
+            future = self._cluster.in_background(work, what)
+            self._calls[peer, call.number] = future
+            if record is not None:
+                record.future = future
+        future.add_done_callback(end_cancelled)
+
+    def _recorded(self, peer: Peer, call: Call, cell: Cell) -> CellRecord:
+        """Record what a cell shows, and pass it on to a notebook."""
+        key = next(self._keys)
+        record = CellRecord(replace(cell, key=key), self._folder / f"cell-{key}")
+        with self._lock:
+            self._records[key] = record
+            if self._holds(peer):
+                peer.send(Shown(call.number, Item("key", key)))
+                record.follow(peer, call.number)
+        return record
+
+    def _follow(self, peer: Peer, message: Follow) -> None:
+        """Pass a cell on to a notebook that has attached meanwhile."""
+        with self._lock:
+            record = self._records[message.key]
+            if record.future is not None:
+                self._calls[peer, message.number] = record.future
+        with contextlib.suppress(OSError):  # it has ended
+            record.follow(peer, message.number)
+        with self._lock:
+            if not self._holds(peer):
+                record.leave(peer)
+
+    def _holds(self, peer: Peer) -> bool:
+        """Whether this is the notebook that is attached."""
+        return self._holder is not None and self._holder[0] is peer
+
+    def _call(self, call: Call, show: Callable[[Item], None]) -> Any:
+        """Call a method of the cluster, which shows what it does."""
+        kwargs = dict(call.kwargs)
+        if call.name in ("start", "restart"):
+            kwargs["on_progress"] = Progressing(show)
+            getattr(self._cluster, call.name)(**kwargs)
+            self._is_starting = False
+            return None
+        if "observer" in kwargs:
+            kwargs["observer"] = Observing(show)
+        return getattr(self._cluster, call.name)(*call.args, **kwargs)
+
+    def _interrupt(self, peer: Peer, number: int) -> None:
+        with self._lock:
+            future = self._calls.get((peer, number))
+        if self._is_starting:
+            error = CellInterrupted("the start was interrupted; nothing is left")
+            peer.finish(Reply(number, error=error), FINISH_S)
+            self._remove_files()
+            os._exit(1)  # the process supervisor ends what was started
+        if future is not None:
+            future.interrupt()
+
+
+class Greeting(threading.Thread):
+    """Receives the first message of a connection, which may never arrive.
+
+    Args:
+        connection: The connection.
+        greet: Called with the connection and the message.
+    """
+
+    def __init__(
+        self, connection: Connection, greet: Callable[[Connection, Hello], None]
+    ) -> None:
+        super().__init__(daemon=True)
+        self._connection, self._greet = connection, greet
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            self._greet(self._connection, self._connection.recv())
+
+
+class RelayedCollector(Collector):
+    """Keeps what the ranks log, and passes it on.
+
+    Args:
+        send: Sends a message to the notebook that is attached.
+    """
+
+    def __init__(self, send: Callable[[object], bool]) -> None:
+        super().__init__()
+        self._send = send
+
+    def receive(self, batch: Batch) -> None:
+        super().receive(batch)
+        self._send(Values(batch))
+
+    def mark(self, kind: MarkKind, text: str, ranks: Iterable[int] = ()) -> None:
+        concerned = tuple(ranks)
+        super().mark(kind, text, concerned)
+        self._send(Marked(kind, text, concerned))
+
+    def set_ranks(self, ranks: Iterable[RankInfo]) -> None:
+        infos = tuple(ranks)
+        super().set_ranks(infos)
+        self._send(Ranks(infos))
+
+
+class Observing(Observer):
+    """Passes the events of a call on."""
+
+    def __init__(self, show: Callable[[Item], None]) -> None:
+        self._show = show
+
+    def take(self, event: Event) -> None:
+        self._show(Item.of(event))
+
+    def due(self) -> float | None:
+        return None
+
+    def notice(self, text: str) -> None:
+        self._show(Item("notice", text))
+
+    def make_room(self) -> None:
+        self._show(Item("make_room"))
+
+
+class Progressing:
+    """Passes the progress of a start on."""
+
+    def __init__(self, show: Callable[[Item], None]) -> None:
+        self._show = show
+
+    def __call__(self, progress: Progress) -> None:
+        self._show(Item("progress", progress))
+
+
+class NoReader:
+    """Refuses to ask, because the user may not be there."""
+
+    refusal = CANNOT_ASK
+
+    def show(self, text: str) -> None:
+        """Show nothing."""
+
+    def read(self, prompt: str, *, hidden: bool = False) -> str:
+        raise NoInput(self.refusal)
+
+
+def _resolved(cluster: Cluster, look: Look) -> Any:
+    value = getattr(cluster, look.name)
+    return value(*look.args, **look.kwargs) if callable(value) else value
+
+
+def _outcome(look: Look, work: Callable[[], Any]) -> Reply:
+    """Do what was requested. Returns the result or the error."""
+    try:
+        return Reply(look.number, work())
+    except NbdistError as error:
+        return Reply(look.number, error=error)
+    except BaseException as error:  # noqa: BLE001 - the notebook raises it
+        return Reply(look.number, error=ClusterError(text_of(error)))
+
+
+def main() -> None:
+    """Serve the cluster of the `Order` on standard input.
+
+    The command line has the descriptor of the server's socket.
+    """
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    order: Order = pickle.load(sys.stdin.buffer)
+    name_process("nbdist server")
+    sys.path[:] = order.path
+    os.chdir(order.folder)
+    server = ClusterServer(order, listener)
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: server.end())
+    server.serve()
+    fork_server_client.close()
+
+
+if __name__ == "__main__":
+    main()

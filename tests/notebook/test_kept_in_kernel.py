@@ -1,0 +1,93 @@
+"""Ranks that outlive their notebook's kernel, which is killed at random moments."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.notebook.test_kernel import Notebook, Reply
+
+STEPS = 200
+TRAINING = f"""%%distributed
+import time
+model = torch.nn.Linear(4, 1)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+for step in range({STEPS}):
+    loss = ddp(torch.ones(2, 4)).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    nbdist.log(step=step, loss=loss.item())
+    if rank == 0:
+        print("step", step)
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture(scope="module")
+def kept_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
+        notebook = Notebook(folder)
+        yield notebook
+        notebook.run("import nbdist\n%load_ext nbdist")
+        notebook.run("%dist_clusters --stop training")
+        notebook.close()
+
+
+def steps_in(reply: Reply) -> list[int]:
+    """The steps that the last display of a cell shows."""
+    return [int(n) for n in re.findall(r"step (\d+)", reply.text)]
+
+
+def has_ended(reply: Reply) -> bool:
+    return "finished in" in reply.text
+
+
+def end_kernel(notebook: Notebook, *, by_kill: bool) -> None:
+    """End the kernel, and start another one, as a notebook's restart button does.
+
+    Args:
+        by_kill: Interrupt and kill the kernel. Otherwise it is interrupted and asked.
+    """
+    notebook.client.stop_channels()
+    notebook.manager.restart_kernel(now=by_kill)
+    notebook._connect()
+    notebook.run("import nbdist\n%load_ext nbdist")
+
+
+def run_rounds(notebook: Notebook, rounds: int, seed: int) -> None:
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    notebook.run("import nbdist\n%load_ext nbdist")
+    started = notebook.run("%dist_start -n 2 --device cpu --keep 1 --name training")
+    assert "training is kept" in started.stdout
+    for number in range(rounds):
+        notebook.run(f"%%distributed\nround_number = {number}")
+        notebook.send(TRAINING)
+        time.sleep(moments.uniform(0.0, 0.015 * STEPS))  # a random moment
+        end_kernel(notebook, by_kill=moments.random() < 0.7)
+        request, reply, _ = notebook.start("%dist_attach training")
+        assert "attached to training: 2 ranks" in reply.text, reply.text
+        if steps_in(reply) or "follows" in reply.text:
+            notebook.read(request, reply, has_ended)
+            assert sorted(set(steps_in(reply))) == list(range(STEPS))
+            loss = notebook.run("len(nbdist.metrics('loss').query('rank == 1'))")
+            assert loss.displays[-1]["text/plain"] == str(STEPS)
+        found = notebook.run("%dist_inspect round_number").text
+        assert str(number) in found
+        notebook.run("nbdist.cluster().collector.clear()")
+
+
+def test_no_step_is_lost_when_the_kernel_is_killed(kept_notebook: Notebook):
+    run_rounds(kept_notebook, 3, random.randrange(2**32))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_step_is_lost_in_a_hundred_kills(kept_notebook: Notebook):
+    run_rounds(kept_notebook, 100, random.randrange(2**32))
