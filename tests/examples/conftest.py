@@ -14,16 +14,16 @@ TIME_LIMIT_S = 150
 
 
 @pytest.fixture
-def run_example() -> Callable[[str], str]:
+def run_example() -> Callable[..., str]:
     """A function that runs a notebook, given its name, and returns what it prints."""
 
-    def run(name: str) -> str:
+    def run(name: str, time_limit_s: float = TIME_LIMIT_S) -> str:
         done = subprocess.run(
             [sys.executable, RUN, name],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=TIME_LIMIT_S,
+            timeout=time_limit_s,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
