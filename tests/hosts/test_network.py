@@ -1,0 +1,83 @@
+"""The hosts of the other tests are hosts: what one has, no other one has."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.hosts.network import HOME, HostNetwork, why_no_delay
+
+
+def test_hosts_reach_each_other_by_ssh_and_have_their_own_names(hosts: HostNetwork):
+    assert hosts["a"].run("ssh", "b", "hostname").stdout == "b\n"
+    assert hosts["laptop"].run("ssh", "a", "ssh c hostname").stdout == "c\n"
+
+
+@pytest.mark.parametrize("folder", [str(HOME), "/tmp", "/var/tmp", "/run", "/dev/shm"])
+def test_no_host_sees_a_file_of_another_one(hosts: HostNetwork, folder: str):
+    hosts["a"].write(f"{folder}/seen", "a")
+    assert hosts["b"].run("cat", f"{folder}/seen", check=False).returncode == 1
+    hosts["a"].run("rm", f"{folder}/seen")
+
+
+def test_a_host_cannot_write_where_others_read(hosts: HostNetwork):
+    script = f"touch {__file__}.new"
+    assert "Read-only" in hosts["a"].run("sh", "-c", script, check=False).stderr
+
+
+def test_a_host_has_its_own_processes(hosts: HostNetwork):
+    with hosts["a"].console() as console:
+        pid = console.value("__import__('os').getpid()")
+        assert any("console.py" in line for line in hosts["a"].processes())
+        assert not any("console.py" in line for line in hosts["b"].processes())
+        assert pid < 10_000
+
+
+def test_a_console_keeps_its_variables_and_raises(hosts: HostNetwork):
+    with hosts["b"].console(COLOUR="red") as console:
+        assert console.do("import os; x = 3; print(os.environ['COLOUR'])") == "red\n"
+        assert console.value("x + 1") == 4
+        assert "ZeroDivisionError" in console.error("x / 0")
+
+
+def test_a_cut_link_passes_nothing_until_it_is_restored(hosts: HostNetwork):
+    ping = ("ssh", "-o", "ConnectTimeout=1", "b", "true")
+    hosts["b"].cut()
+    assert hosts["a"].run(*ping, check=False).returncode == 255
+    hosts["b"].restore()
+    hosts["a"].run(*ping)
+
+
+def test_a_blocked_port_is_blocked(hosts: HostNetwork):
+    ssh = ("ssh", "-o", "ConnectTimeout=1", "b", "true")
+    hosts["b"].block("tcp dport 22")
+    assert hosts["a"].run(*ssh, check=False).returncode == 255
+    hosts["b"].unblock()
+    hosts["a"].run(*ssh)
+
+
+def test_a_slow_link_takes_the_time_that_its_rate_says(hosts: HostNetwork):
+    send = "head -c 4000000 /dev/zero | ssh b 'cat > /dev/null'"
+    hosts["b"].slow("20mbit")
+    begun = time.monotonic()
+    hosts["a"].run("sh", "-c", send)
+    assert 1.2 < time.monotonic() - begun < 10  # 4 MB at 2.5 MB/s
+
+
+@pytest.mark.skipif(bool(why_no_delay()), reason=why_no_delay())
+def test_a_delayed_link_has_that_delay(hosts: HostNetwork):
+    hosts["b"].slow("1gbit", "50ms")
+    begun = time.monotonic()
+    hosts["a"].run("ping", "-c", "1", "b")
+    assert time.monotonic() - begun > 0.1
+
+
+def test_a_killed_host_ends_at_once_and_can_be_started_again(hosts: HostNetwork):
+    with hosts["b"].console() as console:
+        console.begin("import time; time.sleep(100)")
+        hosts["b"].kill()
+        with pytest.raises(AssertionError, match="the interpreter has ended"):
+            console.result()
+    hosts["b"].start()
+    assert hosts["a"].run("ssh", "b", "hostname").stdout == "b\n"
