@@ -163,13 +163,15 @@ class RankDied(ClusterError):
     """A rank's process ended while it was needed.
 
     `summary` is one line with the exit code or signal. `details` are the lines that
-    explain it, such as the rank's last Python stack; "" for none.
+    explain it, such as the rank's last Python stack; "" for none. `ending` is the
+    signal, such as "SIGKILL", or "exit code 3"; "" if it is not known.
     """
 
-    def __init__(self, summary: str, details: str = "") -> None:
+    def __init__(self, summary: str, details: str = "", ending: str = "") -> None:
         super().__init__(summary)
         self.summary = summary
         self.details = details
+        self.ending = ending
 
     def __str__(self) -> str:
         return "\n".join(filter(None, (self.summary, self.details)))

@@ -466,6 +466,8 @@ class Failure:
     """The innermost line of the user's code, such as "In[7] line 4"."""
     traceback: tuple[str, ...] = field(default=(), repr=False)
     """Formatted lines, with ANSI colours, as IPython made them on the rank."""
+    ending: str = ""
+    """Of a rank that died: its signal or exit code, as of `RankDied`."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "nbdist"
 SHARED = {"config", "errors", "lazy", "wire"}
 LAYERS = [
-    "keras", "horovod", "magics", "session", "clusters", "engine", "elastic",
+    "keras", "horovod", "magics", "session", "mcp", "clusters", "engine", "elastic",
     "strategies", "training", "collectives", "telemetry", "widgets", "ipc",
 ]  # fmt: skip
 NOTEBOOK_SIDE = {"", "magics", "session", "clusters", "widgets"} | SHARED

@@ -17,6 +17,7 @@ __all__ = [
     "cell_error",
     "failures_of",
     "group",
+    "is_effect",
     "render",
     "summary",
     "with_causes",
@@ -81,7 +82,9 @@ def failures_of(call: Call, host_of: Callable[[int], str]) -> list[Failure]:
                 Failure(rank, host_of(rank), ename, evalue, traceback=tuple(lines))
             )
     for rank, error in call.died.items():
-        failures.append(Failure(rank, host_of(rank), "RankDied", str(error)))
+        failures.append(
+            Failure(rank, host_of(rank), "RankDied", str(error), ending=error.ending)
+        )
     failures += [
         Failure(info.rank, info.host, "Unfinished", "still busy")
         for info in call.unfinished
@@ -94,7 +97,7 @@ def with_causes(failures: Sequence[Failure]) -> list[Failure]:
 
     A rank that was interrupted for it says so.
     """
-    causes = [failure.rank for failure in failures if not _is_effect(failure)]
+    causes = [failure.rank for failure in failures if not is_effect(failure)]
     if not causes:
         return list(failures)
     ranks = format_ranks(causes)
@@ -107,7 +110,8 @@ def with_causes(failures: Sequence[Failure]) -> list[Failure]:
     ]
 
 
-def _is_effect(failure: Failure) -> bool:
+def is_effect(failure: Failure) -> bool:
+    """Whether it is the effect of another rank's failure, or of an interrupt."""
     return failure.ename in ("KeyboardInterrupt", "Unfinished", *EFFECTS)
 
 

@@ -336,10 +336,13 @@ class RankRegistry:
             text = (self.run_dir / f"{info.name}.stderr").read_text(errors="replace")
         if crash := find_crash(text, ending):
             at = f" in {crash.location}" if crash.location else ""
-            return RankDied(f"{summary}{at}", f"its Python stack:\n{crash.stack}")
+            stack = f"its Python stack:\n{crash.stack}"
+            return RankDied(f"{summary}{at}", stack, ending)
         lines = text.rstrip().splitlines()[-LAST_LINES:]
         last = "".join(f"\n    {line}" for line in lines)
-        return RankDied(summary, last and f"the last lines of its stderr:{last}")
+        return RankDied(
+            summary, last and f"the last lines of its stderr:{last}", ending
+        )
 
     def _ending(self, info: RankInfo) -> str:
         """The exit code or signal of a rank, from the exit report of its parent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from nbdist.clusters.kept import directory
 from nbdist.clusters.kept.kept_cluster import KeptCluster, end_server
 from nbdist.clusters.kept.link import ask
 from nbdist.clusters.kept.messages import Description, Hello
+from nbdist.clusters.kept.visitor import Visitor
 from nbdist.errors import ClusterError, NotRunning, UsageError
 
-__all__ = ["attach", "kept_clusters", "stop_cluster"]
+__all__ = ["attach", "kept_clusters", "stop_cluster", "visit"]
 
 DESCRIBE_TIMEOUT_S = 3.0
 STOP_TIMEOUT_S = 30.0
@@ -40,6 +42,25 @@ def attach(name: str | None = None, *, force: bool = False) -> KeptCluster:
         return KeptCluster.attached(entry, by_force=force)
     except OSError as error:
         raise NotRunning(f"{entry.name} has ended: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def visit(name: str | None = None) -> Iterator[Visitor]:
+    """Look at a kept cluster beside the notebook that is attached, in a `with` block.
+
+    Args:
+        name: As for `attach`.
+
+    Raises:
+        NotRunning, UsageError, ClusterError: As for `attach`.
+    """
+    entry = _entry(name)
+    try:
+        visitor = Visitor.attached(entry)
+    except OSError as error:
+        raise NotRunning(f"{entry.name} has ended: {error.strerror or error}") from None
+    with visitor:
+        yield visitor
 
 
 def kept_clusters() -> list[Description]:

@@ -16,7 +16,7 @@ from nbdist.errors import UsageError
 from nbdist.ipc.private_files import check_folder, read_file, remove_folders
 from nbdist.ipc.resources import host_name
 
-__all__ = ["Entry", "check", "claim", "entries", "find", "release"]
+__all__ = ["Entry", "check", "claim", "entries", "find", "names_folder", "release"]
 
 SESSION_NAME = "JPY_SESSION_NAME"
 """The variable in which Jupyter gives a kernel the path of its notebook."""
@@ -85,7 +85,7 @@ def entries() -> list[Entry]:
     The names and files of those that have ended are removed.
     """
     found = []
-    for path in sorted(_folder().glob("*.json")):
+    for path in sorted(names_folder().glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(Entry(**json.loads(read_file(path))))
     ended = [entry for entry in found if entry.is_here and not _listens(entry)]
@@ -130,7 +130,7 @@ def _default_names() -> Iterator[str]:
 def _wrote(entry: Entry) -> bool:
     """Write an entry. Returns False if the name is taken."""
     # A link is made in one step, so that no reader sees half of the file.
-    beside = _folder() / f".{os.urandom(8).hex()}.part"
+    beside = names_folder() / f".{os.urandom(8).hex()}.part"
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -144,11 +144,11 @@ def _wrote(entry: Entry) -> bool:
 
 
 def _path(name: str) -> Path:
-    return _folder() / f"{name}.json"
+    return names_folder() / f"{name}.json"
 
 
-def _folder() -> Path:
-    """The folder of the names, which only this user can read.
+def names_folder() -> Path:
+    """The folder of the names, of mode 0700, which only this user can read.
 
     Raises:
         OSError: It cannot be made, or belongs to another user.

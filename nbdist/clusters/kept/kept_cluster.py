@@ -56,6 +56,8 @@ from nbdist.telemetry.collector import Collector
 from nbdist.wire import CommMessage, RankInfo
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from nbdist.clusters.collective_history import CollectiveHistory
     from nbdist.clusters.ipp_client import Answer
 
@@ -95,6 +97,8 @@ class KeptCluster(Cluster):
     """
 
     has_live_widgets = False
+    purpose = "attach"
+    """`Hello.purpose` of the connection."""
 
     def __init__(
         self,
@@ -138,7 +142,7 @@ class KeptCluster(Cluster):
     # -- attaching and detaching -----------------------------------------------------
 
     @classmethod
-    def attached(cls, entry: directory.Entry, *, by_force: bool = False) -> KeptCluster:
+    def attached(cls, entry: directory.Entry, *, by_force: bool = False) -> Self:
         """Attach to a cluster that runs.
 
         Args:
@@ -164,7 +168,7 @@ class KeptCluster(Cluster):
     def _attach(self, folder: Path, **options: Any) -> None:
         self._is_stopping = False
         by_force = options.pop("by_force", False)
-        hello = Hello("attach", os.getpid(), by_force)
+        hello = Hello(self.purpose, os.getpid(), by_force)
         link = Link(folder, hello, self.name, self._receive, self._on_end, **options)
         if link.welcome.values:
             self.collector.restore(link.welcome.values)

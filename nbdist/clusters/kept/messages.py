@@ -116,7 +116,7 @@ class Hello:
     """The first message of a connection."""
 
     purpose: str
-    """"attach", "describe" or "stop"."""
+    """"attach", "visit", "describe" or "stop"."""
     pid: int = 0
     by_force: bool = False
     """Whether to detach another notebook that is attached."""

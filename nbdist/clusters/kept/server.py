@@ -100,6 +100,9 @@ class ClusterServer:
         self._changed = threading.Condition(self._lock)
         """Notified when a notebook has left, and when the server is to end."""
         self._peers: set[Peer] = set()
+        """The processes that are served: the notebook, and the visitors."""
+        self._visitors: dict[Peer, int] = {}
+        """The pid of each visitor."""
         self._holder: tuple[Peer, Holder] | None = None
         self._free_since: float | None = self._begun
         """When the last notebook has left; None while one is attached."""
@@ -161,6 +164,9 @@ class ClusterServer:
         if hello.purpose == "attach":
             self._attach(connection, hello)
             return
+        if hello.purpose == "visit":
+            self._visit(connection, hello)
+            return
         with connection:
             if hello.purpose == "stop":
                 self._cluster.stop()
@@ -178,6 +184,7 @@ class ClusterServer:
                     connection.close()
                     return
                 self._forget(former)
+                self._peers.discard(former)
                 former.finish(Goodbye(f"process {hello.pid} has attached by force"))
             if self._is_ending:
                 connection.send(Refusal("the cluster is being stopped"))
@@ -192,6 +199,19 @@ class ClusterServer:
             peer.send(Welcome(self._description(), values, cells, tuple(notes)))
         peer.start()
 
+    def _visit(self, connection: Connection, hello: Hello) -> None:
+        """Serve a process beside the notebook that is attached."""
+        peer = Peer(connection, self._take, self._lose)
+        with self._lock:
+            if self._is_ending:
+                connection.send(Refusal("the cluster is being stopped"))
+                connection.close()
+                return
+            self._peers.add(peer)
+            self._visitors[peer] = hello.pid
+            peer.send(Welcome(self._description()))
+        peer.start()
+
     def _held_by(self, holder: Holder) -> str:
         since = time.strftime("%H:%M", time.localtime(holder.since))
         return (
@@ -204,6 +224,7 @@ class ClusterServer:
         with self._lock:
             self._forget(peer)
             self._peers.discard(peer)
+            self._visitors.pop(peer, None)
 
     def _forget(self, peer: Peer) -> None:
         """Pass nothing more on to a notebook."""
@@ -316,7 +337,10 @@ class ClusterServer:
         record = CellRecord(replace(cell, key=key), self._folder / f"cell-{key}")
         with self._lock:
             self._records[key] = record
-            if self._holds(peer):
+            if peer in self._visitors:
+                code = cell.code.strip().partition("\n")[0]
+                self._note(f"process {self._visitors[peer]} runs a cell: {code}")
+            if peer in self._peers:
                 peer.send(Shown(call.number, Item("key", key)))
                 record.follow(peer, call.number)
         return record
@@ -330,7 +354,7 @@ class ClusterServer:
         with contextlib.suppress(OSError):  # it has ended
             record.follow(peer, message.number)
         with self._lock:
-            if not self._holds(peer):
+            if peer not in self._peers:
                 record.leave(peer)
 
     def _holds(self, peer: Peer) -> bool:
