@@ -342,6 +342,9 @@ class Change:
     numbers: dict[str, int]
     """The new rank of each process that stays, by the uuid of its engine."""
     joins: tuple[Join, ...] = ()
+    command: tuple[str, ...] = ()
+    """The command line that starts the parent of a rank that joins. MPI runs it on the
+    notebook's host."""
 
 
 @dataclass(frozen=True)

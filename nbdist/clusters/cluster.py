@@ -31,7 +31,7 @@ from nbdist.clusters.failures import (
     with_causes,
 )
 from nbdist.clusters.futures import BackgroundCalls, CallFuture
-from nbdist.clusters.hosts import this_host
+from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.launchers.base import Launcher
 from nbdist.clusters.launchers.mpiexec import Mpiexec
 from nbdist.clusters.observer import QUIET, Observer

@@ -15,7 +15,7 @@ from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.clusters.startup_status import StartupStatus
 from nbdist.errors import ChangeFailed, RankDied
-from nbdist.ipc import endpoints
+from nbdist.ipc import endpoints, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.process_files import JOINING
 from nbdist.wire import Change, Join, RankInfo, format_ranks
@@ -137,6 +137,7 @@ class Membership:
             base=self._base,
             numbers=dict(numbers),
             joins=tuple(Join(rank) for rank in joins),
+            command=tuple(rank_parent.command()),
         )
         attempt = _Attempt(self._registry, plan, self._timeout_s, self._is_interrupted)
         try:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from nbdist.clusters.hosts import parse_hosts, slots_here
+from nbdist.clusters.hosts.host_list import parse_hosts, slots_here
 from nbdist.config import ClusterConfig, File, check_for_ranks
 from nbdist.errors import UsageError
 from nbdist.training.elastic import checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nbdist.clusters.hosts import Gpu, Host
+from nbdist.clusters.hosts.machine import Gpu, Host
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
 from nbdist.ipc.device_assignment import DeviceAssignment

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
-from nbdist.clusters.hosts import this_host
+from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.membership import Ask, Membership
 from nbdist.clusters.placement import assign_devices

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nbdist.clusters.hosts import this_host
+from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.options import checked_script
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.errors import UsageError

@@ -23,7 +23,6 @@ from nbdist.engine import torch_group, world
 from nbdist.engine.rank import this_rank
 from nbdist.engine.revocation import revoke
 from nbdist.errors import ChangeFailed, ClusterError
-from nbdist.ipc import rank_parent
 from nbdist.ipc.prctl import name_process
 from nbdist.wire import Change, RankInfo
 
@@ -185,13 +184,20 @@ def _split(comm: Any, number: int | None) -> Any:
 
 def _admit(comm: Any, plan: Change, number: int, attempt: _Attempt) -> Any:
     """Spawn the new ranks, and merge with them."""
-    commands = [
-        rank_parent.command("--join", str(join.rank), str(plan.generation))
+    from mpi4py import MPI
+
+    program, *command = plan.command
+    arguments = [
+        [*command, "--join", str(join.rank), str(plan.generation)]
         for join in plan.joins
     ]
-    programs = [program for program, *_ in commands]
-    arguments = [rest for _, *rest in commands]
-    bridge = comm.Spawn_multiple(programs, arguments, [1] * len(commands), root=0)
+    count = len(arguments)
+    # The launcher may run on another host, which has this rank's folder nowhere.
+    info = MPI.Info.Create({"wdir": "/"})
+    bridge = comm.Spawn_multiple(
+        [program] * count, arguments, [1] * count, [info] * count, root=0
+    )
+    info.Free()
     return attempt.own(attempt.merge(bridge).Split(0, key=number))
 
 

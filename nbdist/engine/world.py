@@ -43,12 +43,22 @@ class World:
     def __init__(self, comm: Any, generation: int = 0) -> None:
         self.comm = comm
         self.generation = generation
-        self.local_rank, self.local_size = _local_numbers(comm)
         self.shared = comm.Dup()
         """The communicator for the user's own calls of mpi4py."""
         self._shared_revoked = self._nccl_aborted = self._has_open_step = False
         self.group = Group(comm, generation=generation)
         set_default_group(self.group)
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among the ranks of its host."""
+        hosts = self.group.hosts
+        return hosts[: self.rank].count(hosts[self.rank])
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on this rank's host."""
+        return self.group.hosts.count(self.group.hosts[self.rank])
 
     @property
     def rank(self) -> int:
@@ -209,14 +219,3 @@ def renew() -> RankInfo:
     rank = this_rank()
     rank.info = replace(rank.info, generation=here.generation)
     return rank.info
-
-
-def _local_numbers(comm: Any) -> tuple[int, int]:
-    """The local rank, and the local world size: the number of ranks on this host."""
-    from mpi4py import MPI
-
-    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    try:
-        return int(local.rank), int(local.size)
-    finally:
-        local.Free()

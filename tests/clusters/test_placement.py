@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.clusters.hosts import Gpu, Host
+from nbdist.clusters.hosts.machine import Gpu, Host
 from nbdist.clusters.placement import assign_devices
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError

@@ -17,7 +17,7 @@ import pytest
 
 from nbdist import Cluster, StartError, UsageError
 from nbdist.clusters import fork_server_client
-from nbdist.clusters.hosts import this_host
+from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.startup import Progress
 from nbdist.config import ClusterConfig
 from nbdist.errors import AlreadyRunning

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.clusters.hosts import Gpu, this_host
+from nbdist.clusters.hosts.machine import Gpu, this_host
 from nbdist.errors import UsageError
 
 

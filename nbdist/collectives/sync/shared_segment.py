@@ -87,10 +87,17 @@ class Segment:
 
 
 def host_identity() -> str:
-    """This process's host and PID namespace. Processes can share a segment if equal."""
-    namespace = Path("/proc/self/ns/pid")
-    processes = namespace.stat().st_ino if namespace.exists() else 0
-    return f"{MPI.Get_processor_name()}/{processes}"
+    """This process's host and PID namespace. Processes can share a segment if equal.
+
+    All that compares the hosts of ranks compares these. A host's name may be that of
+    other hosts too.
+    """
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        processes = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # no Linux
+        return MPI.Get_processor_name()
+    return f"{started}/{processes}"
 
 
 def share(size: int, rank: int, hosts: Iterable[object], swap: Swap) -> Segment | None:

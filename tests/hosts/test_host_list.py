@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from nbdist import Cluster
-from nbdist.clusters.hosts import HostSlots, parse_hosts, slots_here
+from nbdist.clusters.hosts.host_list import HostSlots, parse_hosts, slots_here
 from nbdist.errors import UsageError
 
 
