@@ -69,6 +69,7 @@ from nbdist.ipc import endpoints
 from nbdist.ipc.private_files import make_commit_folders
 from nbdist.ipc.shm_payload import discard
 from nbdist.telemetry.collector import Collector
+from nbdist.widgets.user_input import UserInput
 from nbdist.wire import (
     CommMessage,
     Comparison,
@@ -215,9 +216,8 @@ class Cluster:
         """Called with a description when ranks were replaced or dropped."""
         self.comms: CommReceiver = IGNORED
         """Receives the messages of the ranks' widgets. Set it before the start."""
-        self.reader: Reader | None = None
-        """Reads the lines that ranks ask for; None for the user of this process. Set it
-        before the start."""
+        self.reader: Reader = UserInput()
+        """Reads the lines that ranks ask for. Set it before the start."""
 
     def __enter__(self) -> Cluster:
         return self if self.running else self.start()
@@ -288,7 +288,7 @@ class Cluster:
             self._registry, self._assignments, self.config, self._on_change
         )
         self._supervisor = CallSupervisor(self._registry, self._recovery)
-        self._supervisor.reader = self.reader or self._supervisor.reader
+        self._supervisor.reader = self.reader
         self._recovery.setup = self._setup
         self._elastic = Elastic(
             self._registry,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from nbdist.clusters.call import Call
@@ -15,7 +15,7 @@ from nbdist.ipc import endpoints
 from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.wire import InputReply, InputRequest, format_ranks, ranks_in
 
-__all__ = ["DebuggerQuit", "Prompts", "Reader"]
+__all__ = ["DebuggerQuit", "Prompts", "Reader", "UserAbsent", "ask_user"]
 
 SAME_RANK_S = 0.5
 """Seconds in which a rank may stop again after a command, such as "next", before
@@ -37,6 +37,13 @@ class Reader(Protocol):
 
     def read(self, prompt: str, *, hidden: bool = False) -> str:
         """Read a line; raises NoInput if nobody can answer, and EOFError at the end."""
+
+    def interrupt_read(self) -> None:
+        """Make a `read` that runs raise KeyboardInterrupt. Any thread may call this."""
+
+
+class UserAbsent(NoInput):
+    """No notebook is attached. A debugger then lets its rank go on."""
 
 
 class DebuggerQuit(Exception):
@@ -128,35 +135,23 @@ class Prompts:
         begun = time.monotonic()
         self._registry.tell(endpoints.HOLD_TIMEOUTS, True)
         try:
-            return self._read(rank, f"[{rank}] {request.prompt}", request.kind)
-        except NoInput as error:
-            return InputReply(refusal=str(error))
-        except EOFError:
-            return InputReply(at_end=True)
-        except Exception as error:  # noqa: BLE001 - the rank must not wait forever
-            return InputReply(refusal=f"the input cannot be read: {text_of(error)}")
+            return ask_user(
+                self._reader,
+                f"[{rank}] {request.prompt}",
+                lambda end: self._call.on_end(rank, end),
+                hidden=request.kind == "getpass",
+            )
+        except UserAbsent as error:
+            if request.kind != "debugger":
+                return InputReply(refusal=str(error))
+            self._reader.show(f"[{rank}] continue  (no notebook is attached)")
+            return InputReply("continue")
         finally:
             self.seconds += time.monotonic() - begun
             self._registry.tell(endpoints.HOLD_TIMEOUTS, False)
             self._call.last_event = time.monotonic()
             if others:
                 self._call.notice("")
-
-    def _read(self, rank: int, prompt: str, kind: str) -> InputReply | None:
-        """Read a line from the user, unless the rank ends before."""
-        cut = _Cut()
-        self._call.on_end(rank, cut.end)
-        try:
-            try:
-                line = self._reader.read(prompt, hidden=kind == "getpass")
-            finally:
-                with defer_interrupts():
-                    cut.close()
-        except KeyboardInterrupt:
-            if cut.is_made:
-                return None
-            raise
-        return InputReply(line)
 
     def _show(self, rank: int, request: InputRequest) -> None:
         """Show what a debugger has printed, below a heading where it has stopped."""
@@ -201,10 +196,54 @@ class Prompts:
                 self._show(rank, request)
 
 
-class _Cut:
-    """Ends a read in the main thread from another thread, by a signal."""
+def ask_user(
+    reader: Reader,
+    prompt: str,
+    on_end: Callable[[Callable[[], None]], None],
+    *,
+    hidden: bool = False,
+) -> InputReply | None:
+    """Read a line from the user, unless the rank ends before.
 
-    def __init__(self) -> None:
+    Args:
+        reader, prompt, hidden: `Reader.read` and its arguments.
+        on_end: Takes a function to call when the rank has ended, on any thread.
+
+    Returns:
+        The line, or why there is none; None if the rank has ended.
+
+    Raises:
+        UserAbsent: No notebook is attached.
+        KeyboardInterrupt: The interrupt button was pressed.
+    """
+    cut = _Cut(reader)
+    on_end(cut.end)
+    try:
+        try:
+            line = reader.read(prompt, hidden=hidden)
+        finally:
+            with defer_interrupts():
+                cut.close()
+    except KeyboardInterrupt:
+        if cut.is_made:
+            return None
+        raise
+    except UserAbsent:
+        raise
+    except NoInput as error:
+        return InputReply(refusal=str(error))
+    except EOFError:
+        return InputReply(at_end=True)
+    except Exception as error:  # noqa: BLE001 - the rank must not wait forever
+        return InputReply(refusal=f"the input cannot be read: {text_of(error)}")
+    return InputReply(line)
+
+
+class _Cut:
+    """Ends a read from another thread."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
         self._lock = threading.Lock()
         self._is_open = True
         self.is_made = False
@@ -215,9 +254,7 @@ class _Cut:
         with self._lock:
             if self._is_open:
                 self._is_open, self.is_made = False, True
-                ident = threading.main_thread().ident
-                assert ident is not None
-                signal.pthread_kill(ident, signal.SIGINT)
+                self._reader.interrupt_read()
 
     def close(self) -> None:
         """Note that the read has ended. `end` then does nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import signal
 import sys
 import threading
 
@@ -57,3 +58,9 @@ class UserInput:
                 "this front end cannot ask, as nbconvert and papermill cannot: run "
                 "the cell in JupyterLab, or give the ranks the value with %dist_push"
             ) from None
+
+    def interrupt_read(self) -> None:
+        """Make a `read` that runs raise KeyboardInterrupt. Any thread may call this."""
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGINT)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +17,11 @@ import pytest
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
 from nbdist.clusters.observer import Quiet
 from nbdist.errors import CollectiveTimeout, NoInput
-from tests.processes import wait_until
+from tests.debugger_sessions import debug_at_random, killing
+from tests.scripted_user import Answer, Scripted, end_of_input, press
 
 RELEASED_S = 3.0
 """Seconds within which "quit" frees all ranks."""
-Answer = str | Callable[[], str]
-
-
-class Scripted:
-    """A reader that gives prepared answers, and keeps what the user would see."""
-
-    refusal = ""
-
-    def __init__(self) -> None:
-        self.answers: list[Answer] = []
-        self.seen: list[str] = []
-        self.prompts: list[str] = []
-
-    def show(self, text: str) -> None:
-        self.seen += text.splitlines()
-
-    def read(self, prompt: str, *, hidden: bool = False) -> str:
-        self.prompts.append(f"{prompt}(hidden)" if hidden else prompt)
-        answer = self.answers.pop(0)
-        self.seen.append(f"{prompt}{answer if isinstance(answer, str) else '…'}")
-        return answer if isinstance(answer, str) else answer()
-
-    def give(self, *answers: Answer) -> Scripted:
-        """Prepare answers, and forget what was seen."""
-        self.answers, self.seen, self.prompts = [*answers], [], []
-        return self
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.seen)
 
 
 @pytest.fixture
@@ -61,17 +31,6 @@ def user(cluster: Cluster) -> Iterator[Scripted]:
     yield reader
     supervisor.reader = before
     assert reader.answers == []
-
-
-def press() -> str:
-    """The interrupt button."""
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
-    return ""
-
-
-def end_of_input() -> str:
-    raise EOFError
 
 
 def stdout(result: Any) -> list[str]:
@@ -452,26 +411,14 @@ def reader_of(cluster: Cluster) -> Scripted:
     return reader
 
 
-def killing(cluster: Cluster) -> Callable[[], str]:
-    """Kill the rank that asks."""
-
-    def kill() -> str:
-        found = re.match(r"\[(\d)\]", reader_of(cluster).prompts[-1])
-        assert found is not None
-        os.kill(cluster.ranks[int(found[1])].pid, signal.SIGKILL)
-        time.sleep(60)
-        return ""
-
-    return kill
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("asks", ["breakpoint()", "input()"])
 def test_the_death_of_a_rank_ends_its_prompt(
     own_cluster: Cluster, rank: int, asks: str
 ):
     own_cluster.execute("kept = 5")
-    reader_of(own_cluster).give(killing(own_cluster))
+    reader = reader_of(own_cluster)
+    reader.give(killing(own_cluster, reader))
     begun = time.monotonic()
     code = f"if rank == {rank}:\n    {asks}\nnbdist.barrier()"
     with pytest.raises(CellError, match=f"rank {rank} of 3: RankDied"):
@@ -495,52 +442,6 @@ def test_another_rank_dies_meanwhile(own_cluster: Cluster):
     assert stdout(own_cluster.execute("print(rank)")) == ["0\n", "1\n", "2\n"]
 
 
-ASKS = {
-    "top": "breakpoint()",
-    "function": "def f(x):\n    y = x\n    breakpoint()\n    return y\nf(rank)",
-    "loop": "for i in range(2):\n    breakpoint()\n    x = i",
-    "caught": "try:\n    breakpoint()\nexcept Exception:\n    pass",
-    "input": "input()",
-    "module": "import pdb; pdb.set_trace()",
-}
-
-
 @pytest.mark.slow
 def test_no_session_of_two_hundred_leaves_a_rank_waiting(own_cluster: Cluster):
-    seed = int(
-        os.environ.get("NBDIST_TEST_SEED") or random.SystemRandom().getrandbits(32)
-    )
-    print(f"NBDIST_TEST_SEED={seed}")
-    draw = random.Random(seed)
-    reader = reader_of(own_cluster)
-    for number in range(200):
-        kind, ask = draw.choice([*ASKS.items()])
-        stopped = draw.sample(range(3), draw.randint(1, 3))
-        indented = ask.replace("\n", "\n    ")
-        code = f"if rank in {stopped}:\n    {indented}\nnbdist.barrier()"
-        steps: list[Answer] = draw.choices(
-            ["n", "s", "p rank", "ranks all p 1", "ranks all n", "c", "up", "bad"],
-            k=draw.randint(0, 6),
-        )
-        ends: list[Answer] = ["c", "ranks all c", "q", press, end_of_input]
-        if draw.random() < 0.1:
-            ends = [killing(own_cluster)]
-        answers = [*steps, draw.choice(ends)]
-        # A session that goes on, such as after another rank's death, continues.
-        reader.give(*answers, *["c"] * 20)
-        begun = time.monotonic()
-        print(number, kind, stopped, answers, flush=True)
-        said = ""
-        try:
-            own_cluster.execute(code)
-        except (CellError, KeyboardInterrupt) as error:
-            said = str(error)
-        assert "did not react" not in said, (seed, number)
-        assert time.monotonic() - begun < 60, (seed, number)
-        wait_until(lambda: is_idle(own_cluster), 10)
-        result = own_cluster.execute("nbdist.barrier()\nprint(rank)")
-        assert stdout(result) == ["0\n", "1\n", "2\n"], (seed, number)
-
-
-def is_idle(cluster: Cluster) -> bool:
-    return all(state and state["what"] is None for state in cluster.status().values())
+    debug_at_random(own_cluster, reader_of(own_cluster), 200)

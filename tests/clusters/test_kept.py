@@ -32,7 +32,9 @@ from nbdist.errors import (
     NotRunning,
     UsageError,
 )
+from tests.debugger_sessions import debug_at_random
 from tests.processes import Footprint, runs, wait_until
+from tests.scripted_user import Answer, Scripted, end_of_input, press
 
 PACKAGE = Path(nbdist.__file__).parents[1]
 DEADLINE_S = 30.0
@@ -228,8 +230,6 @@ def test_errors_are_those_of_a_cluster(kept: KeptCluster):
     with pytest.raises(UsageError, match="rank 7"):
         kept.execute("1", ranks=[7])
     assert kept.failed_rank is not None
-    with pytest.raises(CellError, match="cannot ask"):
-        kept.execute("input()")
 
 
 def fails() -> None:
@@ -257,6 +257,134 @@ def test_an_interrupt_reaches_the_ranks(kept: KeptCluster):
     with pytest.raises(CellInterrupted):
         future.result(DEADLINE_S)
     assert kept.collector.marks[-1].kind == "interrupted"
+
+
+# -- prompts of ranks ------------------------------------------------------------------
+
+STOPS = """
+def work(x):
+    y = x + 1
+    breakpoint()
+    return y
+if rank == 1:
+    print("result", work(rank))
+nbdist.barrier()
+"""
+
+
+@pytest.fixture
+def user(kept: KeptCluster) -> Scripted:
+    """Answers for the user of the notebook that is attached."""
+    kept.reader = reader = Scripted()
+    return reader
+
+
+def test_a_debugger_on_a_rank_asks_in_the_notebook(kept: KeptCluster, user: Scripted):
+    user.give("p y * 100", "n", "c")
+    result = kept.execute(STOPS, number=3)
+    assert result[1].stdout == "result 2\n"
+    assert user.prompts == ["[1] (Pdb) "] * 3
+    assert user.seen[0].startswith("debugger on rank 1 of 2 (")
+    assert {"[1] 200", "[1] -> return y"} <= {*user.seen}
+    user.give("ada", "bob")
+    result = kept.execute("print('hello', input('name? '))")
+    assert [each.stdout for each in result] == ["hello ada\n", "hello bob\n"]
+    user.give("secret")
+    kept.execute("import getpass; getpass.getpass('word? ')", [0])
+    assert user.prompts == ["[0] word? (hidden)"]
+
+
+def test_the_time_at_a_prompt_does_not_count(kept: KeptCluster, user: Scripted):
+    def slowly() -> str:
+        time.sleep(2)
+        return "c"
+
+    user.give(slowly)
+    kept.execute("if rank: breakpoint()\nnbdist.barrier()", timeout_s=1.5)
+    user.give(slowly)
+    assert kept.run(_asks, timeout_s=1.5) == ["c", ""]
+
+
+def _asks() -> str:
+    return input("? ") if nbdist.rank() == 0 else ""
+
+
+@pytest.mark.parametrize("how", ["q", press, end_of_input], ids=["q", "button", "end"])
+def test_quit_and_the_interrupt_button_free_all_ranks(
+    kept: KeptCluster, user: Scripted, how: Answer
+):
+    user.give(how)
+    begun = time.monotonic()
+    with pytest.raises(CellInterrupted):
+        kept.execute(STOPS)
+    assert time.monotonic() - begun < 6
+    assert kept["rank"] == [0, 1]
+
+
+def test_the_death_of_a_rank_ends_its_prompt(kept: KeptCluster, user: Scripted):
+    def kill() -> str:
+        os.kill(kept.ranks[1].pid, signal.SIGKILL)
+        time.sleep(60)
+        return ""
+
+    user.give(kill)
+    with pytest.raises(CellError, match="rank 1 of 2: RankDied"):
+        kept.execute(STOPS)
+    assert kept["rank"] == [0, 1]
+
+
+def test_a_post_mortem_asks_in_the_notebook(kept: KeptCluster, user: Scripted):
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        kept.execute("def f(x):\n    return x / (rank - 1)\nf(4)")
+    user.give("p x", "q")
+    kept.debug()
+    assert "[1] 4" in user.seen
+
+
+AT_PROMPT = """
+class Waiting:
+    refusal = ""
+    def show(self, text): pass
+    def read(self, prompt, *, hidden=False):
+        print(prompt, flush=True)
+        import time; time.sleep(60)
+    def interrupt_read(self): pass
+c.reader = Waiting()
+c.execute({code!r}, number=7)
+"""
+
+
+def test_a_rank_at_a_prompt_goes_on_when_its_notebook_is_killed(kept: KeptCluster):
+    kept.detach()
+    notebook = Notebook("shared", AT_PROMPT.format(code=STOPS + counting(3)))
+    assert notebook.await_line() == "[1] (Pdb) \n"
+    notebook.kill()
+    again = nbdist.attach("shared", force=True)
+    (cell,) = again.unseen_cells
+    result = follow(again, cell).result(DEADLINE_S)
+    assert result[1].stdout == "result 2\n" + numbers(3)
+    again.detach()
+
+
+def test_while_nobody_is_attached_a_breakpoint_is_passed_and_input_is_an_error(
+    kept: KeptCluster, tmp_path: Path
+):
+    go_on = tmp_path / "go on"
+    wait = f"while not os.path.exists({str(go_on)!r}): time.sleep(0.05)"
+    code = f"import os, time\n{wait}\nbreakpoint()\nprint('passed')\ninput('? ')"
+    kept.execute(code, wait=False)
+    wait_until(lambda: kept.stacks()[0] != "  idle", DEADLINE_S)
+    kept.detach()
+    go_on.touch()
+    wait_until(lambda: not nbdist.kept_clusters()[0].doing, DEADLINE_S)
+    again = nbdist.attach("shared")
+    again.reader = reader = Scripted()
+    (cell,) = again.unseen_cells
+    with pytest.raises(CellError, match="NoInput") as ended:
+        again.follow(cell)
+    assert ended.value.result[0].stdout == "passed\n"
+    assert "no notebook is attached" in reader.text
+    again.detach()
 
 
 # -- attaching -------------------------------------------------------------------------
@@ -504,3 +632,13 @@ def test_restart_scale_and_replace(kept: KeptCluster):
     assert kept.size == 2
     assert {info.pid for info in kept.infos}.isdisjoint(pids)
     assert kept.pull("made_by_setup") == [0, 1]
+
+
+@pytest.mark.slow
+def test_no_session_of_a_debugger_leaves_a_rank_waiting():
+    with KeptCluster(3, device="cpu", name="debugged") as cluster:
+        cluster.reader = reader = Scripted()
+        try:
+            debug_at_random(cluster.start(), reader, 100)
+        finally:
+            cluster.stop()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.notebook.test_kernel import Notebook, Reply
+from tests.notebook.test_kernel import Notebook, Reply, is_there
 
 STEPS = 200
 TRAINING = f"""%%distributed
@@ -91,3 +91,32 @@ def test_no_step_is_lost_when_the_kernel_is_killed(kept_notebook: Notebook):
 @pytest.mark.timeout(1800)
 def test_no_step_is_lost_in_a_hundred_kills(kept_notebook: Notebook):
     run_rounds(kept_notebook, 100, random.randrange(2**32))
+
+
+STOPS = """%%distributed
+total = 41 + rank
+if rank == 1:
+    breakpoint()
+print("after", total)
+"""
+
+
+def test_a_debugger_asks_in_the_notebook_and_lets_go_when_the_kernel_is_killed(
+    kept_notebook: Notebook,
+):
+    notebook = kept_notebook
+    notebook.run("%dist_start -n 2 --device cpu --keep 1 --name training")
+    reply, prompts = notebook.converse(STOPS, "p total", "c")
+    assert prompts == ["[1] (Pdb) "] * 2
+    assert "debugger on rank 1 of 2" in reply.text
+    assert "[1] 42" in reply.text
+    assert "[1] after 42" in reply.text
+    press = notebook.manager.interrupt_kernel
+    reply, _ = notebook.converse(STOPS, press)
+    assert reply.error == "CellInterrupted"
+    notebook.send(STOPS)
+    assert notebook.client.get_stdin_msg(timeout=60)["content"]["prompt"]
+    end_kernel(notebook, by_kill=True)
+    request, reply, _ = notebook.start("%dist_attach training")
+    notebook.read(request, reply, is_there("[1] after 42"))
+    assert "(no notebook is attached)" in reply.text

@@ -51,6 +51,19 @@ class CellRecord:
                 peer, number = self._sink
                 peer.send(Shown(number, item))
 
+    def ask(self, item: Item) -> Peer | None:
+        """Pass an item on without keeping it.
+
+        Returns:
+            The notebook that follows the cell; None if there is none.
+        """
+        with self._lock:
+            if self._sink is None:
+                return None
+            peer, number = self._sink
+            peer.send(Shown(number, item))
+            return peer
+
     def conclude(self, reply: Reply) -> None:
         """Keep the end of the cell, and pass it on."""
         with self._lock:

@@ -53,6 +53,7 @@ from nbdist.errors import (
 from nbdist.ipc.fork_messages import socket_address
 from nbdist.ipc.private_files import make_run_folder, remove_folders
 from nbdist.telemetry.collector import Collector
+from nbdist.widgets.user_input import UserInput
 from nbdist.wire import CommMessage, RankInfo
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class KeptCluster(Cluster):
     whose end nobody has seen. A cluster to which nothing is attached for `hours` is
     stopped.
 
-    The ranks cannot ask for input, and their widgets are shown as text. The end of a
+    While no notebook shows a cell, its ranks cannot ask for input, and a debugger on a
+    rank lets the rank go on. The widgets of the ranks are shown as text. The end of a
     `with` block detaches.
 
     Args:
@@ -127,6 +129,7 @@ class KeptCluster(Cluster):
         self._cells = 0
         self.collector = Collector()
         self.comms = IGNORED
+        self.reader = UserInput()
         self.on_wait = self.on_note = _print
 
     def __repr__(self) -> str:
@@ -217,7 +220,11 @@ class KeptCluster(Cluster):
             CellError: As for `execute`.
         """
         reply, _ = self._live_link().see_through(
-            lambda number: Follow(number, cell.key), observer, self._background
+            lambda number: Follow(number, cell.key),
+            observer,
+            self._background,
+            self.reader,
+            asks=False,
         )
         return self._seen(reply, cell.key)
 
@@ -428,7 +435,7 @@ class KeptCluster(Cluster):
 
     @property
     def _seconds_at_prompts(self) -> float:
-        return 0.0
+        return float(self._look("_seconds_at_prompts"))
 
     # -- the state of the ranks ------------------------------------------------------
 
@@ -493,6 +500,7 @@ class KeptCluster(Cluster):
             lambda number: Call(number, name, args, kwargs, at_once=at_once),
             observer,
             self._background,
+            self.reader,
             on_progress,
         )
         return _value(reply)
@@ -506,6 +514,7 @@ class KeptCluster(Cluster):
             lambda number: Call(number, name, args, kwargs, cell),
             observer,
             self._background,
+            self.reader,
         )
         return self._seen(reply, key)
 

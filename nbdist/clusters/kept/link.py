@@ -14,6 +14,7 @@ from typing import Any
 
 from nbdist.clusters.futures import BackgroundCalls
 from nbdist.clusters.kept.messages import (
+    Answer,
     Follow,
     Goodbye,
     Hello,
@@ -22,20 +23,24 @@ from nbdist.clusters.kept.messages import (
     Look,
     Marked,
     Note,
+    Question,
     Ranks,
     Refusal,
     Reply,
     Shown,
     Values,
     Welcome,
+    Withdrawn,
     connected,
 )
 from nbdist.clusters.kept.peer import shut_down
 from nbdist.clusters.observer import Observer
+from nbdist.clusters.prompts import Reader, ask_user
 from nbdist.clusters.supervisor_client import HelperWatch
 from nbdist.errors import AlreadyRunning, CellInterrupted, ClusterError
 from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.widgets.live_text import is_kernel_ending
+from nbdist.wire import InputReply
 
 __all__ = ["Link", "Pending", "ask"]
 
@@ -114,6 +119,10 @@ class Link:
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._lock = threading.Lock()
+        self._withdrawn: set[int] = set()
+        """The tokens of the questions that need no answer."""
+        self._withdrawals: dict[int, Callable[[], None]] = {}
+        """What ends the read of an open question, by token."""
         self._is_closed = False
         self.ending = ""
         """Why the connection has ended; "" while it has not."""
@@ -170,7 +179,10 @@ class Link:
         make: Callable[[int], Look | Follow],
         observer: Observer,
         background: BackgroundCalls,
+        reader: Reader,
         on_progress: Callable[[Any], None] = lambda _: None,
+        *,
+        asks: bool = True,
     ) -> tuple[Reply, int | None]:
         """Make a call, and wait until it has ended.
 
@@ -183,7 +195,9 @@ class Link:
             make: As for `request`.
             observer: Receives what the call shows, on this thread.
             background: The calls that this process makes in the background.
+            reader: Asks the user for the lines that ranks read.
             on_progress: Called with the progress of a start.
+            asks: Whether to ask the user. If not, the server does without an answer.
 
         Returns:
             The reply, and the key of the cell that was run.
@@ -209,10 +223,12 @@ class Link:
                     self.send(Interrupt(number))
                 with defer_interrupts():
                     message = pending.next()
-                    if isinstance(message, Shown):
-                        _show(message.item, observer, pending, on_progress)
-                    elif message is not None:
+                    if isinstance(message, Reply):
                         return message, pending.key
+                    if message is not None and message.item.kind != "ask":
+                        _show(message.item, observer, pending, reader, on_progress)
+                if message is not None and message.item.kind == "ask":
+                    self._ask(message.item.value, reader if asks else None)
             except _GoesOn:
                 raise CellInterrupted(
                     "the notebook's kernel is ending, and the ranks go on: "
@@ -223,6 +239,42 @@ class Link:
                     interrupt_at = time.monotonic() + KERNEL_END_S
                 else:
                     interrupt_at = 0.0
+
+    def _ask(self, question: Question, reader: Reader | None) -> None:
+        """Ask the user, and send the answer.
+
+        Raises:
+            KeyboardInterrupt: The interrupt button was pressed.
+        """
+        reply: InputReply | None = None
+        if reader is not None and reader.refusal:
+            reply = InputReply(refusal=reader.refusal)
+        elif reader is not None:
+            reply = ask_user(
+                reader,
+                question.prompt,
+                lambda end: self._on_withdrawal(question.token, end),
+                hidden=question.hidden,
+            )
+        with self._lock:
+            self._withdrawals.pop(question.token, None)
+            self._withdrawn.discard(question.token)
+        self.send(Answer(question.token, reply))
+
+    def _on_withdrawal(self, token: int, end: Callable[[], None]) -> None:
+        """Call back when a question is withdrawn, on any thread; at once if it is."""
+        with self._lock:
+            is_withdrawn = token in self._withdrawn or bool(self.ending)
+            self._withdrawals[token] = end
+        if is_withdrawn:
+            end()
+
+    def _withdraw(self, token: int) -> None:
+        with self._lock:
+            self._withdrawn.add(token)
+            end = self._withdrawals.get(token)
+        if end is not None:
+            end()
 
     def _error(self) -> ClusterError:
         return ClusterError(
@@ -239,6 +291,8 @@ class Link:
                     ending = message.why
                 elif isinstance(message, Shown | Reply):
                     self._deliver(message)
+                elif isinstance(message, Withdrawn):
+                    self._withdraw(message.token)
                 else:
                     self._receive(message)
         except (OSError, EOFError):
@@ -246,6 +300,9 @@ class Link:
         with self._lock:
             self.ending = "this notebook has detached" if self._is_closed else ending
             pending, self._pending = self._pending, {}
+            reads = list(self._withdrawals.values())
+        for end in reads:
+            end()
         for number, each in pending.items():
             each.put(Reply(number, error=self._error()))
         self._connection.close()
@@ -267,6 +324,7 @@ def _show(
     item: Item,
     observer: Observer,
     pending: Pending,
+    reader: Reader,
     on_progress: Callable[[Any], None],
 ) -> None:
     if item.kind == "take":
@@ -275,6 +333,8 @@ def _show(
         observer.notice(item.value)
     elif item.kind == "make_room":
         observer.make_room()
+    elif item.kind == "debugger":
+        reader.show(item.value)
     elif item.kind == "key":
         pending.key = item.value
     else:

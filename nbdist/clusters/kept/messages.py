@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from nbdist.clusters.observer import Event
 from nbdist.ipc.fork_messages import peer_user, socket_address
 from nbdist.ipc.private_files import check_folder
-from nbdist.wire import MarkKind, RankInfo
+from nbdist.wire import InputReply, MarkKind, RankInfo
 
 __all__ = [
     "SOCKET",
+    "Answer",
     "Call",
     "Cell",
     "Description",
@@ -33,6 +34,7 @@ __all__ = [
     "Marked",
     "Note",
     "Order",
+    "Question",
     "Ranks",
     "Refusal",
     "Reply",
@@ -40,6 +42,7 @@ __all__ = [
     "Shown",
     "Values",
     "Welcome",
+    "Withdrawn",
     "connected",
     "connection_of",
 ]
@@ -164,6 +167,15 @@ class Seen:
     key: int
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The user's answer to a `Question`."""
+
+    token: int
+    reply: InputReply | None
+    """None if the user cannot be asked now."""
+
+
 # -- from the server -------------------------------------------------------------------
 
 
@@ -240,11 +252,28 @@ class Goodbye:
     why: str
 
 
+@dataclass(frozen=True)
+class Question:
+    """A request for a line from the user: the value of an item of kind "ask"."""
+
+    token: int
+    prompt: str
+    hidden: bool
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """A question needs no answer any longer."""
+
+    token: int
+
+
 class Item(NamedTuple):
     """A call of an observer's method, or the progress of a start."""
 
     kind: str
-    """"take", "notice", "make_room", "progress", or "key" with the key of a cell."""
+    """"take", "notice", "make_room", "progress", "key" with the key of a cell,
+    "debugger" with a text, or "ask" with a `Question`."""
     value: Any = None
 
     @classmethod

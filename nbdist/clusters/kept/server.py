@@ -31,6 +31,7 @@ from nbdist.clusters.futures import CallFuture
 from nbdist.clusters.kept import directory
 from nbdist.clusters.kept.cell_record import CellRecord
 from nbdist.clusters.kept.messages import (
+    Answer,
     Call,
     Cell,
     Description,
@@ -54,13 +55,13 @@ from nbdist.clusters.kept.messages import (
     connection_of,
 )
 from nbdist.clusters.kept.peer import Peer
+from nbdist.clusters.kept.relayed_reader import RelayedReader
 from nbdist.clusters.observer import Event, Observer
 from nbdist.clusters.startup import Progress
 from nbdist.errors import (
     CellInterrupted,
     ClusterError,
     NbdistError,
-    NoInput,
     text_of,
 )
 from nbdist.ipc.prctl import name_process
@@ -74,10 +75,6 @@ LOOKS_AT_ONCE = 8
 HOUR_S = 3600.0
 FINISH_S = 2.0
 """Seconds in which a notebook receives the last message."""
-CANNOT_ASK = (
-    "the ranks of a kept cluster cannot ask: give them the value with %dist_push, or "
-    "start the cluster without --keep"
-)
 
 
 class ClusterServer:
@@ -94,7 +91,8 @@ class ClusterServer:
         self._begun = time.time()
         self._cluster = Cluster(**order.options)
         self._cluster.on_note = self._note
-        self._cluster.reader = NoReader()
+        self._reader = RelayedReader(lambda peer: peer in self._peers)
+        self._cluster.reader = self._reader
         self._cluster.collector = RelayedCollector(self._send)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -185,6 +183,7 @@ class ClusterServer:
                     return
                 self._forget(former)
                 self._peers.discard(former)
+                self._reader.leave(former)
                 former.finish(Goodbye(f"process {hello.pid} has attached by force"))
             if self._is_ending:
                 connection.send(Refusal("the cluster is being stopped"))
@@ -225,6 +224,7 @@ class ClusterServer:
             self._forget(peer)
             self._peers.discard(peer)
             self._visitors.pop(peer, None)
+        self._reader.leave(peer)
 
     def _forget(self, peer: Peer) -> None:
         """Pass nothing more on to a notebook."""
@@ -279,6 +279,8 @@ class ClusterServer:
             self._interrupt(peer, message.number)
         elif isinstance(message, Follow):
             self._follow(peer, message)
+        elif isinstance(message, Answer):
+            self._reader.answer(message.token, message.reply)
         elif isinstance(message, Seen):
             with self._lock:
                 record = self._records.pop(message.key, None)
@@ -301,6 +303,12 @@ class ClusterServer:
             else:
                 peer.send(Shown(call.number, item))
 
+        def ask(item: Item) -> Peer | None:
+            if record is not None:
+                return record.ask(item)
+            peer.send(Shown(call.number, item))
+            return peer
+
         def finish(reply: Reply) -> None:
             if record is not None:
                 record.conclude(reply)
@@ -317,7 +325,8 @@ class ClusterServer:
                 finish(Reply(call.number, error=error))
 
         def work() -> None:
-            finish(_outcome(call, lambda: self._call(call, show)))
+            with self._reader.through(show, ask):
+                finish(_outcome(call, lambda: self._call(call, show)))
 
         if call.at_once:
             threading.Thread(target=work, name="nbdist-call", daemon=True).start()
@@ -383,6 +392,7 @@ class ClusterServer:
             os._exit(1)  # the process supervisor ends what was started
         if future is not None:
             future.interrupt()
+            self._reader.interrupt_read()
 
 
 class Greeting(threading.Thread):
@@ -457,18 +467,6 @@ class Progressing:
 
     def __call__(self, progress: Progress) -> None:
         self._show(Item("progress", progress))
-
-
-class NoReader:
-    """Refuses to ask, because the user may not be there."""
-
-    refusal = CANNOT_ASK
-
-    def show(self, text: str) -> None:
-        """Show nothing."""
-
-    def read(self, prompt: str, *, hidden: bool = False) -> str:
-        raise NoInput(self.refusal)
 
 
 def _resolved(cluster: Cluster, look: Look) -> Any:
