@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -32,6 +33,7 @@ from traitlets.config import Config
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.ipc.atomic_files import write_atomically
+from nbdist.ipc.bare_application import BareApplication
 from nbdist.ipc.prctl import name_process
 from nbdist.ipc.signed_messages import Gate, SignedSession, refusals
 from nbdist.wire import REFUSED
@@ -49,7 +51,7 @@ TELL_REFUSALS_MS = 500
 QUERIES = {"connection_request", "registration_request", "unregistration_request"}
 
 
-class Controller(IPController):  # type: ignore[misc]
+class Controller(BareApplication, IPController):  # type: ignore[misc]
     """ipyparallel's controller in one process. Its queues run in threads."""
 
     _sockets = 0
@@ -293,7 +295,7 @@ def configuration(run_dir: Path) -> Config:
     controller.use_threads = True
     controller.broadcast_scheduler_depth = 0
     controller.db_class = "NoDB"
-    controller.log_level = "ERROR"
+    controller.log_level = logging.ERROR
     return config
 
 

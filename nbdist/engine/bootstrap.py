@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import multiprocessing.util
 import os
+import select
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.ipc import loopback
 from nbdist.ipc.device_assignment import DeviceAssignment
-from nbdist.ipc.fork_messages import FORKED, STARTED
+from nbdist.ipc.fork_messages import FORKED, GATE, STARTED
 from nbdist.ipc.prctl import name_process
 from nbdist.ipc.private_files import memory_folder, rendezvous_folder
 from nbdist.ipc.process_files import JOINING, Process
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 STDERR = 2
+OTHERS_TIMEOUT_S = 5.0
+"""Seconds after which a rank joins MPI although others are not forked."""
 OPENBLAS_SETTERS = (
     "openblas_set_num_threads", "openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads", "scipy_openblas_set_num_threads64_",
@@ -93,6 +96,7 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     if process.generation:
         here = world.join_running(process.rank, process.generation)
     else:
+        _await_others()
         here = world.join()
     loopback.confine(os.getpid())
     _allocate_segments(process.run_dir)
@@ -108,6 +112,14 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     from nbdist.engine.kernel import run_engine
 
     run_engine(process, here, assignment, device)
+
+
+def _await_others() -> None:
+    """Wait until the other ranks of the start are forked, for a short time at most."""
+    gate = os.environ.pop(GATE, None)
+    if gate is not None:
+        select.select([int(gate)], [], [], OTHERS_TIMEOUT_S)
+        os.close(int(gate))
 
 
 def _bound_openblas(threads: int) -> None:
@@ -133,9 +145,12 @@ def _allocate_segments(run_dir: Path) -> None:
     Otherwise the first write to a page allocates it, and raises SIGBUS if the file
     system is full.
     """
-    for path in rendezvous_folder(run_dir).glob("sm_segment.*"):
+    folder = rendezvous_folder(run_dir)
+    for name in os.listdir(folder):
+        if not name.startswith("sm_segment."):
+            continue
         with contextlib.suppress(OSError):  # no room, or the rank has ended
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = os.open(folder / name, os.O_RDWR)
             try:
                 os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
             finally:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from dataclasses import replace
 from typing import Any
 
+import ipyparallel.engine.app
 import torch
 import torch.distributed as dist
+from ipykernel.kernelapp import IPKernelApp
 from ipyparallel.engine.app import IPEngine
 from mpi4py import MPI
 from traitlets.config import Config
@@ -33,6 +36,7 @@ from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.world import World
 from nbdist.ipc import serialization
+from nbdist.ipc.bare_application import BareApplication
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import RANK_PARENT, STARTED
 from nbdist.ipc.process_files import Process
@@ -59,7 +63,18 @@ __all__ = ["run_engine"]
 REGISTRATION_TIMEOUT_S = 60
 
 
-class _Engine(IPEngine):  # type: ignore[misc]
+class _KernelApp(BareApplication, IPKernelApp):  # type: ignore[misc]
+    """The application that ipyparallel makes for the kernel of its engine."""
+
+    def init_code(self) -> None:
+        """Do nothing, because there is no code to run before the first cell.
+
+        IPython would also keep the names of all modules, for a `%reset --aggressive`
+        that removes the modules imported since. A rank needs those of nbdist.
+        """
+
+
+class _Engine(BareApplication, IPEngine):  # type: ignore[misc]
     """An ipyparallel engine with nbdist's output, signals and requests."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -77,6 +92,7 @@ class _Engine(IPEngine):  # type: ignore[misc]
 
     async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
         """Called by IPEngine with the controller's answer. Makes the kernel."""
+        ipyparallel.engine.app.IPKernelApp = _KernelApp
         with ipykernel_debugger.unused():
             await super().complete_registration(*args, **kwargs)
 
@@ -169,7 +185,8 @@ def run_engine(
     config.IPEngine.max_heartbeat_misses = 0
     config.IPEngine.wait_for_url_file = REGISTRATION_TIMEOUT_S
     config.IPEngine.url_file = str(security / "ipcontroller-engine.json")
-    config.IPEngine.log_level = "ERROR"
+    config.IPEngine.log_level = logging.ERROR
+    config.HistoryManager.enabled = False  # no database; the cells are in memory
     # The default is the folder in which ipyparallel's module was imported.
     config.IPEngine.work_dir = os.getcwd()
     config.ProfileDir.location = str(process.run_dir)

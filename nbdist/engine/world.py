@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist.collectives import Group, any_broken, renew_groups, set_default_group
+from nbdist.collectives.sync.wait import complete
 from nbdist.engine import ddp_modules, shared_default_group, torch_group
 from nbdist.engine.rank import this_rank
 from nbdist.engine.revocation import revoke
@@ -164,6 +165,9 @@ def is_joined() -> bool:
 def join() -> World:
     """Enter the world of the MPI launcher. Every rank must call."""
     MPI = _initialized_mpi()
+    # Ranks that wait in a blocking call poll, and take the cores from those that are
+    # still in MPI_Init.
+    complete([MPI.COMM_WORLD.Ibarrier()], check=lambda: None)
     return enter(MPI.COMM_WORLD.Dup(), 0)
 
 

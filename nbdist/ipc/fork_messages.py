@@ -27,6 +27,7 @@ __all__ = [
     "ENGINE",
     "FORKED",
     "FORK_TIMEOUT_S",
+    "GATE",
     "MAX_DESCRIPTORS",
     "RANK_HOST",
     "RANK_PARENT",
@@ -53,6 +54,9 @@ RANK_PARENT = "NBDIST_RANK_PARENT"
 STARTED = "NBDIST_STARTED"
 """Environment variable of a rank: `FORKED`, or the reason why it was not forked."""
 FORKED = "forked"
+GATE = "NBDIST_GATE"
+"""Environment variable of a forked rank: the descriptor of a pipe. The rank host closes
+it when it has forked all ranks of the start."""
 SWITCHED_OFF = "switched off by NBDIST_PRELOAD=0 or nbdist.toml"
 
 _LENGTH = struct.Struct("!I")

@@ -38,7 +38,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,14 @@ if __name__ == "__main__":
 from nbdist.config import OutputConfig  # noqa: E402
 from nbdist.ipc.fork_messages import (  # noqa: E402
     ENGINE,
+    GATE,
     MAX_DESCRIPTORS,
     RANK_HOST,
     peer_user,
     receive,
     send,
 )
+from nbdist.ipc.launch_environment import launched_size  # noqa: E402
 from nbdist.ipc.prctl import (  # noqa: E402
     adopt_orphans,
     die_with_parent,
@@ -84,6 +86,7 @@ PRELOADED = (
     "nbdist.engine.bootstrap",
     "nbdist.engine.control_handlers",
     "nbdist.engine.kernel",
+    "tornado.platform.asyncio",
 )
 """What a rank imports by the end of its first cell, and what the controller imports."""
 LATER = ("nbdist.elastic", "sympy", "torch._dynamo")
@@ -94,6 +97,7 @@ LATER_AFTER_S = 3.0
 """Seconds without a request after which a rank host imports one of them."""
 DEBUGGER = "nbdist.engine.ipykernel_debugger"
 TEXT_BARS = "nbdist.engine.text_bars"
+REGISTRATION = "nbdist.collectives.torch_backend.registration"
 REQUEST_TIMEOUT_S = 10.0
 """Seconds that a client may take to send its request after it has connected."""
 SUPERVISOR_TIMEOUT_S = 60.0
@@ -162,6 +166,7 @@ def _preload(names: Iterable[str]) -> None:
     importlib.import_module(DEBUGGER).leave_out()
     for name in PRELOADED:
         importlib.import_module(name)
+    importlib.import_module(REGISTRATION).define()
     if not OutputConfig.from_environment().widgets:  # `names` may import tqdm.auto
         importlib.import_module(TEXT_BARS).install()
     for name in names:
@@ -184,6 +189,9 @@ def _check_and_freeze() -> None:
     if torch.cuda.is_initialized():
         raise _CannotFork("an import has initialised CUDA")
     _forget_folders()
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.clear_lru_cache()  # as torch.distributed does when a rank initialises it
     gc.collect()
     gc.freeze()  # the collector would write to pages that all ranks share
 
@@ -350,7 +358,8 @@ class Request:
     def apply(self) -> None:
         """Set this process's state to this one, except the arguments."""
         os.environ.clear()
-        os.environ.update(self.environment)
+        for name, value in self.environment.items():  # `update` asks many classes
+            os.environ[name] = value
         os.umask(self.umask)
         for name, limit in self.limits.items():
             # A hard limit below the wanted one cannot be raised.
@@ -519,6 +528,42 @@ class _Server(_Loop):
             _kill_below(apart_from=self._hosts)
 
 
+class _Gate:
+    """Holds the ranks of a start before MPI_Init, until all of them are forked.
+
+    A rank that waits in MPI_Init for others polls, and takes the cores from them. Each
+    rank waits until the pipe is closed. A rank that joins later does not.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        self._ranks = 0
+
+    def count(self, request: Request) -> None:
+        """Count a rank that was forked or refused. The last one opens the gate."""
+        if _starts_with_others(request):
+            self._ranks += 1
+            if self._ranks == launched_size(request.environment):
+                os.close(self._writer)
+
+    def added_to(self, request: Request, descriptors: list[int]) -> _Requested:
+        """Give a request the descriptor that its rank waits for."""
+        if not _starts_with_others(request):
+            return request, descriptors
+        number = max(request.descriptors) + 1
+        return replace(
+            request,
+            environment={**request.environment, GATE: str(number)},
+            descriptors=[*request.descriptors, number],
+        ), [*descriptors, self._reader]
+
+
+def _starts_with_others(request: Request) -> bool:
+    """Whether a rank is one of a start, and the launcher tells their number."""
+    is_first = request.module == ENGINE and not request.arguments
+    return is_first and launched_size(request.environment) is not None
+
+
 class _RankHost(_Loop):
     """Forks the ranks and the controller of one cluster, and reports how they end.
 
@@ -551,6 +596,7 @@ class _RankHost(_Loop):
         """The connection on which each process was requested, by its pid."""
         self._checked: tuple[object, float] = (None, 0.0)
         """What `_refusal` has last accepted, and when (monotonic clock)."""
+        self._gate = _Gate()
         self.selector.register(listener, selectors.EVENT_READ)
 
     def run(self) -> _Requested | None:
@@ -626,6 +672,7 @@ class _RankHost(_Loop):
     ) -> _Requested | None:
         request = Request(**message)
         if (refusal := self._refusal(request)) is not None:
+            self._gate.count(request)
             send(connection, {"refused": refusal})
             connection.close()
             for descriptor in received:
@@ -639,7 +686,8 @@ class _RankHost(_Loop):
                 os._exit(1)
             connection.close()
             self._let_go()
-            return request, received
+            return self._gate.added_to(request, received)
+        self._gate.count(request)
         for descriptor in received:
             os.close(descriptor)
         self._forked[child] = connection

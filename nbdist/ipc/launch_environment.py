@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
-__all__ = ["is_launched_by_mpi", "is_launched_by_torchrun", "launched_rank"]
+__all__ = [
+    "is_launched_by_mpi",
+    "is_launched_by_torchrun",
+    "launched_rank",
+    "launched_size",
+]
 
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 """Set by Open MPI, by MPICH and Intel MPI, by a PMIx launcher, and by Slurm's srun."""
+MPI_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""Set by Open MPI, by MPICH and Intel MPI, and by Slurm's srun."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,3 +46,15 @@ def launched_rank() -> int:
         f"no MPI launcher has started this process: none of "
         f"{', '.join(MPI_RANK_VARIABLES)} is set"
     )
+
+
+def launched_size(environment: Mapping[str, str]) -> int | None:
+    """The number of ranks that the MPI launcher has started; None if it is not known.
+
+    Args:
+        environment: The environment variables of one of these ranks.
+    """
+    for name in MPI_SIZE_VARIABLES:
+        if name in environment:
+            return int(environment[name])
+    return None

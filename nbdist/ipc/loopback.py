@@ -9,8 +9,6 @@ import os
 import socket
 from collections.abc import Iterator
 
-import psutil
-
 __all__ = ["confine", "free_ports"]
 
 PIDFD_GETFD = 438
@@ -38,19 +36,33 @@ def confine(pid: int) -> None:
         pid: This process, or a process whose descriptors this process may copy. For an
             ordinary user that is one of its descendants.
     """
-    with contextlib.suppress(psutil.Error):
-        for sock in psutil.Process(pid).net_connections("inet"):
-            address = sock.status == psutil.CONN_LISTEN and sock.laddr.ip
-            if address and not ipaddress.ip_address(address).is_loopback:
-                _confine_one(pid, sock.fd)
+    # Systems other than Linux have no such folder, and the process may have ended.
+    with contextlib.suppress(OSError):
+        folder = f"/proc/{pid}/fd"
+        for name in os.listdir(folder):
+            # A container may forbid it, and a descriptor may be closed meanwhile.
+            with contextlib.suppress(AttributeError, OSError):
+                if os.readlink(f"{folder}/{name}").startswith("socket:"):
+                    _confine_one(pid, int(name))
 
 
 def _confine_one(pid: int, fd: int) -> None:
-    # Systems other than Linux lack the functions; a container may forbid them.
-    with contextlib.suppress(AttributeError, OSError), _socket_of(pid, fd) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
-    if pid == os.getpid():
-        os.set_inheritable(fd, False)  # programs that a cell starts do not need it
+    with _socket_of(pid, fd) as copy:
+        if not _is_reachable(copy):
+            return
+        if pid == os.getpid():
+            # Programs that a cell starts do not need it.
+            os.set_inheritable(fd, False)
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+
+
+def _is_reachable(sock: socket.socket) -> bool:
+    """Whether a socket listens on an address that is not a loopback address."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return False
+    return not ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 @contextlib.contextmanager

@@ -123,6 +123,13 @@ def test_magics_shell_commands_and_await_work(cluster: Cluster):
     assert last(result) == ["(['one', 'two'], 3)"] * 4
 
 
+def test_an_aggressive_reset_leaves_the_modules_of_a_rank(cluster: Cluster):
+    result = cluster.execute("import colorsys\n%reset -f --aggressive")
+    assert "Cannot restore" in result[0].stdout
+    cluster.execute("x = torch.ones(1)\nnbdist.all_reduce(x)")
+    assert cluster.pull("x.item()") == [4.0] * 4
+
+
 def test_a_reset_keeps_the_names_of_every_cell(cluster: Cluster):
     cluster.execute("mine = 1")
     cluster.execute("%reset -f")

@@ -13,7 +13,7 @@ from nbdist.collectives.torch_backend.process_group import NAME, ProcessGroup
 from nbdist.collectives.torch_backend.rendezvous import members_of
 from nbdist.collectives.torch_backend.torch_functions import replace_functions
 
-__all__ = ["register"]
+__all__ = ["define", "register"]
 
 
 def register() -> None:
@@ -26,6 +26,14 @@ def register() -> None:
     # torch may put tensors on each of these devices.
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
+    define()
+
+
+def define() -> None:
+    """Define what `register` needs, and leave CUDA alone. Safe to call twice.
+
+    A process that forks ranks calls this, so that they share the memory of it.
+    """
     replace_functions()
     define_operators()
     skip_in_dynamo()
