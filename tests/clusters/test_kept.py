@@ -639,6 +639,6 @@ def test_no_session_of_a_debugger_leaves_a_rank_waiting():
     with KeptCluster(3, device="cpu", name="debugged") as cluster:
         cluster.reader = reader = Scripted()
         try:
-            debug_at_random(cluster.start(), reader, 100)
+            debug_at_random(cluster, reader, 100)
         finally:
             cluster.stop()
