@@ -85,9 +85,12 @@ docs: $(VENV)/.docs
 clean:
 	rm -rf $(VENV) out
 
-# An extra of pyproject.toml, installed: .venv/.notebook stands for nbdist[notebook].
+# An extra of pyproject.toml, installed: .venv/.notebook stands for nbdist[notebook]. An
+# editable installation leaves out the extension of JupyterLab, which is linked.
+EXTENSIONS := $(VENV)/share/jupyter/labextensions
 $(VENV)/.%: pyproject.toml $(wildcard nbdist/collectives/*.c) | $(VENV)/.torch
 	$(RUN) -m pip install --quiet --editable '.[$*]'
+	@mkdir -p $(EXTENSIONS) && ln -sfn $(CURDIR)/nbdist/labextension $(EXTENSIONS)/nbdist
 	@touch $@
 
 $(SIMGPU_VENV)/bin/python:

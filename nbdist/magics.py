@@ -762,6 +762,7 @@ def register(shell: InteractiveShell) -> None:
     kernel = getattr(shell, "kernel", None)  # a terminal has none
     if kernel is not None:
         kernel.do_inspect = _inspector(magics, kernel.do_inspect)
+        magics.session.follow_outputs(shell)
     set_notebook_session(magics.session)
     _registered[id(shell)] = magics, matcher
 
@@ -770,6 +771,7 @@ def unregister(shell: InteractiveShell) -> None:
     """Stop the cluster, or detach from a kept one, and remove the magics."""
     magics, matcher = _registered.pop(id(shell))
     magics.session.leave()
+    magics.session.follow_outputs(None)
     shell.Completer.custom_matchers.remove(matcher)
     kernel = getattr(shell, "kernel", None)
     if kernel is not None:

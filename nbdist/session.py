@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd
+    from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.clusters.cluster import Cluster
     from nbdist.clusters.futures import CallFuture
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.kept.messages import Cell
     from nbdist.telemetry.collector import Collector
     from nbdist.telemetry.event_files import EventFiles
+    from nbdist.widgets.cell_outputs import CellOutputs
     from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.monitor import Monitor
     from nbdist.widgets.rank_widgets import RankWidgets
@@ -171,9 +173,25 @@ class Session:
         self._monitors: list[Monitor] = []
         self._event_files: EventFiles | None = None
         self._to_profile: _ToProfile | None = None
+        self._outputs: CellOutputs | None = None
+        """What a page gets that is loaded while cells run; None without a kernel."""
         self._widgets: RankWidgets | None = None
         """The widgets that the ranks have made; None where no widget can be shown."""
         atexit.register(self.leave)
+
+    def follow_outputs(self, shell: InteractiveShell | None) -> None:
+        """Keep the output of a shell's cells for pages that are loaded later.
+
+        Args:
+            shell: A kernel's shell; None to stop.
+        """
+        from nbdist.widgets.cell_outputs import CellOutputs
+
+        if self._outputs is not None:
+            self._outputs.remove()
+        self._outputs = None if shell is None else CellOutputs(shell)
+        if self._outputs is not None:
+            self._outputs.install()
 
     @property
     def cluster(self) -> Cluster:
@@ -493,6 +511,9 @@ class Session:
             view.begin()
         future = cluster.in_background(work, f"In[{number}]")
         future.add_done_callback(end_cancelled)
+        if self._outputs is not None:
+            end_outputs = self._outputs.keep()
+            future.add_done_callback(lambda _: end_outputs())
         self._remember(
             BackgroundCell(number, format_ranks(ranks), _first_line(code), future)
         )
@@ -593,10 +614,12 @@ class Session:
         cluster.repair()
         shown = range(cluster.size) if ranks is None else ranks
         view = self._new_view(shown, **options)
+        end_outputs = self._outputs.keep() if self._outputs else lambda: None
         try:
             yield cluster, view
         finally:
             view.close()
+            end_outputs()
 
     def _new_view(
         self, ranks: Sequence[int], hint: str = "", **options: Any

@@ -100,7 +100,15 @@ class LabServer:
                  "IPYTHONDIR"]  # fmt: skip
         private = {name: str(self.home / name.lower()) for name in names}
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        return os.environ | private | {"HOME": str(self.home), "PYTHONPATH": path}
+        paths = {"PYTHONPATH": path, "JUPYTER_PATH": str(self._with_extension())}
+        return os.environ | private | {"HOME": str(self.home)} | paths
+
+    def _with_extension(self) -> Path:
+        """A folder in which JupyterLab finds this repository's extension."""
+        extensions = self.home / "share" / "labextensions"
+        extensions.mkdir(parents=True)
+        (extensions / "nbdist").symlink_to(ROOT / "nbdist" / "labextension")
+        return extensions.parent
 
     def _disable_news(self) -> None:
         folder = self.home / "jupyter_config_dir" / "labconfig"
@@ -154,6 +162,32 @@ class Lab:
             await panel.context.ready;
             await panel.sessionContext.ready;
             await panel.sessionContext.session.kernel.info;
+            window.nbdistTest = { panel, runs: {} };
+            """,
+            path.name,
+        )
+
+    def reload(self, path: Path, away_s: float = 0.0) -> None:
+        """Save the notebook, load the page again, and open the notebook in it.
+
+        This does not wait for the kernel, which may be busy.
+
+        Args:
+            path: The notebook.
+            away_s: Seconds for which no page is open.
+        """
+        self._run("await nbdistTest.panel.context.save();")
+        url = self.page.url
+        self.page.goto("about:blank")
+        self.page.wait_for_timeout(away_s * 1000)
+        self.page.goto(url)
+        self.wait("() => window.jupyterapp !== undefined")
+        self._run(
+            """
+            await jupyterapp.restored;
+            const panel = await jupyterapp.commands.execute(
+              'docmanager:open', { path: argument, factory: 'Notebook' });
+            await panel.context.ready;
             window.nbdistTest = { panel, runs: {} };
             """,
             path.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -110,6 +111,22 @@ def test_the_versions_agree() -> None:
     newest = re.search(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)
     assert newest is not None
     assert project["project"]["version"] == nbdist.__version__ == newest[1]
+    extension = json.loads((ROOT / "nbdist/labextension/package.json").read_text())
+    assert extension["version"] == newest[1]
+
+
+def test_the_extension_of_jupyterlab_is_installed_whole() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    installed = {
+        Path(folder).relative_to("share/jupyter/labextensions/nbdist") / Path(file).name
+        for folder, files in project["tool"]["setuptools"]["data-files"].items()
+        for file in files
+    }
+    sources = ROOT / "nbdist" / "labextension"
+    there = {path.relative_to(sources) for path in sources.rglob("*") if path.is_file()}
+    assert installed == there
+    about = json.loads((sources / "package.json").read_text())
+    assert Path(about["jupyterlab"]["_build"]["load"]) in installed
 
 
 def test_no_text_has_an_absolute_path_of_a_machine() -> None:
