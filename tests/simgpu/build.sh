@@ -44,10 +44,10 @@ fi
 mkdir -p "$out/lib"
 ln -sf ../libsimgpu.so "$out/lib/libcuda.so.1"
 ln -sf ../libsimgpu.so "$out/lib/libnvidia-ml.so.1"
-"$python" -c 'import simgpu' 2>/dev/null || {
+cmp -s "$here/plugin/simgpu.py" "$packages/simgpu.py" || {
     plugin=$(mktemp -d)
     cp "$here"/plugin/* "$plugin"
-    "$python" -m pip install --quiet --no-deps "$plugin"
+    "$python" -m pip install --quiet --no-deps --force-reinstall "$plugin"
     rm -rf "$plugin"
 }
 if newer "$out/operators.txt" "$here/list_operators.py"; then

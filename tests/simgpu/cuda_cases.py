@@ -6,10 +6,12 @@ are made by `simgpu_break_context`, or as a program makes them.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
 import time
+import warnings
 
 import torch
 
@@ -139,6 +141,17 @@ def a_forked_child_cannot_use_cuda() -> str:
     return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
+def an_exit_drops_the_queued_work() -> bool:
+    """No kernel runs while Python and the libraries are taken down."""
+    host = torch.zeros(1000).pin_memory()
+    device = torch.ones(1000, device="cuda")
+    torch.cuda._sleep(4 * LONG)
+    host.copy_(device, non_blocking=True)
+    atexit._run_exitfuncs()
+    time.sleep(0.6)
+    return bool((host == 0).all())
+
+
 def memory_ends() -> str:
     """A GPU of 1 GiB, of which a context takes 300 MiB."""
     held = [torch.empty(500 << 20, dtype=torch.uint8, device="cuda")]
@@ -150,6 +163,14 @@ def memory_ends() -> str:
         free, total = torch.cuda.mem_get_info()
         return f"{free >> 20} of {total >> 20}"
     return "no error"
+
+
+def segments_grow_without_a_warning() -> bool:
+    """The allocator asks NVML for the card's fabric before it reserves addresses."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return bool((torch.ones(1_000_000, device="cuda") == 1).all())
 
 
 def devices() -> str:

@@ -1,5 +1,7 @@
 """Loads the operators of the simulated GPU when torch is imported under `run.sh`."""
 
+import atexit
+import ctypes
 import os
 
 
@@ -10,3 +12,4 @@ def autoload() -> None:
         import torch
 
         torch.ops.load_library(library)
+        atexit.register(ctypes.CDLL(None).simgpu_end)

@@ -49,6 +49,14 @@ struct ProcessInfo {
   unsigned long long used;
   unsigned gpu_instance, compute_instance;
 };
+// The beginning of nvmlGpuFabricInfoV_t, which all its versions have.
+struct FabricInfo {
+  unsigned version;
+  unsigned char cluster[16];
+  int status;
+  unsigned clique;
+  unsigned char state;
+};
 
 bool has_mig(const Device* device) {
   return device->unit.card == 0 && device->unit.slice < 0 && slice_count() > 0;
@@ -197,7 +205,13 @@ SIMGPU_EXPORT int nvmlSystemGetDriverVersion(char* text, unsigned size) {
 // There is no NVLink.
 SIMGPU_EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType() { return NOT_SUPPORTED; }
 SIMGPU_EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2() { return NOT_SUPPORTED; }
-SIMGPU_EXPORT int nvmlDeviceGetGpuFabricInfoV() { return NOT_SUPPORTED; }
+
+// Cards of this compute capability answer, and say that they are in no fabric
+// (NVML_GPU_FABRIC_STATE_NOT_SUPPORTED). torch warns of cards that do not answer.
+SIMGPU_EXPORT int nvmlDeviceGetGpuFabricInfoV(Device*, FabricInfo* info) {
+  info->status = NOT_SUPPORTED, info->state = 0;
+  return SUCCESS;
+}
 
 SIMGPU_EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) {
   *version = 13000;

@@ -157,8 +157,7 @@ void run_one(Stream* stream, std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Drop the queued work when the process exits, as the driver does (cudaErrorCudartUnloading
-// in later calls). The libraries whose code it runs are no longer whole.
+// Drop the queued work, and wait for what runs.
 void end() {
   std::unique_lock<std::mutex> lock(mutex());
   is_ending = true;
@@ -344,6 +343,12 @@ SIMGPU_EXPORT void simgpu_print_streams() {
               each->queue.front()->describe().c_str(),
               each->is_running ? " (running)" : "");
 }
+
+// For the plugin, at the exit of Python: drop the queued work, as the driver does at the
+// exit of a process (cudaErrorCudartUnloading in later calls). What the work would use is
+// destroyed from then on: Python's objects first, and then what C++ libraries made since
+// the first work. The C library's exit comes later; it serves a program without Python.
+SIMGPU_EXPORT void simgpu_end() { end(); }
 
 // For the operators: queue a function, which gets `argument`.
 SIMGPU_EXPORT void simgpu_enqueue(void* stream, void (*function)(void*),
