@@ -131,6 +131,10 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbdist`: register the magics, and start the fork server."""
     import os
 
+    from nbdist.kernel_versions import check_loaded
+
+    check_loaded()  # first: older versions cannot import the magics
+
     from nbdist import magics
     from nbdist.clusters import fork_server_client
     from nbdist.clusters.launchers.mpiexec import library_of_wheel

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "nbdist"
-SHARED = {"config", "errors", "lazy", "wire"}
+SHARED = {"config", "errors", "kernel_versions", "lazy", "wire"}
 LAYERS = [
     "keras", "horovod", "magics", "session", "mcp", "clusters", "engine", "elastic",
     "strategies", "training", "collectives", "telemetry", "widgets", "ipc",

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import nbdist
+from nbdist.errors import UsageError
+from nbdist.kernel_versions import NEEDED, check_loaded
 from nbdist.magics import DistMagics
 
 if sys.version_info >= (3, 11):
@@ -138,6 +140,28 @@ def test_no_text_has_an_absolute_path_of_a_machine() -> None:
         for match in personal.finditer(text)
     ]
     assert not found
+
+
+def test_the_versions_that_a_kernel_must_have_loaded_are_the_lower_bounds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    bounds = dict(
+        found.groups()
+        for found in map(
+            re.compile(r"(\w+)>=([\d.]+)").match, project["project"]["dependencies"]
+        )
+        if found is not None
+    )
+    for name, needed in NEEDED.items():
+        assert bounds[name.lower()] == ".".join(map(str, needed))
+
+
+def test_a_kernel_that_has_loaded_an_old_package_must_be_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_loaded()
+    monkeypatch.setattr("IPython.version_info", (7, 34, 0, ""))
+    with pytest.raises(UsageError, match=r"IPython 7\.34\.0.*8\.18.*restart"):
+        check_loaded()
 
 
 def test_no_package_index_is_named() -> None:
