@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from nbdist.errors import UnsupportedCollective, UsageError
 
-__all__ = ["Flat", "check_memory", "is_plain", "unwrapped"]
+__all__ = ["Flat", "check_memory", "check_writable", "is_plain", "unwrapped"]
 
 
 _WITHOUT_ADDRESSES = frozenset({"lazy", "xla"})
@@ -52,23 +52,41 @@ def check_memory(tensor: Tensor) -> None:
         )
 
 
+def check_writable(tensor: Tensor) -> None:
+    """Raise UsageError for a tensor in which several elements share memory."""
+    # 1 means yes. torch has no public function for this.
+    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
+            "its elements share memory, so that no result can be written to it; pass "
+            "tensor.contiguous()"
+        )
+
+
 class Flat:
     """A tensor as a contiguous, one-dimensional tensor."""
 
     __slots__ = ("_original", "tensor")
 
     def __init__(
-        self, tensor: Tensor, *, on_host: bool = False, filled: bool = True
+        self,
+        tensor: Tensor,
+        *,
+        writes: bool = False,
+        on_host: bool = False,
+        filled: bool = True,
     ) -> None:
         """Make a view of the tensor if its layout allows it, else a copy.
 
         Args:
             tensor: strided, of any shape.
+            writes: whether `write_back` will be called.
             on_host: copy a device tensor to the host.
             filled: whether a copy needs the tensor's values.
 
         Raises:
-            UnsupportedCollective, UsageError: The tensor has no memory.
+            UnsupportedCollective, UsageError: The tensor has no memory, or cannot be
+                written to.
         """
         tensor = unwrapped(tensor)
         if tensor.requires_grad:
@@ -79,6 +97,8 @@ class Flat:
         if is_plain(tensor) and tensor.device == device:
             self.tensor = tensor if tensor.dim() == 1 else tensor.view(-1)
         else:
+            if writes:
+                check_writable(tensor)
             self._original = tensor
             self.tensor = torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
             if filled:

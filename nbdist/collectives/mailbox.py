@@ -183,7 +183,7 @@ class Mailbox:
     def send(self, tensor: Tensor, target: int, tag: int) -> Message:
         """Start to send a tensor to a rank of the group."""
         self.sequence += 1
-        flat = self._flat(tensor, filled=True)
+        flat = self._flat(tensor, writes=False)
         request = self._comm.Isend(moved(flat.tensor), target, _full_tag(tag, tensor))
         label = f"send to rank {target}, tag {tag}"
         kind = _kind("send", target, tensor)
@@ -194,7 +194,7 @@ class Mailbox:
         self.sequence += 1
         peer = MPI.ANY_SOURCE if source is None else source
         full = _full_tag(tag, tensor)
-        flat = self._flat(tensor, filled=False)
+        flat = self._flat(tensor, writes=True)
         request = self._comm.Irecv(moved(flat.tensor), peer, full)
         size = tensor.numel() * tensor.element_size()
         label = f"recv from rank {'any' if source is None else source}, tag {tag}"
@@ -204,13 +204,14 @@ class Mailbox:
             Message(request, label, size, self._hooks, check_arrived, kind, flat)
         )
 
-    def _flat(self, tensor: Tensor, filled: bool) -> Flat:
+    def _flat(self, tensor: Tensor, writes: bool) -> Flat:
         """Memory that MPI may use at once: the tensor's own, or a copy on the host."""
         if not tensor.is_cuda:
-            return Flat(tensor, on_host=True, filled=filled)
+            return Flat(tensor, writes=writes, on_host=True, filled=not writes)
         with torch.cuda.device(tensor.device):
             settle(self._hooks.check)  # MPI ignores streams
-            flat = Flat(tensor, on_host=not takes_device_memory(), filled=filled)
+            on_host = not takes_device_memory()
+            flat = Flat(tensor, writes=writes, on_host=on_host, filled=not writes)
             if flat.is_copy:
                 settle(self._hooks.check)
         return flat

@@ -525,6 +525,28 @@ def tensors_without_memory_are_refused_before_anything_is_sent(
     nc.all_reduce(like)
 
 
+@case
+def results_are_not_written_to_shared_elements(group: nc.Group) -> None:
+    row, like = torch.ones(1).expand(4), torch.ones(4)
+    before = group.sequence
+    everyone = range(SIZE)
+    for call, *arguments in (
+        (nc.all_reduce, row),
+        (nc.all_gather, [row for _ in everyone], like),
+        (nc.all_to_all, [row for _ in everyone], [like for _ in everyone]),
+        (nc.reduce_scatter, row, [like for _ in everyone]),
+        (nc.scatter, row, [like for _ in everyone]),
+        (nc.reduce, row, RANK),
+        (nc.irecv, row, RANK),
+    ):
+        assert "strides (0,)" in refused(UsageError, call, *arguments)
+    assert group.sequence == before
+    outputs = [torch.empty(4) for _ in everyone]
+    nc.all_gather(outputs, row)  # an input may be such a tensor
+    nc.broadcast(row if RANK == 0 else outputs[0], 0)
+    assert all((each == 1).all() for each in outputs)
+
+
 def refused(
     error: type[Exception], function: Callable[..., object], *args: object
 ) -> str:

@@ -37,7 +37,7 @@ def all_gather(
         group, async_op, timeout: as for `all_reduce`.
     """
     group = resolve(tensor, group)
-    outputs = flat_for_each_rank("tensor_list", tensor_list, tensor, group)
+    outputs = flat_for_each_rank("tensor_list", tensor_list, tensor, group, writes=True)
     plan = group.plan("all_gather", tensor)
     flat = Flat(tensor)
 

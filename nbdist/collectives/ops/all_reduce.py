@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from nbdist.collectives import registry
-from nbdist.collectives.flat import check_memory, unwrapped
+from nbdist.collectives.flat import check_memory, check_writable, unwrapped
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.ops.validation import resolve
@@ -72,6 +72,7 @@ def all_reduce(
     resolve(tensor, group)
     tensor = unwrapped(tensor)
     check_memory(tensor)
+    check_writable(tensor)
     name = parse_op(op, tensor.dtype)
     plan = group.plan("all_reduce", tensor, name, algorithm=algorithm)
     if algorithm == "auto":

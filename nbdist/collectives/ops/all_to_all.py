@@ -54,7 +54,10 @@ def all_to_all(
     check_list("output_tensor_list", output_tensor_list, group)
     check_kind("input_tensor_list", input_tensor_list, like)
     check_kind("output_tensor_list", output_tensor_list, like)
-    outputs, inputs = flatten(output_tensor_list), flatten(input_tensor_list)
+    outputs, inputs = (
+        flatten(output_tensor_list, writes=True),
+        flatten(input_tensor_list),
+    )
     return _exchange(group, outputs, inputs, async_op, timeout)
 
 
@@ -84,7 +87,9 @@ def all_to_all_single(
     check_contiguous("output", output)
     outputs = _runs("output", output, output_split_sizes, group)
     inputs = _runs("input", input.contiguous(), input_split_sizes, group)
-    return _exchange(group, flatten(outputs), flatten(inputs), async_op, timeout)
+    return _exchange(
+        group, flatten(outputs, writes=True), flatten(inputs), async_op, timeout
+    )
 
 
 def _runs(

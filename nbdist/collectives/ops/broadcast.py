@@ -30,10 +30,12 @@ def broadcast(
     """
     group, root = resolve_with_root(tensor, group, src)
     plan = group.plan("broadcast", tensor, root=src)
-    flat = Flat(tensor)
+    receives = group.rank != root
+    flat = Flat(tensor, writes=receives)
 
     def body() -> None:
         plan.transport.broadcast(flat.tensor, root)
-        flat.write_back()
+        if receives:
+            flat.write_back()
 
     return group.start(plan, body, async_op, timeout)

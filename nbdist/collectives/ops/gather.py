@@ -33,7 +33,7 @@ def gather(
         group, async_op, timeout: as for `all_reduce`.
     """
     group, root = resolve_with_root(tensor, group, dst)
-    outputs = flat_on_root("gather_list", gather_list, tensor, group, root)
+    outputs = flat_on_root("gather_list", gather_list, tensor, group, root, writes=True)
     plan = group.plan("gather", tensor, root=dst)
     flat = Flat(tensor)
 

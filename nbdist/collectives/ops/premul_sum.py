@@ -48,7 +48,7 @@ def premul_sum_all_reduce(
     """
     group, factor = resolve(tensor, group), _checked(factor, tensor)
     plan = group.plan("all_reduce", tensor, _OP)
-    flat = Flat(tensor)
+    flat = Flat(tensor, writes=True)
 
     def body() -> None:
         scaled = flat.tensor * factor
@@ -72,7 +72,7 @@ def premul_sum_reduce(
     group, root = resolve_with_root(tensor, group, dst)
     factor = _checked(factor, tensor)
     plan = group.plan("reduce", tensor, _OP, dst)
-    flat = Flat(tensor)
+    flat = Flat(tensor, writes=group.rank == root)
 
     def body() -> None:
         scaled = flat.tensor * factor
@@ -97,7 +97,7 @@ def premul_sum_reduce_scatter(
     group, factor = resolve(output, group), _checked(factor, output)
     pieces = flat_for_each_rank("input_list", input_list, output, group)
     plan = group.plan("reduce_scatter", output, _OP)
-    flat = Flat(output)
+    flat = Flat(output, writes=True)
 
     def body() -> None:
         scaled = [each.tensor * factor for each in pieces]

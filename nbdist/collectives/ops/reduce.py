@@ -34,7 +34,7 @@ def reduce(
     group, root = resolve_with_root(tensor, group, dst)
     name = parse_op(op, tensor.dtype)
     plan = group.plan("reduce", tensor, name, dst)
-    flat = Flat(tensor)
+    flat = Flat(tensor, writes=group.rank == root)
 
     def body() -> None:
         plan.transport.reduce(flat.tensor, name, root)

@@ -42,7 +42,7 @@ def reduce_scatter(
     pieces = flat_for_each_rank("input_list", input_list, output, group)
     name = parse_op(op, output.dtype)
     plan = group.plan("reduce_scatter", output, name)
-    flat = Flat(output)
+    flat = Flat(output, writes=True)
 
     def body() -> None:
         inputs = [each.tensor for each in pieces]

@@ -35,7 +35,7 @@ def scatter(
     group, root = resolve_with_root(tensor, group, src)
     inputs = flat_on_root("scatter_list", scatter_list, tensor, group, root)
     plan = group.plan("scatter", tensor, root=src)
-    flat = Flat(tensor)
+    flat = Flat(tensor, writes=True)
 
     def body() -> None:
         offered = None if inputs is None else [each.tensor for each in inputs]

@@ -27,13 +27,18 @@ __all__ = [
 ]
 
 
-def flatten(tensors: Sequence[Tensor]) -> list[Flat]:
+def flatten(tensors: Sequence[Tensor], *, writes: bool = False) -> list[Flat]:
     """A `Flat` of each tensor."""
-    return [Flat(tensor) for tensor in tensors]
+    return [Flat(tensor, writes=writes) for tensor in tensors]
 
 
 def flat_for_each_rank(
-    name: str, tensors: Sequence[Tensor] | None, like: Tensor, group: Group
+    name: str,
+    tensors: Sequence[Tensor] | None,
+    like: Tensor,
+    group: Group,
+    *,
+    writes: bool = False,
 ) -> list[Flat]:
     """A list of one tensor for each member, checked and flat.
 
@@ -42,6 +47,7 @@ def flat_for_each_rank(
         tensors: The argument.
         like: A tensor with the dtype, kind of device and length that all must have.
         group: The group of the call.
+        writes: Whether the call writes to the tensors.
     """
     tensors = check_list(name, tensors, group)
     check_kind(name, tensors, like)
@@ -51,21 +57,27 @@ def flat_for_each_rank(
                 f"{name}: expected {like.numel()} elements as the other tensor has, "
                 f"got {tensor.numel()}"
             )
-    return flatten(tensors)
+    return flatten(tensors, writes=writes)
 
 
 def flat_on_root(
-    name: str, tensors: Sequence[Tensor] | None, like: Tensor, group: Group, root: int
+    name: str,
+    tensors: Sequence[Tensor] | None,
+    like: Tensor,
+    group: Group,
+    root: int,
+    *,
+    writes: bool = False,
 ) -> list[Flat] | None:
     """`flat_for_each_rank` on the root; None on other ranks.
 
     Args:
-        name, tensors, like, group: As for `flat_for_each_rank`.
+        name, tensors, like, group, writes: As for `flat_for_each_rank`.
         root: The position of the root in the group.
     """
     if group.rank != root:
         return None
-    return flat_for_each_rank(name, tensors, like, group)
+    return flat_for_each_rank(name, tensors, like, group, writes=writes)
 
 
 def resolve(tensor: object, group: Group | None) -> Group:

@@ -33,7 +33,7 @@ class Transport(ABC):
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Reduce a strided tensor in place, to the same bits on all ranks."""
-        flat = Flat(tensor)
+        flat = Flat(tensor, writes=True)
         self.all_reduce_flat(flat.tensor, op)
         flat.write_back()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nbdist.collectives import Group
+from nbdist.collectives.flat import check_writable
 from nbdist.collectives.ops.validation import Flat, resolve
 from nbdist.collectives.reduction import parse_op
 from nbdist.errors import UsageError
@@ -285,6 +286,7 @@ def reduction(
     group, on_leave = coordinator.group, coordinator.abort
     for tensor in tensors:
         resolve(tensor, group)
+        check_writable(tensor)
         if scaling.op is Adasum:
             _check_adasum(tensor)
         else:

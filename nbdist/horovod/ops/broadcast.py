@@ -116,11 +116,13 @@ def _start(
     root = process_set.ranks.index(root_rank)
     kind = named("broadcast", name, None, root_rank, tensor, tuple(tensor.shape))
     transport = coordinator.group.transport(tensor.device)
-    flat = Flat(tensor)
+    receives = coordinator.group.rank != root
+    flat = Flat(tensor, writes=receives)
 
     def body() -> None:
         transport.broadcast(flat.tensor, root)
-        flat.write_back()
+        if receives:
+            flat.write_back()
 
     key = coordinator.name("broadcast", name)
     request = Request(
