@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from nbdist.telemetry.event_files import EventFiles
     from nbdist.widgets.cell_outputs import CellOutputs
     from nbdist.widgets.cell_view import CellView
+    from nbdist.widgets.control_comms import ControlComms
     from nbdist.widgets.monitor import Monitor
     from nbdist.widgets.rank_widgets import RankWidgets
 
@@ -175,6 +176,7 @@ class Session:
         self._to_profile: _ToProfile | None = None
         self._outputs: CellOutputs | None = None
         """What a page gets that is loaded while cells run; None without a kernel."""
+        self._comms: ControlComms | None = None
         self._widgets: RankWidgets | None = None
         """The widgets that the ranks have made; None where no widget can be shown."""
         atexit.register(self.leave)
@@ -182,16 +184,24 @@ class Session:
     def follow_outputs(self, shell: InteractiveShell | None) -> None:
         """Keep the output of a shell's cells for pages that are loaded later.
 
+        Such a page also reaches the widgets while a cell runs.
+
         Args:
             shell: A kernel's shell; None to stop.
         """
         from nbdist.widgets.cell_outputs import CellOutputs
+        from nbdist.widgets.control_comms import ControlComms
 
         if self._outputs is not None:
             self._outputs.remove()
+        if self._comms is not None:
+            self._comms.remove()
         self._outputs = None if shell is None else CellOutputs(shell)
+        self._comms = None if shell is None else ControlComms(shell)
         if self._outputs is not None:
             self._outputs.install()
+        if self._comms is not None:
+            self._comms.install()
 
     @property
     def cluster(self) -> Cluster:
@@ -650,6 +660,8 @@ class Session:
 
         if in_notebook():
             self._monitors.append(show(self.cluster.collector, **options))
+            if self._outputs is not None:
+                self._outputs.keep_display()
         else:
             print(latest_values(self.cluster.collector, options.get("metric", ())))
 

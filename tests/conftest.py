@@ -17,6 +17,8 @@ from tests.jupyterlab_driver import _lab_page as _lab_page
 from tests.jupyterlab_driver import lab as lab
 from tests.jupyterlab_driver import lab_browser as lab_browser
 from tests.jupyterlab_driver import lab_server as lab_server
+from tests.jupyterlab_driver import notebook7 as notebook7
+from tests.jupyterlab_driver import second_tab as second_tab
 from tests.shared_cluster import SharedCluster
 
 ROOT = Path(__file__).parent.parent

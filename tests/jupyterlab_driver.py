@@ -1,5 +1,7 @@
 """A JupyterLab server and a page of it in headless Chromium, for tests.
 
+The fixture `notebook7` has the same with a page of Notebook 7.
+
     def test_it(lab):
         lab.open_notebook(["x = 1", "x + 1"])
         lab.run_cell(0)
@@ -93,6 +95,7 @@ class LabServer:
             "--ServerApp.disable_check_xsrf=True",
             f"--ServerApp.root_dir={self.notebooks}",
             "--LabApp.expose_app_in_browser=True",
+            "--JupyterNotebookApp.expose_app_in_browser=True",
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
@@ -128,18 +131,22 @@ class LabServer:
 
 
 class Lab:
-    """A page of JupyterLab, with at most one notebook open."""
+    """A page of JupyterLab, with at most one notebook open.
 
-    def __init__(self, server: LabServer, page: Page) -> None:
+    Args:
+        server: The server.
+        page: A new page.
+        address: Where JupyterLab is on the server.
+    """
+
+    def __init__(self, server: LabServer, page: Page, address: str = "lab") -> None:
         self.page = page
         self.errors: list[str] = []
         """Errors that the JavaScript of widgets has raised, with their stacks."""
         self._server = server
         self._count = 0
         page.on("pageerror", lambda error: self._note(error.stack or str(error)))
-        page.goto(f"{server.url}/lab?reset")
-        self.wait("() => window.jupyterapp !== undefined")
-        self._run("await jupyterapp.restored; jupyterapp.shell.collapseLeft();")
+        self._load(f"{address}?reset")
 
     def open_notebook(self, cells: list[str]) -> Path:
         """Open a new notebook, and start its kernel. Returns the notebook's path."""
@@ -155,33 +162,17 @@ class Lab:
 
     def show_notebook(self, path: Path) -> None:
         """Open an existing notebook, and start its kernel."""
+        self.open_page(path)
         self._run(
             """
-            const panel = await jupyterapp.commands.execute(
-              'docmanager:open', { path: argument, factory: 'Notebook' });
-            await panel.context.ready;
-            await panel.sessionContext.ready;
-            await panel.sessionContext.session.kernel.info;
-            window.nbdistTest = { panel, runs: {} };
-            """,
-            path.name,
+            const { sessionContext } = nbdistTest.panel;
+            await sessionContext.ready;
+            await sessionContext.session.kernel.info;
+            """
         )
 
-    def reload(self, path: Path, away_s: float = 0.0) -> None:
-        """Save the notebook, load the page again, and open the notebook in it.
-
-        This does not wait for the kernel, which may be busy.
-
-        Args:
-            path: The notebook.
-            away_s: Seconds for which no page is open.
-        """
-        self._run("await nbdistTest.panel.context.save();")
-        url = self.page.url
-        self.page.goto("about:blank")
-        self.page.wait_for_timeout(away_s * 1000)
-        self.page.goto(url)
-        self.wait("() => window.jupyterapp !== undefined")
+    def open_page(self, path: Path) -> None:
+        """Open an existing notebook. This does not wait for its kernel."""
         self._run(
             """
             await jupyterapp.restored;
@@ -192,6 +183,27 @@ class Lab:
             """,
             path.name,
         )
+
+    def save(self) -> None:
+        """Save the notebook."""
+        self._run("await nbdistTest.panel.context.save();")
+
+    def reload(self, path: Path, away_s: float = 0.0) -> None:
+        """Save the notebook, load the page again, and open the notebook in it.
+
+        This does not wait for the kernel, which may be busy.
+
+        Args:
+            path: The notebook.
+            away_s: Seconds for which no page is open.
+        """
+        self.save()
+        url = self.page.url
+        self.page.goto("about:blank")
+        self.page.wait_for_timeout(away_s * 1000)
+        self.page.goto(url)
+        self.wait("() => window.jupyterapp !== undefined")
+        self.open_page(path)
 
     def start_cell(self, index: int) -> None:
         """Start a cell, and return while it runs."""
@@ -256,6 +268,11 @@ class Lab:
             """
         )
 
+    def _load(self, address: str) -> None:
+        self.page.goto(f"{self._server.url}/{address}")
+        self.wait("() => window.jupyterapp !== undefined")
+        self._run("await jupyterapp.restored; jupyterapp.shell.collapseLeft?.();")
+
     def _note(self, error: str) -> None:
         if "blob:" in error:  # where widgets' modules are loaded from
             self.errors.append(error)
@@ -269,6 +286,26 @@ class Lab:
                 new Error(`not done in ${{milliseconds}} ms`)), milliseconds)),
             ])""",
             [argument, timeout * 1000],
+        )
+
+
+class Notebook7(Lab):
+    """A page of Notebook 7, which shows one notebook."""
+
+    def __init__(self, server: LabServer, page: Page) -> None:
+        super().__init__(server, page, "tree")
+
+    def open_page(self, path: Path) -> None:
+        """Open an existing notebook. This does not wait for its kernel."""
+        if not self.page.url.endswith(f"/notebooks/{path.name}"):
+            self._load(f"notebooks/{path.name}")
+        self.wait("() => jupyterapp.shell.currentWidget?.context !== undefined")
+        self._run(
+            """
+            const panel = jupyterapp.shell.currentWidget;
+            await panel.context.ready;
+            window.nbdistTest = { panel, runs: {} };
+            """
         )
 
 
@@ -307,6 +344,27 @@ def lab(_lab_page: Lab) -> Iterator[Lab]:
     yield _lab_page
     _lab_page.close_notebook()
     assert not _lab_page.errors, "\n".join(_lab_page.errors)
+
+
+@pytest.fixture
+def notebook7(lab_server: LabServer, lab_browser: Browser) -> Iterator[Notebook7]:
+    """A page of Notebook 7; the notebook that a test opens is closed after it."""
+    page = lab_browser.new_page(viewport={"width": 1200, "height": 900})
+    notebook7 = Notebook7(lab_server, page)
+    yield notebook7
+    notebook7.close_notebook()
+    page.close()
+    assert not notebook7.errors, "\n".join(notebook7.errors)
+
+
+@pytest.fixture
+def second_tab(lab_server: LabServer, lab_browser: Browser) -> Iterator[Lab]:
+    """A second page of JupyterLab. It does not end the kernels of its notebooks."""
+    page = lab_browser.new_page(viewport={"width": 1200, "height": 900})
+    lab = Lab(lab_server, page)
+    yield lab
+    page.close()
+    assert not lab.errors, "\n".join(lab.errors)
 
 
 def _has_setpriv() -> bool:

@@ -68,6 +68,15 @@ class CellOutputs:
         cell.unfinished += 1
         return cell.finish
 
+    def keep_display(self) -> None:
+        """Keep the output of the running cell, whose displays are updated later.
+
+        A page shows it instead of what the notebook's file has.
+        """
+        cell = self._cells.get(self._request_id())
+        if cell is not None:
+            cell.is_kept = cell.is_live = True
+
     def _request_id(self) -> str:
         parent: Content = self._shell.get_parent()  # type: ignore[attr-defined]
         return str(parent.get("header", {}).get("msg_id", ""))
@@ -75,33 +84,56 @@ class CellOutputs:
     def _send(self, frames: list[Any], *args: Any, **options: Any) -> None:
         """Publish a message, as the kernel's own method does, and keep it."""
         with self._lock:
-            self._take(frames)
+            ends_other = self._take(frames)
             self._publish(frames, *args, **options)
+            if ends_other:
+                self._stay_busy()
 
-    def _take(self, frames: list[Any]) -> None:
-        """Begin with a cell, end it, or keep its output."""
+    def _stay_busy(self) -> None:
+        """Publish that the kernel runs a cell, after another request has ended."""
+        kernel = self._kernel
+        for cell in self._cells.values():
+            if cell.is_executing:
+                status = {"execution_state": "busy"}
+                kernel.session.send(
+                    kernel.iopub_socket, "status", status, parent=cell.request
+                )
+
+    def _take(self, frames: list[Any]) -> bool:
+        """Begin with a cell, end it, or keep its output.
+
+        Returns:
+            Whether a request has ended that is not a cell's.
+        """
         first = 1 + next(i for i, f in enumerate(frames) if bytes(f) == DELIMITER)
         _signature, header, parent, _metadata, content = frames[first : first + 5]
         kind = json.loads(bytes(header))["msg_type"]
         key = json.loads(bytes(parent)).get("msg_id", "")
         if kind == "execute_input":
             self._begin(key, json.loads(bytes(content))["execution_count"])
-        elif key not in self._cells:
-            pass
         elif kind == "status":
             if json.loads(bytes(content))["execution_state"] == "idle":
+                if key not in self._cells:
+                    return True
                 self._end(key)
-        elif kind in _Cell.KINDS:
+        elif kind == "update_display_data":
+            for cell in self._cells.values():  # any cell may update a display
+                cell.add(kind, json.loads(bytes(content)))
+        elif kind in _Cell.KINDS and key in self._cells:
             self._cells[key].add(kind, json.loads(bytes(content)))
+        return False
 
     def _begin(self, key: str, count: int) -> None:
         request: Content = self._shell.get_parent()  # type: ignore[attr-defined]
         cell_id = request.get("metadata", {}).get("cellId")
         if cell_id is not None:  # it is a notebook's cell
+            cells = self._cells.items()
+            self._cells = {k: cell for k, cell in cells if cell.cell_id != cell_id}
             self._cells[key] = _Cell(request["header"], cell_id, count)
 
     def _end(self, key: str) -> None:
         """An execution has ended. What it has begun in the background may go on."""
+        self._cells[key].is_executing = False
         self._cells[key].finish()
         if not self._cells[key].is_kept:
             del self._cells[key]
@@ -136,12 +168,14 @@ class _Cell:
 
     def __init__(self, header: Content, cell_id: str, count: int) -> None:
         self.request = {"header": header}
-        self._cell_id, self._count = cell_id, count
+        self.cell_id = cell_id
+        self._count = count
         self._messages: list[tuple[str, Content]] = []
         self._characters = 0
         self._clears = False
         """Whether the next output replaces what there is."""
-        self.is_kept = False
+        self.is_kept = self.is_live = False
+        self.is_executing = True
         self.unfinished = 1
         """The execution, and what it has begun in the background."""
 
@@ -158,9 +192,10 @@ class _Cell:
         """What a page needs to show the output."""
         messages = [{"msg_type": k, "content": c} for k, c in self._messages]
         return {
-            "cell_id": self._cell_id,
+            "cell_id": self.cell_id,
             "execution_count": self._count,
             "is_running": self.is_running,
+            "is_live": self.is_live,
             "messages": messages,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,9 @@ from nbdist.widgets.table import Table, seconds_text
 
 __all__ = ["latest_values", "show"]
 
+UPDATE_S = 30.0
+"""Seconds between two updates of the still picture during a cell."""
+
 
 def show(
     source: Source,
@@ -28,8 +32,8 @@ def show(
     """Display a live monitor of the collector in the running cell.
 
     A still picture is displayed with it, which the widget hides. A saved notebook shows
-    the picture. It is updated at the end of each cell and when the user chooses other
-    metrics, until the monitor is closed.
+    the picture. It is updated at the end of each cell, each half minute of a long cell,
+    and when the user chooses other metrics, until the monitor is closed.
 
     Args:
         source: The data, such as a `telemetry.collector.Collector`.
@@ -78,6 +82,8 @@ class _Still:
     def __init__(self, source: Source, monitor: Monitor) -> None:
         self._source = source
         self._monitor = monitor
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._cursor: Cursor | None = None
         self._choice: tuple[list[str], bool] = ([], False)
         """The metrics of the picture, and whether its axes are logarithmic."""
@@ -87,20 +93,27 @@ class _Still:
         if self._events is not None:
             self._events.register("post_run_cell", self.update)
         monitor.observe(self.update, ["metrics", "log"])
+        threading.Thread(target=self._run, name="nbdist-still", daemon=True).start()
 
     def update(self, _: object = None) -> None:
         """Draw the picture again if there are new values, or others are chosen."""
-        news = self._source.snapshot(self._cursor)
-        is_old = news.deltas or news.marks or self._choice != self._chosen
-        if self._handle and is_old:
-            self._handle.update(self._bundle(), raw=True)
+        with self._lock:
+            news = self._source.snapshot(self._cursor)
+            is_old = news.deltas or news.marks or self._choice != self._chosen
+            if self._handle and is_old:
+                self._handle.update(self._bundle(), raw=True)
 
     def close(self) -> None:
         """Draw the picture for the last time."""
+        self._closed.set()
         self._monitor.unobserve(self.update, ["metrics", "log"])
         self.update()
         if self._events is not None:
             self._events.unregister("post_run_cell", self.update)
+
+    def _run(self) -> None:
+        while not self._closed.wait(UPDATE_S):
+            self.update()
 
     @property
     def _chosen(self) -> tuple[list[str], bool]:

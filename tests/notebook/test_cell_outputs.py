@@ -131,3 +131,48 @@ def test_a_cell_is_cleared_and_cut():
     cell.add("stream", {"name": "stdout", "text": "lost"})
     assert lines(cell.content).startswith("newer[nbdist] the output after this")
     assert "lost" not in lines(cell.content)
+
+
+def test_a_display_that_later_cells_update_is_kept(notebook: Notebook) -> None:
+    code = "from nbdist.magics import _registered\n"
+    code += "outputs = next(iter(_registered.values()))[0].session._outputs\n"
+    code += "later = display(HTML('old'), display_id=True)\noutputs.keep_display()"
+    request = start(notebook, code, "shows")
+    published(notebook, request, after="'idle'")
+    notebook.run("later.update(HTML('new'))")
+    ask(notebook)
+    content = published(notebook, request, after="'cell_id': 'shows'")[-1]["content"]
+    assert content["is_live"]
+    assert not content["is_running"]
+    (display,) = content["messages"]
+    assert display["content"]["data"]["text/html"] == "new"
+    # The cell is run again: the earlier output is forgotten.
+    again = start(notebook, "print('again')", "shows")
+    published(notebook, again, after="'idle'")
+    ask(notebook)
+    assert states(notebook) == ["busy", "idle"]
+
+
+def test_the_kernel_says_that_it_is_busy_until_the_cell_ends(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go on"
+    code = "print('running', flush=True)" + WAITS.format(path=str(go_on))
+    request = start(notebook, code, "busy")
+    published(notebook, request, after="running")
+    ask(notebook)
+    assert states(notebook, 3) == ["busy", "idle", "busy"]
+    go_on.touch()
+    published(notebook, request, after="'idle'")
+
+
+def states(notebook: Notebook, count: int = 2) -> list[str]:
+    """The next states that the kernel publishes, and nothing else but outputs."""
+    found: list[str] = []
+    while len(found) < count:
+        message = notebook.client.get_iopub_msg(timeout=DEADLINE_S)
+        if message["msg_type"] == "status":
+            found.append(message["content"]["execution_state"])
+        else:
+            assert message["content"].get("cell_id") != "shows"
+    return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
-from tests.jupyterlab_driver import Lab
+from tests.jupyterlab_driver import Lab, Notebook7
 from tests.notebook.test_jupyterlab import output, texts
 from tests.notebook.test_widgets_in_jupyterlab import START_TIMEOUT_S
+from tests.processes import wait_until
 
 STEPS = """
 from IPython.display import display, HTML
@@ -95,3 +97,115 @@ def test_a_cell_that_ends_while_no_page_is_open_is_shown(lab: Lab) -> None:
     lab.reload(path, away_s=4)  # the cell ends meanwhile
     lab.wait(f"() => {shown(1)}.includes('at the end')")
     lab.wait(f"() => {COUNT.format(cell=1)} === 2")
+
+
+TRAINING = """
+import time
+from pathlib import Path
+for step in range(100_000):
+    nbdist.log(loss=1 / (step + 1) + rank, lr=0.1)
+    time.sleep(0.05)
+    if Path("trained{number}").exists():
+        break
+print("done")"""
+MONITORED = [
+    CELLS[0],
+    "%dist_monitor",
+    f"%%distributed{TRAINING.format(number=0)}",
+    f"%%distributed -b{TRAINING.format(number=1)}",
+]
+MONITOR, TRAINS, TRAINS_BEHIND = 1, 2, 3
+CHOSEN = "document.querySelector('.nbdist-choice select').value"
+STEP = (
+    "Number(document.querySelector('.nbdist-ranks tbody td.number')"
+    "?.textContent.replaceAll(',', ''))"
+)
+LAST_STEP = (
+    "Math.max(...[...document.querySelectorAll('.nbdist-ranks tbody td.number')]"
+    ".filter((_, i) => i % 2 === 0).map(td => Number(td.textContent)))"
+)
+STATUS = "nbdistTest.panel.sessionContext.session.kernel.status"
+
+
+def still(lab: Lab) -> str:
+    """The alternative text of the still picture, as the notebook is saved."""
+    html = "".join(
+        "".join(each["data"].get("text/html", "")) for each in lab.outputs(MONITOR)
+    )
+    found = re.search('alt="([^"]*)"', html)
+    return found[1] if found else html
+
+
+def choose(lab: Lab, metric: str) -> None:
+    lab.page.locator(".nbdist-choice select").select_option(metric)
+
+
+def reload_during(lab: Lab, path: Path, cell: int) -> None:
+    """Reload the page while a cell trains, and look at its monitor and picture."""
+    trained = path.parent / f"trained{cell - TRAINS}"
+    trained.unlink(missing_ok=True)
+    lab.start_cell(cell)
+    before = lab.page.evaluate(STEP) if cell == TRAINS_BEHIND else 0
+    lab.wait(f"() => {STEP} > 20 && {STEP} !== {before}")
+    choose(lab, "lr")
+    wait_until(lambda: still(lab).startswith("lr of 2 ranks"), 10)
+    lab.reload(path)
+    lab.wait(f"() => {STEP} > 20", 15)
+    assert lab.page.evaluate(CHOSEN) == "lr", "the choice is remembered"
+    step = lab.page.evaluate(STEP)
+    lab.wait(f"() => {STEP} > {step} + 40", 15)
+    lab.screenshot(f"reload-monitor-{type(lab).__name__.lower()}-{cell}")
+    choose(lab, "loss")
+    wait_until(lambda: still(lab).startswith("loss of 2 ranks"), 10)
+    if cell == TRAINS:
+        # The indicator shows that a cell runs, although another channel is used.
+        lab.wait(f"() => {STATUS} === 'busy'", 5)
+    trained.touch()
+    lab.wait(f"() => {shown(cell)}.includes('✓ rank 0-1 finished')")
+    assert texts(lab.outputs(cell)).count("done") == 1
+    if cell == TRAINS:  # another one begins with step 0 again
+        # The picture has the last step of the rank that is ahead.
+        wait_until(
+            lambda: still(lab).endswith(f"at step {lab.page.evaluate(LAST_STEP):.0f}"),
+            10,
+        )
+
+
+def test_the_monitor_is_there_after_a_reload_during_a_cell(lab: Lab) -> None:
+    path = lab.open_notebook(MONITORED)
+    lab.run_cell(0, START_TIMEOUT_S)
+    lab.run_cell(MONITOR)
+    reload_during(lab, path, TRAINS)
+    reload_during(lab, path, TRAINS_BEHIND)
+
+
+def test_the_monitor_is_there_after_a_reload_in_notebook_7(
+    notebook7: Notebook7,
+) -> None:
+    path = notebook7.open_notebook(MONITORED)
+    notebook7.run_cell(0, START_TIMEOUT_S)
+    notebook7.run_cell(MONITOR)
+    reload_during(notebook7, path, TRAINS)
+
+
+def test_a_second_tab_shows_the_monitor_during_a_cell(
+    lab: Lab, second_tab: Lab
+) -> None:
+    path = lab.open_notebook(MONITORED)
+    lab.run_cell(0, START_TIMEOUT_S)
+    lab.run_cell(MONITOR)
+    lab.save()
+    trained = path.parent / "trained0"
+    trained.unlink(missing_ok=True)
+    lab.start_cell(TRAINS)
+    lab.wait(f"() => {STEP} > 20")
+    second_tab.open_page(path)
+    second_tab.wait(f"() => {STEP} > 20", 15)
+    choose(second_tab, "lr")
+    lab.wait(f"() => {CHOSEN} === 'lr'", 10)
+    for tab in (lab, second_tab):
+        step = tab.page.evaluate(STEP)
+        tab.wait(f"() => {STEP} > {step} + 20", 15)
+    second_tab.screenshot("reload-second-tab")
+    trained.touch()
+    lab.wait_cell(TRAINS)
