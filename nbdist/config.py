@@ -187,6 +187,9 @@ class CollectiveConfig(Config):
     staging_bytes: int = _setting(4 * 2**20, _INTEGER, "STAGING_BYTES")
     """Bytes of one piece of a GPU tensor that goes through the host. One piece is
     reduced while its neighbours are copied."""
+    compression: str | None = _setting(None, _TEXT, "COMPRESSION", "none")
+    """The format in which an all-reduce sends float32 values between hosts: "bf16" or
+    "int8"; None sends them as they are."""
     check: bool = _setting(True, _SWITCH, "CHECK")
     """Compare the ranks' calls. Switch it off only to measure its cost."""
     compiled: bool = _setting(True, _SWITCH, "COMPILED")

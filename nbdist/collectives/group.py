@@ -185,7 +185,8 @@ class Group:
         """
         transport = self.transport(tensor.device, algorithm)
         device = tensor.device.type
-        kind = signature(operation, op, root, tensor.dtype, tensor.shape, device)
+        how = op if algorithm == "auto" else f"{op} by {algorithm}"
+        kind = signature(operation, how, root, tensor.dtype, tensor.shape, device)
         return Plan(kind, transport)
 
     def start(

@@ -15,6 +15,7 @@ import pytest
 import simulated_transports
 import torch
 from mpi4py import MPI
+from pretended_hosts import pretending_hosts
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -61,6 +62,13 @@ def run_cases(transport: str) -> dict[str, list[str | None]]:
     is_simulated = transport in simulated_transports.MAKERS
     name, _, how = ("auto" if is_simulated else transport).partition(", ")
     config = CollectiveConfig(name, timeout_s=20.0, compiled=how != "in Python")
+    with pretending_hosts(how):
+        return _run_cases(config, transport, is_simulated)
+
+
+def _run_cases(
+    config: CollectiveConfig, transport: str, is_simulated: bool
+) -> dict[str, list[str | None]]:
     group = nc.Group(COMM, config=config)
     if is_simulated:
         simulated_transports.install(transport, group)
@@ -223,6 +231,67 @@ def all_reduce_every_algorithm(group: nc.Group) -> None:
         nc.all_reduce(tensor, "mean", algorithm=algorithm)
         close_enough("mean", tensor, all_made((length,), torch.float32, 3))
         same_on_all_ranks(tensor)
+
+
+@case
+def all_reduce_with_compression(group: nc.Group) -> None:
+    """The results of all ranks have the same bits, and are exact on one host."""
+    hosts = len(set(group.hosts))
+    for codec, error in (("bf16", 2**-7), ("int8", 1 / 100)):
+        for length in (10, 4096, 70_001) if hosts > 1 else (4096,):
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
+                tensor = input_of((length,), dtype, RANK, 7)
+                exact = input_of((length,), dtype, RANK, 7)
+                nc.all_reduce(tensor, compression=codec)
+                nc.all_reduce(exact)
+                same_on_all_ranks(tensor)
+                largest = exact.abs().max().item()
+                allowed = error * largest if dtype.is_floating_point else 0.0
+                if hosts == 1 or length < 4096 or dtype == torch.float64:
+                    allowed = 0.0
+                difference = (tensor.double() - exact.double()).abs().max().item()
+                assert difference <= allowed, (codec, length, dtype, difference)
+
+
+@case
+def int8_corrects_its_errors_in_the_next_call(group: nc.Group) -> None:
+    """The sum of many calls has the error of one."""
+    if len(set(group.hosts)) == 1:
+        return
+    inputs = all_made((5000,), torch.float32, 8)
+    tensor, total = torch.empty(5000), torch.zeros(5000, dtype=torch.float64)
+    for _ in range(20):
+        tensor.copy_(inputs[RANK])
+        nc.all_reduce(tensor, compression="int8")
+        total += tensor.cpu()
+    exact = 20 * sum(each.double().cpu() for each in inputs)
+    largest = sum(each.abs().max().item() for each in inputs)
+    assert (total - exact).abs().max().item() < largest / 60, "the errors add up"
+
+
+@case
+def compression_keeps_what_is_not_finite_to_its_call(group: nc.Group) -> None:
+    if len(set(group.hosts)) == 1:
+        return
+    tensor = torch.ones(5000)
+    tensor[4321] = float("nan") if RANK == SIZE - 1 else 1.0
+    nc.all_reduce(tensor, compression="int8")
+    assert tensor[4321].isnan()
+    assert tensor[0].item() == pytest.approx(SIZE, rel=0.01)
+    tensor.fill_(1.0)
+    nc.all_reduce(tensor, compression="int8")
+    assert tensor.isfinite().all()
+    same_on_all_ranks(tensor)
+
+
+@case
+def ranks_that_differ_in_compression_are_a_mismatch(group: nc.Group) -> None:
+    if len(set(group.hosts)) == 1:
+        return
+    tensor = torch.ones(5000)
+    with pytest.raises(CollectiveMismatch, match="sum by int8"):
+        nc.all_reduce(tensor, compression="int8" if RANK == 0 else None)
+    assert tensor.sum().item() == 5000
 
 
 @case

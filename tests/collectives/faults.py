@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from pretended_hosts import HOSTS_OF_TWO, pretending_hosts
 
 import nbdist.collectives as nc
 from nbdist.collectives import group as group_module
 from nbdist.collectives.sync.wait import Check
 from nbdist.collectives.transports import select
+from nbdist.collectives.transports.hierarchical import HierarchicalTransport
 from nbdist.collectives.transports.local import LocalTransport
 from nbdist.config import CollectiveConfig
 from nbdist.errors import (
@@ -58,7 +61,8 @@ def run_functions(
 def make_group(transport: str, timeout_s: float | None = 30.0) -> nc.Group:
     name, _, how = transport.partition(", ")
     config = CollectiveConfig(name, timeout_s, compiled=how != "in Python")
-    group = nc.Group(COMM, config=config)
+    with pretending_hosts(how):
+        group = nc.Group(COMM, config=config)
     nc.set_default_group(group)
     if torch.get_default_device().type == "cuda":
         nc.all_reduce(torch.ones(1))  # the first finds the transports for GPUs
@@ -121,6 +125,35 @@ def abort(transport: str) -> None:
         COMM.Barrier()
         usable_again(group)
     group.close()
+
+
+def abort_within_hosts() -> None:
+    """Rank 0 sends nothing between the hosts. The others wait at different places."""
+    with pretending_hosts(HOSTS_OF_TWO):
+        group = make_group("auto")
+        transport = group.transport("cpu")
+        assert isinstance(transport, HierarchicalTransport)
+        error = CollectiveAborted("enough")
+
+        def abort() -> None:
+            if RANK > 0:
+                COMM.recv(source=0)  # it has left the call
+                group.abort(error)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if RANK == 0:
+                fails = Mock(side_effect=KeyboardInterrupt)
+                patch.setattr(transport._between, "all_reduce_flat", fails)
+            expected = CollectiveAborted if RANK > 0 else KeyboardInterrupt
+            with when_blocked(abort), pytest.raises(expected):
+                nc.all_reduce(torch.ones(400_000))
+        if RANK == 0:
+            for peer in range(1, SIZE):
+                COMM.send(None, peer)
+        assert group.broken
+        COMM.Barrier()
+        usable_again(group)
+        group.close()
 
 
 def interrupt(transport: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pretended_hosts import HOSTS_OF_TWO
 from ranks import assert_clean, launch
 
 CONTRACT = str(Path(__file__).with_name("contract.py"))
 TRANSPORTS = ["shared", "mpi", "ring"]
+HOSTS = f"auto, {HOSTS_OF_TWO}"
 
 
 # Eight ranks on two busy cores are slow.
@@ -28,6 +30,14 @@ def errors(request: pytest.FixtureRequest) -> Errors:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_contract(errors: Errors, transport: str) -> None:
     assert_clean(errors[transport], transport)
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_contract_on_several_hosts(size: int) -> None:
+    results: list[Errors] = launch(
+        size, CONTRACT, "run_on_transports", [HOSTS], deadline_s=200
+    )
+    assert_clean(results[0][HOSTS], HOSTS)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pretended_hosts import HOSTS_OF_TWO
 from ranks import RanksFailed, launch
 
 FAULTS = str(Path(__file__).with_name("faults.py"))
 SIZE = 4
 SHARED = ["shared", "shared, in Python"]
+HOSTS = f"auto, {HOSTS_OF_TWO}"
 CALLS: list[tuple[str, tuple[object, ...]]] = [
     ("abort", ("shared",)),
     ("abort", ("shared, in Python",)),
     ("abort", ("mpi",)),
+    ("abort", (HOSTS,)),
+    ("abort_within_hosts", ()),
     ("interrupt", ("shared",)),
     ("interrupt", ("shared, in Python",)),
     ("interrupt", ("mpi",)),
+    ("interrupt", (HOSTS,)),
     ("leave", ("shared",)),
     ("leave", ("shared, in Python",)),
     ("time_out", ("shared",)),
@@ -60,12 +65,18 @@ def outcome() -> Outcome:
     return ask
 
 
-@pytest.mark.parametrize("transport", [*SHARED, "mpi"])
+@pytest.mark.parametrize("transport", [*SHARED, "mpi", HOSTS])
 def test_abort_releases_every_kind_of_wait(outcome: Outcome, transport: str) -> None:
     outcome("abort", transport)
 
 
-@pytest.mark.parametrize("transport", [*SHARED, "mpi"])
+def test_abort_releases_every_rank_of_a_hierarchical_reduction(
+    outcome: Outcome,
+) -> None:
+    outcome("abort_within_hosts")
+
+
+@pytest.mark.parametrize("transport", [*SHARED, "mpi", HOSTS])
 def test_interrupt_ends_every_kind_of_wait(outcome: Outcome, transport: str) -> None:
     outcome("interrupt", transport)
 

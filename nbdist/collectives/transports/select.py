@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 from mpi4py import MPI
-from torch import Tensor
 
+from nbdist.collectives.compression import CODECS, codec_of
 from nbdist.collectives.signature import signature
 from nbdist.collectives.sync.barrier import Barrier, MessageBarrier
 from nbdist.collectives.sync.cuda_aware import takes_device_memory
@@ -26,6 +26,7 @@ from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.sync.shared_segment import host_identity, share
 from nbdist.collectives.sync.wait import Check, Hooks, Swap, complete
 from nbdist.collectives.transports.base import Transport
+from nbdist.collectives.transports.compressed_sum import CompressedSum
 from nbdist.collectives.transports.copy_pipeline import (
     BlockingCopier,
     Copier,
@@ -33,6 +34,7 @@ from nbdist.collectives.transports.copy_pipeline import (
     Pipeline,
 )
 from nbdist.collectives.transports.cuda_ipc import DeviceTransport
+from nbdist.collectives.transports.hierarchical import HierarchicalTransport
 from nbdist.collectives.transports.local import LocalTransport
 from nbdist.collectives.transports.mpi import (
     DirectTransport,
@@ -91,6 +93,8 @@ class Connection:
     """The number of each rank's host. Hosts are numbered from 0, in rank order."""
     reductions: CompiledReductions | None = None
     """The compiled reductions, for tensors in host memory."""
+    comms: tuple[MPI.Comm, ...] = ()
+    """Further communicators, of the ranks of a host and of the hosts' leaders."""
     gpu: torch.device | None = None
     """The device of this rank's first CUDA tensor; later ones must be on it too."""
 
@@ -195,7 +199,7 @@ class Connection:
     def close(self) -> None:
         """Free communicators, barrier and transports. Safe to call twice."""
         self._close_parts()
-        for comm in (self.inner, self.mail):
+        for comm in (self.inner, self.mail, *self.comms):
             if comm != MPI.COMM_NULL:
                 comm.Free()
 
@@ -208,7 +212,7 @@ class Connection:
         """
         self.abort()
         self._close_parts()
-        for comm in (self.inner, self.mail):
+        for comm in (self.inner, self.mail, *self.comms):
             with contextlib.suppress(NotImplementedError, MPI.Exception):
                 comm.Revoke()
 
@@ -233,6 +237,8 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     if config.transport not in _TRANSPORTS:
         known = ", ".join(sorted(_TRANSPORTS))
         raise UsageError(f"transport {config.transport!r}: expected one of {known}")
+    if config.compression is not None:
+        codec_of(config.compression)  # raises for an unknown name
     inner, mail = _duplicate(comm, hooks.check), _duplicate(comm, hooks.check)
 
     def swap(item: _Item) -> list[_Item]:
@@ -245,26 +251,95 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     mpi = MpiTransport(inner, hooks.check)
     cpu: dict[str, Transport] = {"ring": ring, "mpi": mpi, "auto": mpi}
     reductions = shared = None
+    comms: tuple[MPI.Comm, ...] = ()
     if config.transport not in _MESSAGES:
         shared = _share_memory(inner, config, hooks, ranks, swap)
+        if len(set(hosts)) > 1:
+            comms = _connect_hosts(cpu, inner, config, hooks, ranks, hosts)
     if comm.size == 1:
         cpu["auto"] = LocalTransport()
     elif shared is not None:
-        barrier, memory = shared
-        slots = Slots(memory, comm.rank, comm.size)
-        if barrier.compiled is not None:
-            native = find_compiled()
-            assert native is not None
-            reductions = CompiledReductions(native, barrier.compiled, AT_ONCE_BYTES)
-        cpu["shared"] = SharedTransport(barrier, slots, hooks, reductions)
-        cpu["auto"] = cpu["shared"]
+        reductions = _compiled_reductions(shared.barrier)
+        cpu["auto"] = cpu["shared"] = shared.transport(hooks, reductions)
     elif config.transport == "shared":
         raise UsageError("transport 'shared': the ranks are not all on one host")
     if config.transport in _MESSAGES:
         cpu["auto"] = cpu[config.transport]
-    own = shared[0] if shared is not None else MessageBarrier(inner)
+    own = shared.barrier if shared is not None else MessageBarrier(inner)
     transports = {"cpu": cpu}
-    return Connection(config, hooks, own, inner, mail, transports, hosts, reductions)
+    return Connection(
+        config, hooks, own, inner, mail, transports, hosts, reductions, comms
+    )
+
+
+def _connect_hosts(
+    cpu: dict[str, Transport],
+    comm: MPI.Comm,
+    config: CollectiveConfig,
+    hooks: Hooks,
+    ranks: Sequence[_Capabilities],
+    hosts: Sequence[int],
+) -> tuple[MPI.Comm, ...]:
+    """Add the hierarchical transports of ranks on several hosts. Every rank must call.
+
+    Args:
+        cpu: the transports for CPU tensors, by algorithm.
+        comm: a communicator over the group's ranks.
+        config, hooks: those of the group.
+        ranks: the capabilities of each rank.
+        hosts: the number of each rank's host.
+
+    Returns:
+        The communicators that the transports use.
+    """
+    host = hosts[comm.rank]
+    local = comm.Split(host, comm.rank)
+    leaders = comm.Split(0 if local.rank == 0 else MPI.UNDEFINED, comm.rank)
+    between = None if leaders == MPI.COMM_NULL else MpiTransport(leaders, hooks.check)
+    beside = [each for each, number in zip(ranks, hosts, strict=True) if number == host]
+    within = _within_host(local, config, hooks, beside)
+
+    def transport(compression: str | None) -> HierarchicalTransport:
+        compressed = None
+        if compression is not None and between is not None:
+            compressed = CompressedSum(leaders, codec_of(compression), hooks.check)
+        return HierarchicalTransport(comm, hooks.check, within, between, compressed)
+
+    cpu.update({name: transport(name) for name in CODECS})
+    is_nested = len(set(hosts)) < len(hosts)
+    if is_nested:
+        cpu["hierarchical"] = transport(None)
+        cpu["auto"] = cpu["hierarchical"]
+    if config.compression is not None:
+        cpu["auto"] = cpu[config.compression]
+    return (local,) if between is None else (local, leaders)
+
+
+def _within_host(
+    comm: MPI.Comm,
+    config: CollectiveConfig,
+    hooks: Hooks,
+    ranks: Sequence[_Capabilities],
+) -> Transport:
+    """The transport of the ranks of one host, of which a communicator is given."""
+    if comm.size == 1:
+        return LocalTransport()
+
+    def swap(item: _Item) -> list[_Item]:
+        return _swap_items(comm, item, hooks.check)
+
+    shared = _share_memory(comm, config, hooks, ranks, swap)
+    if shared is None:
+        return MpiTransport(comm, hooks.check)
+    barrier = shared.barrier
+    # The group has compared the calls of all its ranks before.
+    own = Hooks(
+        lambda: barrier.pass_through(hooks.check),
+        hooks.differ,
+        hooks.check,
+        hooks.on_late,
+    )
+    return shared.transport(own, _compiled_reductions(barrier))
 
 
 def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
@@ -285,6 +360,22 @@ class _Capabilities:
     """Whether the rank has the compiled module, which also supports so many ranks."""
 
 
+@dataclass(frozen=True)
+class _SharedMemory:
+    """A barrier and slots in memory that all ranks of a communicator map."""
+
+    barrier: SharedBarrier
+    slots: Slots
+
+    def transport(
+        self,
+        hooks: Hooks,
+        compiled: CompiledReductions | None,
+    ) -> SharedTransport:
+        """The transport that uses them."""
+        return SharedTransport(self.barrier, self.slots, hooks, compiled)
+
+
 def _own_capabilities(config: CollectiveConfig, size: int) -> _Capabilities:
     native = find_compiled() if config.compiled else None
     compiled = native is not None and size <= native.MOST_RANKS
@@ -297,12 +388,11 @@ def _share_memory(
     hooks: Hooks,
     ranks: Sequence[_Capabilities],
     swap: Swap,
-) -> tuple[SharedBarrier, Tensor] | None:
+) -> _SharedMemory | None:
     """Make a barrier and slots in memory that all ranks of `comm` map.
 
     Returns:
-        The barrier and the memory of the slots; None, on all ranks, if they cannot
-        share memory.
+        The memory; None, on all ranks, if they cannot share memory.
     """
     pages = -(-SharedBarrier.bytes_needed(comm.size) // mmap.PAGESIZE)
     head = pages * mmap.PAGESIZE
@@ -332,7 +422,17 @@ def _share_memory(
     )
     barrier.prepare()
     swap(None)  # all ranks have called `prepare`
-    return barrier, torch.frombuffer(view[head:], dtype=torch.uint8)
+    memory = torch.frombuffer(view[head:], dtype=torch.uint8)
+    return _SharedMemory(barrier, Slots(memory, comm.rank, comm.size))
+
+
+def _compiled_reductions(barrier: SharedBarrier) -> CompiledReductions | None:
+    """The compiled reductions over a barrier; None on all ranks if one lacks them."""
+    if barrier.compiled is None:
+        return None
+    native = find_compiled()
+    assert native is not None
+    return CompiledReductions(native, barrier.compiled, AT_ONCE_BYTES)
 
 
 def _swap_items(comm: MPI.Comm, item: _Item, check: Check) -> list[_Item]:

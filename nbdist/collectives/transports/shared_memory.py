@@ -128,6 +128,9 @@ class SharedTransport(Transport):
         self._deal(inputs, self._others(outputs), longest, outputs[0].dtype)
         outputs[self._rank].copy_(inputs[self._rank])
 
+    def abort(self) -> None:
+        self._barrier.wake()
+
     def close(self) -> None:
         self._slots.close()
 
