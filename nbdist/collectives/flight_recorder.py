@@ -82,11 +82,11 @@ class PythonRecorder:
         """
         with self._lock:
             ticket = self._next_ticket()
-            _NUMBER.pack_into(self.memory, _LAST_AT, ticket)
+            _set(self.memory, _LAST_AT, _NUMBER.pack(ticket))
             at = self._address(ticket)
-            _NUMBER.pack_into(self.memory, at, 0)
+            _set(self.memory, at, _NUMBER.pack(0))
             ENTRY.pack_into(self.memory, at, 0, *values)
-            _NUMBER.pack_into(self.memory, at, ticket)
+            _set(self.memory, at, _NUMBER.pack(ticket))
         return ticket
 
     def _next_ticket(self) -> int:
@@ -154,21 +154,29 @@ class PythonCallLog:
         self.sequence += 1
         memory, at = self._recorder.memory, self._recorder.find(ticket)
         if at is not None:
-            _NUMBER.pack_into(memory, at + _SEQUENCE_AT, self.sequence)
-            _TIME.pack_into(memory, at + _STARTED_AT, time.monotonic_ns())
-            _STATE.pack_into(memory, at + _STATE_AT, flight_record.RUNNING)
+            _set(memory, at + _SEQUENCE_AT, _NUMBER.pack(self.sequence))
+            _set(memory, at + _STARTED_AT, _TIME.pack(time.monotonic_ns()))
+            _set(memory, at + _STATE_AT, _STATE.pack(flight_record.RUNNING))
 
     def locate(self, ticket: int, cell: int, line: int) -> None:
         at = self._recorder.find(ticket)
         if at is not None:
-            _PAIR.pack_into(self._recorder.memory, at + _SITE_AT, cell, line)
+            _set(self._recorder.memory, at + _SITE_AT, _PAIR.pack(cell, line))
 
     def end(self, ticket: int, ok: bool) -> None:
         memory, at = self._recorder.memory, self._recorder.find(ticket)
         if at is not None:
             state = flight_record.DONE if ok else flight_record.FAILED
-            _TIME.pack_into(memory, at + _ENDED_AT, time.monotonic_ns())
-            _STATE.pack_into(memory, at + _STATE_AT, state)
+            _set(memory, at + _ENDED_AT, _TIME.pack(time.monotonic_ns()))
+            _set(memory, at + _STATE_AT, _STATE.pack(state))
+
+
+def _set(memory: Any, at: int, value: bytes) -> None:
+    """Change a value of an entry that others may read.
+
+    `Struct.pack_into` sets its bytes to 0 first, and a reader could find the 0.
+    """
+    memory[at : at + len(value)] = value
 
 
 _recorder: Any = None
