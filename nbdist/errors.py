@@ -16,7 +16,8 @@ NbdistError
 ├── CellError                    a cell failed on one or more ranks
 │   ├── CellTimeout              the cell's --timeout ran out
 │   ├── CellInterrupted          the cell was interrupted
-│   └── PortInUse                ranks have each started a world on one port
+│   ├── PortInUse                ranks have each started a world on one port
+│   └── NcclMismatch             ranks called different collectives of NCCL
 ├── RestartsSpent                an elastic run gave up; its last commit is intact
 ├── CheckpointError              a file of saved state is damaged, or is another file
 ├── ReplicasDiffer               models are not equal on all ranks
@@ -48,6 +49,7 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "NbdistError",
+    "NcclMismatch",
     "NoInput",
     "NotFinite",
     "NotRunning",
@@ -208,6 +210,10 @@ class CellInterrupted(CellError, KeyboardInterrupt):
 
 class PortInUse(CellError):
     """Ranks have each started a world of their own on the same port."""
+
+
+class NcclMismatch(CellError):
+    """The cell's ranks called different collectives of NCCL, which compares none."""
 
 
 class RestartsSpent(NbdistError, RuntimeError):

@@ -37,6 +37,8 @@ __all__ = [
     "Mark",
     "MarkKind",
     "MemoryReport",
+    "NcclCall",
+    "NcclTotal",
     "Notice",
     "Outcome",
     "ProfiledOperation",
@@ -76,6 +78,9 @@ class Outcome(NamedTuple):
     """The number of process groups that torch has made on the rank."""
     published: bool
     """Whether the request has output. A message marks its end."""
+    nccl: Mapping[str, NcclTotal]
+    """The collectives that the rank has queued with NCCL, by the process group's
+    name, of the groups that have used NCCL."""
 
 
 CLOCK_MARK = "nbdist: clock"
@@ -311,6 +316,15 @@ class RankProfile:
     def covers(self, time_ns: int) -> bool:
         """Whether a time of the monotonic clock lies within the profile."""
         return self.begun_ns <= time_ns <= self.ended_ns
+
+
+class NcclTotal(NamedTuple):
+    """The collectives that a rank has queued with NCCL in one process group."""
+
+    number: int
+    digest: int
+    """Of the calls, with their reduce-ops and roots. Ranks with equal numbers and
+    different digests have called different collectives."""
 
 
 @dataclass(frozen=True)
@@ -635,13 +649,13 @@ def ranks_in(text: str) -> list[int]:
     return sorted(ranks)
 
 
-def are_unequal(counts: Iterable[Mapping[str, int]]) -> bool:
+def are_unequal(counts: Iterable[Mapping[str, object]]) -> bool:
     """Whether two ranks have different counts for the same name.
 
     Args:
         counts: The counts of each rank, by name.
     """
-    found: dict[str, set[int]] = {}
+    found: dict[str, set[object]] = {}
     for each in counts:
         for name, count in each.items():
             found.setdefault(name, set()).add(count)

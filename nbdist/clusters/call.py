@@ -25,6 +25,7 @@ from nbdist.wire import (
     Failure,
     InputReply,
     InputRequest,
+    NcclTotal,
     Notice,
     RankInfo,
     Verdict,
@@ -202,6 +203,15 @@ class Call:
             uuid: each.answer.groups
             for uuid, each in self._rank_calls.items()
             if each.answer is not None
+        }
+
+    @property
+    def nccl(self) -> dict[str, Mapping[str, NcclTotal]]:
+        """What each rank that has answered has queued with NCCL, by engine."""
+        return {
+            uuid: each.answer.nccl
+            for uuid, each in self._rank_calls.items()
+            if each.answer is not None and each.answer.nccl
         }
 
     def _open(self) -> list[RankCall]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,13 @@ from nbdist.errors import (
     CellError,
     CellInterrupted,
     CellTimeout,
+    NcclMismatch,
     PortInUse,
     UsageError,
 )
 from nbdist.ipc import endpoints
 from nbdist.widgets.user_input import UserInput
-from nbdist.wire import CollectiveCall, are_unequal, format_ranks
+from nbdist.wire import CollectiveCall, NcclTotal, are_unequal, format_ranks
 
 if TYPE_CHECKING:
     from nbdist.clusters.elastic import Elastic
@@ -104,6 +105,8 @@ class CallSupervisor:
         self._broken = False
         self._groups: dict[str, int] = {}
         """The number of process groups that each engine has last reported."""
+        self._nccl: dict[str, Mapping[str, NcclTotal]] = {}
+        """What each engine has last reported of its collectives of NCCL."""
         self._acknowledged: set[str] = set()
         """UUIDs of dead engines. Living ranks were released from calls with them."""
         self.is_waiting = False
@@ -146,6 +149,7 @@ class CallSupervisor:
         """Note that the ranks have formed a new world, whose groups are not broken."""
         self._broken = False
         self._groups.clear()
+        self._nccl.clear()
 
     def see_through(self, call: Call, timeout_s: float | None) -> CellError | None:
         """Begin a call, and wait until it has ended on all its ranks.
@@ -168,6 +172,8 @@ class CallSupervisor:
             call.begin()
             if not call.wait(deadline.time, tick_s=PROBE_S):
                 stopped = self._attend(call, deadline)
+            if stopped is None:
+                stopped = self._compare_nccl(call)
         except DebuggerQuit as quit_:
             stopped = self._interrupt(call, str(quit_))
         except KeyboardInterrupt:
@@ -479,7 +485,28 @@ class CallSupervisor:
         if not own_gpus(self._registry):
             return False
         answers = self._registry.ask(endpoints.NCCL_CALLS)
-        return are_unequal(counts for counts in answers.values() if counts is not None)
+        return are_unequal(calls for calls in answers.values() if calls is not None)
+
+    def _compare_nccl(self, call: Call) -> CellError | None:
+        """The error of a call in which ranks have queued different work of NCCL.
+
+        NCCL may have completed it, without a sign that it was different.
+        """
+        if not call.nccl:
+            return None
+        self._nccl |= call.nccl
+        if not call.succeeded:
+            return None  # its error is told
+        living = {info.engine_uuid for info in self._registry.living}
+        digests = [calls for uuid, calls in self._nccl.items() if uuid in living]
+        parted = PartedNccl(self._registry).look_back(digests)
+        if not parted:
+            return None
+        return NcclMismatch(
+            f"NCCL was given different collectives, and compares none: {parted}. The "
+            "results of that group are undefined from there on. All ranks keep their "
+            "variables, and NCCL's groups are made again"
+        )
 
     def _renew_if_broken(self) -> None:
         """Renew the groups of the ranks once all are idle, if groups are broken.
@@ -503,6 +530,10 @@ class CallSupervisor:
         self._registry.update(answer.value for answer in whole)
         self._groups = {
             exchange.engine_uuid: answer.groups
+            for exchange, answer in zip(asked, whole, strict=True)
+        }
+        self._nccl = {
+            exchange.engine_uuid: answer.nccl
             for exchange, answer in zip(asked, whole, strict=True)
         }
         self._broken = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from nbdist.wire import (
     TELEMETRY,
     InputReply,
     InputRequest,
+    NcclTotal,
     Outcome,
 )
 
@@ -68,6 +69,8 @@ class Answer(NamedTuple):
     """Whether a collective of the rank was interrupted, so that its group is broken."""
     groups: int = 0
     """The number of process groups that torch has made on the rank."""
+    nccl: Mapping[str, NcclTotal] = {}
+    """What the rank has queued with NCCL, by the process group's name."""
 
 
 class Exchange:
@@ -114,7 +117,8 @@ class Exchange:
             value = serialization.loads([bytearray(frame) for frame in frames])
         except Exception as error:  # noqa: BLE001 - a class's own unpickling may do anything
             ok, value = False, ("TransferError", _cannot_arrive(error), [])
-        self._answer = Answer(ok, value, outcome.broken, outcome.groups)
+        nccl = {name: NcclTotal(*total) for name, total in outcome.nccl.items()}
+        self._answer = Answer(ok, value, outcome.broken, outcome.groups, nccl)
         self._idle |= not outcome.published
         self._settle()
 

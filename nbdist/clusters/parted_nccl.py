@@ -1,19 +1,19 @@
 """Detects ranks that have queued different collectives with NCCL.
 
 NCCL compares no calls: with different ones it waits forever, or gives a wrong result.
-torch records the last calls of each rank. These records are compared when no rank of a
-call makes progress.
+The last calls of each rank are recorded. These records are compared when no rank of a
+call makes progress, and when the digests of all calls differ at the end of a cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.clusters.uneven_nccl import STEADY_S, own_gpus
 from nbdist.ipc import endpoints
-from nbdist.wire import NcclCall, format_ranks
+from nbdist.wire import NcclCall, NcclTotal, format_ranks
 
 __all__ = ["PartedNccl", "Parting"]
 
@@ -64,10 +64,39 @@ class PartedNccl:
         if self._has_looked or not own_gpus(self._registry):
             return None
         self._has_looked = True
-        return _find_parting(self._registry.ask(endpoints.NCCL_TRACE))
+        return _find_parting(self._registry.ask(endpoints.NCCL_TRACE), are_done=False)
+
+    def look_back(self, digests: Iterable[Mapping[str, NcclTotal]]) -> str:
+        """Where the ranks parted, if the digests of their calls say so; "" if not.
+
+        Args:
+            digests: Of each rank, by the name of the process group.
+        """
+        if not _differ(digests):
+            return ""
+        traces = self._registry.ask(endpoints.NCCL_TRACE)
+        parting = _find_parting(traces, are_done=True)
+        return str(parting or "the ranks' records no longer have the first such call")
 
 
-def _find_parting(traces: Mapping[int, Trace | None]) -> Parting | None:
+def _differ(digests: Iterable[Mapping[str, NcclTotal]]) -> bool:
+    """Whether some ranks have made as many calls in a group, and different ones."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for each in digests:
+        for group, total in each.items():
+            found.setdefault((group, total.number), set()).add(total.digest)
+    return any(len(different) > 1 for different in found.values())
+
+
+def _find_parting(
+    traces: Mapping[int, Trace | None], *, are_done: bool
+) -> Parting | None:
+    """The first different call.
+
+    Args:
+        traces: The records of the ranks.
+        are_done: Whether it may be one that all ranks have completed.
+    """
     groups = {group for trace in traces.values() for group in trace or {}}
     for group in sorted(groups):
         calls = {
@@ -82,6 +111,7 @@ def _find_parting(traces: Mapping[int, Trace | None]) -> Parting | None:
             kinds: dict[str, tuple[int, ...]] = {}
             for rank, call in made.items():
                 kinds[call.kind] = (*kinds.get(call.kind, ()), rank)
-            if len(kinds) > 1 and not all(call.is_done for call in made.values()):
+            waits = not all(call.is_done for call in made.values())
+            if len(kinds) > 1 and (waits or are_done):
                 return Parting(group, sequence, kinds)
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.ipc import endpoints
-from nbdist.wire import ProgressSnapshot
+from nbdist.wire import NcclTotal, ProgressSnapshot
 
 __all__ = ["UnevenNccl", "Wait", "own_gpus"]
 
@@ -80,18 +80,18 @@ class UnevenNccl:
 
 
 def _uneven(
-    counts: Mapping[int, Mapping[str, int] | None],
+    queued: Mapping[int, Mapping[str, NcclTotal] | None],
     busy: Collection[int],
     idle: Collection[int],
 ) -> list[Wait]:
     """The busy ranks that have queued more in a group than an idle member of it."""
     found = []
     for rank in sorted(busy):
-        for group, count in (counts.get(rank) or {}).items():
+        for group, total in (queued.get(rank) or {}).items():
             missing = frozenset(
                 other
                 for other in idle
-                if (counts.get(other) or {}).get(group, count) < count
+                if (queued.get(other) or {}).get(group, total).number < total.number
             )
             if missing:
                 found.append(Wait(rank, group, missing))

@@ -405,8 +405,9 @@ def _is_ours(frames: TracebackType) -> bool:
 
 
 def _outcome_now(ok: bool, published: bool = False) -> Outcome:
-    groups = torch_group.groups_made()
-    return Outcome(ok, world.current().broken, groups, published)
+    groups, nccl = torch_group.groups_made(), torch_group.nccl_calls()
+    used = {name: total for name, total in nccl.items() if total.number}
+    return Outcome(ok, world.current().broken, groups, published, used)
 
 
 def _reply(

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 
-from nbdist.collectives import default_group
+from nbdist.collectives import all_gather, default_group
 from nbdist.collectives.torch_backend.process_group import ProcessGroup, nccl_of
 from nbdist.collectives.torch_backend.registration import register
 from nbdist.engine import shared_default_group
 from nbdist.ipc.private_files import rendezvous_folder
-from nbdist.wire import NcclCall
+from nbdist.wire import NcclCall, NcclTotal
 
 __all__ = [
     "abort",
@@ -74,17 +75,53 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     register()
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    store = rendezvous_folder(run_dir) / f"torch-store-{generation}"
+    if owns_gpu:
+        _make("cpu:nbdist,cuda:nccl", store)
+        if not _nccl_takes_devices():
+            abort()
+            shared_default_group.destroy()
+            owns_gpu = False
+            store = store.with_name(f"{store.name}-without-nccl")
+    if not owns_gpu:
+        _make("nbdist", store)
+    _at_start = distributed_c10d._world.group_count
+
+
+def _make(backend: str, store: Path) -> None:
+    """Make the default process group. Every rank must call, with a new store."""
     group = default_group()
-    folder = rendezvous_folder(run_dir)
     seconds = group.config.timeout_s
     shared_default_group.make(
-        "cpu:nbdist,cuda:nccl" if owns_gpu else "nbdist",
-        store=FileStore(str(folder / f"torch-store-{generation}"), group.size),
+        backend,
+        store=FileStore(str(store), group.size),
         rank=group.rank,
         world_size=group.size,
         timeout=NO_TIMEOUT if seconds is None else timedelta(seconds=seconds),
     )
-    _at_start = distributed_c10d._world.group_count
+
+
+def _nccl_takes_devices() -> bool:
+    """Whether NCCL connects the ranks' devices. Every rank must call.
+
+    Some of its versions refuse two MIG devices of one GPU, which a trial shows. It
+    takes other devices, and a fault of NCCL is then the error of the first call.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not any(_flags(names.startswith("MIG-"))):
+        return True
+    try:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+    except dist.DistBackendError:
+        return all(_flags(False))
+    return all(_flags(True))
+
+
+def _flags(own: bool) -> list[bool]:
+    """A flag of every rank. Every rank must call."""
+    flags = [torch.empty(1, dtype=torch.bool) for _ in default_group().ranks]
+    all_gather(flags, torch.tensor([own]))
+    return [bool(flag) for flag in flags]
 
 
 def groups_made() -> int:
@@ -108,15 +145,18 @@ def equalize_group_counts(comm: Any) -> None:
     here.group_count = comm.allreduce(here.group_count, MPI.MAX)
 
 
-def nccl_calls() -> dict[str, int]:
-    """The number of collectives that this rank has queued with NCCL, by group name.
+def nccl_calls() -> dict[str, NcclTotal]:
+    """The collectives that this rank has queued with NCCL, by group name.
 
     A collective of NCCL waits on the GPU until all members of its group have queued it.
     """
     return {
-        str(name): nccl._get_sequence_number_for_group()
+        str(name): NcclTotal(
+            nccl._get_sequence_number_for_group(),
+            group.native_calls.digest if isinstance(group, ProcessGroup) else 0,
+        )
         if (nccl := nccl_of(group)) is not None
-        else 0
+        else NcclTotal(0, 0)
         for group, name in list(distributed_c10d._world.pg_names.items())
     }
 
@@ -125,7 +165,7 @@ def nccl_operation(name: str) -> str:
     """The collective that a group has queued last with NCCL, by the group's name."""
     for group, its_name in list(distributed_c10d._world.pg_names.items()):
         if its_name == name and isinstance(group, ProcessGroup):
-            return group.last_native or "a collective"
+            return group.native_calls.last or "a collective"
     return "a collective"
 
 
@@ -134,34 +174,46 @@ def nccl_trace() -> dict[str, dict[int, NcclCall]]:
 
     torch records 2,000 calls, or TORCH_FR_BUFFER_SIZE.
     """
-    names = {
-        nccl.uid: str(name)
-        for group, name in list(distributed_c10d._world.pg_names.items())
-        if (nccl := nccl_of(group)) is not None
-    }
+    names, details = {}, {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        nccl = nccl_of(group)
+        if nccl is not None:
+            names[nccl.uid] = str(name)
+            if isinstance(group, ProcessGroup):
+                details[nccl.uid] = group.native_calls.details
     if not names:
         return {}
     c10d: Any = torch._C._distributed_c10d
     found: dict[str, dict[int, NcclCall]] = {name: {} for name in names.values()}
     for entry in json.loads(c10d._dump_nccl_trace_json()).get("entries", ()):
-        if entry["pg_id"] in names and not entry["is_p2p"]:
-            calls = found[names[entry["pg_id"]]]
-            call = NcclCall(_kind(entry), entry["state"] == "completed")
-            before = calls.get(entry["collective_seq_id"])
+        uid, number = entry["pg_id"], entry["collective_seq_id"]
+        if uid in names and not entry["is_p2p"]:
+            calls = found[names[uid]]
+            kind = _kind(entry, details.get(uid, {}).get(number, ""))
+            call = NcclCall(kind, entry["state"] == "completed")
+            before = calls.get(number)
             if before is not None:  # they are coalesced
                 kind = f"{before.kind} and {call.kind}"
                 call = NcclCall(kind, before.is_done and call.is_done)
-            calls[entry["collective_seq_id"]] = call
+            calls[number] = call
     return found
 
 
-def _kind(entry: Mapping[str, Any]) -> str:
-    """What must be equal on all ranks, in an entry of torch's record."""
+def _kind(entry: Mapping[str, Any], details: str) -> str:
+    """What must be equal on all ranks, in an entry of torch's record.
+
+    Args:
+        entry: The entry, which has neither a reduce-op nor a root.
+        details: These, as text; "" if the call has none.
+    """
     name = str(entry["profiling_name"]).removeprefix("nccl:")
-    if name not in _SIZED:
-        return name
-    count = sum(map(math.prod, entry["input_sizes"]))
-    return f"{name}({', '.join(entry['input_dtypes'])}, {count:,} elements)"
+    equal = []
+    if name in _SIZED:
+        count = sum(map(math.prod, entry["input_sizes"]))
+        equal = [*entry["input_dtypes"], f"{count:,} elements"]
+    if details:
+        equal.append(details)
+    return f"{name}({', '.join(equal)})" if equal else name
 
 
 def finish() -> None:

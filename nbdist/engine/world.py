@@ -121,17 +121,24 @@ class World:
         """Whether NCCL's groups must be made again. Every rank must call.
 
         After an abort on one rank, they work on no rank. If the ranks have queued
-        unequal numbers of collectives, the GPUs of some ranks would wait forever. This
-        waits for the work that all ranks have queued.
+        unequal numbers of collectives, or different ones, the GPUs of some ranks may
+        wait forever. This waits for the work that all ranks have queued.
         """
         mine = torch_group.nccl_calls()
         everyones = self.comm.allgather((self._nccl_aborted, mine))
         if any(aborted for aborted, _ in everyones):
             return True
-        counts = [calls for _, calls in everyones]
-        if not are_unequal(counts):
+        if not are_unequal(calls for _, calls in everyones):
             return False
-        if all(n <= each.get(name, n) for name, n in mine.items() for each in counts):
+        counts = [
+            {name: total.number for name, total in each.items()}
+            for _, each in everyones
+        ]
+        own = counts[self.rank]
+        has_fewest = all(
+            n <= each.get(name, n) for name, n in own.items() for each in counts
+        )
+        if are_unequal(counts) and has_fewest:
             torch_group.finish()
         self.comm.Barrier()
         return True

@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.clusters.parted_nccl import PartedNccl
 from nbdist.clusters.uneven_nccl import STEADY_S
-from nbdist.wire import NcclCall
+from nbdist.wire import NcclCall, NcclTotal
 
 SUM, COPY = "all_reduce(Float, 3 elements)", "broadcast(Float, 3 elements)"
 
@@ -73,6 +73,31 @@ def test_ranks_that_do_not_use_nccl_are_not_asked(gpus: list[str | None]) -> Non
     ranks.gpus = gpus
     assert found(ranks) == ""
     assert not ranks.asked
+
+
+@pytest.mark.parametrize(
+    ("totals", "expected"),
+    [
+        ([(2, 7), (2, 8), (2, 7)], f"rank 0,2 called {SUM}; rank 1 called {COPY}"),
+        ([(2, 7), (2, 7), (2, 7)], ""),
+        ([(2, 7), (1, 8), (2, 7)], ""),  # it has yet to make a call
+    ],
+)
+def test_completed_calls_are_compared_by_their_digests(
+    totals: list[tuple[int, int]], expected: str
+) -> None:
+    ranks = Ranks(*(calls(SUM, kind, done=2) for kind in (SUM, COPY, SUM)))
+    digests = [{"0": NcclTotal(*total)} for total in totals]
+    said = PartedNccl(ranks).look_back(digests)  # type: ignore[arg-type]
+    assert expected in said
+    assert bool(expected) == bool(said) == bool(ranks.asked)
+
+
+def test_a_different_call_that_is_no_longer_recorded_is_an_error() -> None:
+    ranks = Ranks(calls(SUM, done=1), calls(SUM, done=1))
+    digests = [{"0": NcclTotal(9, number)} for number in range(2)]
+    said = PartedNccl(ranks).look_back(digests)  # type: ignore[arg-type]
+    assert "no longer have" in said
 
 
 def test_ranks_are_asked_once_while_none_makes_progress() -> None:

@@ -10,7 +10,7 @@ import pytest
 from nbdist.clusters import uneven_nccl
 from nbdist.clusters.uneven_nccl import LOOK_S, STEADY_S, UnevenNccl, Wait
 from nbdist.ipc import endpoints
-from nbdist.wire import ProgressSnapshot
+from nbdist.wire import NcclTotal, ProgressSnapshot
 
 
 class Ranks:
@@ -35,7 +35,10 @@ class Ranks:
     def ask(self, target: str, ranks: Any = None) -> dict[int, Any]:
         self.asked.append(target)
         if target == endpoints.NCCL_CALLS:
-            return dict(self.counts)
+            return {
+                rank: each and {name: NcclTotal(n, 0) for name, n in each.items()}
+                for rank, each in self.counts.items()
+            }
         snapshot = ProgressSnapshot("In[1] line 2", None, self.instruction)
         return dict.fromkeys(ranks, snapshot)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import failures, launch
 
-from nbdist import Cluster
+from nbdist import CellError, Cluster
 
 CASES_FILE = str(Path(__file__).with_name("machine_cases.py"))
 ORDERS = ["work_queued_before_and_after_is_ordered", "a_stream_of_the_users",
@@ -103,12 +103,15 @@ def test_ranks_share_the_memory_of_a_gpu(tmp_path: Path) -> None:
     assert all("CUDA out of memory" in text for _, text in found)
 
 
+@pytest.mark.parametrize("takes_mig", [True, False], ids=["NCCL", "no NCCL"])
 def test_a_rank_has_a_mig_device_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    takes_mig: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Where NCCL refuses MIG devices of one GPU, nbdist serves them."""
     monkeypatch.setenv("SIMGPU_MIG", "2")
+    monkeypatch.setenv("SIMGPU_NCCL_NO_MIG", "0" if takes_mig else "1")
     monkeypatch.setenv("SIMGPU_STATE", str(tmp_path / "ledger"))
-    with Cluster(2, device="cuda") as cluster:
+    with Cluster(2, device="cuda", threads=1) as cluster:
         cluster.execute(
             "x = torch.full((3,), rank + 1.0, device=device); nbdist.all_reduce(x)"
         )
@@ -116,3 +119,19 @@ def test_a_rank_has_a_mig_device_of_its_own(
         assert cluster["torch.cuda.device_count()"] == [1, 1]
         names = cluster["str(torch.cuda.get_device_properties(0).uuid)"]
         assert len(set(names)) == 2
+        cluster.execute(
+            "from torch.nn.parallel import DistributedDataParallel\n"
+            "model = DistributedDataParallel(torch.nn.Linear(3, 3).to(device))\n"
+            "model(x[None] + rank).sum().backward()\n"
+            "gradient = model.module.weight.grad.cpu()",
+            timeout_s=100,
+        )
+        first, second = cluster["gradient"]
+        assert torch.equal(first, torch.full((3, 3), 3.5))
+        assert torch.equal(first, second)
+        backends = cluster["dist.get_backend_config()"]
+        assert all(("cuda:nccl" in each) == takes_mig for each in backends)
+        cluster.execute("if rank == 0: dist.send(x, 1)\nelse: dist.recv(x, 0)")
+        with pytest.raises(CellError):
+            cluster.execute("if rank == 1: import os; os.kill(os.getpid(), 9)")
+        cluster.execute("dist.all_reduce(torch.ones(3, device=device))", timeout_s=100)

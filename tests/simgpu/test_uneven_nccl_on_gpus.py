@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from nbdist import CellError, Cluster
+from nbdist.errors import NcclMismatch
 
-WITHIN_S = 10.0
+WITHIN_S = 20.0
 N = 2
+SUM = "all_reduce(Float, 3 elements, sum)"
+SUM_OF_5 = "all_reduce(Float, 5 elements, sum)"
+MAX = "all_reduce(Float, 3 elements, max)"
+FROM_0, FROM_1 = (f"broadcast(Float, 3 elements, root {root})" for root in range(2))
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,16 +76,28 @@ def test_the_rank_that_waits_is_released(cluster: Cluster, call: str) -> None:
     [
         (
             "dist.all_reduce(x)", "dist.broadcast(x, 0)",
-            ("all_reduce(Float, 3 elements)", "broadcast(Float, 3 elements)"),
+            (SUM, FROM_0),
+        ),
+        (
+            "dist.all_reduce(x)", "dist.all_reduce(x, dist.ReduceOp.MAX)",
+            (SUM, MAX),
+        ),
+        (
+            "dist.broadcast(x, 0)", "dist.broadcast(x, 1)",
+            (FROM_0, FROM_1),
+        ),
+        (
+            "dist.gather(x, parts, dst=0)", "dist.gather(x, parts, dst=1)",
+            ("gather(root 0)", "gather(root 1)"),
         ),
         (
             "dist.all_reduce(x); dist.all_reduce(y)", "dist.all_reduce(y); y *= 2; "
             "dist.all_reduce(y)",
-            ("all_reduce(Float, 3 elements)", "all_reduce(Float, 5 elements)"),
+            (SUM, SUM_OF_5),
         ),
         (
             "dist.all_gather(parts, x)", "dist.gather(x, dst=0)",
-            ("all_gather", "gather"),
+            ("all_gather", "gather(root 0)"),
         ),
     ],
 )  # fmt: skip
@@ -122,8 +139,47 @@ def test_a_rank_that_called_another_collective_and_ended_is_named(
         "if rank == 0:\n    dist.all_reduce(x); x.tolist()\n"
         "else:\n    dist.broadcast(x, 0)",
     )
-    assert "rank 0 called all_reduce(Float, 3 elements)" in said, said
-    assert "rank 1 called broadcast(Float, 3 elements)" in said, said
+    assert f"rank 0 called {SUM}" in said, said
+    assert f"rank 1 called {FROM_0}" in said, said
+
+
+@pytest.fixture
+def mixing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A cluster whose NCCL completes reductions with different reduce-ops."""
+    monkeypatch.setenv("SIMGPU_NCCL_MIXES_OPS", "1")
+    with Cluster(N, device="cuda", threads=1) as running:
+        yield running
+
+
+def test_different_reductions_that_have_completed_are_an_error(mixing: Cluster) -> None:
+    train = "x = torch.full((3,), rank + 1.0, device=device)\ndist.all_reduce(x)\n"
+    mixing.execute(train)
+    mixing.execute("dist.all_reduce(x)", [0])
+    mixing.execute("dist.all_reduce(x)", [1])  # in turn, and the same
+    before = [info.pid for info in mixing.ranks]
+    differing = "op = dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM\n"
+    with pytest.raises(NcclMismatch) as ended:
+        mixing.execute(
+            f"{train}{differing}dist.all_reduce(x, op)\ny = x.tolist()\n{train}"
+        )
+    said = str(ended.value)
+    assert "at collective #4 of the group" in said, said
+    assert f"rank 0 called {SUM}" in said, said
+    assert f"rank 1 called {MAX}" in said, said
+    assert not ended.value.result.failures
+    assert mixing["y"] == [[6.0] * 3, [3.0] * 3], "the ranks keep what they computed"
+    mixing.execute(f"{train}assert x.tolist() == [3.0] * 3")
+    assert [info.pid for info in mixing.ranks] == before
+    with pytest.raises(NcclMismatch):
+        mixing.run(all_reduce_by_own_op)
+    mixing.execute(f"{train}assert x.tolist() == [3.0] * 3")
+
+
+def all_reduce_by_own_op() -> None:
+    import torch.distributed as dist
+
+    op = dist.ReduceOp.MIN if dist.get_rank() else dist.ReduceOp.SUM
+    dist.all_reduce(torch.ones(3, device="cuda"), op)
 
 
 def test_a_rank_that_was_not_asked_is_named(cluster: Cluster) -> None:

@@ -41,6 +41,7 @@ from nbdist.collectives.ops.validation import split_evenly
 from nbdist.collectives.reduction import c10d_name
 from nbdist.collectives.registry import default_group
 from nbdist.collectives.torch_backend.dispatcher import observed, through_dispatcher
+from nbdist.collectives.torch_backend.native_calls import NativeCalls
 from nbdist.collectives.torch_backend.rendezvous import rendezvous
 from nbdist.collectives.torch_backend.work import (
     CollectiveWork,
@@ -74,12 +75,17 @@ def _by_device(operation: _Operation) -> _Operation:
 
     @functools.wraps(operation)
     def chosen(self: ProcessGroup, tensors: Any, *args: Any, **keywords: Any) -> Any:
-        native = self._native(tensors, *args[:1])
+        native: Any = self._native(tensors, *args[:1])
         if native is not None:
             if is_collective:
                 self._meet()
-                self.last_native = name
-            return getattr(native, name)(tensors, *args, **keywords)
+            work = getattr(native, name)(tensors, *args, **keywords)
+            if is_collective:
+                number = native._get_sequence_number_for_group()
+                tensor = _first(tensors)
+                options = (*args, *keywords.values())
+                self.native_calls.note(number, name, tensor, options)
+            return work
         if keywords and not _OPTIONS.isdisjoint(keywords):
             args, keywords = _with_options(args, keywords)
         if observed():
@@ -171,8 +177,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._owned = owned
         self._name = self._description = ""
         self._coalesced: list[dist.Work] | None = None
-        self.last_native = ""
-        """The name of the collective that NCCL was given last."""
+        self.native_calls = NativeCalls()
+        """The collectives that NCCL was given."""
         self._has_met = False
         """Whether all members have begun a collective of NCCL."""
         for device in (_CPU, _CUDA) if torch.cuda.is_available() else (_CPU,):
