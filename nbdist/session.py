@@ -493,6 +493,7 @@ class Session:
             is_alone: As for `execute_in_background`.
         """
         from nbdist.widgets.live_text import show_error
+        from nbdist.widgets.stop_button import StopButton
 
         cluster = self.cluster
         hint = f"in the background: %dist_interrupt {number} ends In[{number}]"
@@ -504,6 +505,7 @@ class Session:
                 try:
                     return execute(view)
                 finally:
+                    button.close()
                     view.close()
             except BaseException as error:
                 show_error(error)
@@ -511,8 +513,14 @@ class Session:
 
         def end_cancelled(future: concurrent.futures.Future[Any]) -> None:
             if future.cancelled():
+                button.close()
                 view.announce(f"In[{number}] was cancelled before it began")
 
+        button = StopButton(
+            f"nbdist-{id(self)}-stop{self._cells}",
+            f"In[{number}]",
+            lambda: self._in_background[number].future.interrupt(),
+        )
         before = cluster.background_calls
         if before:
             names = " and ".join(call.what for call in before)

@@ -70,6 +70,7 @@ def test_a_cluster_is_started_used_watched_and_stopped(lab: Lab) -> None:
     assert "● rank 0-1 running" in texts(lab.run_cell(BEHIND))
     assert "running for" in texts(lab.run_cell(JOBS))
     lab.wait(f"() => {shown(BEHIND)}.includes('[0-1] step 3')")
+    check_contrast(lab)
     lab.screenshot("jupyterlab-background")
     waited = lab.run_cell(WAITING)
     assert "behind the front" in str(waited[0]["evalue"])
@@ -89,6 +90,36 @@ def test_a_cluster_is_started_used_watched_and_stopped(lab: Lab) -> None:
     lab.page.evaluate(f"{details}[1].scrollIntoView()")
     lab.screenshot("jupyterlab-long")
     assert "stopped" in texts(lab.run_cell(STOP))
+
+
+CONTRAST = """([cell, selector]) => {
+  const parts = text => text.match(/[\\d.]+/g).map(Number);
+  const over = ([r, g, b, a = 1], below) =>
+    [r, g, b].map((value, i) => a * value + (1 - a) * below[i]);
+  const luminance = rgb => rgb.map(value => value / 255)
+    .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const background = node => {
+    const below = node.parentElement ? background(node.parentElement) : [255, 255, 255];
+    return over(parts(getComputedStyle(node).backgroundColor), below);
+  };
+  const area = nbdistTest.panel.content.widgets[cell].node;
+  const node = area.querySelector(`.jp-Cell-outputArea ${selector}`);
+  const below = background(node);
+  const colour = over(parts(getComputedStyle(node).color), below);
+  const [dark, light] = [luminance(below), luminance(colour)].sort((a, b) => a - b);
+  return (light + 0.05) / (dark + 0.05);
+}"""
+
+
+def check_contrast(lab: Lab) -> None:
+    """The labels of ranks, the status and the tables are readable in both themes."""
+    places = [(TRAINING, "pre span"), (BEHIND, "pre[role=status]"), (STATUS, "th")]
+    for theme in ("JupyterLab Dark", "JupyterLab Light"):
+        lab.set_theme(theme)
+        for place in places:
+            ratio = lab.page.evaluate(CONTRAST, [*place])
+            assert ratio >= 4.5, (theme, place, ratio)
 
 
 def shown(cell: int) -> str:

@@ -167,6 +167,22 @@ def test_a_moved_slider_runs_the_callback_on_its_rank(front_end: FrontEnd):
     assert front_end.states[comms[2]]["value"] == 9
 
 
+def test_a_button_interrupts_a_cell_in_the_background(front_end: FrontEnd):
+    code = "%%distributed -b\nprint('begun')\ntime.sleep(600)"
+    first, second = front_end.run(code), front_end.run(code)
+    front_end.until(lambda: "begun" in front_end.text(first))
+    one, other = front_end.of("Button")
+    assert front_end.states[one]["description"].startswith("interrupt In[")
+    front_end.send(other, method="custom", content={"event": "click"})
+    front_end.until(lambda: other not in front_end.states)
+    front_end.send(one, method="custom", content={"event": "click"})
+    front_end.until(lambda: "■ rank 0-3 interrupted" in front_end.text(first))
+    assert one not in front_end.states
+    front_end.run("%dist_wait")
+    assert "begun" not in front_end.text(second)
+    assert not any("Button" in str(data) for data in front_end.shown.values())
+
+
 def test_a_busy_rank_gets_the_last_value_when_its_cell_ends(front_end: FrontEnd):
     cell, comms = sliders(front_end)
     busy = front_end.run(
