@@ -275,7 +275,7 @@ class Session:
         from nbdist.widgets.live_text import print_note
 
         cluster.on_note = cluster.on_wait = print_note
-        self._widgets = _widgets_of(cluster) if cluster.has_live_widgets else None
+        self._widgets = _widgets_of(cluster)
         if self._widgets is not None:
             cluster.comms = self._widgets
         self.stop()  # the earlier cluster may have ended by itself
@@ -302,7 +302,10 @@ class Session:
         cluster = attach(name, force=by_force)
         cluster.on_note = cluster.on_wait = print_note
         self.stop()  # the earlier cluster may have ended by itself
-        self._cluster, self._widgets = cluster, None
+        self._cluster, self._widgets = cluster, _widgets_of(cluster)
+        if self._widgets is not None:
+            cluster.comms = self._widgets
+            cluster.show_widgets()
         cells = cluster.unseen_cells
         print_note(attached_text(cluster.description, cells))
         for note in cluster.notes:

@@ -154,9 +154,6 @@ class Cluster:
         UsageError: An option is invalid, or this host cannot meet the request.
     """
 
-    has_live_widgets = True
-    """Whether `comms` gets the messages of the ranks' widgets."""
-
     @suggests_keywords
     def __init__(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.notebook.test_kernel import Notebook, Reply, is_there
+from tests.notebook.test_widgets_in_kernel import FrontEnd
 
 STEPS = 200
 TRAINING = f"""%%distributed
@@ -120,3 +121,43 @@ def test_a_debugger_asks_in_the_notebook_and_lets_go_when_the_kernel_is_killed(
     request, reply, _ = notebook.start("%dist_attach training")
     notebook.read(request, reply, is_there("[1] after 42"))
     assert "(no notebook is attached)" in reply.text
+
+
+SLIDERS = """%%distributed
+import ipywidgets
+from tqdm.auto import tqdm
+for step in tqdm(range(30)):
+    pass
+slider = ipywidgets.IntSlider(value=3)
+slider.observe(lambda change: print("now", change.new), "value")
+slider
+"""
+
+
+def test_widgets_are_live_also_after_the_kernel_was_killed(kept_notebook: Notebook):
+    notebook = kept_notebook
+    notebook.run("import nbdist\n%load_ext nbdist")
+    notebook.run("%dist_clusters --stop training")
+    notebook.run("%dist_start -n 2 --device cpu --keep 1 --name training")
+    front_end = FrontEnd(notebook)
+    cell = front_end.run(SLIDERS)
+    bars = front_end.of("FloatProgress")
+    assert [front_end.states[bar]["value"] for bar in bars] == [30, 30]
+    names = front_end.text(front_end.run("%%distributed\nprint(slider.model_id)"))
+    first, second = (line.split()[1] for line in sorted(names.splitlines()))
+    front_end.set(second, value=8)
+    front_end.until(lambda: "[1] now 8" in front_end.text(cell))
+    front_end.run("%%distributed -r 0\nslider.value = 5")
+    assert front_end.states[first]["value"] == 5
+
+    end_kernel(notebook, by_kill=True)
+    front_end = FrontEnd(notebook)
+    front_end.run("%dist_attach training")
+    front_end.until(lambda: {first, second} <= front_end.states.keys())
+    front_end.until(lambda: front_end.states[first]["value"] == 5)
+    front_end.until(lambda: front_end.states[second]["value"] == 8)
+    cell = front_end.run("%%distributed\nslider")
+    front_end.set(second, value=9)
+    front_end.until(lambda: "[1] now 9" in front_end.text(cell))
+    front_end.run("%dist_stop")
+    front_end.until(lambda: not {first, second} & front_end.states.keys())

@@ -17,24 +17,28 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nbdist.clusters.cluster import Cluster
-from nbdist.clusters.comm_receiver import IGNORED
+from nbdist.clusters.comm_receiver import IGNORED, CommReceiver
 from nbdist.clusters.futures import BackgroundCalls
 from nbdist.clusters.kept import directory
-from nbdist.clusters.kept.link import Link
+from nbdist.clusters.kept.link import Callbacks, Link, Unasked
 from nbdist.clusters.kept.messages import (
     SOCKET,
     Call,
     Cell,
+    Comms,
+    CommsEnded,
+    CommsKept,
     Description,
     Follow,
     Hello,
     Look,
     Marked,
-    Note,
     Order,
     Ranks,
     Reply,
     Seen,
+    SendComms,
+    ShowWidgets,
     Values,
 )
 from nbdist.clusters.observer import QUIET, Observer
@@ -84,8 +88,7 @@ class KeptCluster(Cluster):
     stopped.
 
     While no notebook shows a cell, its ranks cannot ask for input, and a debugger on a
-    rank lets the rank go on. The widgets of the ranks are shown as text. The end of a
-    `with` block detaches.
+    rank lets the rank go on. The end of a `with` block detaches.
 
     Args:
         n: The number of ranks, as for `Cluster`.
@@ -98,7 +101,6 @@ class KeptCluster(Cluster):
         UsageError: An option is invalid, or the name is taken.
     """
 
-    has_live_widgets = False
     purpose = "attach"
     """`Hello.purpose` of the connection."""
 
@@ -128,7 +130,7 @@ class KeptCluster(Cluster):
         self._background = BackgroundCalls()
         self._cells = 0
         self.collector = Collector()
-        self.comms = IGNORED
+        self.comms: CommReceiver = IGNORED
         self.reader = UserInput()
         self.on_wait = self.on_note = _print
 
@@ -188,6 +190,7 @@ class KeptCluster(Cluster):
         self._background.cancel()
         if link is not None:
             link.close()
+            self.comms.keep(set())
 
     leave = detach
 
@@ -254,6 +257,7 @@ class KeptCluster(Cluster):
                 log = tail_of((folder / LOG).read_text(errors="replace"))
                 raise StartError(f"the cluster's server has ended: {log}") from error
             on_error.callback(self.detach)
+            self.show_widgets()
             self._request("start", on_progress=on_progress)
             self.config = self._look("config")
             on_error.pop_all()
@@ -271,7 +275,13 @@ class KeptCluster(Cluster):
             os.getcwd(),
             tuple(sys.path),
             self._options,
+            self.comms.is_live,
         )
+
+    def show_widgets(self) -> None:
+        """Have `comms` receive the widgets of the ranks, and what becomes of them."""
+        if self.comms.is_live:
+            self._live_link().send(ShowWidgets())
 
     def stop(self) -> None:
         """End every rank and the server. Safe to call twice."""
@@ -366,8 +376,17 @@ class KeptCluster(Cluster):
         messages: tuple[CommMessage, ...],
         on_output: Callable[[dict[str, Any]], None],
     ) -> Future[Answer] | None:
-        """Do nothing, because the ranks show widgets as text."""
-        return None
+        """As `Cluster.send_comms`."""
+        link, callbacks = self._link, Callbacks(on_output)
+        if link is None:
+            return None
+        try:
+            link.call_back(
+                lambda number: SendComms(number, engine_uuid, messages), callbacks
+            )
+        except ClusterError:
+            return None
+        return callbacks.done
 
     def _execute(
         self,
@@ -380,6 +399,7 @@ class KeptCluster(Cluster):
         observer: Observer,
     ) -> CellResult:
         self._await_background()
+        self.comms.send_waiting()
         chosen = self._chosen(ranks)
         cell = Cell(0, number, tuple(chosen), code)
         arguments = code, chosen, timeout_s, check, number, setup
@@ -526,7 +546,7 @@ class KeptCluster(Cluster):
         result: CellResult = _value(reply)
         return result
 
-    def _receive(self, message: Values | Marked | Ranks | Note) -> None:
+    def _receive(self, message: Unasked) -> None:
         """Take what the server sends by itself. Runs on the link's thread."""
         if isinstance(message, Values):
             self.collector.receive(message.batch)
@@ -534,6 +554,12 @@ class KeptCluster(Cluster):
             self.collector.mark(message.kind, message.text, message.ranks)
         elif isinstance(message, Ranks):
             self._adopt(message.infos)
+        elif isinstance(message, Comms):
+            self.comms.receive(message.engine, message.batch)
+        elif isinstance(message, CommsEnded):
+            self.comms.ended(message.engine)
+        elif isinstance(message, CommsKept):
+            self.comms.keep(message.engines)
         else:
             self.on_note(message.text)
 

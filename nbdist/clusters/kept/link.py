@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 from nbdist.clusters.futures import BackgroundCalls
 from nbdist.clusters.kept.messages import (
     Answer,
+    Comms,
+    CommsEnded,
+    CommsKept,
     Follow,
     Goodbye,
     Hello,
@@ -27,6 +31,7 @@ from nbdist.clusters.kept.messages import (
     Ranks,
     Refusal,
     Reply,
+    SendComms,
     Shown,
     Values,
     Welcome,
@@ -42,7 +47,10 @@ from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.widgets.live_text import is_kernel_ending
 from nbdist.wire import InputReply
 
-__all__ = ["Link", "Pending", "ask"]
+__all__ = ["Callbacks", "Link", "Pending", "Unasked", "ask"]
+
+Unasked = Values | Marked | Ranks | Note | Comms | CommsEnded | CommsKept
+"""A message that belongs to no call."""
 
 GREETING_TIMEOUT_S = 10.0
 """Seconds in which a server answers a `Hello`."""
@@ -87,6 +95,25 @@ class Pending:
         return self._messages.popleft() if self._messages else None
 
 
+class Callbacks:
+    """The callbacks of widgets that the user's action has called.
+
+    Args:
+        on_output: Called with what they show, on the link's thread.
+    """
+
+    def __init__(self, on_output: Callable[[dict[str, Any]], None]) -> None:
+        self._on_output = on_output
+        self.done: Future[Any] = Future()
+        """Resolved when they have ended."""
+
+    def put(self, message: Shown | Reply) -> None:
+        if isinstance(message, Shown):
+            self._on_output(message.item.value)
+        else:
+            self.done.set_result(None)
+
+
 class Link:
     """A connection. A thread receives what the server sends.
 
@@ -109,7 +136,7 @@ class Link:
         folder: Path,
         hello: Hello,
         name: str,
-        receive: Callable[[Values | Marked | Ranks | Note], None],
+        receive: Callable[[Unasked], None],
         on_end: Callable[[str], None],
         timeout_s: float = GREETING_TIMEOUT_S,
     ) -> None:
@@ -117,7 +144,7 @@ class Link:
         self._name = name
         self._receive, self._on_end = receive, on_end
         self._numbers = itertools.count(1)
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, Pending | Callbacks] = {}
         self._lock = threading.Lock()
         self._withdrawn: set[int] = set()
         """The tokens of the questions that need no answer."""
@@ -158,6 +185,17 @@ class Link:
             self._pending[number] = pending
         self.send(make(number))
         return number, pending
+
+    def call_back(self, make: Callable[[int], SendComms], callbacks: Callbacks) -> None:
+        """Send a request whose outcome is given to `callbacks`.
+
+        Raises:
+            ClusterError: The connection has ended.
+        """
+        number = next(self._numbers)
+        with self._lock:
+            self._pending[number] = callbacks
+        self.send(make(number))
 
     def send(self, message: object) -> None:
         """Send a message.
@@ -312,6 +350,7 @@ class Link:
 
     def _deliver(self, message: Shown | Reply) -> None:
         with self._lock:
+            pending: Pending | Callbacks | None
             if isinstance(message, Reply):
                 pending = self._pending.pop(message.number, None)
             else:

@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 from nbdist.clusters.observer import Event
 from nbdist.ipc.fork_messages import peer_user, socket_address
 from nbdist.ipc.private_files import check_folder
-from nbdist.wire import InputReply, MarkKind, RankInfo
+from nbdist.wire import CommBatch, CommMessage, InputReply, MarkKind, RankInfo
 
 __all__ = [
     "SOCKET",
     "Answer",
     "Call",
     "Cell",
+    "Comms",
+    "CommsEnded",
+    "CommsKept",
     "Description",
     "Follow",
     "Goodbye",
@@ -39,6 +42,8 @@ __all__ = [
     "Refusal",
     "Reply",
     "Seen",
+    "SendComms",
+    "ShowWidgets",
     "Shown",
     "Values",
     "Welcome",
@@ -112,6 +117,8 @@ class Order:
     """The notebook's `sys.path`."""
     options: dict[str, Any]
     """The options of `Cluster`."""
+    shows_widgets: bool = False
+    """Whether the notebook shows widgets, so that the ranks make them."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,20 @@ class Answer:
     """None if the user cannot be asked now."""
 
 
+@dataclass(frozen=True)
+class ShowWidgets:
+    """Send the widgets of the ranks, and what becomes of them."""
+
+
+@dataclass(frozen=True)
+class SendComms:
+    """Pass messages of the front end to the widgets of a rank."""
+
+    number: int
+    engine: str
+    messages: tuple[CommMessage, ...]
+
+
 # -- from the server -------------------------------------------------------------------
 
 
@@ -213,6 +234,28 @@ class Reply:
     number: int
     value: Any = None
     error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Comms:
+    """Messages of the comms of a rank."""
+
+    engine: str
+    batch: CommBatch
+
+
+@dataclass(frozen=True)
+class CommsEnded:
+    """A rank has died, and its comms with it."""
+
+    engine: str
+
+
+@dataclass(frozen=True)
+class CommsKept:
+    """Only the comms of these engines are left."""
+
+    engines: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -273,7 +316,8 @@ class Item(NamedTuple):
 
     kind: str
     """"take", "notice", "make_room", "progress", "key" with the key of a cell,
-    "debugger" with a text, or "ask" with a `Question`."""
+    "debugger" with a text, "ask" with a `Question`, or "output" with a message of a
+    widget's callback."""
     value: Any = None
 
     @classmethod

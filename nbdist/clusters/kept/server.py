@@ -49,12 +49,15 @@ from nbdist.clusters.kept.messages import (
     Refusal,
     Reply,
     Seen,
+    SendComms,
     Shown,
+    ShowWidgets,
     Values,
     Welcome,
     connection_of,
 )
 from nbdist.clusters.kept.peer import Peer
+from nbdist.clusters.kept.relayed_comms import RelayedComms
 from nbdist.clusters.kept.relayed_reader import RelayedReader
 from nbdist.clusters.observer import Event, Observer
 from nbdist.clusters.startup import Progress
@@ -93,6 +96,8 @@ class ClusterServer:
         self._cluster.on_note = self._note
         self._reader = RelayedReader(lambda peer: peer in self._peers)
         self._cluster.reader = self._reader
+        self._comms = RelayedComms(is_live=order.shows_widgets)
+        self._cluster.comms = self._comms
         self._cluster.collector = RelayedCollector(self._send)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -184,6 +189,7 @@ class ClusterServer:
                 self._forget(former)
                 self._peers.discard(former)
                 self._reader.leave(former)
+                self._comms.leave(former)
                 former.finish(Goodbye(f"process {hello.pid} has attached by force"))
             if self._is_ending:
                 connection.send(Refusal("the cluster is being stopped"))
@@ -225,6 +231,7 @@ class ClusterServer:
             self._peers.discard(peer)
             self._visitors.pop(peer, None)
         self._reader.leave(peer)
+        self._comms.leave(peer)
 
     def _forget(self, peer: Peer) -> None:
         """Pass nothing more on to a notebook."""
@@ -279,6 +286,10 @@ class ClusterServer:
             self._interrupt(peer, message.number)
         elif isinstance(message, Follow):
             self._follow(peer, message)
+        elif isinstance(message, ShowWidgets):
+            self._comms.show_in(peer)
+        elif isinstance(message, SendComms):
+            self._send_comms(peer, message)
         elif isinstance(message, Answer):
             self._reader.answer(message.token, message.reply)
         elif isinstance(message, Seen):
@@ -286,6 +297,21 @@ class ClusterServer:
                 record = self._records.pop(message.key, None)
             if record is not None:
                 record.remove()
+
+    def _send_comms(self, peer: Peer, message: SendComms) -> None:
+        """Have the callbacks of widgets called, and pass on what they show."""
+        self._comms.changed_by_user(message.messages)
+        done = Reply(message.number)
+
+        def show(output: dict[str, Any]) -> None:
+            content = {name: output[name] for name in ("msg_type", "content")}
+            peer.send(Shown(message.number, Item("output", content)))
+
+        future = self._cluster.send_comms(message.engine, message.messages, show)
+        if future is None:
+            peer.send(done)
+        else:
+            future.add_done_callback(lambda _: peer.send(done))
 
     def _answer(self, peer: Peer, look: Look) -> None:
         """Read an attribute, or call a method that does not wait for its turn."""
