@@ -18,8 +18,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "nbdist"
 SHARED = {"config", "errors", "kernel_versions", "lazy", "wire"}
 LAYERS = [
-    "keras", "horovod", "magics", "session", "mcp", "clusters", "engine", "elastic",
-    "strategies", "training", "collectives", "telemetry", "widgets", "ipc",
+    "keras", "horovod", "torchft", "magics", "session", "mcp", "clusters", "engine",
+    "elastic", "strategies", "training", "collectives", "telemetry", "widgets", "ipc",
 ]  # fmt: skip
 NOTEBOOK_SIDE = {"", "magics", "session", "clusters", "widgets"} | SHARED
 RANK_SIDE = {"torch", "mpi4py", "nbdist.engine", "nbdist.collectives"}

@@ -501,6 +501,23 @@ class Group:
         members = self.comm.group.Incl(positions)
         comm = self.comm.Create_group(members, tag=tag)
         members.Free()
+        return self._over(comm, positions)
+
+    def among_living(self, positions: Sequence[int], key: str) -> Group:
+        """`among`, also if other members of this group have died.
+
+        Args:
+            positions: as for `among`.
+            key: identifies the new group, at most 1000 characters.
+        """
+        # Every function that takes this communicator fails once a member has died.
+        members = self.comm.group.Incl(positions)
+        nothing, returned = MPI.INFO_NULL, MPI.ERRORS_RETURN
+        comm = MPI.Intracomm.Create_from_group(members, key, nothing, returned)
+        members.Free()
+        return self._over(comm, positions)
+
+    def _over(self, comm: MPI.Intracomm, positions: Sequence[int]) -> Group:
         return Group(
             comm,
             generation=self.generation,

@@ -16,10 +16,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from nbdist.collectives import default_group
+from nbdist.collectives.torch_backend.process_group import ProcessGroup
 from nbdist.engine import ddp_modules
 from nbdist.errors import UsageError
 
-__all__ = ["begin_again", "destroy", "make", "own_groups"]
+__all__ = ["begin_again", "destroy", "is_reconfigured", "make", "own_groups"]
 
 REPLACED = {"gloo", "nccl", "mpi", "ucc", "nbdist"}
 """Backends that the shared group replaces."""
@@ -55,9 +57,19 @@ def make(backend: str, **options: Any) -> None:
     dist.get_backend = _get_backend
 
 
+def is_reconfigured() -> bool:
+    """Whether `reconfigure` has given the default group other members."""
+    return isinstance(_shared, ProcessGroup) and not _shared.has(default_group())
+
+
 def begin_again() -> None:
-    """Have DDP modules forget a step that was not completed. Every rank must call."""
+    """Have DDP modules forget a step that was not completed. Every rank must call.
+
+    All ranks are members of the default group again.
+    """
     if _shared is not None:
+        if isinstance(_shared, ProcessGroup):
+            _shared.return_to(default_group())
         ddp_modules.continue_with(_shared, _shared)
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ __all__ = [
     "nccl_trace",
     "start",
     "stop",
+    "uses_nccl",
 ]
 
 # A waiting collective is released when a peer fails. No time-out is needed.
@@ -145,25 +146,37 @@ def equalize_group_counts(comm: Any) -> None:
     here.group_count = comm.allreduce(here.group_count, MPI.MAX)
 
 
+def uses_nccl() -> bool:
+    """Whether the default group gives CUDA tensors to NCCL."""
+    return "cuda:nccl" in dist.get_backend_config()
+
+
+def _named_groups() -> Iterator[tuple[dist.ProcessGroup, str]]:
+    """Each process group, with a name that differs for each set of its members."""
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        uuid = group.uuid if isinstance(group, ProcessGroup) else None
+        yield group, str(name) if uuid is None else f"{name}/{uuid}"
+
+
 def nccl_calls() -> dict[str, NcclTotal]:
     """The collectives that this rank has queued with NCCL, by group name.
 
     A collective of NCCL waits on the GPU until all members of its group have queued it.
     """
     return {
-        str(name): NcclTotal(
+        name: NcclTotal(
             nccl._get_sequence_number_for_group(),
             group.native_calls.digest if isinstance(group, ProcessGroup) else 0,
         )
         if (nccl := nccl_of(group)) is not None
         else NcclTotal(0, 0)
-        for group, name in list(distributed_c10d._world.pg_names.items())
+        for group, name in _named_groups()
     }
 
 
 def nccl_operation(name: str) -> str:
     """The collective that a group has queued last with NCCL, by the group's name."""
-    for group, its_name in list(distributed_c10d._world.pg_names.items()):
+    for group, its_name in _named_groups():
         if its_name == name and isinstance(group, ProcessGroup):
             return group.native_calls.last or "a collective"
     return "a collective"
@@ -175,10 +188,10 @@ def nccl_trace() -> dict[str, dict[int, NcclCall]]:
     torch records 2,000 calls, or TORCH_FR_BUFFER_SIZE.
     """
     names, details = {}, {}
-    for group, name in list(distributed_c10d._world.pg_names.items()):
+    for group, name in _named_groups():
         nccl = nccl_of(group)
         if nccl is not None:
-            names[nccl.uid] = str(name)
+            names[nccl.uid] = name
             if isinstance(group, ProcessGroup):
                 details[nccl.uid] = group.native_calls.details
     if not names:

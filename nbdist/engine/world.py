@@ -97,9 +97,12 @@ class World:
 
     @property
     def broken(self) -> bool:
-        """Whether a communicator, a group or a DDP module must be rebuilt."""
+        """Whether a communicator, a group or a DDP module must be rebuilt.
+
+        That is also so if the cell has given the default group other members.
+        """
         flags = self._shared_revoked, self._nccl_aborted, self._has_open_step
-        return any(flags) or any_broken()
+        return any(flags) or any_broken() or shared_default_group.is_reconfigured()
 
     def renew(self) -> None:
         """Begin the next generation with the same ranks. Every rank must call."""
@@ -107,13 +110,15 @@ class World:
         self._revoke_shared()
         self.shared = self.comm.Dup()
         self._shared_revoked = False
-        if self._nccl_has_failed():
+        without_nccl = self._nccl_has_failed()
+        if without_nccl:
             torch_group.stop()
+        renew_groups(self.generation)
+        if without_nccl:
             run_dir = this_rank().run_dir
             torch_group.start(run_dir, owns_gpu=True, generation=self.generation)
             self._nccl_aborted = False
         torch_group.equalize_group_counts(self.comm)
-        renew_groups(self.generation)
         shared_default_group.begin_again()
         self._has_open_step = False
 
@@ -125,7 +130,9 @@ class World:
         wait forever. This waits for the work that all ranks have queued.
         """
         mine = torch_group.nccl_calls()
-        everyones = self.comm.allgather((self._nccl_aborted, mine))
+        # A group that has changed its members has a part of NCCL on some ranks only.
+        lost = shared_default_group.is_reconfigured() and torch_group.uses_nccl()
+        everyones = self.comm.allgather((self._nccl_aborted or lost, mine))
         if any(aborted for aborted, _ in everyones):
             return True
         if not are_unequal(calls for _, calls in everyones):

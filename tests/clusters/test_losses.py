@@ -32,6 +32,32 @@ y = torch.full((3,), rank + 1.0)
 dist.all_reduce(y)
 assert y.eq(x).all(), y
 """
+LEAVES = """
+from types import SimpleNamespace
+group = dist.group.WORLD
+handles = [None] * world_size
+dist.all_gather_object(handles, group.get_reconfigure_handle())
+if rank != 1:
+    group.reconfigure(SimpleNamespace(uuid=rank, handles=[handles[rank]]))
+    assert dist.get_world_size() == 1
+"""
+LIVES_ON = """
+import os, signal
+from types import SimpleNamespace
+from nbdist.errors import CollectiveAborted
+group = dist.group.WORLD
+handles = [None] * world_size
+dist.all_gather_object(handles, group.get_reconfigure_handle())
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(torch.ones(2))
+except CollectiveAborted:
+    group.reconfigure(SimpleNamespace(uuid=1, handles=[handles[0], handles[2]]))
+x = torch.full((2,), rank + 1)
+dist.all_reduce(x)
+found = dist.get_world_size(), x.tolist()
+"""
 DEADLINE_S = 60.0
 
 
@@ -119,6 +145,24 @@ def test_a_crash_between_cells_is_reported_by_the_next_cell(
     cluster.execute(SUM)
     assert "has died with SIGSEGV\nits Python stack:\n" in notes[-1]
     assert "rank 2 was replaced" in notes[-1]
+
+
+def test_living_ranks_reconfigure_their_group_in_the_same_cell(
+    cluster: Cluster,
+) -> None:
+    with pytest.raises(CellError, match="has died with SIGKILL"):
+        cluster.execute(LIVES_ON, timeout_s=DEADLINE_S)
+    assert cluster["found"] == [(2, [4, 4])] * 3  # the new rank gets a copy
+    cluster.execute(SUM)  # rank 1 is replaced, and all ranks are members again
+    assert cluster["dist.get_world_size()"] == [3, 3, 3]
+
+
+def test_the_default_group_has_all_ranks_again_in_the_next_cell(
+    cluster: Cluster,
+) -> None:
+    cluster.execute(LEAVES)
+    cluster.execute(SUM + "assert mine == 100 + rank")
+    assert cluster["dist.get_world_size()"] == [3, 3, 3]
 
 
 def test_a_rank_that_is_replaced_on_request_is_not_reported_as_dead(

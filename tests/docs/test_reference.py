@@ -18,6 +18,7 @@ import nbdist.horovod
 import nbdist.horovod.elastic
 import nbdist.keras
 import nbdist.strategies
+import nbdist.torchft
 from nbdist.magics import DistMagics
 
 SITE = Path(__file__).parents[2] / "docs" / "site"
@@ -30,6 +31,7 @@ FACES = [
     nbdist.horovod.elastic,
     nbdist.keras,
     nbdist.strategies,
+    nbdist.torchft,
 ]
 ELSEWHERE = {
     "nbdist.elastic": "nbdist.elastic.run",

@@ -207,8 +207,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "set_timeout": with_timeout,
 }  # fmt: skip
 REFUSED = {
-    "_add_ephemeral_timeout", "_enable_collectives_timing", "get_reconfigure_handle",
-    "_register_on_completion_hook", "merge_remote_group", "new_window", "reconfigure",
+    "_add_ephemeral_timeout", "_enable_collectives_timing",
+    "_register_on_completion_hook", "merge_remote_group", "new_window",
     "register_abort_hook", "register_post_hook", "register_pre_hook", "split_group",
     "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook",
 }  # fmt: skip

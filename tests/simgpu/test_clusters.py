@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,34 @@ def test_two_ranks_exchange_messages_without_the_third() -> None:
         ]
         cluster.execute("dist.all_reduce(x)", timeout_s=60)
         assert [x.tolist() for x in cluster["x.cpu()"]] == [[5.0] * 2] * 3
+
+
+RECONFIGURE = """
+from types import SimpleNamespace
+group = dist.group.WORLD
+x = torch.ones(3, device=device)
+dist.all_reduce(x)
+assert x.eq(3).all() and dist.get_backend_config() == "cpu:nbdist,cuda:nccl"
+handles = [None] * world_size
+dist.all_gather_object(handles, group.get_reconfigure_handle())
+if rank != 1:
+    for uuid in (1, 2):
+        members = [handles[2], handles[0]]
+        group.reconfigure(SimpleNamespace(uuid=uuid, handles=members))
+        y = torch.full((3,), rank + 1, device=device)
+        dist.all_reduce(y)
+        assert y.eq(4).all(), y
+        z = torch.full((2,), float(rank), device=device)
+        dist.broadcast(z, group_src=0)
+        assert z.eq(2).all(), z
+"""
+
+
+def test_a_group_changes_its_members_with_nccl() -> None:
+    if GPUS < 3:
+        pytest.skip("needs three GPUs")
+    with Cluster(3, device="cuda", threads=1) as cluster:
+        cluster.execute(RECONFIGURE, timeout_s=60)
+        start = time.monotonic()
+        cluster.execute(RECONFIGURE, timeout_s=60)  # all ranks are members again
+        assert time.monotonic() - start < 20

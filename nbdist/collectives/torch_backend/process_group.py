@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from nbdist.collectives.group import Group
 from nbdist.collectives.handle import Handle
@@ -42,6 +42,7 @@ from nbdist.collectives.reduction import c10d_name
 from nbdist.collectives.registry import default_group
 from nbdist.collectives.torch_backend.dispatcher import observed, through_dispatcher
 from nbdist.collectives.torch_backend.native_calls import NativeCalls
+from nbdist.collectives.torch_backend.reconfigure import Reconfiguration, handle
 from nbdist.collectives.torch_backend.rendezvous import rendezvous
 from nbdist.collectives.torch_backend.work import (
     CollectiveWork,
@@ -50,7 +51,12 @@ from nbdist.collectives.torch_backend.work import (
     in_callback,
     original_error,
 )
-from nbdist.errors import CollectiveAborted, UsageError
+from nbdist.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveTimeout,
+    UsageError,
+)
 
 __all__ = [
     "CollectiveWork",
@@ -157,7 +163,7 @@ class ProcessGroup(dist.ProcessGroup):
     def __init__(
         self,
         store: Store,
-        members: Group,
+        members: Group | tuple[int, int],
         timeout: timedelta,
         owned: Group | None = None,
     ) -> None:
@@ -165,13 +171,21 @@ class ProcessGroup(dist.ProcessGroup):
 
         Args:
             store: used by NCCL's ranks for their rendezvous.
-            members: the group of the ranks.
+            members: the group of the ranks. If `reconfigure` makes it: this rank's
+                number and the number of ranks, as `init_process_group` has them.
             timeout: the default time-out of an operation.
             owned: the group that `shutdown` closes, if it belongs to this object.
         """
+        self._members = members if isinstance(members, Group) else None
+        self._place = (
+            (members.rank, members.size) if isinstance(members, Group) else members
+        )
         # The only constructor that a Python subclass can use. torch's stubs lack it.
-        super().__init__(members.rank, members.size)  # type: ignore[call-arg]
-        self.members = members
+        super().__init__(*self._place)  # type: ignore[call-arg, arg-type]
+        self._reconfiguration: Reconfiguration | None = None
+        self._uuids: set[int] = set()
+        self.uuid: int | None = None
+        """The number of the last `reconfigure`; None where there was none."""
         self._store = store
         self._timeout = timeout
         self._owned = owned
@@ -183,6 +197,102 @@ class ProcessGroup(dist.ProcessGroup):
         """Whether all members have begun a collective of NCCL."""
         for device in (_CPU, _CUDA) if torch.cuda.is_available() else (_CPU,):
             self._register_backend(device, _Type.CUSTOM, None)
+
+    # -- members -------------------------------------------------------------------
+
+    @property
+    def members(self) -> Group:
+        """The group of the ranks.
+
+        Raises:
+            UsageError: There is none before the first `reconfigure`, and after one that
+                has failed.
+        """
+        if self._members is None:
+            raise UsageError(
+                "this process group has no members: call its reconfigure with the "
+                "handles of the ranks that are to be its members"
+            )
+        return self._members
+
+    supports_reconfigure = True
+
+    def get_reconfigure_handle(self) -> str:
+        """This rank's handle for `reconfigure`. It is valid until the world changes."""
+        return handle()
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Change the members. Each of the new members must call with equal options.
+
+        The calls of the old members that are under way end with an error on this rank.
+        Members that have died need not be left out by the others first: none but the
+        new members must be alive.
+
+        Args:
+            opts: c10d's `ReconfigureOptions`, or an object with its attributes: `uuid`,
+                a number that was not used before; `handles`, those of the new members;
+                and optionally `timeout`. A list of handles gives the order of the
+                ranks.
+
+        Returns:
+            A work that has ended.
+
+        Raises:
+            CollectiveError: The uuid was used before.
+            CollectiveTimeout: A rank did not call in time.
+            CollectiveAborted: A rank has died, or this rank was released.
+            UsageError: A handle is not valid, or this rank's is missing.
+        """
+        if opts.uuid in self._uuids:
+            raise CollectiveError(
+                f"reconfigure: the uuid {opts.uuid} was already used for this process "
+                "group: pass a new number"
+            )
+        timeout = self._timeout_of(opts)
+        reconfiguration = Reconfiguration(opts.uuid, opts.handles, timeout)
+        self._uuids.add(opts.uuid)
+        self._leave()
+        self._reconfiguration = reconfiguration
+        try:
+            self._members = self._owned = members = reconfiguration()
+            self._place = members.rank, members.size
+        finally:
+            self._reconfiguration = None
+        self.uuid = opts.uuid
+        return CollectiveWork(None, [])
+
+    def has(self, members: Group) -> bool:
+        """Whether this group's ranks are those of `members`, by the same group."""
+        return self._members is members
+
+    def return_to(self, members: Group) -> None:
+        """Undo `reconfigure`: the ranks of an open group are the members again."""
+        if not self.has(members):
+            self._leave()
+            self._members, self._place = members, (members.rank, members.size)
+            self.uuid = None
+
+    def _leave(self) -> None:
+        """Leave the members, without a call of theirs."""
+        nccl = nccl_of(self)
+        if nccl is not None:
+            nccl.abort()
+        vars(self).pop("_nccl", None)
+        self.native_calls = NativeCalls()
+        self._has_met = False
+        owned, self._owned, self._members = self._owned, None, None
+        if owned is not None:
+            owned.give_up(CollectiveAborted("the process group was reconfigured"))
+
+    def getRank(self) -> int:
+        """This rank's number in the group, also while it has no members."""
+        return self._place[0]
+
+    def getSize(self) -> int:
+        """The number of members that the group has, is to have, or had last."""
+        return self._place[1]
+
+    rank, size = getRank, getSize
 
     # -- reductions ----------------------------------------------------------------
 
@@ -473,11 +583,14 @@ class ProcessGroup(dist.ProcessGroup):
         """NCCL's group of the same ranks; None unless the backend has "cuda:nccl"."""
         if "cuda:nccl" not in dist.get_backend_config(self):
             return None
+        store = self._store
+        if self.uuid is not None:
+            store = PrefixStore(f"reconfigure-{self.uuid}", store)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         rank, size = self.rank(), self.size()
-        group = dist.ProcessGroup(self._store, rank, size)
-        nccl = dist.ProcessGroupNCCL(self._store, rank, size, options)
+        group = dist.ProcessGroup(store, rank, size)
+        nccl = dist.ProcessGroupNCCL(store, rank, size, options)
         group._set_default_backend(_Type.NCCL)
         group._register_backend(_CUDA, _Type.NCCL, nccl)
         return group
@@ -532,12 +645,6 @@ class ProcessGroup(dist.ProcessGroup):
 
     split_group = _refuse("split_group", "make a group with dist.new_group")
     new_window = _refuse("new_window", "send and receive")
-    reconfigure = _refuse(
-        "reconfigure", "nbdist renews the groups after a change of the world"
-    )
-    get_reconfigure_handle = _refuse(
-        "get_reconfigure_handle", "nbdist renews the groups after a change of the world"
-    )
     _add_ephemeral_timeout = _refuse(
         "_add_ephemeral_timeout", "give the call its time-out"
     )
@@ -557,7 +664,26 @@ class ProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Release this rank from the operation that blocks it. Any thread may call."""
-        self.members.abort(CollectiveAborted("the process group was aborted"))
+        error = _Aborted("the process group was aborted")
+        members, reconfiguration = self._members, self._reconfiguration
+        if members is not None:
+            members.abort(error)
+        if reconfiguration is not None:
+            reconfiguration.abort(error)
+
+    def get_error(self) -> Any:
+        """What has broken the group, as c10d's `ErrorType`. `abort` is no error."""
+        kinds = _c10d.ErrorType
+        try:
+            if self._members is not None:
+                self._members.raise_if_aborted()
+        except _Aborted:
+            pass
+        except CollectiveTimeout:
+            return kinds.TIMEOUT
+        except Exception:  # noqa: BLE001 - whatever has broken the group
+            return kinds.COMM_ERROR
+        return kinds.SUCCESS
 
     def shutdown(self) -> None:
         """Close the group. The world's group stays open."""
@@ -590,6 +716,10 @@ class ProcessGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         """The user's description."""
         return self._description
+
+
+class _Aborted(CollectiveAborted):
+    """Raised by the calls that `ProcessGroup.abort` has ended."""
 
 
 for _hook in ("pre", "post", "abort"):

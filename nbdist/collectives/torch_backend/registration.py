@@ -41,6 +41,9 @@ def define() -> None:
 
 def _create(options: Any, _: object) -> ProcessGroup:
     """Make a process group on this rank. torch.distributed calls this."""
+    if getattr(options, "enable_reconfigure", False):  # since torch 2.14
+        place = options.group_rank, options.group_size
+        return ProcessGroup(options.store, place, options.timeout)
     ranks = options.global_ranks_in_group
     members = members_of(ranks, options.group_rank, options.group_size)
     owned = members if ranks else None

@@ -12,11 +12,12 @@ from nbdist.collectives.call_site import find_call_site
 from nbdist.collectives.group import Group
 from nbdist.collectives.registry import default_group, waiters
 from nbdist.collectives.signature import signature
-from nbdist.collectives.sync.wait import complete
+from nbdist.collectives.sync.wait import Check, complete
 from nbdist.errors import CollectiveAborted, UsageError
 from nbdist.wire import CollectiveCall
 
 __all__ = [
+    "Rendezvous",
     "members_of",
     "rendezvous",
 ]
@@ -36,47 +37,59 @@ def rendezvous(world: Group, ranks: Sequence[int]) -> None:
     Raises:
         CollectiveAborted: One of the ranks has died. The world's group is broken.
     """
-    _Rendezvous(world, ranks).wait()
+    # torch's name of the group cannot be the key. Each rank numbers its groups, and the
+    # numbers differ if a cell has made a group on some ranks only. Messages of a failed
+    # rendezvous have the tag of an older generation.
+    try:
+        Rendezvous(world, ranks, "new_group").wait(world.raise_if_aborted)
+    except BaseException:
+        world.abort(CollectiveAborted("the rendezvous of a new group was interrupted"))
+        raise
 
 
-class _Rendezvous:
-    """A wait that the notebook can see and release: a `Waiter`."""
+class Rendezvous:
+    """A wait for ranks that the notebook can see and release: a `Waiter`.
 
-    def __init__(self, world: Group, ranks: Sequence[int]) -> None:
+    Args:
+        world: The world's group.
+        ranks: World ranks, this rank among them.
+        operation: The name of the call that waits.
+        key: Equal on all ranks. Rendezvous of the same ranks with different keys can
+            fail or wait without an effect on each other.
+    """
+
+    def __init__(
+        self, world: Group, ranks: Sequence[int], operation: str, key: object = None
+    ) -> None:
         self._world = world
         self._ranks = tuple(ranks)
+        text = repr((world.generation, self._ranks, key))
+        self._tag = zlib.crc32(text.encode()) % _TAGS
         self._error: BaseException | None = None
-        self._call = Call(signature("new_group", None, None, None, (), "none"))
+        self._call = Call(signature(operation, None, None, None, (), "none"))
         self._call.call_site = find_call_site(sys._getframe())
 
-    def wait(self) -> None:
-        # torch's name of the group cannot be the tag. Each rank numbers its groups, and
-        # the numbers differ if a cell has made a group on some ranks only. Messages of
-        # a failed rendezvous have the tag of an older generation.
-        key = repr((self._world.generation, self._ranks)).encode()
-        comm, nothing, tag = self._world.comm, bytearray(), zlib.crc32(key) % _TAGS
+    def wait(self, check: Check) -> None:
+        """Wait until each of the ranks waits. `check` ends the wait by raising."""
+
+        def check_both() -> None:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            check()
+
+        comm, nothing = self._world.comm, bytearray()
         peers = [rank for rank in self._ranks if rank != self._world.rank]
-        requests = [comm.Irecv(nothing, peer, tag) for peer in peers]
-        requests += [comm.Isend(nothing, peer, tag) for peer in peers]
+        requests = [comm.Irecv(nothing, peer, self._tag) for peer in peers]
+        requests += [comm.Isend(nothing, peer, self._tag) for peer in peers]
         waiters.add(self)
         try:
-            complete(requests, self._check, nothing)
-        except BaseException:
-            self._world.abort(
-                CollectiveAborted("the rendezvous of a new group was interrupted")
-            )
-            raise
+            complete(requests, check_both, nothing)
         finally:
             waiters.discard(self)
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        self._world.raise_if_aborted()
-
     @property
     def call(self) -> CollectiveCall:
-        """The call of `new_group` that this rank is in."""
+        """The call that this rank is in."""
         return replace(self._call.record(self._world.rank), members=self._ranks)
 
     @property
@@ -91,7 +104,8 @@ class _Rendezvous:
     def lose(self, ranks: Collection[int], reason: str) -> None:
         """Release this rank if one of these is a member. Any thread may call."""
         if not set(ranks).isdisjoint(self._ranks):
-            self._error = CollectiveAborted(f"released from new_group: {reason}")
+            operation = self._call.kind.operation
+            self._error = CollectiveAborted(f"released from {operation}: {reason}")
 
     def close(self) -> None:
         """Release this rank: the groups are renewed or closed."""
