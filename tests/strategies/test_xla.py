@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import launch
 
-FUNCTIONS = str(Path(__file__).with_name("xla_functions.py"))
+FUNCTIONS = str(Path(__file__).with_name("device_functions.py"))
 RANKS = 2
 
 pytest.importorskip("torch_xla", reason="needs torch_xla: see docs/gpus.md")
@@ -28,7 +28,7 @@ def found() -> list[dict[str, Any]]:
     return launch(
         RANKS,
         FUNCTIONS,
-        "run_all_functions",
+        "run_on_xla",
         deadline_s=300,
         environment=environment,
     )
@@ -50,7 +50,7 @@ def test_a_message_arrives() -> None:
     assert found()[1]["messages"] == [7.0, 7.0, 7.0]
 
 
-@pytest.mark.parametrize("case", ["tpu sgd", "tpu adam", "mirrored"])
+@pytest.mark.parametrize("case", ["tpu sgd", "tpu adam", "mirrored", "mirrored adam"])
 def test_ranks_end_with_the_weights_of_one_process(case: str) -> None:
     first, second = (here[case] for here in found())
     assert torch.equal(first["weights"], second["weights"])

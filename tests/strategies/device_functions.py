@@ -1,12 +1,15 @@
-"""Functions that tests/strategies/test_xla.py runs on ranks with torch_xla."""
+"""Functions that test_xla.py and test_private_device.py run on ranks.
+
+Their tensors are on a device that is neither the CPU nor a GPU.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
+import private_device
 import torch
 import torch.distributed as dist
-import torch_xla
 from digits_training import flat, make_model, sgd, train_alone, train_with
 from replica_functions import adam, start
 from torch import Tensor
@@ -19,18 +22,44 @@ from nbdist.training.strategies import TPU, Mirrored
 Found = dict[str, object]
 
 
-def run_all_functions() -> Found:
-    """Run all functions of this file in one world."""
+def run_on_xla() -> Found:
+    """All functions of this file, on the device of torch_xla."""
+    import torch_xla
+
     group = start()
     device = torch_xla.device()
+    return {
+        **run_on(device, group),
+        "tpu sgd": compare(TPU(), sgd, device),
+        "tpu adam": compare(TPU(), adam, device),
+        "refused": refused(),
+    }
+
+
+def run_on_private_device(library: str) -> Found:
+    """The functions of this file for any device, on that of private_device.cpp.
+
+    Args:
+        library: The compiled file.
+    """
+    device = private_device.load(library)
+    group = start()
+    found = run_on(device, group)
+    before = private_device.waits(library)
+    handle = nc.all_reduce(torch.ones(3, device=device), async_op=True)
+    assert handle is not None
+    handle.wait()
+    return {**found, "waits": private_device.waits(library) - before}
+
+
+def run_on(device: torch.device, group: nc.Group) -> Found:
+    """The functions for any device, in one world."""
     return {
         "operations": operations(device, group),
         "mismatch": mismatch(device),
         "messages": messages(device, group.rank),
-        "tpu sgd": compare(TPU(), sgd, device),
-        "tpu adam": compare(TPU(), adam, device),
         "mirrored": compare(Mirrored(), sgd, device),
-        "refused": refused(),
+        "mirrored adam": compare(Mirrored(), adam, device),
         "transport": group.describe(),
     }
 
