@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -18,6 +18,7 @@ from nbdist.horovod.handles import synchronize
 from nbdist.horovod.ops.allgather import allgather
 from nbdist.horovod.ops.broadcast import broadcast_, broadcast_async_
 from nbdist.horovod.process_sets import ProcessSet, global_process_set
+from nbdist.ipc import serialization
 
 __all__ = [
     "allgather_object",
@@ -168,8 +169,10 @@ def allgather_object(
 
 
 def _packed(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(serialization.dumps_whole(obj)), dtype=torch.uint8
+    )
 
 
 def _unpacked(data: Tensor) -> Any:
-    return cloudpickle.loads(bytes(data.numpy()))
+    return pickle.loads(bytes(data.numpy()))

@@ -11,13 +11,22 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
 from typing import Any, cast
 
 import cloudpickle
 
 from nbdist.ipc import keras_objects
 
-__all__ = ["PLAIN", "Each", "dumps", "dumps_named", "loads", "loads_named"]
+__all__ = [
+    "PLAIN",
+    "Each",
+    "dumps",
+    "dumps_named",
+    "dumps_whole",
+    "loads",
+    "loads_named",
+]
 
 Each = Callable[[str], AbstractContextManager[None]]
 """Returns the context in which the value of this name is pickled or unpickled."""
@@ -76,6 +85,17 @@ def loads(frames: list[Any]) -> Any:
     return pickle.loads(frames[0], buffers=frames[1:])
 
 
+def dumps_whole(value: object) -> bytes:
+    """Pickle a value into one stream for `pickle.loads`, with its data copied into it.
+
+    Raises:
+        BaseException: As `dumps`.
+    """
+    stream = io.BytesIO()
+    _CodePickler(stream, protocol=5).dump(value)
+    return stream.getvalue()
+
+
 def dumps_named(
     values: Mapping[str, Any], namespace: object = None, each: Each = _unchanged
 ) -> list[Any]:
@@ -120,7 +140,25 @@ def _pickler(
     return pickler
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles code with the name of its file, which errors and the debugger show.
+
+    cloudpickle 3.1.3 replaces the name by "<dynamic-code>".
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is CodeType:
+            return _rebuild_code, (*self.dispatch_table[CodeType](obj), obj.co_filename)
+        return super().reducer_override(obj)
+
+
+def _rebuild_code(
+    make: Callable[..., CodeType], arguments: tuple[Any, ...], path: str
+) -> CodeType:
+    return make(*arguments).replace(co_filename=path)
+
+
+class _Pickler(_CodePickler):
     own_gpu: Any = None
     """The `torch.device` that becomes the receiving rank's; None if none does."""
 

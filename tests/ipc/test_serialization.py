@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 import warnings
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -131,6 +135,41 @@ def test_modules_and_functions_are_pickled_by_value():
     assert isinstance(model, torch.nn.Linear)
     offset = 4
     assert sent(lambda x: x + offset)(3) == 7  # type: ignore[operator]
+
+
+@pytest.fixture
+def code_without_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has cloudpickle drop the file names of code, as its version 3.1.3 does."""
+    table = cloudpickle.Pickler.dispatch_table
+    reduce = table[CodeType]
+    monkeypatch.setitem(
+        table, CodeType, lambda code: reduce(code.replace(co_filename="<dynamic>"))
+    )
+
+
+@pytest.mark.usefixtures("code_without_file_names")
+@pytest.mark.parametrize("whole", [False, True], ids=["in frames", "whole"])
+def test_functions_keep_their_files_and_lines(whole: bool):
+    class Loader:
+        def fail(self) -> None:
+            [0][1]
+
+    def outer() -> None:
+        (lambda: Loader().fail())()
+
+    if whole:
+        received: Any = pickle.loads(serialization.dumps_whole(outer))
+    else:
+        received = sent(outer)
+    with pytest.raises(IndexError) as raised:
+        received()
+    frames = traceback.extract_tb(raised.value.__traceback__)[1:]
+    assert [frame.filename for frame in frames] == [__file__] * 3
+    assert [frame.line for frame in frames] == [
+        "(lambda: Loader().fail())()",
+        "(lambda: Loader().fail())()",
+        "[0][1]",
+    ]
 
 
 def test_elements_are_not_in_the_pickle_stream():
