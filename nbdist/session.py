@@ -197,7 +197,7 @@ class Session:
         if self._comms is not None:
             self._comms.remove()
         self._outputs = None if shell is None else CellOutputs(shell)
-        self._comms = None if shell is None else ControlComms(shell)
+        self._comms = None if shell is None else ControlComms(shell.kernel)  # type: ignore[attr-defined]
         if self._outputs is not None:
             self._outputs.install()
         if self._comms is not None:

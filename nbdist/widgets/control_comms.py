@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from IPython.core.interactiveshell import InteractiveShell
-
 __all__ = ["ControlComms"]
 
 PRESENCE_REQUEST = "nbdist_presence_request"
@@ -23,15 +21,18 @@ Message = dict[str, Any]
 class ControlComms:
     """Takes comms on the control channel, and says that it does.
 
+    The magics install it. A monitor does too, because Python code can show it without
+    them.
+
     Args:
-        shell: The kernel's shell.
+        kernel: An IPython kernel.
     """
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._kernel: Any = shell.kernel  # type: ignore[attr-defined]
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
 
     def install(self) -> None:
-        """Begin to take comms."""
+        """Begin to take comms. Safe to call twice."""
         handlers = self._kernel.control_handlers
         handlers[PRESENCE_REQUEST] = self._say_present
         for kind in KINDS:
@@ -40,7 +41,7 @@ class ControlComms:
     def remove(self) -> None:
         """Undo `install`."""
         for kind in (PRESENCE_REQUEST, *KINDS):
-            del self._kernel.control_handlers[kind]
+            self._kernel.control_handlers.pop(kind, None)
 
     def _say_present(self, _stream: object, _ident: object, request: Message) -> None:
         kernel = self._kernel

@@ -13,7 +13,9 @@ from typing import Any
 
 import anywidget
 import traitlets
+from IPython.core.getipython import get_ipython
 
+from nbdist.widgets.control_comms import ControlComms
 from nbdist.widgets.pacing import Pacer
 from nbdist.widgets.slow_rank import slow_rank, splits_of
 from nbdist.widgets.source import Cursor, SeriesDelta, Snapshot, Source
@@ -67,6 +69,9 @@ class Monitor(anywidget.AnyWidget):
         self._hurry = threading.Event()
         self._closers: list[Callable[[], None]] = []
         self.on_msg(self._receive)
+        kernel = getattr(get_ipython(), "kernel", None)
+        if kernel is not None:
+            ControlComms(kernel).install()
         self._unsubscribe = source.subscribe(self._changed.set)
         self._changed.set()
         self._ended = False
