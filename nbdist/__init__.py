@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from nbdist.session import (
         cluster as cluster,
         metrics as metrics,
+        to_mlflow as to_mlflow,
+        to_wandb as to_wandb,
     )
     from nbdist.training.files import (
         load as load,
@@ -101,7 +103,7 @@ else:
             "CollectiveTimeout", "NbdistError", "RankDied", "StartError",
             "TransferError", "UsageError",
         ),
-        "nbdist.session": ("cluster", "metrics"),
+        "nbdist.session": ("cluster", "metrics", "to_mlflow", "to_wandb"),
     }  # fmt: skip
     _on_ranks = {
         "nbdist.engine.rank_api": (

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.kept.kept_cluster import KeptCluster
     from nbdist.clusters.kept.messages import Cell
     from nbdist.telemetry.collector import Collector
-    from nbdist.telemetry.event_files import EventFiles
+    from nbdist.telemetry.value_stream import ValueStream
     from nbdist.widgets.cell_outputs import CellOutputs
     from nbdist.widgets.cell_view import CellView
     from nbdist.widgets.control_comms import ControlComms
@@ -49,6 +49,8 @@ __all__ = [
     "metrics",
     "running_cluster",
     "set_notebook_session",
+    "to_mlflow",
+    "to_wandb",
 ]
 
 _notebook_session: Session | None = None
@@ -96,13 +98,64 @@ def metrics(name: str | None = None) -> pd.DataFrame:
     """
     from nbdist.telemetry.export import data_frame
 
+    collector = _session_for("metrics").collector
+    return data_frame(collector, () if name is None else [name])
+
+
+def to_wandb(run: Any = None, **options: Any) -> Any:
+    """Log what the ranks log to Weights & Biases, until the cluster stops.
+
+    The values so far are included. A metric of a rank is named as "loss/rank0", over
+    the metric "step". Call it in the notebook.
+
+    Args:
+        run: A run of wandb. Default: one that `wandb.init` begins, and that ends when
+            the cluster stops.
+        options: Arguments of `wandb.init`, such as `project="first"`.
+
+    Returns:
+        The run.
+
+    Raises:
+        NotRunning: No cluster is running in this notebook.
+        UsageError: wandb is not installed.
+    """
+    return _session_for("to_wandb").to_wandb(run, **options)
+
+
+def to_mlflow(run: Any = None) -> Any:
+    """Log what the ranks log to MLflow, until the cluster stops.
+
+    The values so far are included. A metric of a rank is named as "loss/rank0". Call it
+    in the notebook.
+
+    Args:
+        run: A run of MLflow. Default: the active run, or a new one of the default
+            experiment, which ends when the cluster stops.
+
+    Returns:
+        The run.
+
+    Raises:
+        NotRunning: No cluster is running in this notebook.
+        UsageError: MLflow is not installed.
+    """
+    return _session_for("to_mlflow").to_mlflow(run)
+
+
+def _session_for(function: str) -> Session:
+    """The notebook's session.
+
+    Raises:
+        NotRunning: There is none.
+    """
     if _notebook_session is None:
         raise NotRunning(
-            "metrics() reads the values of the notebook's cluster: call it in a "
+            f"{function}() reads the values of the notebook's cluster: call it in a "
             "notebook after %load_ext nbdist and %dist_start, outside of "
             "%%distributed cells"
         )
-    return data_frame(_notebook_session.collector, () if name is None else [name])
+    return _notebook_session
 
 
 def running_cluster() -> Cluster | None:
@@ -172,7 +225,8 @@ class Session:
         self._in_background: dict[int, BackgroundCell] = {}
         """By number, in the order in which they were made."""
         self._monitors: list[Monitor] = []
-        self._event_files: EventFiles | None = None
+        self._streams: list[ValueStream] = []
+        """Where the values of this cluster are written."""
         self._to_profile: _ToProfile | None = None
         self._outputs: CellOutputs | None = None
         """What a page gets that is loaded while cells run; None without a kernel."""
@@ -403,7 +457,7 @@ class Session:
         self._monitors.clear()
         if cluster is not None:
             leave(cluster)
-        self._close_event_files()
+        self._close_streams(list(self._streams))
         return cluster is not None
 
     def execute(
@@ -734,14 +788,42 @@ class Session:
         """
         from nbdist.telemetry.event_files import EventFiles
 
-        begun = EventFiles(self.cluster.collector, folder)
-        self._close_event_files()
-        self._event_files = begun
+        self._write_to(EventFiles(self.cluster.collector, folder))
 
-    def _close_event_files(self) -> None:
-        files, self._event_files = self._event_files, None
-        if files is not None and not files.close():
-            print(f"{files.folder}: the last values are not yet written")
+    def to_wandb(self, run: Any = None, **options: Any) -> Any:
+        """Log what this cluster's ranks log to Weights & Biases, until it stops.
+
+        Args, returns, raises: As the function `to_wandb`.
+        """
+        from nbdist.telemetry.trackers import WandbRun
+
+        begun = WandbRun(self.cluster.collector, run, **options)
+        self._write_to(begun)
+        return begun.run
+
+    def to_mlflow(self, run: Any = None) -> Any:
+        """Log what this cluster's ranks log to MLflow, until it stops.
+
+        Args, returns, raises: As the function `to_mlflow`.
+        """
+        from nbdist.telemetry.trackers import MlflowRun
+
+        begun = MlflowRun(self.cluster.collector, run)
+        self._write_to(begun)
+        return begun.run
+
+    def _write_to(self, stream: ValueStream) -> None:
+        """Keep a stream until the cluster stops. It replaces one of its kind."""
+        kind = type(stream)
+        replaced = [each for each in self._streams if isinstance(each, kind)]
+        self._close_streams(replaced)
+        self._streams.append(stream)
+
+    def _close_streams(self, streams: Sequence[ValueStream]) -> None:
+        for stream in streams:
+            self._streams.remove(stream)
+            if not stream.close():
+                print(f"{stream.description}: the last values are not yet written")
 
     @property
     def collector(self) -> Collector:
