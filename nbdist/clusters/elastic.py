@@ -19,6 +19,7 @@ from nbdist.clusters.call import Call
 from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.clusters.recovery import Recovery
+from nbdist.clusters.resize import Resize
 from nbdist.config import ClusterConfig
 from nbdist.errors import (
     CellInterrupted,
@@ -86,8 +87,13 @@ class Elastic:
 
     # -- from another thread -------------------------------------------------------
 
-    def scale(self, size: int, *, drop: bool) -> str | None:
-        """Change the size of the running elastic run at its next commit, and wait.
+    @property
+    def is_running(self) -> bool:
+        """Whether a call is in an elastic run."""
+        return any(call.elastic for call in list(self._followed))
+
+    def scale(self, resize: Resize, *, drop: bool) -> str | None:
+        """Change the ranks of the running elastic run at its next commit, and wait.
 
         Returns:
             A description of the change; None if no elastic run is running.
@@ -99,11 +105,14 @@ class Elastic:
         if call is None:
             return None
         for notice in call.elastic.values():
-            _check_limits(notice.call, size)
-        if size == self._recovery.size and not self._registry.died:
+            _check_limits(notice.call, resize.size)
+        size = self._recovery.size
+        if resize == Resize(size) and not self._registry.died:
             return f"the world has {size} ranks already"
-        self._recovery.check(size, drop)
-        request = self._resizes.make(call, size)
+        if len(resize.leaving) == size:
+            raise UsageError("one rank must stay, which has the run's last commit")
+        self._recovery.check(resize, drop)
+        request = self._resizes.make(call, resize)
         self._registry.tell(endpoints.ELASTIC_WANT_RESIZE, request.number)
         return self._resizes.await_outcome(request, lambda: call in self._followed)
 
@@ -272,9 +281,12 @@ class Elastic:
         ask = self._ask_in(progress.call)
 
         def change() -> str:
+            resize = request.resize
             if self._registry.died:
                 self._recovery.drop(ask)
-            return self._recovery.scale(request.size, ask)
+                # The ranks have other numbers now.
+                resize = Resize.to(resize.size, self._recovery.size)
+            return self._recovery.scale(resize, ask)
 
         try:
             note = self._change_members(progress, change)
@@ -340,10 +352,10 @@ def _check_limits(run: ElasticCall, size: int) -> None:
 
 @dataclass
 class ResizeRequest:
-    """A request to change an elastic run to `size` ranks."""
+    """A request to change the ranks of an elastic run."""
 
     call: Call
-    size: int
+    resize: Resize
     number: int
     """The number of the request, from 1."""
     outcome: Future[str | None] = field(default_factory=Future)
@@ -362,17 +374,18 @@ class ResizeRequests:
         self.completed = 0
         """Number of the last request that was completed."""
 
-    def make(self, call: Call, size: int) -> ResizeRequest:
-        """Make a request to change the ranks of a call to `size` ranks.
+    def make(self, call: Call, resize: Resize) -> ResizeRequest:
+        """Make a request to change the ranks of a call.
 
         Raises:
             UsageError: Another request is pending.
         """
         if self.pending is not None:
             raise UsageError(
-                f"a change to {self.pending.size} ranks is under way: wait for it"
+                f"a change to {self.pending.resize.size} ranks is under way: wait for "
+                "it"
             )
-        self.pending = ResizeRequest(call, size, self.completed + 1)
+        self.pending = ResizeRequest(call, resize, self.completed + 1)
         return self.pending
 
     def await_outcome(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = ["Ask", "Membership"]
 
 Ask = Callable[..., "Future[Answer]"]
 """`ask(info, target, *args)` calls an endpoint in the main thread of a rank."""
+NOTHING: Mapping[int, Any] = {}
 
 POLL_S = 0.02
 MEET_TIMEOUT_S = 30.0
@@ -63,16 +64,30 @@ class Membership:
         self._reserve = Reserve(registry.run_dir)
         self._is_interrupted = is_interrupted
 
-    def replace_dead(self, ask: Ask) -> list[RankInfo]:
-        """Replace each dead rank by a new process. Returns the newcomers.
+    def replace_dead(
+        self, ask: Ask, moved: Mapping[int, DeviceAssignment | None] = NOTHING
+    ) -> list[RankInfo]:
+        """Replace dead ranks by new processes. Returns the newcomers.
+
+        Args:
+            moved: The new device assignments of dead ranks that cannot have their old
+                one; None for a rank that is dropped.
 
         Raises:
             ChangeFailed: Another rank has died, or a newcomer did not start.
         """
-        numbers = {info.engine_uuid: info.rank for info in self._registry.living}
-        return self._change(
-            numbers, self._assignments, sorted(self._registry.died), ask
-        )
+        wanted = [
+            (rank, moved.get(rank, assignment))
+            for rank, assignment in enumerate(self._assignments)
+        ]
+        kept = [(rank, new) for rank, new in wanted if new is not None]
+        number_of = {rank: number for number, (rank, _) in enumerate(kept)}
+        died = sorted(self._registry.died.keys() & number_of.keys())
+        numbers = {
+            info.engine_uuid: number_of[info.rank] for info in self._registry.living
+        }
+        joins = [number_of[rank] for rank in died]
+        return self._change(numbers, [new for _, new in kept], joins, ask)
 
     def drop_dead(self, ask: Ask) -> None:
         """Continue with the living ranks, which keep their order and are renumbered.
@@ -96,17 +111,23 @@ class Membership:
         joins = range(len(self._assignments), len(self._assignments) + len(assignments))
         return self._change(numbers, [*self._assignments, *assignments], joins, ask)
 
-    def cut(self, size: int, ask: Ask) -> None:
-        """Remove all ranks from `size` on, and end their processes.
+    def remove(self, leaving: Collection[int], ask: Ask) -> None:
+        """Remove ranks, and end their processes. The others keep their order.
 
         Raises:
             ChangeFailed: A rank has died.
         """
         living = self._registry.living
-        numbers = {info.engine_uuid: info.rank for info in living if info.rank < size}
-        self._change(numbers, self._assignments[:size], [], ask)
+        kept = [rank for rank in range(len(self._assignments)) if rank not in leaving]
+        number_of = {rank: number for number, rank in enumerate(kept)}
+        numbers = {
+            info.engine_uuid: number_of[info.rank]
+            for info in living
+            if info.rank in number_of
+        }
+        self._change(numbers, [self._assignments[rank] for rank in kept], [], ask)
         for info in living:
-            if info.rank >= size:
+            if info.rank in leaving:
                 target = endpoints.END
                 self._registry.client.send(info.engine_uuid, target, control=True)
 
@@ -138,6 +159,8 @@ class Membership:
             numbers=dict(numbers),
             joins=tuple(Join(rank) for rank in joins),
             command=tuple(rank_parent.command()),
+            addresses=tuple(sorted({each.address for each in assignments} - {""})),
+            lost=self._lost_addresses(),
         )
         attempt = _Attempt(self._registry, plan, self._timeout_s, self._is_interrupted)
         try:
@@ -149,6 +172,14 @@ class Membership:
         self._assignments[:] = assignments
         self._registry.begin(sorted([*infos, *newcomers], key=lambda info: info.rank))
         return newcomers
+
+    def _lost_addresses(self) -> tuple[str, ...]:
+        """The addresses of the hosts that were lost."""
+        hosts = self._registry.hosts
+        if hosts is None:
+            return ()
+        found = {a.address for a in self._assignments if hosts.why_lost(a.host)}
+        return tuple(sorted(found))
 
 
 class _Attempt:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from nbdist.clusters.hosts.host_list import parse_hosts, slots_here
+from nbdist.clusters.hosts.host_list import hosts_of, nodes_of
 from nbdist.config import ClusterConfig, File, check_for_ranks
 from nbdist.errors import UsageError
 from nbdist.training.elastic import checkpoint
@@ -76,14 +76,25 @@ def configured(options: Mapping[str, Any], file: File) -> ClusterConfig:
             f"--on-failure {config.on_failure!r} is not known: expected stop, shrink "
             "or replace"
         )
-    return config if config.hosts is None else _on_hosts(config, config.hosts)
+    if not 2 <= config.host_timeout_s < threading.TIMEOUT_MAX:
+        raise UsageError(
+            f"NBDIST_HOST_TIMEOUT={config.host_timeout_s}: expected 2 seconds or more"
+        )
+    hosts = hosts_of(config)
+    least, most = nodes_of(config.nnodes)
+    if least is not None and least > len(hosts):
+        raise UsageError(f"--nnodes {config.nnodes} of {len(hosts)} hosts in the list")
+    slots = sum(sorted(each.slots for each in hosts)[-(most or len(hosts)) :])
+    return config if not hosts else _on_hosts(config, slots)
 
 
-def _on_hosts(config: ClusterConfig, hosts: str) -> ClusterConfig:
-    """Derive the number of ranks from the slots, and check it."""
-    slots = slots_here(parse_hosts(hosts))
+def _on_hosts(config: ClusterConfig, slots: int) -> ClusterConfig:
+    """Derive the number of ranks from the slots of all hosts, and check it."""
     if config.n is not None and config.n > slots:
-        raise UsageError(f"-n {config.n} ranks on the {slots} slots of -H {hosts}")
+        where = (
+            f"-H {config.hosts}" if config.hosts else f"--hostfile {config.hostfile}"
+        )
+        raise UsageError(f"-n {config.n} ranks on the {slots} slots of {where}")
     return replace(config, n=slots if config.n is None else config.n)
 
 

@@ -4,7 +4,8 @@
 from its standard input:
 
 - `{"start": name, "argv": [...], "env": {...}, "log": path}` starts a program. The
-  optional "cwd" is its working folder, and "memory" limits its bytes. The optional
+  optional "cwd" is its working folder, and "memory" limits its bytes. The end of an
+  "apart" program does not end the others. The optional
   "module" has a module and its arguments, which the cluster's rank host runs in a
   forked process. Without a rank host, "argv" is run.
 - `{"stop": [name, ...]}` ends some programs.
@@ -67,6 +68,8 @@ class ProcessSupervisor:
         self._folders = [run_dir]
         self._together = together
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
+        self._apart: set[str] = set()
+        """The programs whose end does not end the others."""
         self._seen: set[psutil.Process] = set()
         self._selector = selectors.DefaultSelector()
         self._host_socket = Path()
@@ -268,6 +271,8 @@ class ProcessSupervisor:
                 preexec_fn=lambda: _prepare(order.get("memory")),
             )
         self._programs[order["start"]] = program
+        if order.get("apart"):
+            self._apart.add(order["start"])
         self._tell({"started": order["start"], "pid": program.pid})
 
     def _report_exits(self) -> None:
@@ -279,7 +284,7 @@ class ProcessSupervisor:
         for name, code in exited.items():
             del self._programs[name]
             self._tell({"exited": name, "code": code})
-        if exited and self._together:
+        if exited.keys() - self._apart and self._together:
             self._end_processes()
 
     def _tell(self, record: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from nbdist.clusters.crash_report import find_crash
+from nbdist.clusters.hosts.carrier import Carrier
 from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.options import existing_ranks
 from nbdist.clusters.startup import Started
@@ -80,6 +81,8 @@ class RankRegistry:
         self.lost = ""
         """The reason if all ranks have ended at once, else ""."""
         self._lock = threading.Condition()  # notified of each death
+        self.hosts = started.hosts
+        self.carrier = Carrier(started.hosts, self.run_dir)
         self._exit_monitor = ExitMonitor(started.infos, self._on_death)
         self._helpers = started.process_supervisor.pids
         self._exit_order = ExitOrder()
@@ -116,7 +119,12 @@ class RankRegistry:
     def flight_records(self) -> list[FlightRecord]:
         """What the ranks have recorded, also those that have died since the last change
         of the world."""
-        return self._last_records or read_folder(memory_folder(self.run_dir))
+        if self._last_records:
+            return self._last_records
+        folder = memory_folder(self.run_dir)
+        if self.hosts is None:
+            return read_folder(folder)
+        return self.hosts.flight_records(folder)
 
     def host_of(self, rank: int) -> str:
         return self._infos[rank].host
@@ -131,6 +139,8 @@ class RankRegistry:
         with contextlib.suppress(OSError):  # the folder was moved, or is not private
             names = {info.name for info in (*before, *self.infos)}
             remove_others(memory_folder(self.run_dir), names)
+        if self.hosts is not None:
+            self.hosts.remove_flight_records(names)
         self.last_locations.clear()
         self._watch_order()
         self._pipes.hold(self.infos)
@@ -246,7 +256,7 @@ class RankRegistry:
         self._ended_on_request |= {self._infos[rank].name for rank in wanted}
         for rank in wanted:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._infos[rank].pid, signal.SIGKILL)
+                os.kill(self._infos[rank].watched_pid, signal.SIGKILL)
         if not self.await_deaths(lambda died: wanted <= died, ANSWER_TIMEOUT_S):
             late = format_ranks(wanted - self.died.keys())
             raise RankDied(f"rank {late} does not end on SIGKILL: use %dist_stop")
@@ -277,8 +287,8 @@ class RankRegistry:
         # Another signal was sent to this process from outside.
         earlier = self._exit_order.ended_before(loss.pid) if loss.aborted else set()
         for info in self.living:
-            ended_itself = not loss.is_cause and not psutil.pid_exists(info.pid)
-            if ended_itself or earlier & {info.pid, info.parent_pid}:
+            ended_itself = not loss.is_cause and not psutil.pid_exists(info.watched_pid)
+            if ended_itself or earlier & {info.watched_pid, info.parent_pid}:
                 error = self._death(info.rank)
             else:
                 error = RankDied(loss.reason)
@@ -286,7 +296,7 @@ class RankRegistry:
 
     def _watch_order(self) -> None:
         """Watch the order in which the ranks, their parents and helpers end."""
-        ranks = [pid for info in self.infos for pid in (info.pid, info.parent_pid)]
+        ranks = [p for info in self.infos for p in (info.watched_pid, info.parent_pid)]
         self._exit_order.watch([*ranks, *self._helpers])
 
     def _on_death(self, rank: int) -> None:
@@ -323,11 +333,14 @@ class RankRegistry:
     def _death(self, rank: int) -> RankDied:
         """The error of a dead rank: its exit, and the end of its standard error."""
         info = self._infos[rank]
-        remove_torch_files(info.pid)
+        if info.pid == info.watched_pid:  # else its own host removes them
+            remove_torch_files(info.pid)
         ending = self._ending(info)
         who = f"rank {rank} (pid {info.pid} on {info.host})"
         if info.name in self._ended_on_request:
             return RankDied(f"{who} was ended, as requested")
+        if self.hosts is not None and (why := self.hosts.why_lost(info.host)):
+            return RankDied(f"{who} was lost with its host: {why}")
         if (reason := read_reason(self.run_dir, info.name)) is not None:
             return RankDied(f"{who} has ended itself: {reason}")
         summary = f"{who} has died with {ending}"
@@ -401,7 +414,7 @@ class ExitMonitor:
             selector.register(self._wake_read, selectors.EVENT_READ)
             for info in infos:
                 try:
-                    descriptor = os.pidfd_open(info.pid)
+                    descriptor = os.pidfd_open(info.watched_pid)
                 except ProcessLookupError:
                     self._on_death(info.rank)
                 else:
@@ -424,7 +437,9 @@ class ExitMonitor:
             selector.register(self._wake_read, selectors.EVENT_READ)
             living = infos
             while not self._closed and not selector.select(POLL_S):
-                ended = [info for info in living if not psutil.pid_exists(info.pid)]
+                ended = [
+                    info for info in living if not psutil.pid_exists(info.watched_pid)
+                ]
                 living = [info for info in living if info not in ended]
                 for info in ended:
                     self._on_death(info.rank)

@@ -13,18 +13,19 @@ from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.membership import Ask, Membership
 from nbdist.clusters.placement import assign_devices
 from nbdist.clusters.rank_registry import RankRegistry
+from nbdist.clusters.resize import Resize
 from nbdist.config import ClusterConfig
 from nbdist.errors import (
     CellInterrupted,
     ChangeFailed,
     RankDied,
     ScaleFailed,
+    TransferError,
     UsageError,
 )
 from nbdist.ipc import endpoints
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.interrupts import defer_interrupts
-from nbdist.ipc.shm_payload import discard
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["Recovery"]
@@ -208,10 +209,7 @@ class Recovery:
         dead = format_ranks(died)
         self.is_broken = True  # until the change is complete
         if died and not problem and self._config.on_failure == "replace":
-            newcomers = self._membership.replace_dead(ask)
-            self._unprepared |= {info.engine_uuid for info in newcomers}
-            pids = ", ".join(str(info.pid) for info in newcomers)
-            done = f"rank {dead} was replaced (pid {pids})"
+            done = self._replace(ask)
         else:
             size = self.size
             self._membership.drop_dead(ask)
@@ -229,6 +227,33 @@ class Recovery:
         news = [cause for cause in causes if cause not in heard]
         heard += news
         return [*news, done]
+
+    def _replace(self, ask: Ask) -> str:
+        """Replace the dead ranks. Those of a lost host move to free slots of others.
+
+        Returns:
+            A description of what was done.
+        """
+        died, size, hosts = self._registry.died, self.size, self._registry.hosts
+        moved = {} if hosts is None else hosts.moved(died, self._assignments)
+        newcomers = self._membership.replace_dead(ask, moved)
+        self._unprepared |= {info.engine_uuid for info in newcomers}
+        dropped = [rank for rank, assignment in moved.items() if assignment is None]
+        done = []
+        if replaced := died.keys() - set(dropped):
+            pids = ", ".join(str(info.pid) for info in newcomers)
+            names = ", ".join(dict.fromkeys(info.host for info in newcomers))
+            where = f" on {names}" if moved else ""
+            done.append(
+                f"rank {format_ranks(replaced)} was replaced (pid {pids}{where})"
+            )
+        if dropped:
+            done.append(
+                f"rank {format_ranks(dropped)} was dropped, because the other hosts "
+                f"have no free slots: the world has {self.size} ranks now; "
+                f"%dist_scale -n {size} tries its host again"
+            )
+        return "; ".join(done)
 
     def _bring_up_to_date(self, done: list[str], ask: Ask) -> list[str]:
         """Prepare newcomers. Returns `done` with a description of it."""
@@ -255,36 +280,42 @@ class Recovery:
         self.is_broken = False
         self._on_change()
 
-    def check(self, size: int, drop: bool) -> None:
-        """Check that the world can have this size.
+    def check(self, resize: Resize, drop: bool) -> None:
+        """Check that the world can be changed so.
 
         Args:
-            size: The number of ranks.
+            resize: The change.
             drop: Allow the loss of variables that only leaving ranks have.
 
         Raises:
             UsageError: The size is not possible, or variables would be lost.
         """
-        if size >= self.size:
-            self._wider(size)
-        elif not drop:
-            self._refuse_loss(size)
+        more = resize.more(self.size)
+        if more >= 0:
+            if self._registry.hosts is not None:
+                self._registry.hosts.make_room(more, self._assignments)
+            self._added(more)
+        if resize.leaving and not drop:
+            self._refuse_loss(resize.leaving)
 
-    def scale(self, size: int, ask: Ask | None = None) -> str:
-        """Grow or shrink the world to `size` ranks. Returns a description.
+    def scale(self, resize: Resize, ask: Ask | None = None) -> str:
+        """Add ranks to the world, remove some, or both. Returns a description.
 
         Raises:
             ScaleFailed: A rank died or did not start. The living ranks form a world.
             ChangeFailed: The living ranks form no world.
         """
         ask = ask or self._registry.send
+        outcomes = [f"the world has {resize.size} ranks now"]
         self.is_broken = True  # until the change is complete
         try:
-            if size <= self.size:
-                self._membership.cut(size, ask)
-            else:
-                newcomers = self._membership.grow(self._wider(size), ask)
+            if (more := resize.more(self.size)) > 0:
+                newcomers = self._membership.grow(self._added(more), ask)
                 self._unprepared |= {info.engine_uuid for info in newcomers}
+                self._on_change()
+                outcomes = self._bring_up_to_date(outcomes, ask)
+            if resize.leaving or more <= 0:
+                self._membership.remove(resize.leaving, ask)
         except ChangeFailed as error:
             if error.stuck:
                 raise
@@ -294,31 +325,35 @@ class Recovery:
             raise ScaleFailed(f"{why}\n{self.recover(ask)}") from error
         self.is_broken = False
         self._on_change()
-        outcomes = self._bring_up_to_date([f"the world has {size} ranks now"], ask)
+        if self._registry.hosts is not None:
+            self._registry.hosts.disconnect_unused(self._assignments)
         return "; ".join(outcomes)
 
-    def _wider(self, size: int) -> list[DeviceAssignment]:
-        """The device assignments of the ranks that a larger world adds."""
-        config = replace(self._config, n=size)
+    def _added(self, more: int) -> list[DeviceAssignment]:
+        """The device assignments of ranks that are added."""
+        if self._registry.hosts is not None:
+            return self._registry.hosts.assign(more, self._assignments)
+        config = replace(self._config, n=self.size + more)
         return assign_devices(config, this_host(), running=self.size)[self.size :]
 
-    def _refuse_loss(self, size: int) -> None:
+    def _refuse_loss(self, leaving: Collection[int]) -> None:
         described = self._registry.ask(
             endpoints.VARIABLES, timeout_s=DESCRIBE_TIMEOUT_S
         )
+        ranks = format_ranks(leaving)
         kept: set[str] = set()
         lost: set[str] = set()
         for rank, variables in described.items():
             if variables is None:
                 raise UsageError(
                     f"rank {rank} does not report its variables: add --yes to remove "
-                    f"ranks {size} and up anyway"
+                    f"rank {ranks} anyway"
                 )
             names = {variable.name for variable in variables}
-            (kept if rank < size else lost).update(names)
+            (lost if rank in leaving else kept).update(names)
         if lost - kept:
             raise UsageError(
-                f"ranks {size} and up have variables that no other rank has "
+                f"rank {ranks} has variables that no other rank has "
                 f"({', '.join(sorted(lost - kept))}): add --yes to remove them anyway"
             )
 
@@ -446,14 +481,22 @@ class Newcomers:
                 return f"it has none of the variables of rank {source.rank}: {error}"
             shipment, unpicklable = answer.value
             lost |= unpicklable
+            carrier = self._registry.carrier
             try:
+                shipment = carrier.here(shipment)
                 replies = {
-                    info: self._registry.send(info, endpoints.ADOPT_VARIABLES, shipment)
+                    info: self._registry.send(
+                        info, endpoints.ADOPT_VARIABLES, carrier.to(info.host, shipment)
+                    )
                     for info in newcomers
                 }
                 answers = self._answers(replies, end - time.monotonic())
+            except TransferError as lost_host:
+                return (
+                    f"it has none of the variables of rank {source.rank}: {lost_host}"
+                )
             finally:
-                discard(shipment)
+                carrier.discard(shipment)
             if error := next(filter(None, map(_why, answers)), ""):
                 return f"it has none of the variables of rank {source.rank}: {error}"
             refused = [answer.value for answer in answers if answer.value is not None]

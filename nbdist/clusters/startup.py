@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist.clusters import fork_server_client
@@ -21,15 +22,16 @@ from nbdist.clusters.startup_status import (
 )
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import File, ForkConfig, rank_variables
-from nbdist.errors import StartError
+from nbdist.errors import ClusterError, StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.fork_messages import RANK_HOST, SOCKET, STARTED
-from nbdist.ipc.loopback import confine
+from nbdist.ipc.ports import confine
 from nbdist.ipc.process_files import describe_exit
 from nbdist.wire import RankInfo
 
 if TYPE_CHECKING:
+    from nbdist.clusters.hosts.hosts import Hosts
     from nbdist.clusters.ipp_client import IppClient
 
 __all__ = ["Progress", "Started", "start"]
@@ -51,6 +53,8 @@ class Progress:
     """The stage of each rank that has begun, by rank."""
     ready: int
     assignments: Sequence[DeviceAssignment]
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    """The state of each other host."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +64,37 @@ class Started:
     process_supervisor: SupervisorClient
     client: IppClient
     infos: list[RankInfo]
+    assignments: Sequence[DeviceAssignment]
+    hosts: Hosts | None
+    """The hosts of the ranks; None if all are on this host."""
 
 
 def start(
     launcher: Launcher,
-    assignments: Sequence[DeviceAssignment],
+    assignments: Sequence[DeviceAssignment] | Callable[[Hosts], list[DeviceAssignment]],
     file: File,
     variables: Mapping[str, str],
     timeout_s: float,
     on_telemetry: Callable[[Any], None],
     on_progress: Callable[[Progress], None],
+    hosts: Hosts | None = None,
 ) -> Started:
     """Start the controller and every rank, and wait until each of them answers.
 
     Args:
         launcher: Starts the ranks' processes.
-        assignments: The device of each rank.
+        assignments: The device of each rank; with `hosts`, a function that returns them
+            when the hosts are known.
         file: The settings in nbdist.toml.
         variables: Further environment variables for the ranks.
         timeout_s: Seconds within which every rank must answer.
         on_telemetry: Called with each message of the ranks' telemetry.
         on_progress: Called when the progress of the start changes.
+        hosts: The hosts of the ranks; None if all ranks are on this host.
 
     Raises:
         StartError: A rank failed, or did not start in time; nothing is left running.
+        UsageError: A host has too few GPUs or cores or too little memory.
     """
     try:
         run_dir = private_files.make_run_folder()
@@ -94,13 +105,23 @@ def start(
         memory = private_files.new_memory_folder()
         process_supervisor.remove_at_end(memory)
         private_files.make_memory_folder(run_dir, memory)
+        deadline = time.monotonic() + timeout_s
+        if hosts is not None:
+            hosts.connect(
+                process_supervisor,
+                deadline,
+                lambda states: on_progress(Progress(False, {}, 0, (), states)),
+            )
+        if callable(assignments):
+            assert hosts is not None
+            assignments = assignments(hosts)
         private_files.make_rendezvous_folder(run_dir, len(assignments))
-        startup = _Start(
-            process_supervisor, assignments, time.monotonic() + timeout_s, on_progress
-        )
+        startup = _Start(process_supervisor, assignments, deadline, on_progress, hosts)
         startup.begin(launcher, file, variables)
         return startup.finish(on_telemetry, timeout_s)
     except BaseException:
+        if hosts is not None:
+            hosts.end()
         process_supervisor.close()
         raise
 
@@ -112,7 +133,9 @@ class _Start:
         assignments: Sequence[DeviceAssignment],
         deadline: float,
         on_progress: Callable[[Progress], None],
+        hosts: Hosts | None,
     ) -> None:
+        self._hosts = hosts
         self._process_supervisor = process_supervisor
         self._run_dir = process_supervisor.run_dir
         self._assignments = assignments
@@ -132,8 +155,8 @@ class _Start:
     ) -> None:
         """Start the controller and the ranks at the same time."""
         write_assignments(self._run_dir, self._assignments)
-        n = len(self._assignments)
-        added = {**launcher.environment(n, self._run_dir), **variables}
+        hosts = self._hosts
+        added = {**self._of_launcher(launcher), **variables}
         try:
             server = fork_server_client.serve(
                 self._run_dir, {**os.environ, **added}, ForkConfig.read(file)
@@ -154,9 +177,27 @@ class _Start:
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
             "PYTHONHASHSEED": fork_server_client.hash_seed(),
         }
-        self._process_supervisor.start(
-            "mpiexec", launcher.argv(n, rank_parent.command()), environment
-        )
+        if hosts is not None:
+            self._start_controller()
+            settings = {**rank_variables(file), **variables}
+            try:
+                hosts.begin(self._assignments, settings, os.getcwd())
+            except ClusterError as error:
+                raise StartError(f"{error}") from error
+            environment |= hosts.variables()
+        argv = launcher.argv(len(self._assignments), rank_parent.command())
+        self._process_supervisor.start("mpiexec", argv, environment)
+        if hosts is None:
+            self._start_controller()
+
+    def _of_launcher(self, launcher: Launcher) -> Mapping[str, str]:
+        """The launcher's environment variables for this host."""
+        if self._hosts is None:
+            return launcher.environment(len(self._assignments), self._run_dir)
+        here = [each for each in self._assignments if self._hosts.is_here(each)]
+        return launcher.environment(len(here), self._run_dir, self._hosts.interface)
+
+    def _start_controller(self) -> None:
         controller = ["nbdist.clusters.ipcontroller", str(self._run_dir)]
         self._process_supervisor.start(
             "controller",
@@ -177,6 +218,10 @@ class _Start:
 
         connection = self._run_dir / "security" / "ipcontroller-client.json"
         self._wait(connection.exists, timeout_s)
+        if self._hosts is not None:
+            of_engines = connection.with_name("ipcontroller-engine.json")
+            self._wait(of_engines.exists, timeout_s)
+            self._hosts.connect_controller(json.loads(of_engines.read_text()))
         try:
             client = IppClient(connection, on_telemetry)
         except TimeoutError as error:
@@ -189,7 +234,8 @@ class _Start:
             launcher = self._process_supervisor.pid("mpiexec")
             if launcher is not None:
                 confine(launcher)
-            return Started(self._process_supervisor, client, infos)
+            supervisor, assignments = self._process_supervisor, self._assignments
+            return Started(supervisor, client, infos, assignments, self._hosts)
         except BaseException:
             client.close()
             raise

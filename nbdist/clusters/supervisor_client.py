@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -56,6 +57,8 @@ class SupervisorClient:
         self._changed = threading.Condition()
         self._pids: dict[str, int] = {}
         self._exit_codes: dict[str, int] = {}
+        self._apart: set[str] = set()
+        """The programs whose end is no loss."""
         self._closed = self._ended = False
         self._on_loss: Callable[[Loss], None] | None = None
         self.on_note: Callable[[str], None] = lambda _: None
@@ -106,6 +109,15 @@ class SupervisorClient:
             raise ClusterError(
                 f"cannot start {name}: the process supervisor has ended; start again"
             )
+
+    def start_apart(self, name: str, argv: Sequence[str]) -> None:
+        """Start a program in this process's environment, whose end is no loss.
+
+        Raises:
+            ClusterError: As for `start`.
+        """
+        self._apart.add(name)
+        self.start(name, argv, os.environ, apart=True)
 
     def attend_rank_host(self, path: Path, fork_server: int) -> None:
         """Have the process supervisor end the forked ranks with the others.
@@ -167,9 +179,10 @@ class SupervisorClient:
 
     @property
     def pids(self) -> list[int]:
-        """The process supervisor, and each program that has been started."""
+        """The process supervisor, and each program with which the others end."""
         with self._changed:
-            return [self._process.pid, *self._pids.values()]
+            others = [pid for k, pid in self._pids.items() if k not in self._apart]
+            return [self._process.pid, *others]
 
     @property
     def alive(self) -> bool:
@@ -187,7 +200,7 @@ class SupervisorClient:
         """
         with self._changed:
             self._on_loss = callback
-            lost = self._exit_codes.copy()
+            lost = {k: v for k, v in self._exit_codes.items() if k not in self._apart}
         for name, code in lost.items():
             self._report_loss(name, code)
 
@@ -227,7 +240,8 @@ class SupervisorClient:
                         self._watch.add(record["started"], record["pid"])
                     continue
                 self._exit_codes[record["exited"]] = record["code"]
-            self._report_loss(record["exited"], record["code"])
+            if record["exited"] not in self._apart:
+                self._report_loss(record["exited"], record["code"])
         self._process.stdout.close()
         with self._changed:
             self._ended = True

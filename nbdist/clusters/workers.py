@@ -23,7 +23,7 @@ from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.options import checked_script
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.errors import UsageError
-from nbdist.ipc.loopback import free_ports
+from nbdist.ipc.ports import free_ports
 from nbdist.ipc.process_files import describe_exit
 from nbdist.ipc.roles import environment, role_of, tf_config
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from nbdist.clusters.rank_registry import RankRegistry
-from nbdist.errors import CheckpointError
+from nbdist.errors import CheckpointError, TransferError
 from nbdist.ipc import endpoints
 from nbdist.ipc.private_files import (
     check_file,
@@ -184,11 +184,12 @@ class SavedWorld:
         living = [info.rank for info in registry.living]
         target = endpoints.ELASTIC_VARIABLES
         answers = registry.ask(target, ranks=living, timeout_s=SAVE_TIMEOUT_S)
-        variables = {
-            rank: SavedVariables(shipment, _contents(shipment))
-            for rank, shipment in answers.items()
-            if shipment is not None
-        }
+        variables = {}
+        for rank, shipment in answers.items():
+            if shipment is not None:
+                with contextlib.suppress(TransferError):  # its host was lost
+                    contents = _contents(registry.carrier.here(shipment))
+                    variables[rank] = SavedVariables(shipment, contents)
         commit = None if call is None else last_commit(registry.run_dir)
         return cls(call, commit, variables)
 

@@ -22,7 +22,15 @@ _HEADINGS: tuple[str, ...] = (
 class Call:
     """A call that this rank is in. Its call site is looked up on demand."""
 
-    __slots__ = ("call_site", "kind", "sequence", "thread", "ticket", "timeout")
+    __slots__ = (
+        "call_site",
+        "has_met",
+        "kind",
+        "sequence",
+        "thread",
+        "ticket",
+        "timeout",
+    )
 
     def __init__(
         self,
@@ -37,6 +45,8 @@ class Call:
         self.sequence = 0
         self.ticket = 0
         """The call's ticket in the group's log; 0 before it is recorded."""
+        self.has_met = False
+        """Whether this rank has passed a barrier in the call: all ranks are in it."""
 
     @property
     def label(self) -> str:

@@ -409,6 +409,8 @@ class Group:
         """Wait for all ranks. Raise on all of them if their calls differ."""
         if not self._connection.barrier.arrive(self._hooks.fingerprint, self._check):
             self._raise_mismatch()
+        if self._call is not None:
+            self._call.has_met = True
 
     def _raise_mismatch(self) -> NoReturn:
         call = self._call
@@ -610,7 +612,7 @@ class Group:
         own = self.ranks[self.rank]
         call, awaited = self._call, self._awaited
         if call is not None:
-            has_met = self._connection.barrier.has_met()
+            has_met = call.has_met or self._connection.barrier.has_met()
             return replace(call.record(own), members=self.ranks, has_met=has_met)
         if awaited is None:
             return None

@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.ipc import loopback
+from nbdist.ipc import ports
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import FORKED, GATE, STARTED
 from nbdist.ipc.prctl import name_process
 from nbdist.ipc.private_files import memory_folder, rendezvous_folder
-from nbdist.ipc.process_files import JOINING, Process
+from nbdist.ipc.process_files import JOINING, REGISTERING, Process
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,10 @@ def main() -> None:
     name_process(f"nbdist rank {process.rank}")
     _use_notebook_paths(os.environ["NBDIST_WORK_DIR"], os.environ["NBDIST_PATH"])
     try:
-        assignment = DeviceAssignment.read(process.run_dir, process.rank)
+        assignments = DeviceAssignment.read_all(process.run_dir)
+        assignment = assignments[process.rank]
         assignment.apply()
+        ports.set_addresses_of_hosts({each.address for each in assignments} - {""})
         _keep_sockets_in(process.run_dir)
         _become_engine(process, assignment)
     except BaseException as error:
@@ -98,14 +100,14 @@ def _become_engine(process: Process, assignment: DeviceAssignment) -> None:
     else:
         _await_others()
         here = world.join()
-    loopback.confine(os.getpid())
+    ports.confine(os.getpid(), ports.addresses_of_hosts())
     _allocate_segments(process.run_dir)
     here.publish_environment()
     device = _select_device(assignment)
     process.report_stage("starting torch.distributed")
     owns_gpu = device.type == "cuda" and not assignment.shares_gpu
     torch_group.start(process.run_dir, owns_gpu, process.generation)
-    process.report_stage("registering")
+    process.report_stage(REGISTERING)
     from nbdist.engine import ipykernel_debugger
 
     ipykernel_debugger.leave_out()

@@ -39,6 +39,7 @@ from nbdist.ipc import serialization
 from nbdist.ipc.bare_application import BareApplication
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import RANK_PARENT, STARTED
+from nbdist.ipc.host_sockets import HOST, RANK_PROXY
 from nbdist.ipc.process_files import Process
 from nbdist.ipc.resources import host_name
 from nbdist.telemetry import internal_metrics
@@ -204,6 +205,7 @@ def _describe(
     name: str, world: World, assignment: DeviceAssignment, device: torch.device
 ) -> RankInfo:
     limit = None
+    proxy = os.environ.get(RANK_PROXY)
     if assignment.memory_fraction is not None:
         total = torch.cuda.get_device_properties(device).total_memory
         limit = int(total * assignment.memory_fraction)
@@ -213,9 +215,11 @@ def _describe(
         local_rank=int(os.environ["LOCAL_RANK"]),
         local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
         engine_uuid="",
-        host=host_name(),
+        host=os.environ.get(HOST) or host_name(),
         pid=os.getpid(),
-        parent_pid=int(os.environ[RANK_PARENT]),
+        parent_pid=int(proxy or os.environ[RANK_PARENT]),
+        watched_pid=int(proxy or os.getpid()),
+        interface=assignment.interface,
         started=os.environ.get(STARTED, ""),
         name=name,
         device=str(device),

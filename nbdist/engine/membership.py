@@ -12,6 +12,7 @@ of the last change that all ranks completed, whatever a failed change has done.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from nbdist.engine import torch_group, world
 from nbdist.engine.rank import this_rank
 from nbdist.engine.revocation import revoke
 from nbdist.errors import ChangeFailed, ClusterError
+from nbdist.ipc import ports
 from nbdist.ipc.prctl import name_process
 from nbdist.wire import Change, RankInfo
 
@@ -149,6 +151,7 @@ def change(plan: Change) -> RankInfo | None:
 
 def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     rank = this_rank()
+    ports.cut_off(plan.lost)
     close_groups()
     torch_group.finish()
     comm = world.communicator_of(plan.base)
@@ -156,6 +159,9 @@ def _carry_out(plan: Change, attempt: _Attempt) -> RankInfo | None:
     # Also if the change is cancelled: other ranks may be in it, and cannot leave it.
     comm = attempt.own(comm.Shrink())
     torch_group.stop()  # all ranks have finished
+    if plan.addresses:
+        ports.set_addresses_of_hosts(plan.addresses)
+        ports.confine(os.getpid(), plan.addresses)
     uuid = rank.info.engine_uuid
     if plan.joins:  # no rank leaves, and the order stays
         comm = attempt.wait_for(lambda: _admit(comm, plan, plan.numbers[uuid], attempt))

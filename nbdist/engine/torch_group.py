@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives import all_gather, default_group
 from nbdist.collectives.torch_backend.process_group import ProcessGroup, nccl_of
 from nbdist.collectives.torch_backend.registration import register
+from nbdist.collectives.torch_backend.stores import make_store
 from nbdist.engine import shared_default_group
-from nbdist.ipc.private_files import rendezvous_folder
+from nbdist.ipc.host_sockets import INTERFACE
 from nbdist.wire import NcclCall, NcclTotal
 
 __all__ = [
@@ -42,10 +43,10 @@ NO_TIMEOUT = timedelta(days=7)
 FINISH_WITHIN_S = 5.0
 """A GPU that takes longer waits for a rank that makes no call."""
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables with the interface by which the ranks reach each other: on one
+host the loopback device. Groups that the user makes meet there."""
 DEFAULTS = {
-    # The ranks are on one host: groups that the user makes meet on the loopback device.
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
     # An error or a time-out of NCCL is an exception of the call. By default torch's
     # watchdog ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -65,7 +66,8 @@ _at_start = 0
 def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     """Initialise the default process group, and share it. Every rank must call.
 
-    The rendezvous of the ranks is a file in the cluster's folders. It opens no port.
+    The rendezvous of ranks on one host is a file in the cluster's folders. It opens no
+    port. Ranks on several hosts meet at a port of rank 0.
 
     Args:
         run_dir: The cluster's folder.
@@ -74,28 +76,29 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     """
     global _at_start
     register()
-    for name, value in DEFAULTS.items():
+    interface = os.environ.get(INTERFACE, "lo")
+    for name, value in {**DEFAULTS, **dict.fromkeys(INTERFACES, interface)}.items():
         os.environ.setdefault(name, value)
-    store = rendezvous_folder(run_dir) / f"torch-store-{generation}"
+    name = f"torch-store-{generation}"
     if owns_gpu:
-        _make("cpu:nbdist,cuda:nccl", store)
+        _make("cpu:nbdist,cuda:nccl", make_store(default_group(), run_dir, name))
         if not _nccl_takes_devices():
             abort()
             shared_default_group.destroy()
             owns_gpu = False
-            store = store.with_name(f"{store.name}-without-nccl")
+            name += "-without-nccl"
     if not owns_gpu:
-        _make("nbdist", store)
+        _make("nbdist", make_store(default_group(), run_dir, name))
     _at_start = distributed_c10d._world.group_count
 
 
-def _make(backend: str, store: Path) -> None:
+def _make(backend: str, store: Store) -> None:
     """Make the default process group. Every rank must call, with a new store."""
     group = default_group()
     seconds = group.config.timeout_s
     shared_default_group.make(
         backend,
-        store=FileStore(str(store), group.size),
+        store=store,
         rank=group.rank,
         world_size=group.size,
         timeout=NO_TIMEOUT if seconds is None else timedelta(seconds=seconds),

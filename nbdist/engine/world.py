@@ -18,7 +18,7 @@ from nbdist.engine.rank import this_rank
 from nbdist.engine.revocation import revoke
 from nbdist.errors import WrongProcess
 from nbdist.ipc import roles
-from nbdist.ipc.loopback import free_ports
+from nbdist.ipc.ports import free_ports, own_address
 from nbdist.wire import RankInfo, are_unequal
 
 __all__ = [
@@ -69,16 +69,23 @@ class World:
     def size(self) -> int:
         return int(self.comm.size)
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the ranks are on several hosts."""
+        return len(set(self.group.hosts)) > 1
+
     def publish_environment(self) -> None:
         """Set the variables that torchrun sets. Every rank must call."""
-        port = free_ports(1)[0] if self.rank == 0 else None
+        address = own_address() if self.spans_hosts else "127.0.0.1"
+        place = (address, free_ports(1, address)[0]) if self.rank == 0 else None
+        address, port = self.comm.bcast(place)
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.size),
             LOCAL_RANK=str(self.local_rank),
             LOCAL_WORLD_SIZE=str(self.local_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.comm.bcast(port)),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
             **roles.environment(self.rank, self.size, n_ps=0),
         )
 

@@ -76,8 +76,8 @@ class Channels:
     """The channels over one stream.
 
     Args:
-        source, sink: The descriptors that are read and written, which may be one. They
-            are closed at the end.
+        source, sink: The descriptors that are read and written, which may be one.
+            `close` closes them.
         accept: Returns the socket of a channel that the other end opens, by the
             channel's name. It raises OSError for one that there is not.
         is_first: True at one end of the stream, False at the other.
@@ -155,28 +155,28 @@ class Channels:
         self._ending = self._ending or why
 
     def run(self) -> str:
-        """Carry data until the stream ends. Returns why it has ended."""
+        """Carry data until the stream ends. Returns why it has ended.
+
+        Call `close` next.
+        """
         silent_s, beat_at, before = 0.0, 0.0, time.monotonic()
-        try:
-            while not self._ending:
-                now = time.monotonic()
-                silent_s += min(now - before, PAUSE_S)
-                before = now
-                if now >= beat_at:
-                    beat_at = now + BEAT_S
-                    self._send(BEAT, 0)
-                events = self._selector.select(beat_at - now)
-                for key, mask in events:
-                    if key.fd == self._source:
-                        silent_s = 0.0
-                    # An earlier callback of this round may have unregistered it.
-                    if key.fd in self._selector.get_map():
-                        key.data(mask)
-                if silent_s > self._timeout_s:
-                    self.end(f"nothing was heard for {self._timeout_s:g} s")
-            return self._ending
-        finally:
-            self._close()
+        while not self._ending:
+            now = time.monotonic()
+            silent_s += min(now - before, PAUSE_S)
+            before = now
+            if now >= beat_at:
+                beat_at = now + BEAT_S
+                self._send(BEAT, 0)
+            events = self._selector.select(beat_at - now)
+            for key, mask in events:
+                if key.fd == self._source:
+                    silent_s = 0.0
+                # An earlier callback of this round may have unregistered it.
+                if key.fd in self._selector.get_map():
+                    key.data(mask)
+            if silent_s > self._timeout_s:
+                self.end(f"nothing was heard for {self._timeout_s:g} s")
+        return self._ending
 
     # -- the stream ------------------------------------------------------------------
 
@@ -373,7 +373,8 @@ class Channels:
         while self._calls:
             self._calls.popleft()()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close all channels, listeners and descriptors, once `run` has returned."""
         for channel in list(self._channels.values()):
             self._drop(channel)
         for key in list(self._selector.get_map().values()):

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nbdist.ipc.atomic_files import write_atomically
+from nbdist.ipc.host_sockets import ADDRESS, INTERFACE
 
-__all__ = ["DeviceAssignment", "write_assignments"]
+__all__ = ["DeviceAssignment", "read_text", "write_assignments", "write_text"]
 
 FILE_NAME = "assignments.json"
 
@@ -37,6 +38,10 @@ class DeviceAssignment:
     limit."""
     threads: int
     """torch's intra-op threads."""
+    address: str = ""
+    """The host's address in the network of the ranks; "" if there is one host."""
+    interface: str = ""
+    """The interface with that address."""
 
     @property
     def gpu_index(self) -> int | None:
@@ -48,23 +53,40 @@ class DeviceAssignment:
     @classmethod
     def read(cls, run_dir: Path, rank: int) -> DeviceAssignment:
         """Read the assignment of a rank, which `write_assignments` has written."""
-        records = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
-        record = records[rank]
-        return cls(**{**record, "visible_gpus": tuple(record["visible_gpus"])})
+        return cls.read_all(run_dir)[rank]
+
+    @classmethod
+    def read_all(cls, run_dir: Path) -> list[DeviceAssignment]:
+        """Read the assignments of all ranks, in rank order."""
+        return [
+            cls(**{**record, "visible_gpus": tuple(record["visible_gpus"])})
+            for record in json.loads(read_text(run_dir))
+        ]
 
     def apply(self) -> None:
-        """Set the GPUs that CUDA sees, and limit the thread pools.
+        """Set the GPUs that CUDA sees and the address, and limit the thread pools.
 
         This must be called before torch is imported.
         """
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.visible_gpus)
         os.environ["OMP_NUM_THREADS"] = str(self.threads)
         os.environ["MKL_NUM_THREADS"] = str(self.threads)
+        if self.address:
+            os.environ[ADDRESS], os.environ[INTERFACE] = self.address, self.interface
 
 
 def write_assignments(run_dir: Path, assignments: Sequence[DeviceAssignment]) -> None:
     """Write the assignments of all ranks, in rank order, to the cluster's folder."""
-    text = json.dumps([asdict(each) for each in assignments])
+    write_text(run_dir, json.dumps([asdict(each) for each in assignments]))
+
+
+def read_text(run_dir: Path) -> str:
+    """What `write_assignments` has written."""
+    return (run_dir / FILE_NAME).read_text(encoding="utf-8")
+
+
+def write_text(run_dir: Path, text: str) -> None:
+    """Write what `read_text` has read on another host."""
     write_atomically(
         run_dir / FILE_NAME,
         lambda file: file.write(text.encode()),

@@ -17,7 +17,7 @@ import os
 import struct
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,11 @@ __all__ = [
     "RecordedCall",
     "call_text",
     "create",
+    "known_calls",
     "members_text",
     "open_unnamed",
     "read_folder",
+    "read_known",
     "remove_others",
 ]
 
@@ -104,6 +106,15 @@ class RecordedCall:
     cell: int | None
     line: int | None
 
+    def shifted(self, by_ns: int) -> RecordedCall:
+        """The call with later times."""
+        return replace(
+            self,
+            scheduled_ns=self.scheduled_ns + by_ns,
+            started_ns=self.started_ns and self.started_ns + by_ns,
+            ended_ns=self.ended_ns and self.ended_ns + by_ns,
+        )
+
     @property
     def is_message(self) -> bool:
         """Whether it is a message between two ranks."""
@@ -129,6 +140,15 @@ class RecordedCall:
 @dataclass(frozen=True)
 class FlightRecord:
     """What one process has recorded."""
+
+    def shifted(self, offset_ns: int) -> FlightRecord:
+        """The record with the times of a monotonic clock with another offset."""
+        by = self.clock_offset_ns - offset_ns
+        return replace(
+            self,
+            clock_offset_ns=offset_ns,
+            calls=tuple(call.shifted(by) for call in self.calls),
+        )
 
     name: str
     """The process's name, such as "rank2"."""
@@ -237,10 +257,23 @@ def read_folder(folder: Path) -> list[FlightRecord]:
     included if its group's call of this number was in some file at the first time. So
     if a rank lacks a call that another rank is in, it had not made the call.
     """
+    return read_known(folder, known_calls(folder))
+
+
+Key = tuple[int, int, int, str]
+"""Identifies a call on all members of its group."""
+
+
+def known_calls(folder: Path) -> set[Key]:
+    """The calls in all files of a folder."""
     paths = sorted(folder.glob(f"*{SUFFIX}"))
-    known = {_key(call) for path in paths for call in _calls_of(path)}
+    return {_key(call) for path in paths for call in _calls_of(path)}
+
+
+def read_known(folder: Path, known: set[Key]) -> list[FlightRecord]:
+    """The records in a folder, of the calls only those that are known."""
     found = []
-    for path in paths:
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile
             found.append(_read(path, known))
     return found
@@ -251,9 +284,6 @@ def _calls_of(path: Path) -> Sequence[RecordedCall]:
         return _read(path, None).calls
     except (OSError, ValueError):
         return ()
-
-
-Key = tuple[int, int, int, str]
 
 
 def _key(call: RecordedCall) -> Key:

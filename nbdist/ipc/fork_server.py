@@ -51,6 +51,7 @@ if __name__ == "__main__":
     sys.path.append(str(ROOT))
 
 from nbdist.config import OutputConfig  # noqa: E402
+from nbdist.ipc.device_assignment import DeviceAssignment  # noqa: E402
 from nbdist.ipc.fork_messages import (  # noqa: E402
     ENGINE,
     GATE,
@@ -60,6 +61,7 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
     receive,
     send,
 )
+from nbdist.ipc.host_sockets import HOST  # noqa: E402
 from nbdist.ipc.launch_environment import launched_size  # noqa: E402
 from nbdist.ipc.prctl import (  # noqa: E402
     adopt_orphans,
@@ -543,7 +545,7 @@ class _Gate:
         """Count a rank that was forked or refused. The last one opens the gate."""
         if _starts_with_others(request):
             self._ranks += 1
-            if self._ranks == launched_size(request.environment):
+            if self._ranks == _ranks_here(request.environment):
                 os.close(self._writer)
 
     def added_to(self, request: Request, descriptors: list[int]) -> _Requested:
@@ -562,6 +564,15 @@ def _starts_with_others(request: Request) -> bool:
     """Whether a rank is one of a start, and the launcher tells their number."""
     is_first = request.module == ENGINE and not request.arguments
     return is_first and launched_size(request.environment) is not None
+
+
+def _ranks_here(environment: Mapping[str, str]) -> int | None:
+    """The number of ranks of a start on this host; None if it is not known."""
+    host = environment.get(HOST)
+    if host is None:
+        return launched_size(environment)
+    assignments = DeviceAssignment.read_all(Path(environment["NBDIST_RUN_DIR"]))
+    return sum(each.host == host for each in assignments)
 
 
 class _RankHost(_Loop):

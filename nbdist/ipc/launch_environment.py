@@ -33,15 +33,18 @@ def is_launched_by_torchrun() -> bool:
     return by_torchrun and not is_launched_by_mpi()
 
 
-def launched_rank() -> int:
-    """The rank that the MPI launcher gave this process.
+def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """The rank that the MPI launcher gave a process.
+
+    Args:
+        environment: The environment of the process. Default: that of this process.
 
     Raises:
         RuntimeError: No MPI launcher has started this process.
     """
     for name in MPI_RANK_VARIABLES:
-        if name in os.environ:
-            return int(os.environ[name])
+        if name in environment:
+            return int(environment[name])
     raise RuntimeError(
         f"no MPI launcher has started this process: none of "
         f"{', '.join(MPI_RANK_VARIABLES)} is set"

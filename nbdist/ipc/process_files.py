@@ -18,15 +18,21 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from nbdist.ipc.atomic_files import write_atomically
 from nbdist.ipc.fork_messages import RANK_PARENT
 from nbdist.ipc.launch_environment import launched_rank
 
+TYPE_CHECKING = False  # the parent of each rank does not import `typing`
+if TYPE_CHECKING:
+    from typing import Any
+
 __all__ = [
     "CAPTURED",
     "JOINING",
+    "REGISTERING",
     "Process",
     "describe_exit",
     "process_name",
@@ -40,6 +46,8 @@ __all__ = [
 EXIT_REPORT_BYTES = 16
 JOINING = "joining MPI"
 """The stage in which a newcomer waits for the ranks of the world."""
+REGISTERING = "registering"
+"""The last stage of a start."""
 CAPTURED = ("stdout", "stderr")
 """Suffixes of the files that receive the output to descriptors 1 and 2."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -61,12 +69,14 @@ class Process:
         self.generation = generation
 
     @classmethod
-    def of_arguments(cls, arguments: list[str]) -> Process:
+    def of_arguments(
+        cls, arguments: list[str], environment: Mapping[str, str] = os.environ
+    ) -> Process:
         """The process of `--join RANK GENERATION`, or of the launcher's variables."""
-        run_dir = Path(os.environ["NBDIST_RUN_DIR"])
+        run_dir = Path(environment["NBDIST_RUN_DIR"])
         if arguments[:1] == ["--join"]:
             return cls(run_dir, int(arguments[1]), int(arguments[2]))
-        return cls(run_dir, launched_rank(), 0)
+        return cls(run_dir, launched_rank(environment), 0)
 
     @property
     def name(self) -> str:
@@ -101,12 +111,21 @@ class Process:
         }
         self._write("stage", json.dumps(record))
 
+    def read_stage(self) -> dict[str, Any] | None:
+        """What `report_stage` has reported last; None before the first report."""
+        path = self.path("stage")
+        return json.loads(path.read_text()) if path.exists() else None
+
     def report_failure(self, error: BaseException) -> None:
         """Report the error that has ended the start."""
         import traceback  # slow to import, and a rank's parent does not need it
 
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        self._write("failed", "".join(lines))
+        self.report_text("failed", "".join(lines))
+
+    def report_text(self, suffix: str, text: str) -> None:
+        """Write one of the files of text."""
+        self._write(suffix, text)
 
     def reserve_exit_report(self) -> None:
         """Reserve disk space for `report_exit`, because the disk may be full later."""
@@ -115,6 +134,10 @@ class Process:
     def report_exit(self, code: int) -> None:
         """Report the exit code, which is -N for signal N."""
         self._write_exit_report(str(code))
+
+    def read_exit_code(self) -> int | None:
+        """What `report_exit` has reported; None if there is no exit report."""
+        return _exit_code(self.path("exit"))
 
     def _write(self, suffix: str, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the process
@@ -147,11 +170,17 @@ def read_exit_report(run_dir: Path, name: str) -> str | None:
         run_dir: The cluster's run folder.
         name: The name of the process, from `process_name`.
     """
+    code = _exit_code(run_dir / f"{name}.exit")
+    return None if code is None else describe_exit(code)
+
+
+def _exit_code(path: Path) -> int | None:
+    """The exit code in an exit report; None if there is none."""
     try:
-        text = (run_dir / f"{name}.exit").read_text().strip()
+        text = path.read_text().strip()
     except FileNotFoundError:
         return None
-    return describe_exit(int(text)) if text else None
+    return int(text) if text else None
 
 
 def describe_exit(code: int) -> str:

@@ -4,6 +4,11 @@ The MPI launcher starts this program. The program starts the rank, or has the ra
 fork it, and waits for its end. Then it writes the exit code to the exit report, because
 no launcher reports the code to the notebook.
 
+The MPI launcher knows the notebook's host alone. The parent of a rank on another host
+has the rank started there, by another rank parent. It writes what the rank reports to
+the files of this host, and ends with the rank, and the rank with it. So the launcher
+does not depend on another host, whose end ends its ranks and no more.
+
 If the exit code is not 0, this program ends itself by SIGKILL. Open MPI reports a
 process that a signal has ended to the survivors. It does not report one that has ended
 with an exit code, and the survivors would wait for it forever.
@@ -15,7 +20,9 @@ cannot start does not stop the program. The rank's error is then reported.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -40,12 +47,17 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
     send,
     socket_address,
 )
+from nbdist.ipc.host_sockets import HOST, connect  # noqa: E402
 from nbdist.ipc.prctl import die_with_parent  # noqa: E402
 from nbdist.ipc.process_files import Process  # noqa: E402
 
 __all__ = ["command"]
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+OF_LAUNCHER = ("OMPI_", "PMIX_", "PRTE_")
+"""The beginnings of the variables in which MPI's launcher tells a rank who it is."""
+LAUNCHER_PORT = re.compile(r"tcp4://127\.0\.0\.1:(\d+)")
+"""The address of MPI's launcher in these variables."""
 
 
 def command(*arguments: str) -> list[str]:
@@ -62,8 +74,12 @@ def main(arguments: list[str]) -> None:
     if process.is_refused:
         os._exit(0)
     process.reserve_exit_report()
-    forked = _ask_for_rank(process, arguments)
-    code = _own_rank(process, arguments) if forked is None else _follow(forked)
+    host = _other_host(process)
+    if host is not None:
+        code = _follow_elsewhere(process, host, arguments)
+    else:
+        forked = _ask_for_rank(process, arguments)
+        code = _own_rank(process, arguments) if forked is None else _follow(forked)
     process.report_exit(code)
     if code != 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -188,6 +204,54 @@ def _follow(rank: _Forked) -> int:
 def _pass_on_to(handle: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(handle, signum)
+
+
+# -- a rank on another host ----------------------------------------------------------
+
+
+def _other_host(process: Process) -> str | None:
+    """The name of the rank's host; None if it is this host."""
+    here = os.environ.get(HOST)
+    if here is None:
+        return None
+    from nbdist.ipc.device_assignment import read_text
+
+    host: str = json.loads(read_text(process.run_dir))[process.rank]["host"]
+    return None if host == here else host
+
+
+def _follow_elsewhere(process: Process, host: str, arguments: list[str]) -> int:
+    """Have the rank started on its host, and wait for its end.
+
+    Returns:
+        Its exit code, -N for signal N; that of SIGKILL if the host was lost.
+    """
+    from nbdist.ipc.device_assignment import read_text
+
+    variables = {k: v for k, v in os.environ.items() if k.startswith(OF_LAUNCHER)}
+    ports = {int(n) for v in variables.values() for n in LAUNCHER_PORT.findall(v)}
+    message = {
+        "arguments": arguments,
+        "environment": variables,
+        "assignments": read_text(process.run_dir),
+        "pid": os.getpid(),
+    }
+    try:
+        with connect(process.run_dir, host, "rank", sorted(ports)) as channel:
+            send(channel, message)
+            for signum in FORWARDED:
+                signal.signal(signum, lambda n, _: send(channel, {"signal": n}))
+            while (received := receive(channel)) is not None:
+                ((kind, value),) = received[0].items()
+                if kind == "code":
+                    return int(value)
+                if kind == "stage":
+                    process.report_stage(value)
+                else:
+                    process.report_text(kind, value)
+    except OSError:
+        pass
+    return -signal.SIGKILL
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbdist.ipc import private_files, serialization
+from nbdist.ipc.host_sockets import HOST
 
-__all__ = ["Shipment", "discard", "frames_of", "load", "unload"]
+__all__ = ["Shipment", "discard", "frames_of", "load", "unload", "write_parts"]
 
 FILE_FROM_BYTES = 1 << 20
 ALIGNMENT = 64
@@ -38,6 +39,8 @@ class Shipment:
     path: str | None = None
     sizes: tuple[int, ...] = ()
     """Bytes of each frame in the file. Frames begin at multiples of 64 bytes."""
+    host: str = ""
+    """The host that has the file, if the cluster has several."""
 
 
 serialization.PLAIN.add(Shipment)
@@ -49,8 +52,35 @@ def load(frames: list[Any], run_dir: Path) -> Shipment:
     if sum(sizes) >= FILE_FROM_BYTES:
         for folder in _folders(sum(map(_padded, sizes)), run_dir):
             with contextlib.suppress(OSError):  # no room after all
-                return Shipment(path=_write(frames, folder), sizes=sizes)
+                path, host = _write(frames, folder), os.environ.get(HOST, "")
+                return Shipment(path=path, sizes=sizes, host=host)
     return Shipment(frames=tuple(bytes(frame) for frame in frames))
+
+
+def write_parts(parts: Iterable[bytes], size: int, run_dir: Path) -> str:
+    """Write the file of a shipment that arrives from another host.
+
+    Args:
+        parts: The content of the file, in parts.
+        size: Its bytes.
+        run_dir: The cluster's run folder on this host.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: No folder has room.
+    """
+    folder, *_ = _folders(size, run_dir)
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            for part in parts:
+                _write_all(file, memoryview(part))
+    except BaseException:
+        os.unlink(path)
+        raise
+    return path
 
 
 def unload(shipment: Shipment) -> Any:

@@ -38,6 +38,10 @@ class StartView:
 
     def show(self, progress: Any) -> None:
         """Show a `cluster.startup.Progress`."""
+        if progress.hosts and not progress.assignments:
+            states = (f"{host} {state}" for host, state in progress.hosts.items())
+            self._show(f"hosts: {', '.join(states)}")
+            return
         devices = Counter(
             f"{each.gpu_name} on {each.host}" for each in progress.assignments
         )
@@ -67,12 +71,16 @@ class StartView:
 
 
 def rank_table(infos: Sequence[RankInfo], caption: str) -> Table:
-    """Rank, host, pid, device, memory, threads and transport."""
+    """The ranks: where each is, and what it may use."""
     header = ["rank", "host", "pid", "device", "memory", "threads", "transport"]
+    spans_hosts = len({info.host for info in infos}) > 1
+    if spans_hosts:
+        header[2:2] = ["local rank", "interface"]
     rows = [
         [
             info.rank,
             info.host,
+            *([info.local_rank, info.interface] if spans_hosts else []),
             info.pid,
             f"{info.device} ({info.device_name})" if info.device_uuid else info.device,
             bytes_text(info.memory_limit),

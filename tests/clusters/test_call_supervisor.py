@@ -11,7 +11,13 @@ import pytest
 
 from nbdist import Cluster
 from nbdist.clusters import call_supervisor
-from nbdist.clusters.call_supervisor import PROBE_S, STEADY_S, CallSupervisor, Waiting
+from nbdist.clusters.call_supervisor import (
+    PROBE_S,
+    STEADY_BETWEEN_HOSTS_S,
+    STEADY_S,
+    CallSupervisor,
+    Waiting,
+)
 from nbdist.ipc import endpoints
 from nbdist.wire import CollectiveCall
 
@@ -27,7 +33,8 @@ class Ranks:
         self.collective = BARRIER
         self.released: list[str] = []
         self.died: dict[int, object] = {}
-        self.infos = [SimpleNamespace(rank=rank) for rank in range(3)]
+        self.infos = [SimpleNamespace(rank=rank, host="a") for rank in range(3)]
+        self.answers: dict[int, object] = {}
         self._supervisor = CallSupervisor(self, None)  # type: ignore[arg-type]
         self._waiting: Waiting = {}
         monkeypatch.setattr(self._supervisor, "_busy", lambda: self.busy)
@@ -45,7 +52,10 @@ class Ranks:
     def look(self, seconds: float) -> None:
         """Have the supervisor look at the ranks again and again."""
         call: Any = SimpleNamespace(
-            paused={}, processes={0: "a", 1: "b", 2: "c"}, unfinished=self.infos[1:2]
+            paused={},
+            processes={0: "a", 1: "b", 2: "c"},
+            unfinished=self.infos[1:2],
+            answers=self.answers,
         )
         end = self.now + seconds
         while self.now < end:
@@ -79,6 +89,18 @@ def test_a_rank_whose_peers_have_all_arrived_is_not_released(ranks: Ranks) -> No
     ranks.busy = {1}
     ranks.look(10)
     assert ranks.released == []
+    ranks.answers[0] = SimpleNamespace(broken=True)  # it has left in the middle
+    ranks.look(STEADY_S + 2 * PROBE_S)
+    assert ranks.released
+
+
+def test_what_ranks_of_another_host_have_sent_has_time_to_arrive(ranks: Ranks) -> None:
+    ranks.infos[1].host = "b"
+    ranks.busy = {1}
+    ranks.look(STEADY_BETWEEN_HOSTS_S - PROBE_S)
+    assert ranks.released == []
+    ranks.look(3 * PROBE_S)
+    assert ranks.released
 
 
 SLOW_TO_PASS = """

@@ -120,6 +120,7 @@ def registry(
         client=SimpleNamespace(fail=lambda *_: None),
         process_supervisor=SimpleNamespace(run_dir=tmp_path, pids=[mpiexec.parent]),
         infos=[_info(rank, family) for rank, family in enumerate(ranks)],
+        hosts=None,
     )
     made = RankRegistry(started)
     yield made

@@ -48,11 +48,6 @@ strategy = nbdist.strategies.Mirrored()
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
-HOST_REFUSED = """
-import nbdist, pytest
-with pytest.raises(nbdist.UsageError, match="cannot start ranks on other hosts yet"):
-    nbdist.Cluster(hosts="a:4,b:4")
-"""
 
 Check = Cell | Kernel | str
 
@@ -92,8 +87,8 @@ ROWS: dict[str, Check] = {
     "--max-restarts": f"{SCRIPT}:test_all_ranks_begin_again_after_one_fails",
     "a snapshot that each restart": f"{ELASTIC}:"
     "test_a_killed_rank_is_replaced_within_the_cell",
-    "--nnodes 2": Kernel(HOST_REFUSED),
-    "--nnodes 1:4": "tests/clusters/test_membership.py",
+    "--nnodes 2": "tests/hosts/test_magics_on_hosts.py",
+    "--nnodes 1:4": "tests/hosts/test_elastic_hosts.py",
     "mp.spawn(train": f"{SCRIPT}:test_worlds_on_one_port_are_an_error_that_names_it",
     "the script outside": "tests/engine/test_torchrun.py:test_ranks_of_torchrun_join",
     "--standalone": "tests/security/test_ports.py",

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.ipc.loopback import free_ports
+from nbdist.ipc.ports import free_ports
 
 N = 3
 JOINS = """

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from nbdist import Cluster
-from nbdist.clusters.hosts.host_list import HostSlots, parse_hosts, slots_here
+from nbdist.clusters.hosts.host_list import (
+    HostSlots,
+    are_here,
+    parse_hosts,
+    read_hostfile,
+)
 from nbdist.errors import UsageError
 
 
@@ -33,12 +39,8 @@ def test_a_host_that_is_named_twice_is_refused() -> None:
 def test_this_host_has_several_names() -> None:
     own = socket.gethostname()
     for name in ("localhost", "127.0.0.1", own, f"{own}.example.org"):
-        assert slots_here(parse_hosts(f"{name}:3")) == 3
-
-
-def test_other_hosts_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"^-H nowhere: .*other hosts.*localhost:2"):
-        Cluster(hosts="localhost:2,nowhere:2")
+        assert are_here(parse_hosts(f"{name}:3"))
+    assert not are_here(parse_hosts("localhost:3,nowhere:2"))
 
 
 def test_the_slots_limit_the_ranks() -> None:
@@ -46,3 +48,32 @@ def test_the_slots_limit_the_ranks() -> None:
     assert Cluster(2, hosts="localhost:3", device="cpu").size == 2
     with pytest.raises(UsageError, match="-n 4 ranks on the 3 slots of -H localhost:3"):
         Cluster(4, hosts="localhost:3", device="cpu")
+
+
+def test_a_hostfile_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# our servers\nserver1 slots=4\n\nserver2:2  # old\nserver3\n")
+    assert read_hostfile(str(path)) == [
+        HostSlots("server1", 4),
+        HostSlots("server2", 2),
+        HostSlots("server3", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=2 max=3\n", "line 1: 'a slots=2 max=3' is not a host and its slots"),
+        ("a\nb 4\n", "line 2: 'b 4' is not"),
+        ("# nothing\n", "names no host"),
+        ("a:1\na:2\n", "names a more than once"),
+        ("a:0\n", "'a:0' is not a host and its slots"),
+    ],
+)
+def test_a_malformed_hostfile_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_hostfile(str(path))

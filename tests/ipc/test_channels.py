@@ -30,11 +30,15 @@ class Pair:
             there[0], back[1], self._accept, is_first=False, **options
         )
         self.threads = [
-            threading.Thread(target=lambda end=end: self.endings.append(end.run()))
+            threading.Thread(target=self._run, args=(end,))
             for end in (self.left, self.right)
         ]
         for thread in self.threads:
             thread.start()
+
+    def _run(self, end: Channels) -> None:
+        self.endings.append(end.run())
+        end.close()
 
     def _refuse(self, name: str) -> socket.socket:
         raise ConnectionRefusedError(name)
@@ -155,6 +159,7 @@ def test_a_stream_that_is_silent_has_been_cut():
     begun = time.monotonic()
     assert channels.run() == "nothing was heard for 1.5 s"
     assert 1.4 < time.monotonic() - begun < 10
+    channels.close()
     os.close(_other)
     os.close(_unread)
 
@@ -165,5 +170,6 @@ def test_what_is_no_frame_ends_the_stream():
     channels = Channels(source, sink, socket.socket, is_first=True, timeout_s=5)
     os.write(other, b"Welcome to server1!\n")
     assert channels.run() == "it has carried what is no frame"
+    channels.close()
     os.close(other)
     os.close(unread)

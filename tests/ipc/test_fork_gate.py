@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import select
+from pathlib import Path
 
 import pytest
 
+from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.fork_messages import ENGINE, GATE
 from nbdist.ipc.fork_server import Request, _Gate
+from nbdist.ipc.host_sockets import HOST
 
 
 def request(size: int | None = 3, *arguments: str, module: str = ENGINE) -> Request:
@@ -55,3 +58,18 @@ def test_a_process_that_does_not_start_with_others_does_not_wait(other: Request)
     for _ in range(3):
         gate.count(other)
     assert not is_open(gate)
+
+
+def test_the_ranks_of_other_hosts_are_not_waited_for(tmp_path: Path):
+    assignments = [
+        DeviceAssignment(rank, host, None, (), "CPU", False, None, 1)
+        for rank, host in enumerate(["a", "b", "b"])
+    ]
+    write_assignments(tmp_path, assignments)
+    on_b = request()
+    on_b.environment.update({HOST: "b", "NBDIST_RUN_DIR": str(tmp_path)})
+    gate = _Gate()
+    gate.count(on_b)
+    assert not is_open(gate)
+    gate.count(on_b)
+    assert is_open(gate)

@@ -82,6 +82,7 @@ def run_rounds(notebook: Notebook, rounds: int, seed: int) -> None:
         found = notebook.run("%dist_inspect round_number").text
         assert str(number) in found
         notebook.run("nbdist.cluster().collector.clear()")
+    notebook.run("%dist_stop")
 
 
 def test_no_step_is_lost_when_the_kernel_is_killed(kept_notebook: Notebook):

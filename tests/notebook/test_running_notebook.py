@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.ipc.loopback import free_ports
+from nbdist.ipc.ports import free_ports
 from tests.notebook.test_kernel import Notebook
 
 START = "%load_ext nbdist\n%dist_start -n 2{options}"

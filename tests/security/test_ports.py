@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nbdist import Cluster
-from nbdist.ipc import loopback
+from nbdist.ipc import ports
 from tests.security.attack import processes
 
 
@@ -21,7 +21,7 @@ def test_no_port_can_be_reached_from_another_host(cluster: Cluster):
     for process in processes(cluster):
         for port in process.net_connections("inet"):
             if port.status == psutil.CONN_LISTEN and port.laddr.ip != "127.0.0.1":
-                with loopback._socket_of(process.pid, port.fd) as listener:
+                with ports._socket_of(process.pid, port.fd) as listener:
                     name = listener.getsockopt(
                         socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16
                     )

@@ -19,7 +19,7 @@ from forked import Ended, Forked, first_ended
 
 import nbdist.horovod.basics
 import nbdist.horovod.optimizer  # so that the ranks have it when they are forked
-from nbdist.ipc.loopback import free_ports
+from nbdist.ipc.ports import free_ports
 
 __all__ = ["install", "run"]
 

@@ -20,7 +20,7 @@ from torch.testing._internal import common_distributed
 from nbdist.collectives import Group, set_default_group
 from nbdist.collectives.torch_backend.registration import register
 from nbdist.engine import torchrun_bootstrap
-from nbdist.ipc.loopback import free_ports
+from nbdist.ipc.ports import free_ports
 
 from mpi4py import MPI  # isort: skip # nbdist decides when it is initialised
 

@@ -1,15 +1,28 @@
-"""Lists of hosts and slots, as in `horovodrun -H`."""
+"""Lists of hosts and slots, as in `horovodrun -H` and in hostfiles."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
 from nbdist.ipc.resources import is_this_host
 
-__all__ = ["HostSlots", "parse_hosts", "slots_here"]
+__all__ = [
+    "HostSlots",
+    "are_here",
+    "discover_hosts",
+    "hosts_of",
+    "nodes_of",
+    "parse_hosts",
+    "read_hostfile",
+]
+
+DISCOVERY_TIMEOUT_S = 20.0
 
 _ENTRY = re.compile(r"(?P<name>[\w.-]+|\[[\da-fA-F:]+\])(?::(?P<slots>\d+))?")
 
@@ -23,8 +36,12 @@ class HostSlots:
     """The most ranks that run on the host."""
 
 
-def parse_hosts(text: str) -> list[HostSlots]:
+def parse_hosts(text: str, source: str = "-H") -> list[HostSlots]:
     """Parse hosts such as "server1:4,server2:4". A host without a number has one slot.
+
+    Args:
+        text: The text.
+        source: Where it comes from, for an error's message.
 
     Raises:
         UsageError: The text is malformed, or names a host twice.
@@ -35,28 +52,126 @@ def parse_hosts(text: str) -> list[HostSlots]:
         slots = int(found["slots"] or 1) if found else 0
         if found is None or slots < 1:
             raise UsageError(
-                f"-H {text!r}: {part.strip()!r} is not a host and its slots: expected "
-                "such as localhost:4, or server1:4,server2:4"
+                f"{source} {text!r}: {part.strip()!r} is not a host and its slots: "
+                "expected such as localhost:4, or server1:4,server2:4"
             )
         hosts.append(HostSlots(found["name"], slots))
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"-H {text!r} names {', '.join(twice)} more than once")
+        raise UsageError(f"{source} {text!r} names {', '.join(twice)} more than once")
     return hosts
 
 
-def slots_here(hosts: Sequence[HostSlots]) -> int:
-    """The number of slots of this host, which must be the only host.
+def read_hostfile(path: str) -> list[HostSlots]:
+    """Read a file of hosts, as Open MPI and horovodrun do.
+
+    Each line names a host, and may name its slots as "slots=4" or ":4". A "#" begins a
+    comment.
 
     Raises:
-        UsageError: Another host is named. No launcher starts ranks there yet.
+        UsageError: The file cannot be read, a line is malformed, or names no host.
     """
-    others = [host.name for host in hosts if not is_this_host(host.name)]
-    if others:
-        raise UsageError(
-            f"-H {', '.join(others)}: nbdist cannot start ranks on other hosts yet: "
-            f"use -H localhost:{hosts[0].slots}, or start a script on these hosts with "
-            "mpiexec and nbdist.init()"
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path}: {error}") from error
+    return _parse_lines(text, f"--hostfile {path}")
+
+
+def discover_hosts(script: str) -> list[HostSlots]:
+    """Run a script that prints hosts, as horovodrun's --host-discovery-script.
+
+    Raises:
+        UsageError: It does not exist, fails, or prints something else.
+    """
+    source = f"--host-discovery {script}"
+    path = Path(script).expanduser().absolute()
+    try:
+        done = subprocess.run(
+            [str(path)],
+            capture_output=True,
+            text=True,
+            timeout=DISCOVERY_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
         )
-    return sum(host.slots for host in hosts)
+    except subprocess.CalledProcessError as error:
+        last = "".join(error.stderr.strip().splitlines()[-1:])
+        code = error.returncode
+        raise UsageError(f"{source} ended with exit code {code}: {last}") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UsageError(f"{source}: {error}") from error
+    return _parse_lines(done.stdout, source)
+
+
+def _parse_lines(text: str, source: str) -> list[HostSlots]:
+    """The hosts of the lines of a text, such as "server1 slots=4" or "server1:4".
+
+    Args:
+        text: The text.
+        source: Where it comes from, for an error's message.
+
+    Raises:
+        UsageError: A line is malformed, or there is no host.
+    """
+    entries = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = [word for word in words[1:] if re.fullmatch(r"slots=\d+", word)]
+        if len(words) > 2 or len(words) != 1 + len(slots):
+            raise UsageError(
+                f"{source}, line {number}: {line.strip()!r} is not a host and its "
+                "slots: expected such as server1 slots=4"
+            )
+        entries.append(":".join([words[0], *(s.partition("=")[2] for s in slots)]))
+    if not entries:
+        raise UsageError(f"{source} names no host")
+    return parse_hosts(",".join(entries), source)
+
+
+def hosts_of(config: ClusterConfig) -> list[HostSlots]:
+    """The hosts that the options name, with their slots; [] if they name none.
+
+    Raises:
+        UsageError: The options exclude each other, or are malformed.
+    """
+    given = {
+        "-H": config.hosts,
+        "--hostfile": config.hostfile,
+        "--host-discovery": config.host_discovery,
+    }
+    named = [f"{option} {value}" for option, value in given.items() if value]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)}: name the hosts once")
+    if config.hosts is not None:
+        return parse_hosts(config.hosts)
+    if config.hostfile is not None:
+        return read_hostfile(config.hostfile)
+    script = config.host_discovery
+    return [] if script is None else discover_hosts(script)
+
+
+def nodes_of(text: str | None) -> tuple[int | None, int | None]:
+    """The fewest and the most hosts, of "3" or "1:3"; None for no such limit.
+
+    Raises:
+        UsageError: The text has another form.
+    """
+    if text is None:
+        return None, None
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    least = int(found[1]) if found else 0
+    most = int(found[2] or least) if found else 0
+    if not 0 < least <= most:
+        raise UsageError(
+            f"--nnodes {text!r}: expected a number of hosts, or such as 1:3"
+        )
+    return least, most
+
+
+def are_here(hosts: Sequence[HostSlots]) -> bool:
+    """Whether all of the hosts are this host."""
+    return all(is_this_host(host.name) for host in hosts)

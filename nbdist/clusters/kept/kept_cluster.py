@@ -19,6 +19,7 @@ import psutil
 from nbdist.clusters.cluster import Cluster
 from nbdist.clusters.comm_receiver import IGNORED, CommReceiver
 from nbdist.clusters.futures import BackgroundCalls
+from nbdist.clusters.hosts.host_list import HostSlots
 from nbdist.clusters.kept import directory
 from nbdist.clusters.kept.link import Callbacks, Link, Unasked
 from nbdist.clusters.kept.messages import (
@@ -56,6 +57,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc.fork_messages import socket_address
 from nbdist.ipc.private_files import make_run_folder, remove_folders
+from nbdist.ipc.shm_payload import Shipment
 from nbdist.telemetry.collector import Collector
 from nbdist.widgets.user_input import UserInput
 from nbdist.wire import CommMessage, RankInfo
@@ -304,9 +306,17 @@ class KeptCluster(Cluster):
         self._request("restart", at_once=True, on_progress=on_progress)
         return self
 
-    def scale(self, n: int, *, drop: bool = False) -> str:
+    def scale(
+        self,
+        n: int | None = None,
+        *,
+        hosts: str | Sequence[HostSlots] | None = None,
+        drop: bool = False,
+    ) -> str:
         """As `Cluster.scale`."""
-        note: str = self._request("scale", n, drop=drop, at_once=self._background.busy)
+        note: str = self._request(
+            "scale", n, hosts=hosts, drop=drop, at_once=self._background.busy
+        )
         return note
 
     def replace(self, ranks: Iterable[int]) -> None:
@@ -442,6 +452,12 @@ class KeptCluster(Cluster):
             needs_all=needs_all,
         )
         return values
+
+    def _synchronize(self) -> None:
+        """Do nothing, because the server does it."""
+
+    def _forget(self, shipment: Shipment) -> None:
+        self._look("_forget", shipment)
 
     def _select(self, ranks: Iterable[int] | None) -> list[int]:
         self._await_background()

@@ -30,10 +30,14 @@ class Launcher(ABC):
         """The command line that runs `command` on `n` ranks."""
 
     @abstractmethod
-    def environment(self, n: int, run_dir: Path) -> Mapping[str, str]:
+    def environment(
+        self, n: int, run_dir: Path, interface: str | None = None
+    ) -> Mapping[str, str]:
         """The environment variables to add for the command line of `argv`.
 
         Args:
-            n: The number of ranks.
-            run_dir: The cluster's run folder, for files of the launcher.
+            n: The number of ranks on this host.
+            run_dir: The cluster's run folder on this host, for files of the launcher.
+            interface: This host's interface in the network of the ranks; None if all
+                ranks are on this host.
         """

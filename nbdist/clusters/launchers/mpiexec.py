@@ -60,17 +60,28 @@ class Mpiexec(Launcher):
         binding = ["--bind-to", "none"]
         return [self._path, *fault_tolerance, *binding, "-n", str(n), *command]
 
-    def environment(self, n: int, run_dir: Path) -> Mapping[str, str]:
+    @property
+    def prefix(self) -> Path:
+        """The folder in which MPI is installed."""
+        return Path(self._path).parents[1]
+
+    def environment(
+        self, n: int, run_dir: Path, interface: str | None = None
+    ) -> Mapping[str, str]:
         variables = _home() | _library_of(self._path, self.is_open_mpi, run_dir)
         if not self.is_open_mpi:
             return variables
         folder = rendezvous_folder(run_dir)
+        shared = "sm,tcp" if self.is_fault_tolerant else "vader"
         variables |= {
-            # All ranks are on one host, so only the loopback interface is announced. A
+            # If all ranks are on one host, only the loopback interface is announced. A
             # rank's tcp transport, through which a new rank joins, and PRRTE's daemon
-            # still bind ports to every address. ipc.loopback binds them to loopback.
-            "OMPI_MCA_btl": "self,sm,tcp" if self.is_fault_tolerant else "self,vader",
-            "OMPI_MCA_btl_tcp_if_include": "lo",
+            # still bind ports to every address. ipc.ports binds them to loopback.
+            #
+            # If they are on several hosts, the launcher sees them all on its own, and
+            # Open MPI would share memory between hosts.
+            "OMPI_MCA_btl": f"self,{shared if interface is None else 'tcp'}",
+            "OMPI_MCA_btl_tcp_if_include": interface or "lo",
             "OMPI_MCA_btl_tcp_disable_family": "6",
             # `--with-ft` applies only to the first ranks. Without the first of these
             # variables, the death of a spawned rank ends all spawned ranks. Without the

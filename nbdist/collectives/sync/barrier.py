@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from mpi4py import MPI
 
-from nbdist.collectives.sync.wait import Check, abandon, complete
+from nbdist.collectives.sync.wait import Check, abandon, are_over, complete
 
 __all__ = ["RECORD_BYTES", "Barrier", "MessageBarrier"]
 
@@ -102,11 +102,11 @@ class MessageBarrier(Barrier):
         return [
             peer
             for peer, request in zip(self._peers, self._requests, strict=False)
-            if not request.Test()
+            if not are_over([request])
         ]
 
     def close(self) -> None:
-        if MPI.Request.Testall(self._requests):
+        if are_over(self._requests):
             for request in self._requests:
                 request.Free()
         else:

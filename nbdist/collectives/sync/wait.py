@@ -16,6 +16,7 @@ __all__ = [
     "Hooks",
     "Swap",
     "abandon",
+    "are_over",
     "complete",
     "seconds",
     "wait_until",
@@ -87,13 +88,14 @@ def abandon(requests: Sequence[MPI.Request], *buffers: object) -> None:
 
     Otherwise a late message could overwrite memory that Python uses again.
     """
-    _abandoned[:] = [entry for entry in _abandoned if not _over(entry[0])]
+    _abandoned[:] = [entry for entry in _abandoned if not are_over(entry[0])]
     _abandoned.append((list(requests), buffers))
 
 
-def _over(requests: list[MPI.Request]) -> bool:
+def are_over(requests: Sequence[MPI.Request]) -> bool:
+    """Whether MPI has finished all requests, with success or an error."""
     try:
-        return MPI.Request.Testall(requests)
+        return MPI.Request.Testall(list(requests))
     except MPI.Exception:  # revoked, or the peer has died: MPI has finished
         return True
 

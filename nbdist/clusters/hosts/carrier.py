@@ -1,0 +1,124 @@
+"""Carries the files of large values between the hosts of a cluster.
+
+A value travels once to each host, whose ranks then map one file, as the ranks of the
+notebook's host do (`ipc.shm_payload`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import ClusterError, TransferError
+from nbdist.ipc import private_files, shm_payload
+from nbdist.ipc.shm_payload import Shipment
+
+if TYPE_CHECKING:
+    from nbdist.clusters.hosts.hosts import Hosts
+    from nbdist.clusters.hosts.remote_host import RemoteHost
+
+__all__ = ["Carrier", "ScriptPath"]
+
+
+class ScriptPath(str):
+    """The path of a script on the notebook's host, as an argument for ranks."""
+
+    __slots__ = ()
+
+
+class Carrier:
+    """Brings shipments to the host where they are needed.
+
+    Args:
+        hosts: The hosts; None if there is one.
+        run_dir: The cluster's run folder on the notebook's host.
+    """
+
+    def __init__(self, hosts: Hosts | None, run_dir: Path) -> None:
+        self._hosts, self._run_dir = hosts, run_dir
+        self._copies: dict[str, dict[str, Shipment]] = {}
+        """The copies of a shipment of this host on others, by its path and host."""
+
+    def here(self, value: Any) -> Any:
+        """A value of a rank's answer, with its file on this host.
+
+        Raises:
+            TransferError: The value's host does not send it.
+        """
+        host = self._elsewhere(value)
+        if host is None:
+            return value
+        folder = private_files.memory_folder(self._run_dir)
+        descriptor, path = tempfile.mkstemp(dir=folder)
+        with os.fdopen(descriptor, "wb") as file:
+            try:
+                self._of(host).ask("fetch", into=file, path=value.path)
+            except BaseException as error:
+                Path(path).unlink()
+                if not isinstance(error, (ClusterError, OSError)):
+                    raise
+                raise TransferError(f"a value could not be copied: {error}") from error
+            finally:
+                self.discard(value)
+        return replace(value, path=path, host="")
+
+    def to(self, host: str, value: Any) -> Any:
+        """An argument for a rank, with its file on the rank's host.
+
+        Raises:
+            TransferError: The host does not take it.
+            UsageError: The host does not have a script.
+        """
+        if isinstance(value, ScriptPath) and self._hosts is not None:
+            return self._hosts.script_on(host, str(value))
+        if not isinstance(value, Shipment) or value.path is None or self._hosts is None:
+            return value
+        if host not in self._hosts.others:  # the notebook's
+            return value
+        copies = self._copies.setdefault(value.path, {})
+        if host not in copies:
+            path = Path(value.path)
+            try:
+                size = path.stat().st_size
+                there = self._of(host).ask("put", body=path, size=size)
+            except (ClusterError, OSError) as error:
+                raise TransferError(f"a value could not be copied: {error}") from error
+            copies[host] = replace(value, path=there)
+        return copies[host]
+
+    def discard(self, value: Any) -> None:
+        """Remove the files of a shipment on all hosts; ignores other values."""
+        if not isinstance(value, Shipment) or value.path is None:
+            return
+        host = self._elsewhere(value)
+        if host is not None:
+            self._remove(host, value.path)
+            return
+        shm_payload.discard(value)
+        for name, copy in self._copies.pop(value.path, {}).items():
+            assert copy.path is not None
+            self._remove(name, copy.path)
+
+    def refuse(self, values: Iterable[Any]) -> None:
+        """Discard those of the values that are shipments."""
+        for value in values:
+            self.discard(value)
+
+    def _of(self, host: str) -> RemoteHost:
+        assert self._hosts is not None
+        return self._hosts.others[host]
+
+    def _elsewhere(self, value: Any) -> str | None:
+        """The host that has the file of a shipment; None if it is this host."""
+        if not isinstance(value, Shipment) or value.path is None or self._hosts is None:
+            return None
+        return value.host if value.host in self._hosts.others else None
+
+    def _remove(self, host: str, path: str) -> None:
+        with contextlib.suppress(ClusterError):  # its files are removed with it
+            self._of(host).ask("remove", path=path)

@@ -1,0 +1,59 @@
+"""Follows a script that prints the hosts, as horovodrun's --host-discovery-script."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from nbdist.clusters.hosts.host_list import HostSlots, discover_hosts
+from nbdist.errors import UsageError
+
+__all__ = ["HostDiscovery"]
+
+PERIOD_S = 2.0
+"""Seconds between two runs of the script."""
+
+
+class HostDiscovery:
+    """Runs the script again and again, on a thread.
+
+    Args:
+        script: The path of the script.
+        hosts: What it has printed last.
+        adopt: Called with the hosts when they have changed.
+        on_note: Called when the script fails for the first time in a row.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        hosts: Sequence[HostSlots],
+        adopt: Callable[[Sequence[HostSlots]], None],
+        on_note: Callable[[str], None],
+    ) -> None:
+        self._script, self._hosts = script, list(hosts)
+        self._adopt, self._on_note = adopt, on_note
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="nbdist-host-discovery", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Run the script no more. A second close does nothing."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        failed = False
+        while not self._ended.wait(PERIOD_S):
+            try:
+                found = discover_hosts(self._script)
+            except UsageError as error:
+                if not failed:
+                    self._on_note(f"{error}; the ranks stay where they are")
+                failed = True
+                continue
+            failed = False
+            if found != self._hosts and not self._ended.is_set():
+                self._hosts = found
+                self._adopt(found)

@@ -1,0 +1,553 @@
+"""The hosts of a cluster whose ranks are not all on the notebook's host."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nbdist.clusters.fork_server_client import hash_seed
+from nbdist.clusters.hosts.folder_sync import FolderSync, Stamp, difference
+from nbdist.clusters.hosts.host_list import HostSlots, nodes_of
+from nbdist.clusters.hosts.machine import Gpu, Host
+from nbdist.clusters.hosts.preflight import CONNECT_TIMEOUT_S, Preflight
+from nbdist.clusters.hosts.reach import Address
+from nbdist.clusters.hosts.remote_host import RemoteHost
+from nbdist.clusters.hosts.remote_shell import RemoteShell, Ssh
+from nbdist.clusters.placement import assign_devices
+from nbdist.clusters.resize import Resize
+from nbdist.clusters.supervisor_client import SupervisorClient
+from nbdist.config import ClusterConfig
+from nbdist.errors import ClusterError, StartError, UsageError
+from nbdist.ipc.device_assignment import DeviceAssignment
+from nbdist.ipc.flight_record import FlightRecord, Key, known_calls, read_known
+from nbdist.ipc.host_sockets import HOST
+from nbdist.ipc.resources import is_this_host
+
+__all__ = ["Hosts"]
+
+AT_ONCE = 32
+BEGIN_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 10.0
+OF_THE_USER = (
+    "CUDA_LAUNCH_BLOCKING", "GLOO_", "HF_", "MKL_", "NBDIST_", "NCCL_", "OMP_",
+    "PYTHONHASHSEED", "PYTORCH_", "TOKENIZERS_", "TORCH_",
+)  # fmt: skip
+"""The beginnings of the notebook's environment variables that apply on other hosts."""
+T = TypeVar("T")
+
+
+class Hosts:
+    """The hosts in a list, in its order.
+
+    Args:
+        slots: The hosts and their slots.
+        config: The options of the cluster.
+    """
+
+    def __init__(self, slots: Sequence[HostSlots], config: ClusterConfig) -> None:
+        self._config = config
+        self._shell: RemoteShell = Ssh(config.ssh, min(10.0, config.timeout_s))
+        self._slots: list[HostSlots] = []
+        self._here: str | None = None
+        """The name of this host in the list; None if it is not in the list."""
+        self.others: dict[str, RemoteHost] = {}
+        """The other hosts, by name; also those that have left the list."""
+        self._set_slots(slots)
+        self._machines: dict[str, Host] = {}
+        self._addresses: dict[str, Address] = {}
+        self._supervisor: SupervisorClient | None = None
+        self._begin: dict[str, Any] = {}
+        self._controller: dict[str, Any] = {}
+        least, self._most = nodes_of(config.nnodes)
+        self._least = len(slots) if least is None else least
+        """The fewest hosts with which ranks start."""
+        self._sync = None if config.sync is None else FolderSync(config.sync)
+        self._copies: dict[str, _Copy] = {}
+        """The copies of that folder, by host."""
+        self.notes: list[str] = []
+        """What the user should know about the hosts."""
+
+    def _set_slots(self, slots: Sequence[HostSlots]) -> None:
+        self._slots = list(slots)
+        self._here = next((s.name for s in slots if is_this_host(s.name)), None)
+        python = self._config.python or sys.executable
+        for each in slots:
+            if each.name != self._here and each.name not in self.others:
+                host = RemoteHost(each.name, self._shell, python)
+                self.others[each.name] = host
+
+    def connect(
+        self,
+        supervisor: SupervisorClient,
+        deadline: float,
+        on_progress: Callable[[Mapping[str, str]], None],
+    ) -> None:
+        """Connect the other hosts, and check all of them.
+
+        Args:
+            supervisor: Holds the links.
+            deadline: On the monotonic clock.
+            on_progress: Called with the state of each other host.
+
+        Raises:
+            StartError: A host cannot take part.
+        """
+        self._supervisor = supervisor
+        self._addresses, self._begin, self._controller = {}, {}, {}
+        self._copies = {}
+        preflight = self._check(self._in_list, deadline, on_progress)
+        good = [each for each in self._slots if each.name not in preflight.problems]
+        if not preflight.problems or len(good) >= self._least:
+            for name, problem in preflight.problems.items():
+                self.others[name].disconnect()
+                self.notes.append(f"host {name} takes no part: {problem.what}")
+            return
+        raise StartError(preflight.table())
+
+    @property
+    def _in_list(self) -> list[RemoteHost]:
+        """The other hosts in the list."""
+        return [self.others[s.name] for s in self._slots if s.name != self._here]
+
+    def _check(
+        self,
+        new: Sequence[RemoteHost],
+        deadline: float,
+        on_progress: Callable[[Mapping[str, str]], None],
+    ) -> Preflight:
+        """Connect hosts, and check all that are in the list."""
+        assert self._supervisor is not None
+        for host in new:
+            host.connect(self._supervisor, self._config.host_timeout_s)
+
+        def show() -> None:
+            states = ("connecting", "connected")
+            on_progress({h.name: states[h.is_connected] for h in self._in_list})
+
+        order = [each.name for each in self._slots]
+        preflight = Preflight(
+            self._in_list, self._here, order, self._config.interface, self._addresses
+        )
+        preflight.run(deadline, show)
+        for name in preflight.addresses:
+            told = preflight.facts[name]["machine"]
+            self._machines[name] = _machine(name, told)
+        self._addresses |= preflight.addresses
+        self.notes = preflight.notes
+        if self._sync is not None and self._sync.left_out:
+            names = ", ".join(self._sync.left_out[:5])
+            self.notes.append(f"--sync leaves out files above 50 MB, such as {names}")
+        return preflight
+
+    def adopt(self, slots: Sequence[HostSlots]) -> list[HostSlots]:
+        """Replace the list of hosts. Connected hosts stay connected.
+
+        Returns:
+            The list before.
+        """
+        before = self._slots
+        self._set_slots(slots)
+        return before
+
+    @property
+    def listed(self) -> list[HostSlots]:
+        """The list of hosts."""
+        return list(self._slots)
+
+    @property
+    def _usable(self) -> list[HostSlots]:
+        """The hosts in the list that are connected, as many as may be used."""
+        there = [each for each in self._slots if self._has(each)]
+        return there[: self._most]
+
+    def resize(self, n: int, assignments: Sequence[DeviceAssignment]) -> Resize:
+        """The change of the world to `n` ranks on the hosts of the list.
+
+        Ranks without a slot leave, and the last ones if there are more than `n`.
+
+        Args:
+            n: The new number of ranks.
+            assignments: Those of the ranks that run.
+        """
+        left = {each.name: each.slots for each in self._slots}
+        staying = []
+        for rank, assignment in enumerate(assignments):
+            left[assignment.host] = left.get(assignment.host, 0) - 1
+            if left[assignment.host] >= 0:
+                staying.append(rank)
+        kept = set(staying[:n])
+        return Resize(n, tuple(r for r in range(len(assignments)) if r not in kept))
+
+    def disconnect_unused(self, assignments: Sequence[DeviceAssignment]) -> None:
+        """End the links to hosts that have left the list and have no rank."""
+        named = {each.name for each in self._slots}
+        used = {each.host for each in assignments}
+        for name, host in self.others.items():
+            if name not in named | used and host.is_connected:
+                host.disconnect()
+
+    def make_room(self, count: int, assignments: Sequence[DeviceAssignment]) -> None:
+        """Connect hosts of the list that are not, if there are too few free slots.
+
+        Args:
+            count: The number of slots that must be free.
+            assignments: Those of the ranks that run.
+
+        Raises:
+            UsageError: There are too few. The message has the problem of each host.
+        """
+        new = [host for host in self._in_list if not host.is_connected]
+        if self._free_slots(assignments) >= count or not new:
+            return
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        preflight = self._check(new, deadline, lambda _: None)
+        bad = [host for host in new if host.name in preflight.problems]
+        for host in bad:
+            host.disconnect()
+        good = [host for host in new if host not in bad]
+        try:
+            self._prepare(good, {})
+        except ClusterError as error:
+            raise UsageError(str(error)) from error
+        if self._free_slots(assignments) < count and preflight.problems:
+            raise UsageError(preflight.table())
+
+    def first_assignments(self, n: int) -> list[DeviceAssignment]:
+        """The device assignments of the first ranks.
+
+        Args:
+            n: The number of ranks, or fewer if hosts may be left out.
+
+        Raises:
+            UsageError: As for `assign`.
+        """
+        free = self._free_slots(())
+        return self.assign(min(n, free) if self._config.nnodes else n)
+
+    def assign(
+        self, n: int, before: Sequence[DeviceAssignment] = ()
+    ) -> list[DeviceAssignment]:
+        """The device assignments of ranks.
+
+        The ranks fill the slots of one host after the other.
+
+        Args:
+            n: The number of ranks to add.
+            before: The assignments of the ranks that run.
+
+        Returns:
+            Those of the added ranks.
+
+        Raises:
+            UsageError: The hosts have too few free slots, or a host has too few GPUs or
+                cores or too little memory.
+        """
+        added: list[DeviceAssignment] = []
+        for each in self._usable:
+            machine = self._machines[each.name]
+            running = sum(there.host == each.name for there in before)
+            count = min(each.slots - running, n - len(added))
+            if count <= 0:
+                continue
+            config = replace(self._config, n=running + count)
+            found = assign_devices(config, machine, running)[running:]
+            first = len(before) + len(added)
+            place = self._addresses[each.name]
+            added += [
+                replace(
+                    one,
+                    rank=first + number,
+                    address=place.address,
+                    interface=place.interface,
+                )
+                for number, one in enumerate(found)
+            ]
+        if len(added) < n:
+            named = ", ".join(f"{each.name}:{each.slots}" for each in self._usable)
+            raise UsageError(
+                f"-n {len(before) + n}: the hosts {named} have {len(added)} free slots"
+            )
+        return added
+
+    def moved(
+        self, died: Iterable[int], assignments: Sequence[DeviceAssignment]
+    ) -> dict[int, DeviceAssignment | None]:
+        """New device assignments for dead ranks whose host is lost.
+
+        Args:
+            died: The dead ranks.
+            assignments: Those of all ranks.
+
+        Returns:
+            By rank. None if no other host has a free slot.
+        """
+        homeless = [rank for rank in died if self.why_lost(assignments[rank].host)]
+        if not homeless:
+            return {}
+        kept = [a for rank, a in enumerate(assignments) if rank not in homeless]
+        free = min(self._free_slots(kept), len(homeless))
+        found: list[DeviceAssignment | None] = []
+        with contextlib.suppress(UsageError):  # another host is out of memory
+            found += self.assign(free, kept)
+        found += [None] * (len(homeless) - len(found))
+        return dict(zip(sorted(homeless), found, strict=True))
+
+    def _free_slots(self, assignments: Sequence[DeviceAssignment]) -> int:
+        used = [each.host for each in assignments]
+        free = (each.slots - used.count(each.name) for each in self._usable)
+        return sum(max(0, count) for count in free)
+
+    def _has(self, slots: HostSlots) -> bool:
+        """Whether a host is connected."""
+        other = self.others.get(slots.name)
+        return other is None or other.is_connected
+
+    def begin(
+        self,
+        assignments: Iterable[DeviceAssignment],
+        variables: Mapping[str, str],
+        work_dir: str,
+    ) -> None:
+        """Have the other hosts prepare to start ranks.
+
+        Args:
+            assignments: Those of all ranks.
+            variables: Environment variables for the ranks.
+            work_dir: The working folder of the ranks.
+
+        Raises:
+            ClusterError: A host does not answer, or has no room.
+        """
+        own = {k: v for k, v in os.environ.items() if k.startswith(OF_THE_USER)}
+        of_all = {
+            **own,
+            **variables,
+            "PYTHONHASHSEED": hash_seed(),
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        }
+        self._begin = {"variables": of_all, "work_dir": work_dir, "path": [*sys.path]}
+        counts = Counter(each.host for each in assignments)
+        self._prepare(self._connected, counts)
+
+    def _prepare(self, hosts: Sequence[RemoteHost], counts: Mapping[str, int]) -> None:
+        """Have hosts prepare to start ranks.
+
+        Args:
+            hosts: The hosts, which are connected.
+            counts: The number of ranks on each. Default: the number of its slots.
+
+        Raises:
+            ClusterError: A host does not answer, or has no room.
+        """
+        slots = {each.name: each.slots for each in self._slots}
+
+        def prepare(host: RemoteHost) -> None:
+            self._open_copy(host)
+            path = [self.path_on(host.name, each) for each in self._begin["path"]]
+            variables = {
+                **self._begin["variables"],
+                **self.variables(host.name),
+                "NBDIST_WORK_DIR": self.path_on(host.name, self._begin["work_dir"]),
+                "NBDIST_PATH": os.pathsep.join(path),
+            }
+            host.ask(
+                "begin",
+                n=counts.get(host.name, slots[host.name]),
+                interface=self._addresses[host.name].interface,
+                variables=variables,
+                mpiexec=self._config.mpiexec,
+                timeout_s=BEGIN_TIMEOUT_S,
+            )
+            if self._controller:
+                host.ask("connect_controller", connection=self._controller)
+
+        _of_all(hosts, prepare)
+
+    # -- the copied folder -----------------------------------------------------------
+
+    def _open_copy(self, host: RemoteHost) -> None:
+        """Find or make the copy on a host, and bring it up to date."""
+        if self._sync is not None:
+            told = host.ask("open_copy", name=self._sync.name)
+            stamps = {name: tuple(stamp) for name, stamp in told["stamps"].items()}
+            self._copies[host.name] = _Copy(told["folder"], stamps)
+            self._update_copy(host, self._sync.stamps())
+
+    def _update_copy(self, host: RemoteHost, stamps: Mapping[str, Stamp]) -> None:
+        """Send a host what has changed."""
+        assert self._sync is not None
+        copy = self._copies[host.name]
+        changed, removed = difference(stamps, copy.stamps)
+        if changed or removed:
+            packed = self._sync.packed(changed)
+            name = self._sync.name
+            host.ask("update_copy", body=packed, name=name, removed=removed)
+            copy.stamps = dict(stamps)
+
+    def synchronize(self) -> None:
+        """Send the other hosts what has changed in the copied folder.
+
+        Raises:
+            ClusterError: A host has no room.
+            UsageError: The folder has too many files.
+        """
+        if self._sync is None:
+            return
+        stamps = self._sync.stamps()
+
+        def update(host: RemoteHost) -> None:
+            try:
+                self._update_copy(host, stamps)
+            except ClusterError:
+                if not host.why_lost:
+                    raise
+
+        _of_all([h for h in self._connected if h.name in self._copies], update)
+
+    def path_on(self, host: str, path: str) -> str:
+        """The path of a file on a host, which may be that in the copied folder."""
+        copy = self._copies.get(host)
+        if copy is None or self._sync is None or not path:
+            return path
+        return self._sync.path_in_copy(path, copy.folder) or path
+
+    def script_on(self, host: str, path: str) -> str:
+        """The path of a script on a host.
+
+        Raises:
+            UsageError: The host does not have it.
+        """
+        there = self.path_on(host, path)
+        other = self.others.get(host)
+        if other is not None and not other.ask("exists", path=there):
+            raise UsageError(
+                f"host {host} has no {there}: start the cluster with --sync and the "
+                "script's folder, which is then copied to the hosts"
+            )
+        return there
+
+    def variables(self, name: str | None = None) -> dict[str, str]:
+        """The environment variables that tell rank parents and ranks where they are.
+
+        Args:
+            name: The ranks' host. Default: this host, on which there may be none.
+        """
+        return {HOST: (self._here or "") if name is None else name}
+
+    @property
+    def interface(self) -> str | None:
+        """This host's interface in the network of the ranks; None if it has no rank."""
+        return None if self._here is None else self._addresses[self._here].interface
+
+    def is_here(self, assignment: DeviceAssignment) -> bool:
+        """Whether a rank is on this host."""
+        return assignment.host == self._here
+
+    def connect_controller(self, connection: dict[str, Any]) -> None:
+        """Let the ranks of the other hosts reach the controller.
+
+        Args:
+            connection: The content of its file for engines.
+
+        Raises:
+            ClusterError: A host does not answer.
+        """
+        self._controller = connection
+        _of_all(
+            self._connected,
+            lambda host: host.ask("connect_controller", connection=connection),
+        )
+
+    def flight_records(self, folder: Path) -> list[FlightRecord]:
+        """The flight records of all hosts, as `flight_record.read_folder` reads them.
+
+        The times are those of this host's monotonic clock, as exact as the hosts'
+        clocks agree.
+
+        Args:
+            folder: The folder of this host's records.
+        """
+        known = known_calls(folder)
+        for keys in self._records(None):
+            known |= keys
+        found = read_known(folder, known)
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        for records in self._records(known):
+            found += [record.shifted(offset_ns) for record in records]
+        return found
+
+    def _records(self, known: set[Key] | None) -> list[Any]:
+        """The other hosts' records of known calls; for None, the calls' keys."""
+        wanted = pickle.dumps(known)
+
+        def ask(host: RemoteHost) -> Any:
+            answer = io.BytesIO()
+            try:
+                host.ask("flight_records", body=wanted, into=answer)
+            except ClusterError:  # it was lost
+                return ()
+            return pickle.loads(answer.getbuffer())
+
+        return _of_all(self._connected, ask)
+
+    def remove_flight_records(self, kept: Iterable[str]) -> None:
+        """Remove the records of all processes but these."""
+        names = list(kept)
+
+        def ask(host: RemoteHost) -> None:
+            with contextlib.suppress(ClusterError):  # it was lost
+                host.ask("remove_flight_records", kept=names)
+
+        _of_all(self._connected, ask)
+
+    def end(self) -> None:
+        """End all processes on the other hosts, and wait for that."""
+
+        def end(host: RemoteHost) -> None:
+            # Where it cannot be reached, it ends by itself.
+            with contextlib.suppress(ClusterError):
+                host.ask("end", timeout_s=END_TIMEOUT_S)
+
+        _of_all(self._connected, end)
+
+    @property
+    def _connected(self) -> list[RemoteHost]:
+        return [host for host in self.others.values() if host.is_connected]
+
+    def why_lost(self, name: str) -> str:
+        """Why a host was lost; "" if it was not."""
+        host = self.others.get(name)
+        return "" if host is None else host.why_lost
+
+
+@dataclass
+class _Copy:
+    """The copy of the synchronized folder on a host."""
+
+    folder: str
+    stamps: dict[str, Stamp]
+    """What it has."""
+
+
+def _of_all(hosts: Sequence[RemoteHost], ask: Callable[[RemoteHost], T]) -> list[T]:
+    """Call a function for hosts at once."""
+    if not hosts:
+        return []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(ask, hosts))
+
+
+def _machine(name: str, told: dict[str, Any]) -> Host:
+    """A host's resources, of what it has told."""
+    gpus = tuple(Gpu(**gpu) for gpu in told["gpus"])
+    return Host(**{**told, "name": name, "gpus": gpus})

@@ -1,0 +1,140 @@
+"""Another host of a cluster, as the notebook's host reaches it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell
+from nbdist.clusters.hosts.requests import request
+from nbdist.clusters.startup_status import tail_of
+from nbdist.clusters.supervisor_client import SupervisorClient
+from nbdist.errors import ClusterError
+from nbdist.ipc.host_sockets import connect, link_socket, lost_file
+
+__all__ = ["RemoteHost"]
+
+ANSWER_TIMEOUT_S = 10.0
+
+
+class RemoteHost:
+    """A host to which the process supervisor holds a link.
+
+    Args:
+        name: The host's name in the cluster's list.
+        shell: Runs programs on the host.
+        python: The path of Python on the host.
+    """
+
+    def __init__(self, name: str, shell: RemoteShell, python: str) -> None:
+        self.name = name
+        self._shell, self._python = shell, python
+        self._supervisor: SupervisorClient | None = None
+        self._count = 0
+        """The number of links that were started."""
+
+    @property
+    def _program(self) -> str:
+        """The name of the link's process."""
+        again = f" ({self._count})" if self._count > 1 else ""
+        return f"the link to {self.name}{again}"
+
+    def connect(self, supervisor: SupervisorClient, silence_s: float) -> None:
+        """Start the link, without a wait.
+
+        Args:
+            supervisor: Holds the link's process.
+            silence_s: Seconds of silence after which the host is lost.
+        """
+        if supervisor is not self._supervisor:
+            self._supervisor, self._count = supervisor, 0
+        self._count += 1
+        for path in (link_socket, lost_file):
+            path(supervisor.run_dir, self.name).unlink(missing_ok=True)
+        agent = ["nbdist.clusters.hosts.agent", self.name, f"{silence_s:g}"]
+        command = self._shell.argv(self.name, [self._python, "-m", *agent])
+        link = [
+            *(sys.executable, "-m", "nbdist.clusters.hosts.link"),
+            *(str(supervisor.run_dir), self.name, f"{silence_s:g}"),
+        ]
+        supervisor.start_apart(self._program, [*link, *command])
+
+    def disconnect(self) -> None:
+        """End the link, without a wait. The agent ends what it has started."""
+        if self._supervisor is not None:
+            self._supervisor.stop([self._program])
+            with contextlib.suppress(OSError):  # the cluster has ended
+                link_socket(self._run_dir, self.name).unlink(missing_ok=True)
+
+    @property
+    def _run_dir(self) -> Path:
+        assert self._supervisor is not None
+        return self._supervisor.run_dir
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether its agent has answered, and it is not lost."""
+        supervisor = self._supervisor
+        return (
+            supervisor is not None
+            and link_socket(supervisor.run_dir, self.name).exists()
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the link has ended."""
+        assert self._supervisor is not None
+        return self._supervisor.exit_code(self._program) is not None
+
+    @property
+    def problem(self) -> Problem:
+        """Why the host is not connected."""
+        assert self._supervisor is not None
+        code = self._supervisor.exit_code(self._program)
+        return self._shell.problem(self.name, code, self._log(), self._python)
+
+    @property
+    def why_lost(self) -> str:
+        """Why the host was lost after it was connected; "" if it was not."""
+        try:
+            why = lost_file(self._run_dir, self.name).read_text()
+        except OSError:
+            return ""
+        last = self._log().strip().splitlines()[-1:]
+        return "; ".join([f"the connection with it has ended: {why}", *last])
+
+    def _log(self) -> str:
+        assert self._supervisor is not None
+        try:
+            return tail_of(
+                self._supervisor.log(self._program).read_text(errors="replace")
+            )
+        except OSError:
+            return ""
+
+    def ask(
+        self,
+        what: str,
+        /,
+        *,
+        body: Path | bytes | None = None,
+        into: BinaryIO | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        **arguments: Any,
+    ) -> Any:
+        """Make a request to its agent; see `requests.request`.
+
+        Raises:
+            ClusterError: The host does not answer, or answers with an error. The
+                message names it.
+        """
+        try:
+            channel = connect(self._run_dir, self.name, "ask")
+            return request(channel, what, arguments, body, into, timeout_s)
+        except OSError as error:
+            why = self.why_lost or f"it does not answer: {error}"
+            raise ClusterError(f"host {self.name}: {why}") from error
+        except ClusterError as error:
+            raise ClusterError(f"host {self.name}: {error}") from error

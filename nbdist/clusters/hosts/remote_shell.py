@@ -1,0 +1,123 @@
+"""How a program is run on another host, with its standard input and output here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Problem", "RemoteShell", "Ssh"]
+
+
+class Problem(NamedTuple):
+    """Why a host cannot take part, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+class RemoteShell(ABC):
+    """Runs programs on other hosts."""
+
+    @abstractmethod
+    def argv(self, host: str, command: Sequence[str]) -> list[str]:
+        """The command line on this host that runs `command` on another one.
+
+        It passes standard input and output on, and ends when one of them closes. It
+        asks the user nothing.
+        """
+
+    @abstractmethod
+    def problem(self, host: str, code: int | None, log: str, python: str) -> Problem:
+        """Why `argv` did not run a Python program.
+
+        Args:
+            host: The host.
+            code: The exit code; None if it did not end in time.
+            log: What was printed on standard error.
+            python: The path of Python on the host.
+        """
+
+
+class Ssh(RemoteShell):
+    """OpenSSH, with the user's own configuration and keys.
+
+    Args:
+        command: The command, such as "ssh -p 2222".
+        timeout_s: Seconds in which a host accepts a connection.
+    """
+
+    def __init__(self, command: str = "ssh", timeout_s: float = 10.0) -> None:
+        self._command = shlex.split(command)
+        self._timeout_s = timeout_s
+
+    def argv(self, host: str, command: Sequence[str]) -> list[str]:
+        # A password could not be asked for, and must not be waited for.
+        options = {"BatchMode": "yes", "ConnectTimeout": f"{self._timeout_s:.0f}"}
+        flags = [f"-o{name}={value}" for name, value in options.items()]
+        # The login shell of the host may be any.
+        return [*self._command, "-T", *flags, "--", host, shlex.join(command)]
+
+    def problem(self, host: str, code: int | None, log: str, python: str) -> Problem:
+        if code is None:
+            return Problem("does not answer", f"look whether `ssh {host} true` returns")
+        for pattern, what, remedy in OF_SSH:
+            if found := re.search(pattern, log):
+                line = found[0] if what == "" else what
+                return Problem(line, remedy.format(host=host, python=python))
+        if code == 127:
+            remedy = (
+                f"install it there, or name another one with --python (now {python})"
+            )
+            return Problem(f"has no {python}", remedy)
+        last = log.strip().splitlines()[-1:] or [f"exit code {code}"]
+        return Problem(last[0], f"look what `ssh {host} {python} --version` prints")
+
+
+OF_SSH = (
+    (
+        "Host key verification failed",
+        "its key is not known",
+        "run `ssh {host}` once, and compare the key that it shows",
+    ),
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its key has changed",
+        "if the host was installed again, run `ssh-keygen -R {host}`",
+    ),
+    (
+        "Permission denied",
+        "refuses this user's key",
+        "run `ssh-copy-id {host}`, or name the user and the key in ~/.ssh/config",
+    ),
+    (
+        "Could not resolve hostname",
+        "its name is not known",
+        "correct the name, or describe the host in ~/.ssh/config",
+    ),
+    (
+        r"Connection refused",
+        "refuses the connection",
+        "start sshd there, or name its port in ~/.ssh/config",
+    ),
+    (
+        "Connection timed out|Operation timed out|No route to host|Network is unreach",
+        "cannot be reached",
+        "look whether it runs, and whether a firewall drops ssh's port",
+    ),
+    (
+        "No module named '?nbdist",
+        "its Python has no nbdist",
+        "run `{python} -m pip install nbdist` there, or name another Python with "
+        "--python",
+    ),
+    (
+        r"No module named '?[\w.]+",
+        "",
+        "run `{python} -m pip install nbdist` there again, which brings what it needs",
+    ),
+)
+"""Patterns in the messages of ssh and Python, what they mean ("" for the match itself),
+and what to do."""

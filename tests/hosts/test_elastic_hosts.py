@@ -1,0 +1,205 @@
+"""Hosts that join and leave while a cell trains, and a script that names them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.console import Console
+from tests.hosts.network import HOME, HostNetwork
+from tests.processes import wait_until
+
+TRAIN = """
+import time
+inputs = torch.randn(240, 8, generator=torch.Generator().manual_seed(1))
+targets = torch.randn(240, 4, generator=torch.Generator().manual_seed(2))
+sizes = []
+
+def make_state():
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sampler = nbdist.elastic.Sampler(240, 12)
+    return nbdist.elastic.State(
+        model=model, optimizer=optimizer, sampler=sampler, step=0
+    )
+
+@nbdist.elastic.run
+def train(state):
+    sizes.append(nbdist.size())
+    print("size", nbdist.size(), "from step", state.step)
+    ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+    while state.step < EPOCHS * 20:
+        for indices in state.sampler:
+            weight = nbdist.size() * len(indices) / 12
+            loss = (ddp(inputs[indices]) - targets[indices]).square().mean() * weight
+            state.optimizer.zero_grad(); loss.backward(); state.optimizer.step()
+            state.sampler.advance()
+            state.step += 1
+            if rank == 0: open("/tmp/step", "w").write(str(state.step))
+            time.sleep(PAUSE)
+            state.commit()
+        state.sampler.end_epoch()
+
+state = make_state()
+train(state)
+"""
+APART = (
+    "max(float((w - wanted).abs().max()) "
+    "for w in cluster['state.model.weight.detach()'])"
+)
+"""The largest difference of a weight from that of an undisturbed training."""
+START = """
+import os, threading, time
+import torch
+import nbdist
+notes = []
+
+def started(**options):
+    options = {"device": "cpu", "timeout_s": 90, "host_timeout_s": 4.0, **options}
+    cluster = nbdist.Cluster(**options)
+    cluster.on_note = notes.append
+    return cluster.start()
+
+def printed(code, **options):
+    return [each.stdout.strip() for each in cluster.execute(code, **options)]
+
+def await_step(step):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            if int(open("/tmp/step").read() or 0) >= step: return
+        except FileNotFoundError:
+            pass
+        time.sleep(0.02)
+    raise TimeoutError(step)
+"""
+
+
+@pytest.fixture
+def console(hosts: HostNetwork) -> Iterator[Console]:
+    hosts["a"].run("rm", "-f", "/tmp/step")
+    with hosts["a"].console() as console:
+        console.do(START)
+        yield console
+        console.do("cluster.stop()")
+
+
+def training(epochs: int, pause_s: float) -> str:
+    return TRAIN.replace("EPOCHS", str(epochs)).replace("PAUSE", str(pause_s))
+
+
+def weights_undisturbed(console: Console, epochs: int) -> None:
+    console.do(
+        "reference = nbdist.Cluster(1, device='cpu').start()\n"
+        f"reference.execute({training(epochs, 0.0)!r})\n"
+        "wanted = reference['state.model.weight.detach()'][0]\n"
+        "reference.stop()"
+    )
+
+
+def test_one_three_and_two_hosts_within_one_cell(console: Console):
+    weights_undisturbed(console, 6)
+    console.do("os.path.exists('/tmp/step') and os.remove('/tmp/step')")
+    console.do("cluster = started(hosts='a:1,b:1', n=1)")
+    console.do(
+        f"cell = cluster.execute({training(6, 0.05)!r}, wait=False)\n"
+        "await_step(5)\n"
+        "notes.append(cluster.scale(hosts='a:1,b:2,c:1'))\n"
+        "await_step(60)\n"
+        "notes.append(cluster.scale(hosts='a:1,c:1'))\n"
+        "result = cell.result(60)"
+    )
+    assert console.value("cluster['sizes'][0]") == [1, 4, 2]
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "c"]
+    assert console.value("cluster['state.step']") == [120] * 2
+    assert console.value(APART) < 1e-5
+
+
+def test_a_training_survives_the_death_of_a_host(console: Console, hosts: HostNetwork):
+    weights_undisturbed(console, 4)
+    console.do("os.path.exists('/tmp/step') and os.remove('/tmp/step')")
+    console.do("cluster = started(hosts='a:1,b:2,c:1', n=3)")
+    console.do(
+        f"cell = cluster.execute({training(4, 0.05)!r}, wait=False); await_step(10)"
+    )
+    hosts["b"].kill()
+    console.do("result = cell.result(60)")
+    # One of the two ranks of the lost host found the free slot of c.
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "c"]
+    assert console.value("cluster['state.step']") == [80] * 2
+    assert console.value("cluster['sizes'][0]") == [3, 2]
+    assert console.value(APART) < 1e-5
+
+
+SCRIPT = f"{HOME}/hosts.sh"
+
+
+def prints(hosts: HostNetwork, *lines: str) -> None:
+    """Make the discovery script print these lines from now on."""
+    text = "\n".join(["#!/bin/sh", *(f"echo {line}" for line in lines)])
+    hosts["a"].write(f"{SCRIPT}.new", text + "\n", mode="755")
+    hosts["a"].run("mv", f"{SCRIPT}.new", SCRIPT)
+
+
+def test_ranks_follow_a_script_that_prints_the_hosts(
+    console: Console, hosts: HostNetwork
+):
+    prints(hosts, "a:1")
+    console.do(f"cluster = started(host_discovery={SCRIPT!r})")
+    console.do("cluster.execute('kept = 3')")
+    assert console.value("cluster['kept']") == [3]
+    prints(hosts, "a:1", "b:1")
+    time.sleep(3)
+    assert console.value("cluster['kept']") == [3, 3]
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "b"]
+    # While a cell trains, at the next commit.
+    console.do(
+        f"cell = cluster.execute({training(8, 0.05)!r}, wait=False); await_step(5)"
+    )
+    prints(hosts, "a:1", "b:1", "c:2")
+    console.do("cell.result(90)")
+    assert console.value("cluster['sizes'][0]") == [2, 4]
+    prints(hosts, "c:1")
+    time.sleep(3)
+    assert console.value("printed('print(kept)')") == ["3"]
+    assert console.value("[i.host for i in cluster.infos]") == ["c"]
+    wait_until(lambda: hosts["b"].processes() == [], 10.0, str)
+
+
+def test_a_start_may_leave_out_hosts_that_do_not_answer(
+    console: Console, hosts: HostNetwork
+):
+    hosts["b"].block("tcp dport 22")
+    console.do("cluster = started(hosts='a:1,b:1,c:1', nnodes='2:3', timeout_s=30)")
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "c"]
+    assert "host b takes no part: cannot be reached" in console.value("str(notes)")
+    hosts["b"].unblock()
+    console.do("note = cluster.scale(3)")
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "c", "b"]
+    assert console.value("printed('nbdist.barrier(); print(1)')") == ["1"] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("scale(hosts='a:1,nowhere:1')", "its name is not known"),
+        ("scale(5, hosts='a:1,b:1')", "free slots"),
+        ("scale()", "-n None: expected a whole number"),
+    ],
+)
+def test_a_change_that_is_not_possible_changes_nothing(
+    console: Console, call: str, message: str
+):
+    console.do("cluster = started(hosts='a:1,b:1')")
+    assert message in console.error(f"cluster.{call}")
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "b"]
+    assert console.value("printed('nbdist.barrier(); print(1)')") == ["1"] * 2
+
+
+def test_a_cluster_of_one_host_gets_no_other(console: Console):
+    console.do("cluster = nbdist.Cluster(1, device='cpu').start()")
+    error = console.error("cluster.scale(hosts='a:1,b:1')")
+    assert "was started on this host alone" in error

