@@ -335,10 +335,13 @@ class _Start:
         )
 
     def _ended(self, program: str, code: int) -> str:
-        log = tail_of(self._process_supervisor.log(program).read_text(errors="replace"))
-        return (
-            f"{program} ended with {describe_exit(code)} while it was starting:\n{log}"
-        )
+        how, log = describe_exit(code), self._log(program)
+        return f"{program} ended with {how} while it was starting:\n{log}"
+
+    def _log(self, program: str) -> str:
+        """The end of a program's log; "" if the program has not begun."""
+        path = self._process_supervisor.log(program)
+        return tail_of(path.read_text(errors="replace")) if path.exists() else ""
 
     def _late(self, timeout_s: float) -> str:
         late = []
@@ -346,9 +349,7 @@ class _Start:
             stage = status.stage or "not begun"
             late.append(f"  rank {assignment.rank} on {assignment.host}: {stage}")
             late += [f"    {line}" for line in status.last_lines().splitlines()]
-        late += tail_of(
-            self._process_supervisor.log("mpiexec").read_text(errors="replace")
-        ).splitlines()
+        late += self._log("mpiexec").splitlines()
         return (
             f"{self._ready} of {len(self._assignments)} ranks were up after "
             f"{timeout_s:g} s: raise --timeout, or see what the others wait for:\n"
