@@ -157,8 +157,8 @@ def uses_nccl() -> bool:
 def _named_groups() -> Iterator[tuple[dist.ProcessGroup, str]]:
     """Each process group, with a name that differs for each set of its members."""
     for group, name in list(distributed_c10d._world.pg_names.items()):
-        uuid = group.uuid if isinstance(group, ProcessGroup) else None
-        yield group, str(name) if uuid is None else f"{name}/{uuid}"
+        epoch = group.epoch if isinstance(group, ProcessGroup) else ""
+        yield group, f"{name}/{epoch}" if epoch else str(name)
 
 
 def nccl_calls() -> dict[str, NcclTotal]:

@@ -15,12 +15,12 @@ SETUP = """
 import os, signal, time
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-inputs = torch.randn(240, 8, generator=torch.Generator().manual_seed(1))
-targets = torch.randn(240, 4, generator=torch.Generator().manual_seed(2))
+inputs = torch.randn(240, 8, generator=torch.Generator().manual_seed(1)).to(device)
+targets = torch.randn(240, 4, generator=torch.Generator().manual_seed(2)).to(device)
 
 def make_state(path=None, **more):
     torch.manual_seed(rank)  # the run gives all the values of rank 0
-    model = torch.nn.Linear(8, 4)
+    model = torch.nn.Linear(8, 4).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sampler = nbdist.elastic.Sampler(240, 12)
     return nbdist.elastic.State(
@@ -88,7 +88,7 @@ def prepare(cluster: Cluster, folder: Path) -> None:
 
 def weights(cluster: Cluster) -> list[Any]:
     """The model's weight on each rank."""
-    return cluster["state.model.weight.detach()"]
+    return cluster["state.model.weight.detach().cpu()"]
 
 
 def assert_trained(cluster: Cluster, reference: Any) -> None:

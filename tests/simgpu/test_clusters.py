@@ -19,23 +19,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "clusters"))
 import elastic_training as elastic
 
 HOROVOD = str(Path(__file__).with_name("horovod_on_gpu.py"))
-ON_GPU = (
-    elastic.SETUP.replace("Linear(8, 4)", "Linear(8, 4).to(device)").replace(
-        "def make_state",
-        "inputs, targets = inputs.to(device), targets.to(device)\n\ndef make_state",
-    )
-    + """
+ELASTIC = f"""{elastic.SETUP}
 def break_context():
     torch.zeros(3, device=device)[torch.tensor([9], device=device)] = 1
     torch.cuda.synchronize()
 """
-)
 GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+    pytest.mark.skipif(GPUS < 1, reason="needs a CUDA GPU"),
 ]
 
 
@@ -68,22 +62,23 @@ def test_horovods_functions(own_gpus: bool) -> None:
 @pytest.mark.parametrize("event", ["die", "break_context"])
 def test_an_elastic_training_goes_on(event: str, tmp_path: Path) -> None:
     with Cluster(2, device="cuda", ranks_per_gpu=2, threads=1) as cluster:
-        cluster.execute(ON_GPU)
+        cluster.execute(ELASTIC)
         (tmp_path / "undisturbed").mkdir()
         cluster.push(folder=str(tmp_path / "undisturbed"))
         cluster.execute(elastic.TRAIN, timeout_s=100)
-        reference = cluster["state.model.weight.detach().cpu()"][0]
+        reference = elastic.weights(cluster)[0]
         before = [info.pid for info in cluster.ranks]
-        cluster.execute(ON_GPU)
+        cluster.execute(ELASTIC)
         cluster.push(folder=str(tmp_path))
         cluster.execute(f"if rank == 1: events = [(7, 'forward', {event})]")
         cluster.execute(elastic.TRAIN, timeout_s=100)
         after = [info.pid for info in cluster.ranks]
         assert [rank for rank in range(2) if after[rank] != before[rank]] == [1]
-        for weight in cluster["state.model.weight.detach().cpu()"]:
+        for weight in elastic.weights(cluster):
             assert (weight - reference).abs().max() < 1e-6
 
 
+@pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU")
 def test_the_monitor_shows_the_memory_of_each_gpu() -> None:
     n = min(GPUS, 2)
     with Cluster(2, device="cuda", ranks_per_gpu=2 // n) as cluster:
@@ -149,3 +144,26 @@ def test_a_group_changes_its_members_with_nccl() -> None:
         start = time.monotonic()
         cluster.execute(RECONFIGURE, timeout_s=60)  # all ranks are members again
         assert time.monotonic() - start < 20
+
+
+HALVES = """
+from types import SimpleNamespace
+group = dist.group.WORLD
+handles = [None] * world_size
+dist.all_gather_object(handles, group.get_reconfigure_handle())
+half = rank // 2
+group.reconfigure(SimpleNamespace(uuid=1, handles=handles[2 * half : 2 * half + 2]))
+x = torch.full((3,), rank + 1.0, device=device)
+if half == 0:
+    dist.all_reduce(x)
+else:
+    dist.broadcast(x, group_src=1)
+"""
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
+def test_groups_with_one_number_and_different_members_are_apart() -> None:
+    """Their ranks meet in NCCL, and their calls are not compared."""
+    with Cluster(4, device="cuda", threads=1) as cluster:
+        cluster.execute(HALVES, timeout_s=60)
+        assert cluster["x.tolist()"] == [[3.0] * 3] * 2 + [[4.0] * 3] * 2

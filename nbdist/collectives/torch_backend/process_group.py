@@ -184,8 +184,9 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(*self._place)  # type: ignore[call-arg, arg-type]
         self._reconfiguration: Reconfiguration | None = None
         self._uuids: set[int] = set()
-        self.uuid: int | None = None
-        """The number of the last `reconfigure`; None where there was none."""
+        self.epoch = ""
+        """The number and the ranks of the last `reconfigure`; "" where there was none.
+        No other group of ranks has the same."""
         self._store = store
         self._timeout = timeout
         self._owned = owned
@@ -258,7 +259,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._place = members.rank, members.size
         finally:
             self._reconfiguration = None
-        self.uuid = opts.uuid
+        self.epoch = f"{opts.uuid}/{members.ranks}"
         return CollectiveWork(None, [])
 
     def has(self, members: Group) -> bool:
@@ -270,7 +271,7 @@ class ProcessGroup(dist.ProcessGroup):
         if not self.has(members):
             self._leave()
             self._members, self._place = members, (members.rank, members.size)
-            self.uuid = None
+            self.epoch = ""
 
     def _leave(self) -> None:
         """Leave the members, without a call of theirs."""
@@ -584,8 +585,8 @@ class ProcessGroup(dist.ProcessGroup):
         if "cuda:nccl" not in dist.get_backend_config(self):
             return None
         store = self._store
-        if self.uuid is not None:
-            store = PrefixStore(f"reconfigure-{self.uuid}", store)
+        if self.epoch:
+            store = PrefixStore(f"reconfigure/{self.epoch}", store)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         rank, size = self.rank(), self.size()
