@@ -441,6 +441,13 @@ def test_a_cell_that_has_ended_meanwhile_is_shown_with_its_error(kept: KeptClust
     taken.detach()
 
 
+def test_a_notebook_that_has_detached_may_attach_at_once(kept: KeptCluster):
+    kept.detach()
+    for _ in range(30):
+        nbdist.attach("shared").detach()
+    assert nbdist.attach("shared")["rank"] == [0, 1]
+
+
 def test_one_notebook_at_a_time(kept: KeptCluster):
     with pytest.raises(AlreadyRunning, match=f"process {os.getpid()} is attached"):
         nbdist.attach("shared")

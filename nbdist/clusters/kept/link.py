@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import threading
 import time
 from collections import deque
@@ -54,6 +55,8 @@ Unasked = Values | Marked | Ranks | Note | Comms | CommsEnded | CommsKept
 
 GREETING_TIMEOUT_S = 10.0
 """Seconds in which a server answers a `Hello`."""
+GOODBYE_TIMEOUT_S = 2.0
+"""Seconds in which a server notices that a notebook has left."""
 KERNEL_END_S = 0.5
 """Seconds from the interrupt of a kernel that is to end until it is asked or killed."""
 POLL_S = 0.1
@@ -164,12 +167,19 @@ class Link:
         self._thread.start()
 
     def close(self) -> None:
-        """End the connection, so that the server has no notebook."""
+        """End the connection, and wait until the server has no notebook.
+
+        A server that does not answer is given up after `GOODBYE_TIMEOUT_S`.
+        """
         self._is_closed = True
         self._watch.close()
+        if threading.current_thread() is self._thread:
+            shut_down(self._connection)
+            return
+        shut_down(self._connection, socket.SHUT_WR)
+        self._thread.join(GOODBYE_TIMEOUT_S)
         shut_down(self._connection)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
     def request(self, make: Callable[[int], Look | Follow]) -> tuple[int, Pending]:
         """Send a request.

@@ -29,7 +29,8 @@ class Peer:
     Args:
         connection: The connection.
         take: Called with this peer and each message, on the receiving thread.
-        gone: Called with this peer when the connection has ended, on that thread.
+        gone: Called with this peer when the connection has ended, on that thread. The
+            other process sees the end after that.
     """
 
     def __init__(
@@ -96,12 +97,17 @@ class Peer:
 
     def close(self) -> None:
         """End the connection. A second close does nothing."""
+        if self._end():
+            shut_down(self._connection)
+
+    def _end(self) -> bool:
+        """Let nobody wait for this process any more. False if that was done before."""
         with self._changed:
             if not self.is_open:
-                return
+                return False
             self.is_open = False
             self._changed.notify_all()
-        shut_down(self._connection)
+            return True
 
     def _send_all(self) -> None:
         with contextlib.suppress(OSError):
@@ -126,17 +132,23 @@ class Peer:
                 while True:
                     self._take(self, self._connection.recv())
         finally:
-            self.close()
+            self._end()
             self._gone(self)
+            shut_down(self._connection)
             self._sender.join()
             self._connection.close()
 
 
-def shut_down(connection: Connection) -> None:
-    """End a connection on which another thread may be waiting."""
+def shut_down(connection: Connection, how: int = socket.SHUT_RDWR) -> None:
+    """End a connection on which another thread may be waiting.
+
+    Args:
+        connection: The connection.
+        how: `socket.SHUT_WR` ends it for the other process only.
+    """
     with contextlib.suppress(OSError):
         end = socket.socket(fileno=connection.fileno())
         try:
-            end.shutdown(socket.SHUT_RDWR)
+            end.shutdown(how)
         finally:
             end.detach()
