@@ -197,6 +197,15 @@ def tensors_move_between_devices() -> bool:
     )
 
 
+def lists_are_copied_to_the_host() -> bool:
+    sources = [torch.arange(5.0, device="cuda"), torch.ones(2, 3, device="cuda").t()]
+    targets = [torch.zeros(5), torch.zeros(3, 2)]
+    torch.cuda._sleep(LONG)
+    sources[0].add_(1)
+    torch._foreach_copy_(targets, sources)
+    return all(map(torch.equal, targets, [torch.arange(5.0) + 1, torch.ones(3, 2)]))
+
+
 def mixed_devices_are_refused() -> str:
     try:
         torch.ones(3, device="cuda") + torch.ones(3)

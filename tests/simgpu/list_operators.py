@@ -13,8 +13,8 @@ import torch
 
 LEFT = """
 _assert_async _assert_async.msg _copy_from _copy_from_and_resize
-_efficientzerotensor _has_compatible_shallow_copy_type _local_scalar_dense
-_nested_view_from_buffer _pin_memory _reshape_alias _to_sparse
+_efficientzerotensor _foreach_copy_ _has_compatible_shallow_copy_type
+_local_scalar_dense _nested_view_from_buffer _pin_memory _reshape_alias _to_sparse
 _to_sparse.sparse_dim alias as_strided copy_ empty.memory_format empty_strided
 is_pinned is_set_to item record_stream resize_ set_ set_.source_Storage
 set_.source_Storage_storage_offset set_.source_Tensor unfold view view_as_complex

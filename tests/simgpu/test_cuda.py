@@ -27,6 +27,7 @@ EXPECTED = {
     "a_broken_context_drops_its_work": "refused",
     "an_exit_drops_the_queued_work": "True",
     "a_forked_child_cannot_use_cuda": "3",  # cudaErrorInitializationError
+    "lists_are_copied_to_the_host": "True",
     "mixed_devices_are_refused": "Expected all tensors to be on the same device",
     "sparse_tensors": "True",
     "segments_grow_without_a_warning": "True",

@@ -359,6 +359,13 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   return self.copy_(host);
 }
 
+// Lists whose tensors are on different devices are copied one by one, as in aten.
+void copy_lists(at::TensorList targets, at::TensorList sources, bool non_blocking) {
+  TORCH_CHECK(targets.size() == sources.size(), "lists of different lengths");
+  for (size_t i = 0; i < targets.size(); i++)
+    at::Tensor(targets[i]).copy_(sources[i], non_blocking);
+}
+
 // -- registration ----------------------------------------------------------------------
 
 struct Silence : c10::WarningHandler {
@@ -383,6 +390,7 @@ struct Registration {
       (key == "CUDA" ? dense : sparse)
           .impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&boxed>());
     dense.impl("copy_", TORCH_FN(copy));
+    dense.impl("_foreach_copy_", TORCH_FN(copy_lists));
     // cuDNN has kernels of its own. Without it, convolutions are aten's operators.
     at::globalContext().setUserEnabledCuDNN(false);
   }
