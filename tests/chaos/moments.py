@@ -176,7 +176,8 @@ class Pull(NotebookCall):
 
     def make(self) -> None:
         values = self.reused.cluster.pull(
-            f"[on_ranks.SlowToLeave(), torch.zeros({BIG}, dtype=torch.float64)]"
+            "[on_ranks.SlowToLeave(), "
+            f"torch.zeros({BIG}, dtype=torch.float64, device=device)]"
         )
         assert [value[0] for value in values] == [7] * RANKS
 
@@ -193,7 +194,8 @@ class Save(NotebookCall):
     def _code(self, value: float) -> str:
         return (
             "state = nbdist.elastic.State("
-            f"wire=on_ranks.Tripwire(), value=torch.full((1000,), {value}))\n"
+            "wire=on_ranks.Tripwire(), "
+            f"value=torch.full((1000,), {value}, device=device))\n"
             f"state.save({str(self._path)!r})\n"
             "nbdist.barrier()"
         )

@@ -81,7 +81,7 @@ def reduce_until_injected() -> None:
 
     told = False
     while True:
-        x = torch.full((1_000_000,), nbdist.rank() + 1.0)
+        x = torch.full((1_000_000,), nbdist.rank() + 1.0, device=nbdist.device())
         x[0] = float(may_go())
         nbdist.all_reduce(x)
         total = sum(range(1, nbdist.size() + 1))

@@ -32,7 +32,8 @@ FOLDER_BYTES = 256 << 20
 GONE_WITHIN_S = 10.0
 MORE_DESCRIPTORS = 3
 """Descriptors that may stay open after a stop, such as that of a library's log."""
-KEEP = "kept = (rank, torch.arange(3) + rank, os.getpid())"
+KEEP = "kept = (rank, torch.arange(3, device=device) + rank, os.getpid())"
+KEPT = "(kept[0], kept[1].cpu(), kept[2])"
 
 
 class ReusedCluster:
@@ -41,9 +42,10 @@ class ReusedCluster:
     Args:
         folder: the folder of the marks. The cluster's files are in another file system
             below it, if this process may mount one.
+        ranks_per_gpu: None for ranks on the CPU.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks_per_gpu: int | None = None) -> None:
         self.folder = folder
         self.marks = Marks(folder)
         self.said: list[str] = []
@@ -53,6 +55,8 @@ class ReusedCluster:
         """The processes of each rank's loader."""
         self._cluster: Cluster | None = None
         self._reference: Any = None
+        device = "cpu" if ranks_per_gpu is None else "cuda"
+        self._options = {"device": device, "ranks_per_gpu": ranks_per_gpu}
         self._descriptors: Counter[str] | None = None
         self._patch = pytest.MonkeyPatch()
         self.own = folder / "own"
@@ -124,7 +128,7 @@ class ReusedCluster:
     def start(self, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
         """Start a cluster."""
         self.close()
-        cluster = Cluster(RANKS, device="cpu", threads=1)
+        cluster = Cluster(RANKS, threads=1, **self._options)
         cluster.start(on_progress)
         self._cluster = cluster
         cluster.on_note = self.said.append
@@ -189,7 +193,7 @@ class ReusedCluster:
         pids = {info.rank: info.pid for info in self.cluster.ranks}
         if but >= set(range(RANKS)):
             return  # all were started again, without variables
-        for rank, (number, tensor, pid) in enumerate(self.cluster["kept"]):
+        for rank, (number, tensor, pid) in enumerate(self.cluster[KEPT]):
             if rank in pids.keys() - but and rank < RANKS:
                 own = rank, [rank, rank + 1, rank + 2], pids[rank]
                 assert (number, tensor.tolist(), pid) == own
@@ -198,8 +202,10 @@ class ReusedCluster:
         """Check an all-reduce of all ranks, through nbdist and torch.distributed."""
         total = float(sum(range(1, self.cluster.size + 1)))
         for call in ("nbdist.all_reduce(t)", "dist.all_reduce(t)"):
-            self.cluster.execute(f"t = torch.full((3,), rank + 1.0)\n{call}")
-            sums = [t.tolist() for t in self.cluster["t"]]
+            self.cluster.execute(
+                f"t = torch.full((3,), rank + 1.0, device=device)\n{call}"
+            )
+            sums = [t.tolist() for t in self.cluster["t.cpu()"]]
             assert sums == [[total] * 3] * self.cluster.size
 
 

@@ -29,6 +29,7 @@ FAULTS = (
     "tests/simgpu/test_gpu_faults.py::test_a_fault_ends_its_cell_and_names_the_rank"
 )
 DEVICES = "tests/clusters/test_gpu_devices.py"
+UNEVEN = "tests/simgpu/test_uneven_nccl_on_gpus.py"
 LIMIT_S = 400.0
 
 
@@ -71,6 +72,7 @@ PEERS = "collectives/sync/cuda_peers.py"
 COPIES = "collectives/transports/copy_pipeline.py"
 IPC = "collectives/transports/cuda_ipc.py"
 NCCL = "collectives/transports/nccl.py"
+NATIVE_CALLS = "collectives/torch_backend/native_calls.py"
 PREFETCH = "training/data/device_prefetch.py"
 
 MUTANTS = [
@@ -253,6 +255,22 @@ MUTANTS = [
         '            output.masked_fill_(lost.bool(), float("nan"))\n',
         "            pass\n",
         [f"{CONTRACT}[nccl]"],
+        cards=2,
+    ),
+    Mutant(
+        "the digest of NCCL's calls has no reduce-ops and roots",
+        NATIVE_CALLS,
+        'zlib.crc32(f"{name} {details} {size};"',
+        'zlib.crc32(f"{name} {size};"',
+        [f"{UNEVEN}::test_different_reductions_that_have_completed_are_an_error"],
+        cards=2,
+    ),
+    Mutant(
+        "NCCL's waiting calls are compared without their roots",
+        NATIVE_CALLS,
+        '            yield f"root {root}"\n',
+        "            pass\n",
+        [f"{UNEVEN}::test_ranks_that_call_different_collectives_are_released"],
         cards=2,
     ),
     # -- messages ----------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""Random faults on ranks that share a GPU, and on ranks with one each.
+
+The draws, moments and expectations are those of `tests/chaos`, and so is the variable
+NBDIST_CHAOS_SEED. The tensors of the ranks are on their GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.chaos import test_chaos as chaos
+from tests.chaos.draw import RANKS, Draw, draw, spread
+from tests.chaos.expectations import expected
+from tests.chaos.reused_cluster import ReusedCluster
+
+ALL_DIE_IN_A_COMMIT = 46832
+SEEDS = [*spread(range(3000, 4000), 6), ALL_DIE_IN_A_COMMIT]
+MOST_RANKS = RANKS + 1
+"""After a change of size."""
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(GPUS < 1, reason="needs a CUDA GPU"),
+]
+
+
+def _draws() -> list[Draw]:
+    chosen = os.environ.get("NBDIST_CHAOS_SEED")
+    return [draw(int(seed)) for seed in (chosen.split(",") if chosen else SEEDS)]
+
+
+@pytest.fixture(scope="module", params=["one GPU", "a GPU each"])
+def _reused(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ReusedCluster]:
+    has_own = request.param == "a GPU each"
+    if has_own and GPUS < MOST_RANKS:
+        pytest.skip(f"needs {MOST_RANKS} GPUs")
+    folder = tmp_path_factory.mktemp("chaos")
+    reused = ReusedCluster(folder, ranks_per_gpu=1 if has_own else MOST_RANKS)
+    yield reused
+    reused.end()
+
+
+@pytest.fixture
+def reused(
+    _reused: ReusedCluster, request: pytest.FixtureRequest
+) -> Iterator[ReusedCluster]:
+    """After a draw that fails, the next one gets another cluster."""
+    failed = request.session.testsfailed
+    yield _reused
+    if request.session.testsfailed > failed:
+        _reused.close()
+
+
+@pytest.mark.parametrize("drawn", _draws(), ids=str)
+def test_a_draw(reused: ReusedCluster, drawn: Draw) -> None:
+    if drawn.fault == "disk full" and reused.full is None:
+        pytest.skip("a full disk needs a file system of its own, which root can mount")
+    chaos._run_draw(reused, drawn, expected(drawn))
