@@ -12,8 +12,10 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SUMMARY_LETTERS = 120
+ENDING_S = 30.0
+"""How long pytest has for its report, when the time of its part is over."""
+FAULTS = (
+    "tests/simgpu/test_gpu_faults.py",
+    "tests/simgpu/test_uneven_nccl_on_gpus.py",
+    "tests/simgpu/test_ddp_on_gpus.py",
+    "tests/simgpu/test_random_faults_on_gpus.py",
+)
 SHOWN_LETTERS = 20_000
 """The end of a part's output that the report has."""
 
@@ -58,6 +68,7 @@ TESTS = [
         15,
     ),
     Part("DDP, FSDP2 and messages", pytest_of("-m", "gpu", "tests/process_group"), 20),
+    Part("Faults of a rank, in our transports and in NCCL", pytest_of(*FAULTS), 20),
     Part(
         "Other tests on a GPU",
         pytest_of(
@@ -66,6 +77,7 @@ TESTS = [
             "--ignore=tests/clusters/test_gpu_devices.py",
             "--ignore=tests/clusters/test_gpu_death.py",
             "--ignore=tests/process_group",
+            *(f"--ignore={each}" for each in FAULTS),
         ),
         20,
     ),
@@ -111,25 +123,37 @@ class Outcome:
 def run(part: Part) -> Outcome:
     """Run a part's command."""
     begun = time.monotonic()
-    try:
-        done = subprocess.run(
-            part.command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=part.minutes * 60,
-            text=True,
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired as late:
-        text = (late.stdout or b"").decode(errors="replace")
-        status = f"ended after {part.minutes:g} minutes"
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                part.command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            return Outcome(part, f"not started: {error}", 0.0, "")
+        status = _status(process, part.minutes)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
         return Outcome(part, status, time.monotonic() - begun, text)
-    except OSError as error:
-        return Outcome(part, f"not started: {error}", 0.0, "")
-    status = "passed" if done.returncode == 0 else f"exit code {done.returncode}"
-    return Outcome(part, status, time.monotonic() - begun, done.stdout)
+
+
+def _status(process: subprocess.Popen[bytes], minutes: float) -> str:
+    """Wait for a command. After its time it is interrupted, so that pytest reports."""
+    try:
+        code = process.wait(minutes * 60)
+        return "passed" if code == 0 else f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return f"ended after {minutes:g} minutes"
 
 
 def report(outcomes: Sequence[Outcome]) -> str:

@@ -12,17 +12,26 @@ def part(title: str, code: str, minutes: float = 1.0) -> Part:
     return Part(title, (sys.executable, "-c", code), minutes)
 
 
+LONG = """
+import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:  # as pytest does
+    print("test_b was interrupted")
+"""
+
+
 def test_a_part_that_fails_does_not_stop_the_others() -> None:
     parts = [
         part("good", "print('3 passed in 1.0s')"),
         part("bad", "raise SystemExit('1 failed')"),
-        part("long", "import time; print('begun', flush=True); time.sleep(60)", 0.05),
+        part("long", LONG, 0.05),
         Part("missing", ("no-such-program",), 1.0),
     ]
     text = report([run(each) for each in parts])
     assert "| good | passed | 0 s | 3 passed in 1.0s |" in text
     assert "| bad | exit code 1 | 0 s | 1 failed |" in text
-    assert "| long | ended after 0.05 minutes | 3 s | begun |" in text
+    assert "| long | ended after 0.05 minutes | 3 s | test_b was interrupted |" in text
     assert "| missing | not started: " in text
     assert text.count("\n## ") == 4
 

@@ -5,7 +5,6 @@ The tests are those of tests/process_group, whose model is here on GPUs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +23,7 @@ from tests.process_group.test_ddp_after_failures import (  # noqa: F401
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
 

@@ -28,7 +28,6 @@ LIMIT_S = 100
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 

@@ -23,9 +23,11 @@ FROM_0, FROM_1 = (f"broadcast(Float, 3 elements, root {root})" for root in range
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(200),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
     pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
 ]
+simulated = pytest.mark.skipif(
+    "SIMGPU_LIB" not in os.environ, reason="no simulated GPU"
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,7 @@ def test_the_rank_that_waits_is_released(cluster: Cluster, call: str) -> None:
     assert cluster["'went_on' in globals()"] == [False, False]
 
 
+@simulated
 @pytest.mark.parametrize(
     ("first", "second", "kinds"),
     [
@@ -131,6 +134,7 @@ def test_ranks_that_call_different_collectives_are_released(
     )
 
 
+@simulated
 def test_a_rank_that_called_another_collective_and_ended_is_named(
     cluster: Cluster,
 ) -> None:
@@ -151,6 +155,7 @@ def mixing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield running
 
 
+@simulated
 def test_different_reductions_that_have_completed_are_an_error(mixing: Cluster) -> None:
     train = "x = torch.full((3,), rank + 1.0, device=device)\ndist.all_reduce(x)\n"
     mixing.execute(train)
