@@ -171,9 +171,11 @@ class Channels:
             for key, mask in events:
                 if key.fd == self._source:
                     silent_s = 0.0
-                # An earlier callback of this round may have unregistered it.
-                if key.fd in self._selector.get_map():
-                    key.data(mask)
+                # An earlier callback of this round may have closed the file, whose
+                # descriptor may since be another file's.
+                current = self._selector.get_map().get(key.fd)
+                if current is not None and current.fileobj == key.fileobj:
+                    current.data(mask)
             if silent_s > self._timeout_s:
                 self.end(f"nothing was heard for {self._timeout_s:g} s")
         return self._ending

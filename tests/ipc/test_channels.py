@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from nbdist.ipc.channels import WINDOW_BYTES, Channels
+from nbdist.ipc.channels import CLOSE, DATA, OPEN, WINDOW_BYTES, Channels
 
 SILENCE_S = 3.0
 
@@ -173,3 +174,47 @@ def test_what_is_no_frame_ends_the_stream():
     channels.close()
     os.close(other)
     os.close(unread)
+
+
+def frame(kind: int, body: bytes = b"") -> bytes:
+    """A frame of channel 1."""
+    return struct.pack("!BII", kind, 1, len(body)) + body
+
+
+def test_a_channel_that_ends_leaves_its_descriptor_to_the_next_one() -> None:
+    stream, other = socket.socketpair()
+    users: list[socket.socket] = []
+    descriptors: list[int] = []
+
+    def accept(name: str) -> socket.socket:
+        inner, user = socket.socketpair()
+        inner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        users.append(user)
+        descriptors.append(inner.fileno())
+        if name == "second":
+            channels.call_soon(lambda: channels.end("ended"))  # in the next round
+        return inner
+
+    with accept("") as room:
+        room.setblocking(False)
+        size = room.send(bytes(1 << 20))
+    descriptor = stream.detach()
+    channels = Channels(
+        descriptor, descriptor, accept, is_first=False, timeout_s=SILENCE_S
+    )
+
+    def end_and_begin() -> None:
+        # In the next round, the stream can be read, and then the socket be written.
+        channels.unwatch(probe)
+        other.sendall(frame(DATA, b"x") + frame(CLOSE) + frame(OPEN, b"second"))
+        assert len(users[1].recv(size)) == size
+
+    probe, trigger = socket.socketpair()
+    channels.watch(probe, end_and_begin)
+    other.sendall(frame(OPEN, b"first") + frame(DATA, bytes(size + 100)))
+    trigger.sendall(b"x")
+    assert channels.run() == "ended"
+    assert descriptors[1] == descriptors[2]
+    channels.close()
+    for each in (other, probe, trigger, *users):
+        each.close()
