@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from default_process_groups import DEADLINE_S, run_cases
+from default_process_groups import DEADLINE_S, meet, run_cases
 from mpi4py import MPI
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.collectives import Group
 from nbdist.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -79,6 +84,28 @@ def each_rank_is_alone_and_all_merge() -> None:
     reconfigure(20, everyone[::-1])
     assert dist.get_rank() == SIZE - 1 - RANK
     assert total() == sum(range(1, SIZE + 1))
+
+
+def a_rank_may_leave_as_soon_as_it_is_a_member() -> None:
+    everyone = handles()
+    among_living = Group.among_living
+
+    def late(*arguments: Any) -> Group:
+        made = among_living(*arguments)
+        time.sleep(0.2)  # the others have connected meanwhile
+        connected.touch()
+        return made
+
+    with tempfile.TemporaryDirectory() as own:
+        connected = Path(MPI.COMM_WORLD.bcast(own)) / "connected"
+        with mock.patch.object(
+            Group, "among_living", late if RANK == 1 else among_living
+        ):
+            reconfigure(100, everyone)
+        assert connected.exists()
+        meet()  # the folder is shared
+    reconfigure(110 + RANK, [everyone[RANK]])
+    assert total() == 1
 
 
 def ddp_averages_over_the_new_members() -> None:
@@ -171,6 +198,7 @@ CASES: dict[str, Callable[[], None]] = {
     for case in (
         members_leave_and_return,
         each_rank_is_alone_and_all_merge,
+        a_rank_may_leave_as_soon_as_it_is_a_member,
         ddp_averages_over_the_new_members,
         calls_under_way_end,
         an_abort_is_undone,

@@ -12,6 +12,7 @@ CASES_FILE = str(Path(__file__).with_name("reconfigured.py"))
 CASES = [
     "members_leave_and_return",
     "each_rank_is_alone_and_all_merge",
+    "a_rank_may_leave_as_soon_as_it_is_a_member",
     "ddp_averages_over_the_new_members",
     "calls_under_way_end",
     "an_abort_is_undone",

@@ -57,7 +57,10 @@ class Reconfiguration:
             )
         self._timeout = timeout
         self._key = uuid, tuple(self._ranks)
-        self._rendezvous = Rendezvous(world, self._ranks, "reconfigure", self._key)
+        self._before, self._after = (
+            Rendezvous(world, self._ranks, "reconfigure", (*self._key, when))
+            for when in ("before", "after")
+        )
 
     def __call__(self) -> Group:
         """Wait for the other ranks, and make the group.
@@ -68,9 +71,17 @@ class Reconfiguration:
         """
         text = repr((self._world.generation, self._key))
         digest = hashlib.sha256(text.encode()).hexdigest()
+        deadline = self._deadline()
         try:
-            self._rendezvous.wait(self._deadline())
-            return self._world.among_living(self._ranks, f"{_PREFIX}-{digest}")
+            self._before.wait(deadline)
+            group = self._world.among_living(self._ranks, f"{_PREFIX}-{digest}")
+            try:
+                # A rank may leave at once. The others must have connected by then.
+                self._after.wait(deadline)
+            except BaseException:
+                group.give_up(CollectiveAborted("the process group was not completed"))
+                raise
+            return group
         except MPI.Exception as error:
             raise CollectiveAborted(
                 f"reconfigure with rank {format_ranks(self._ranks)} failed in MPI: "
@@ -79,7 +90,8 @@ class Reconfiguration:
 
     def abort(self, error: BaseException) -> None:
         """Release this rank while it waits. Any thread may call."""
-        self._rendezvous.abort(error)
+        self._before.abort(error)
+        self._after.abort(error)
 
     def _deadline(self) -> Check:
         end = timeout_clock.now() + self._timeout.total_seconds()
