@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nbdist.errors import ReductionPending, UsageError
 from nbdist.horovod.compression import Compression, Compressor
-from nbdist.horovod.gradients import BUCKET_BYTES, GradientReducer, NamedReduction
+from nbdist.horovod.gradients import NamedReduction
 from nbdist.horovod.ops.allreduce import grouped_allreduce_
 from nbdist.horovod.process_sets import ProcessSet, global_process_set
 from nbdist.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
+from nbdist.training.gradients import BUCKET_BYTES, GradientReducer
 
 __all__ = ["DistributedOptimizer"]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nbdist.errors import UsageError
+from nbdist.training.gradients import GradientReducer, Reduction
 
 __all__ = [
     "check_backend",
@@ -24,7 +25,6 @@ __all__ = [
 ]
 
 Optimizer = TypeVar("Optimizer")
-Reduce = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 def check_backend() -> None:
@@ -51,31 +51,38 @@ def tensors_of(variables: Any) -> list[Any]:
 
 
 def reducing_optimizer(
-    optimizer: Optimizer, reduce: Reduce, rewrap: Callable[[Any], Any]
+    optimizer: Optimizer, reduction: Reduction, rewrap: Callable[[Any], Any]
 ) -> Optimizer:
-    """Make an optimizer that applies gradients after `reduce` has changed them.
+    """Make an optimizer that applies gradients after the ranks have reduced them.
 
     The class of the result is a subclass of the given optimizer's class, and has its
     name, so that a model saved with it can be loaded with the given optimizer's class.
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`. Its options and state are copied.
-        reduce: Gets one gradient for each variable, zeros for a variable without one,
-            and returns those to apply.
+        reduction: Reduces buckets of gradients. A variable without a gradient counts as
+            zero.
         rewrap: Makes such an optimizer of a plain one. It can be pickled: a rank that
             joins later calls it.
     """
     base: Any = type(optimizer)
     if hasattr(base, "_nbdist_base"):
         base = base._nbdist_base  # wrapped before, as in a cell that is run again
+    steps = _Steps(reduction)
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        # Keras's training step calls this directly before backward.
+        if self.built:
+            steps.begin([each for each in self._trainable_variables if each.trainable])
+        return base.scale_loss(self, loss)
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         variables = trainable_variables or self._trainable_variables
-        full = _without_gaps(list(grads), list(variables))
-        base.apply(self, list(reduce(full)), trainable_variables)
+        base.apply(self, steps.end(list(grads), list(variables)), trainable_variables)
 
     members = {
         "apply": apply,
+        "scale_loss": scale_loss,
         "_nbdist_base": base,
         "_nbdist_rewrap": staticmethod(rewrap),
         "__module__": base.__module__,
@@ -86,11 +93,70 @@ def reducing_optimizer(
     return distributed  # type: ignore[no-any-return]
 
 
-def _without_gaps(grads: Sequence[Any], variables: Sequence[Any]) -> list[Tensor]:
-    return [
-        torch.zeros_like(tensor) if gradient is None else gradient
-        for gradient, tensor in zip(grads, tensors_of(variables), strict=True)
-    ]
+class _Steps:
+    """The training steps of an optimizer, whose gradients the ranks reduce.
+
+    Args:
+        reduction: Reduces the buckets.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+        self._reducer: GradientReducer | None = None
+        self._key: object = None
+
+    def begin(self, variables: Sequence[Any]) -> None:
+        """Begin a step. The next backward computes the gradients of these variables.
+
+        They are reduced while it runs.
+        """
+        if self._reduction.size > 1:
+            self._reducer_of([each.value for each in variables]).expect()
+
+    def end(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Tensor]:
+        """Wait for the reduced gradients. Every rank must call.
+
+        Args:
+            gradients: One for each variable, or None. Without `begin`, they need not be
+                those that backward has left in the variables' tensors.
+
+        Raises:
+            UsageError: Gradients were changed after `begin`, or are of other variables.
+        """
+        parameters = [each.value for each in variables]
+        if self._reduction.size > 1:
+            before = self._reducer
+            reducer = self._reducer_of(parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+            is_other = before is not None and before is not reducer and before.pending
+            if is_other or reducer.changed:
+                for each in (before, reducer):
+                    if each is not None:
+                        each.abandon()
+                raise UsageError(
+                    "apply() got other gradients than those that backward() computed "
+                    "after scale_loss(), while the ranks reduce these: clip them with "
+                    "clipnorm=, clipvalue= or global_clipnorm= of the optimizer, or "
+                    "call no scale_loss()"
+                )
+            reducer.synchronize()
+            gradients = [parameter.grad for parameter in parameters]
+        return [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+        ]
+
+    def _reducer_of(self, parameters: list[Tensor]) -> GradientReducer:
+        """The reducer of these parameters' gradients, a new one for a new world."""
+        key = self._reduction.world, frozenset(map(id, parameters))
+        if self._reducer is None or self._key != key:
+            self._key = key
+            self._reducer = GradientReducer(
+                parameters, self._reduction, expects_all=False
+            )
+        return self._reducer
 
 
 def _copy_state(source: Any, target: Any) -> None:

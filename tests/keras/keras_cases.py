@@ -9,17 +9,21 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import nbdist.keras as hvd  # isort: skip - it chooses Keras's backend
 import keras
 
 from nbdist.errors import UsageError
+from nbdist.horovod.gradients import NamedReduction
 from nbdist.ipc import serialization
 from nbdist.strategies import Mirrored, MultiWorkerMirrored, OneDevice
 from nbdist.training.elastic.state import State
+from nbdist.training.strategies import keras_fit
 
 CASES: dict[str, Callable[[], None]] = {}
 
@@ -75,6 +79,93 @@ def equals_one_process_on_the_full_batch() -> None:
             net.train_on_batch(mine(x), mine(y))
             reference.train_on_batch(x, y)
         assert_equal(net, reference)
+
+
+@case
+def gradients_are_reduced_while_backward_runs() -> None:
+    x, y = samples(8 * hvd.size())
+    for owner, wrap, scope in (
+        (NamedReduction, hvd.DistributedOptimizer, contextlib.nullcontext()),
+        (keras_fit._Mean, lambda optimizer: optimizer, Mirrored().scope()),
+    ):
+        with scope:
+            net = keras.Sequential(
+                [
+                    keras.Input((5,)),
+                    keras.layers.Dense(600, "tanh"),
+                    keras.layers.Dense(600),  # 1.4 MB, more than the first bucket
+                    keras.layers.Dense(2),
+                ]
+            )
+            net.compile(loss="mse", optimizer=wrap(keras.optimizers.SGD(0.1)))
+        seen: list[object] = []
+        begin: Any = owner.begin
+
+        def begun(
+            self: Any, index: int, bucket: Any, begin: Any = begin, seen: Any = seen
+        ) -> Any:
+            seen.append(index)
+            return begin(self, index, bucket)
+
+        net.train_on_batch(mine(x), mine(y))  # the ranks agree on the buckets
+        net.layers[0].kernel.value.register_hook(
+            lambda _, seen=seen: seen.append("end")
+        )
+        with mock.patch.object(owner, "begin", begun):
+            net.train_on_batch(mine(x), mine(y))
+        assert seen == [0, "end", 1], seen
+
+
+class OwnStep(keras.Sequential):  # type: ignore[misc]
+    """Halves the gradients before they are applied."""
+
+    scales = True
+    in_place = False
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data[:2]
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        if self.scales:
+            loss = self.optimizer.scale_loss(loss)
+        loss.backward()
+        variables = list(self.trainable_weights)
+        gradients = [each.value.grad for each in variables]
+        if self.in_place:
+            torch._foreach_mul_(gradients, 0.5)
+        else:
+            gradients = [gradient * 0.5 for gradient in gradients]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+@case
+def a_step_that_changes_gradients_is_right_or_refused() -> None:
+    x, y = samples(8 * hvd.size())
+
+    def own(optimizer: Any) -> Any:
+        net = model(optimizer)
+        made = OwnStep(net.layers)
+        made.compile(loss="mse", optimizer=optimizer)
+        return made
+
+    net = own(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    reference = model(keras.optimizers.SGD(0.05))
+    net.scales = False
+    for _ in range(3):
+        net.train_on_batch(mine(x), mine(y))
+        reference.train_on_batch(x, y)
+    assert_equal(net, reference)
+    net.scales = True
+    for net.in_place in (False, True):
+        with pytest.raises(UsageError, match="clipnorm"):
+            net.train_on_batch(mine(x), mine(y))
+    assert_equal(net, reference)
+    net.scales = False
+    net.train_on_batch(mine(x), mine(y))  # a refused step is forgotten
+    reference.train_on_batch(x, y)
+    assert_equal(net, reference)
 
 
 @case

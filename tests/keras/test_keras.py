@@ -12,11 +12,15 @@ import pytest
 from ranks import failures, launch
 
 from nbdist import Cluster
+from nbdist.errors import CellError
 
 CASES_FILE = str(Path(__file__).with_name("keras_cases.py"))
 SCRIPT = Path(__file__).with_name("keras_digits.py")
 CASES = [
-    "equals_one_process_on_the_full_batch", "a_wrapped_optimizer_keeps_its_state",
+    "equals_one_process_on_the_full_batch",
+    "gradients_are_reduced_while_backward_runs",
+    "a_step_that_changes_gradients_is_right_or_refused",
+    "a_wrapped_optimizer_keeps_its_state",
     "compressed_and_summed", "variables_are_broadcast",
     "ranks_with_different_weights_become_equal", "metrics_are_averaged",
     "the_learning_rate_warms_up", "one_rank_saves", "a_strategy_drives_fit",
@@ -85,6 +89,45 @@ def test_a_rank_that_is_replaced_gets_the_state_of_its_optimizer(
     assert moments == [moments[0]] * 4
     assert weights == [weights[0]] * 4
     assert moments[0][0] == 3  # the iterations: two before the death, one after
+
+
+FAILS = """
+from keras import layers
+
+class Net(keras.Sequential):
+    def train_step(self, data):
+        step = int(self.optimizer.iterations)
+        if step == fails_at:
+            self.layers[0].kernel.value.register_hook(fail)
+        return super().train_step(data)
+
+def fail(gradient):
+    if rank == 1 and fails_at is not None:
+        raise ValueError("a gradient of rank 1")
+
+hvd.init()
+fails_at = 2
+net = Net([keras.Input((5,)), layers.Dense(600), layers.Dense(600), layers.Dense(2)])
+net.compile(loss="mse", optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+net.fit(x, y[:, :2], batch_size=4, verbose=0)
+"""
+FITS_AGAIN = """
+fails_at = None
+net.set_weights(hvd.broadcast_object(net.get_weights()))
+net.fit(x, y[:, :2], batch_size=4, verbose=0)
+weights = [float(np.abs(w).sum()) for w in net.get_weights()]
+"""
+
+
+def test_a_step_that_fails_while_gradients_are_reduced_is_forgotten(
+    cluster: Cluster,
+) -> None:
+    cluster.execute(TRAINING)
+    with pytest.raises(CellError, match="a gradient of rank 1"):
+        cluster.execute(FAILS, timeout_s=60)
+    cluster.execute(FITS_AGAIN, timeout_s=60)
+    weights = cluster["weights"]
+    assert weights == [weights[0]] * 4
 
 
 def test_nbdist_loads_without_keras() -> None:

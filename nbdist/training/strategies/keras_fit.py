@@ -12,7 +12,7 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from nbdist.collectives import all_reduce, broadcast, broadcast_object, default_
 from nbdist.errors import UsageError
 from nbdist.training.data.sampler import share_of
 from nbdist.training.keras_models import check_backend, reducing_optimizer, tensors_of
-from nbdist.training.strategies.flat_buffers import FlatBuffers
 
 if TYPE_CHECKING:
     from nbdist.training.strategies.base import Strategy
@@ -79,18 +78,40 @@ def averaging_optimizer(optimizer: Any) -> Any:
 
     Every rank must train, with the same number of steps.
     """
-    return reducing_optimizer(optimizer, _average, averaging_optimizer)
+    return reducing_optimizer(optimizer, _Mean(), averaging_optimizer)
 
 
-def _average(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The mean of each gradient over the ranks."""
-    averages = [torch.empty_like(gradient) for gradient in gradients]
-    packed = FlatBuffers(gradients)
-    packed.fill(gradients)
-    for buffer in packed.buffers:
-        all_reduce(buffer, "mean")
-    packed.copy_to(averages)
-    return averages
+class _Mean:
+    """Averages buckets of gradients over the ranks: a `Reduction`."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return default_group().size
+
+    @property
+    def world(self) -> Hashable:
+        """The default group and its generation."""
+        group = default_group()
+        return group, group.generation
+
+    def agree(self, numbers: Tensor) -> None:
+        """Sum a table over the ranks. Its first row is the first rank's."""
+        if default_group().rank != 0:
+            numbers[0] = 0
+        all_reduce(numbers)
+
+    def begin(self, index: int, bucket: Tensor) -> Callable[[], object]:
+        """Begin to average a bucket in place."""
+        handle = all_reduce(bucket, "mean", async_op=True)
+        assert handle is not None
+        return handle.wait
+
+    def sparse(self, index: int, gradient: Tensor) -> Tensor:
+        """Return the mean of a sparse gradient."""
+        mean = gradient.to_dense()
+        all_reduce(mean, "mean")
+        return mean.to_sparse(1)
 
 
 def _fit(strategy: Strategy, model: Any, *args: Any, **kwargs: Any) -> Any:
