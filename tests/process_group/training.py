@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from default_process_groups import meet, process_group
 from mpi4py import MPI
@@ -84,11 +85,11 @@ def _run(case: Callable[[Path], None], place: Path, backend: str) -> str | None:
 
 
 def model() -> nn.Module:
-    """A model, equal on every rank."""
+    """A model, equal on every rank. It has a layer for each of 4 ranks or more."""
     torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 3)
-    ).to(_device)
+    inner = [nn.Linear(16, 16) for _ in range(dist.get_world_size() - 3)]
+    layers = [nn.Linear(6, 16), nn.Tanh(), *inner, nn.Linear(16, 3)]
+    return nn.Sequential(*layers).to(_device)
 
 
 def samples(count: int) -> tuple[Tensor, Tensor]:
@@ -284,10 +285,10 @@ def pipeline_matches(schedule: type[Any]) -> Callable[[Path], None]:
         size, rank = dist.get_world_size(), dist.get_rank()
         reference, layers = model(), model()
         stage = PipelineStage(layers[rank], rank, size, _device)
-        pipeline = schedule(stage, n_microbatches=4, loss_fn=F.mse_loss)
+        pipeline = schedule(stage, n_microbatches=size, loss_fn=F.mse_loss)
         single = OPTIMIZERS["sgd"](reference.parameters())
         parallel = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
-        inputs, targets = samples(4 * BATCH)
+        inputs, targets = samples(size * BATCH)
         for _step in range(STEPS):
             parallel.zero_grad()
             pipeline.step(
@@ -299,6 +300,96 @@ def pipeline_matches(schedule: type[Any]) -> Callable[[Path], None]:
         assert_equal(layers[rank], reference[rank])
 
     return case
+
+
+# -- attention over sequences of which each rank has a part ----------------------------
+
+
+def context_parallel_matches(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Callable[[Path], None]:
+    """Attention over the whole sequence, and its gradients, with a part on each rank.
+
+    Args:
+        attention: gets the queries, keys and values of this rank's part.
+    """
+
+    def case(_: Path) -> None:
+        size = dist.get_world_size()
+        torch.manual_seed(3)
+        shape = (2, 2 * size, 4 * size, 5)  # batch, heads, positions, features
+        full = [torch.randn(shape, device=_device) for _ in range(3)]
+        weights = torch.randn(shape, device=_device)
+        parts = [part_of(each).clone().requires_grad_() for each in full]
+        full = [each.requires_grad_() for each in full]
+        expected = F.scaled_dot_product_attention(*full)
+        (expected * weights).sum().backward()
+        actual = attention(*parts)
+        torch.testing.assert_close(actual, part_of(expected), rtol=1e-10, atol=1e-10)
+        (actual * part_of(weights)).sum().backward()
+        for part, whole in zip(parts, full, strict=True):
+            assert part.grad is not None
+            assert whole.grad is not None
+            torch.testing.assert_close(
+                part.grad, part_of(whole.grad), rtol=1e-10, atol=1e-10
+            )
+
+    return case
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """This rank's positions."""
+    return tensor.chunk(dist.get_world_size(), 2)[dist.get_rank()].contiguous()
+
+
+def ulysses(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Each rank computes some heads of all positions (arXiv:2309.14509)."""
+    size = dist.get_world_size()
+
+    def exchange(tensor: Tensor, split: int, join: int) -> Tensor:
+        sent = torch.stack(tensor.chunk(size, split))
+        rows = functional.all_to_all_single_autograd(
+            sent.flatten(0, 1), None, None, dist.group.WORLD
+        )
+        return torch.cat((rows * 1.0).view_as(sent).unbind(), join)
+
+    heads = [exchange(each, split=1, join=2) for each in (queries, keys, values)]
+    return exchange(F.scaled_dot_product_attention(*heads), split=2, join=1)
+
+
+def ring_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Keys and values go round in a ring (arXiv:2310.01889)."""
+    scores, seen = [], []
+    for _turn in range(dist.get_world_size()):
+        scores.append(queries @ keys.mT / queries.shape[-1] ** 0.5)
+        seen.append(values)
+        keys, values = _NextInRing.apply(torch.stack([keys, values])).unbind()
+    return torch.cat(scores, -1).softmax(-1) @ torch.cat(seen, 2)
+
+
+class _NextInRing(torch.autograd.Function):
+    """The tensor of the previous rank. Gradients go back to it."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return _turned(tensor, 1)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return _turned(gradient, -1)
+
+
+def _turned(tensor: Tensor, by: int) -> Tensor:
+    """Send a tensor to the rank that is `by` further, and receive one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent, received = tensor.contiguous(), torch.empty_like(tensor)
+    messages = [
+        dist.P2POp(dist.isend, sent, (rank + by) % size),
+        dist.P2POp(dist.irecv, received, (rank - by) % size),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    return received
 
 
 def checkpoint_survives(place: Path) -> None:
@@ -329,5 +420,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "tensor_parallel": tensor_parallel_matches,
     "pipeline_gpipe": pipeline_matches(ScheduleGPipe),
     "pipeline_1f1b": pipeline_matches(Schedule1F1B),
+    "context_ulysses": context_parallel_matches(ulysses),
+    "context_ring": context_parallel_matches(ring_attention),
     "checkpoint": checkpoint_survives,
 }
