@@ -149,7 +149,25 @@ class DistMagics(Magics):  # type: ignore[misc]
         metavar="SCRIPT",
         help="a script that prints the hosts, which the ranks follow",
     )
-    @argument("--nnodes", help="number of hosts, or the fewest and the most: 1:3")
+    @argument(
+        "--nnodes",
+        "--nodes",
+        help="number of hosts, or the fewest and the most: 1:3",
+    )
+    @argument(
+        "--launcher",
+        help="local, ssh (with -H), or slurm, which submits a job or uses its own",
+    )
+    @argument("--partition", help="Slurm's partition")
+    @argument("--account", help="Slurm's account")
+    @argument("--time", help="Slurm's time limit, such as 2:00:00")
+    @argument("--gres", help="Slurm's resources of each host, such as gpu:4")
+    @argument(
+        "--sbatch-arg",
+        action="append",
+        metavar="ARG",
+        help="further option of sbatch, such as --sbatch-arg=--qos=high; repeatable",
+    )
     @argument(
         "--interface",
         help="interface or network, such as 10.0.0.0/8, between ranks on several hosts",
@@ -209,6 +227,12 @@ class DistMagics(Magics):  # type: ignore[misc]
             host_discovery=args.host_discovery and _unquoted(args.host_discovery),
             nnodes=args.nnodes,
             interface=args.interface,
+            launcher=args.launcher,
+            partition=args.partition,
+            account=args.account,
+            time=args.time,
+            gres=args.gres,
+            sbatch_args=args.sbatch_arg and " ".join(args.sbatch_arg),
             sync=args.sync and _unquoted(args.sync),
             python=args.python,
             ssh=args.ssh and _unquoted(args.ssh),

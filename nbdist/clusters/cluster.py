@@ -158,6 +158,14 @@ class Cluster:
             "1:3". Default: all hosts must take part.
         interface: The interface, or the network such as "10.0.0.0/8", through which the
             ranks of several hosts reach each other. Default: one by which they can.
+        launcher: "local" for this host, "ssh" for the hosts of `hosts`, or "slurm" for
+            a job of Slurm, which is submitted, or in whose allocation this process
+            runs. Default: "ssh" if hosts are named, else "local".
+        partition: Slurm's partition.
+        account: Slurm's account.
+        time: Slurm's time limit, such as "2:00:00".
+        gres: Slurm's generic resources of each host, such as "gpu:4".
+        sbatch_args: Further options of sbatch, such as "--qos=high".
         sync: A folder whose files are copied to the other hosts, before each cell what
             has changed.
         python: Path of Python on the other hosts. Default: that of this process.
@@ -190,6 +198,12 @@ class Cluster:
         host_discovery: str | None = None,
         nnodes: str | None = None,
         interface: str | None = None,
+        launcher: str | None = None,
+        partition: str | None = None,
+        account: str | None = None,
+        time: str | None = None,
+        gres: str | None = None,
+        sbatch_args: str | None = None,
         sync: str | None = None,
         python: str | None = None,
         ssh: str | None = None,
@@ -210,6 +224,12 @@ class Cluster:
             "host_discovery": host_discovery,
             "nnodes": nnodes,
             "interface": interface,
+            "launcher": launcher,
+            "partition": partition,
+            "account": account,
+            "time": time,
+            "gres": gres,
+            "sbatch_args": sbatch_args,
             "sync": sync,
             "python": python,
             "ssh": ssh,
@@ -363,9 +383,13 @@ class Cluster:
         return self
 
     def _follow_hosts(self) -> None:
-        """Follow the script that prints the hosts, if there is one."""
+        """Follow what may change the hosts: a script, or the end of a job."""
+        if self._hosts is None:
+            return
+        if self._hosts.job is not None:
+            self._hosts.job.watch(self._tell)
         script = self.config.host_discovery
-        if script is None or self._hosts is None:
+        if script is None:
             return
         from nbdist.clusters.hosts.discovery import HostDiscovery
 
@@ -1939,6 +1963,11 @@ class Cluster:
 
 def _several_hosts(config: ClusterConfig) -> Hosts | None:
     """The hosts that the options name; None if all ranks are on this host."""
+    if config.launcher == "slurm":
+        from nbdist.clusters.hosts.hosts import Hosts
+        from nbdist.clusters.hosts.slurm import SlurmJob
+
+        return Hosts([], config, SlurmJob(config))
     slots = hosts_of(config)
     # A script may name other hosts later.
     if are_here(slots) and config.host_discovery is None:

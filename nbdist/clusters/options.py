@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -80,12 +81,50 @@ def configured(options: Mapping[str, Any], file: File) -> ClusterConfig:
         raise UsageError(
             f"NBDIST_HOST_TIMEOUT={config.host_timeout_s}: expected 2 seconds or more"
         )
+    if config.launcher not in ("auto", "local", "ssh", "slurm"):
+        raise UsageError(
+            f"--launcher {config.launcher!r} is not known: expected local, ssh or slurm"
+        )
     hosts = hosts_of(config)
+    _check_launcher(config, bool(hosts))
+    if config.launcher == "slurm":
+        return _in_job(config)
     least, most = nodes_of(config.nnodes)
     if least is not None and least > len(hosts):
         raise UsageError(f"--nnodes {config.nnodes} of {len(hosts)} hosts in the list")
     slots = sum(sorted(each.slots for each in hosts)[-(most or len(hosts)) :])
     return config if not hosts else _on_hosts(config, slots)
+
+
+def _check_launcher(config: ClusterConfig, has_hosts: bool) -> None:
+    """Check that options of one launcher are not given to another."""
+    name = config.launcher
+    if has_hosts and name in ("local", "slurm"):
+        raise UsageError(f"--launcher {name} has its own hosts: leave out -H")
+    if name == "ssh" and not has_hosts:
+        raise UsageError("--launcher ssh: name the hosts with -H server1:4,server2:4")
+    of_slurm = {
+        "--partition": config.partition,
+        "--account": config.account,
+        "--time": config.time,
+        "--gres": config.gres,
+        "--sbatch-arg": config.sbatch_args,
+    }
+    given = [f"{option} {value}" for option, value in of_slurm.items() if value]
+    if given and name != "slurm":
+        raise UsageError(f"{', '.join(given)}: only for --launcher slurm")
+
+
+def _in_job(config: ClusterConfig) -> ClusterConfig:
+    """Derive the number of ranks in a job of Slurm, if it is not given."""
+    if config.n is not None:
+        return config
+    allocated = os.environ.get("SLURM_NTASKS")
+    if allocated is not None:
+        return replace(config, n=int(allocated))
+    gpus = re.search(r"\bgpu(?::[^:,]+)*?(?::(\d+))?(?:,|$)", config.gres or "")
+    of_host = int(gpus[1] or 1) if gpus else 1
+    return replace(config, n=(nodes_of(config.nnodes)[0] or 1) * of_host)
 
 
 def _on_hosts(config: ClusterConfig, slots: int) -> ClusterConfig:

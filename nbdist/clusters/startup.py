@@ -55,6 +55,8 @@ class Progress:
     assignments: Sequence[DeviceAssignment]
     hosts: Mapping[str, str] = field(default_factory=dict)
     """The state of each other host."""
+    waits_for: str = ""
+    """What the start waits for before it begins, such as a place in a queue."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ def start(
         memory = private_files.new_memory_folder()
         process_supervisor.remove_at_end(memory)
         private_files.make_memory_folder(run_dir, memory)
+        if hosts is not None:
+            hosts.allocate(
+                lambda text: on_progress(Progress(False, {}, 0, (), {}, text))
+            )
         deadline = time.monotonic() + timeout_s
         if hosts is not None:
             hosts.connect(

@@ -38,6 +38,9 @@ class StartView:
 
     def show(self, progress: Any) -> None:
         """Show a `cluster.startup.Progress`."""
+        if progress.waits_for:
+            self._show(progress.waits_for)
+            return
         if progress.hosts and not progress.assignments:
             states = (f"{host} {state}" for host, state in progress.hosts.items())
             self._show(f"hosts: {', '.join(states)}")

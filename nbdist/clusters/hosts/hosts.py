@@ -23,6 +23,7 @@ from nbdist.clusters.hosts.preflight import CONNECT_TIMEOUT_S, Preflight
 from nbdist.clusters.hosts.reach import Address
 from nbdist.clusters.hosts.remote_host import RemoteHost
 from nbdist.clusters.hosts.remote_shell import RemoteShell, Ssh
+from nbdist.clusters.hosts.slurm import SlurmJob
 from nbdist.clusters.placement import assign_devices
 from nbdist.clusters.resize import Resize
 from nbdist.clusters.supervisor_client import SupervisorClient
@@ -52,10 +53,18 @@ class Hosts:
     Args:
         slots: The hosts and their slots.
         config: The options of the cluster.
+        job: The job whose hosts take the place of the list; None without one.
     """
 
-    def __init__(self, slots: Sequence[HostSlots], config: ClusterConfig) -> None:
+    def __init__(
+        self,
+        slots: Sequence[HostSlots],
+        config: ClusterConfig,
+        job: SlurmJob | None = None,
+    ) -> None:
         self._config = config
+        self.job = job
+        """The job that has the hosts; None without one."""
         self._shell: RemoteShell = Ssh(config.ssh, min(10.0, config.timeout_s))
         self._slots: list[HostSlots] = []
         self._here: str | None = None
@@ -68,9 +77,8 @@ class Hosts:
         self._supervisor: SupervisorClient | None = None
         self._begin: dict[str, Any] = {}
         self._controller: dict[str, Any] = {}
-        least, self._most = nodes_of(config.nnodes)
-        self._least = len(slots) if least is None else least
-        """The fewest hosts with which ranks start."""
+        self._least, self._most = nodes_of(config.nnodes)
+        """The fewest and the most hosts with which ranks start; None for all."""
         self._sync = None if config.sync is None else FolderSync(config.sync)
         self._copies: dict[str, _Copy] = {}
         """The copies of that folder, by host."""
@@ -85,6 +93,20 @@ class Hosts:
             if each.name != self._here and each.name not in self.others:
                 host = RemoteHost(each.name, self._shell, python)
                 self.others[each.name] = host
+
+    def allocate(self, on_wait: Callable[[str], None]) -> None:
+        """Wait until the job runs that has the hosts, if there is one.
+
+        Args:
+            on_wait: Called with the state of the job while it waits.
+
+        Raises:
+            StartError: The job was refused, or has ended.
+        """
+        if self.job is not None:
+            slots = self.job.allocate(on_wait)
+            self._shell, self.others = self.job.shell, {}
+            self._set_slots(slots)
 
     def connect(
         self,
@@ -107,7 +129,7 @@ class Hosts:
         self._copies = {}
         preflight = self._check(self._in_list, deadline, on_progress)
         good = [each for each in self._slots if each.name not in preflight.problems]
-        if not preflight.problems or len(good) >= self._least:
+        if not preflight.problems or len(good) >= (self._least or len(self._slots)):
             for name, problem in preflight.problems.items():
                 self.others[name].disconnect()
                 self.notes.append(f"host {name} takes no part: {problem.what}")
@@ -519,6 +541,8 @@ class Hosts:
                 host.ask("end", timeout_s=END_TIMEOUT_S)
 
         _of_all(self._connected, end)
+        if self.job is not None:
+            self.job.cancel()
 
     @property
     def _connected(self) -> list[RemoteHost]:

@@ -90,6 +90,8 @@ class Mpiexec(Launcher):
             "PRTE_MCA_state_base_recoverable": "1",
             "PRTE_MCA_state_base_notify_errors": "1",
             "PRTE_MCA_oob_tcp_disable_ipv6_family": "1",
+            # Within a job it would start daemons on the job's other hosts.
+            "PRTE_MCA_ras": "^slurm,pbs,lsf,gridengine",
             "OMPI_MCA_pml": "ob1",
             # PRRTE fails if an old session directory with the same pid exists, so it
             # gets its own directory.

@@ -1,0 +1,182 @@
+"""Ranks in jobs of a real Slurm: slurmctld on one host, slurmd on two others."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.console import Console
+from tests.hosts.network import HostNetwork
+from tests.hosts.slurm_network import Slurm, why_no_slurm
+from tests.processes import wait_until
+
+START = """
+import os, threading, time
+import nbdist
+notes, seen = [], []
+
+def started(**options):
+    cluster = nbdist.Cluster(launcher="slurm", device="cpu", timeout_s=90, **options)
+    cluster.on_note = notes.append
+    cluster.start(lambda p: p.waits_for and seen.append(p.waits_for))
+    return cluster
+
+def printed(code):
+    return [each.stdout.strip() for each in cluster.execute(code)]
+"""
+SUM = "x = torch.ones(5) * (rank + 1); nbdist.all_reduce(x); print(int(x[0]))"
+
+
+@pytest.fixture(scope="module")
+def slurm(_network: HostNetwork) -> Iterator[Slurm]:
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    _network.ready()
+    slurm = Slurm(_network, "laptop", ["b", "c"])
+    yield slurm
+    slurm.close()
+
+
+@pytest.fixture
+def console(slurm: Slurm) -> Iterator[Console]:
+    with slurm.console() as console:
+        console.do(START)
+        yield console
+    slurm.empty()
+
+
+def test_a_job_is_submitted_and_cancelled(slurm: Slurm, console: Console):
+    console.do(
+        "cluster = started(n=4, nnodes='2', time='10', sbatch_args='--comment=x')"
+    )
+    assert console.value("[i.host for i in cluster.infos]") == ["b", "b", "c", "c"]
+    assert console.value(f"printed({SUM!r})") == ["10"] * 4
+    assert (
+        slurm.run("squeue", "-h", "-o", "%T %D %l %P %k") == "RUNNING 2 10:00 debug x"
+    )
+    code = "print([v for v in os.environ if v in ('SLURM_PROCID', 'SLURM_NTASKS')])"
+    assert console.value(f"printed('import os; ' + {code!r})") == ["[]"] * 4
+    console.do("cluster.stop()")
+    assert slurm.run("squeue", "-h", "-t", "PD,R") == ""
+
+
+def test_a_dead_rank_is_replaced_within_the_job(console: Console):
+    console.do("cluster = started(n=2, nnodes='2')")
+    raised = console.error(
+        "cluster.execute('import os\\nif rank == 1: os.kill(os.getpid(), 9)')"
+    )
+    assert "rank 1" in raised
+    assert "on c" in raised
+    assert console.value(f"printed({SUM!r})") == ["3"] * 2
+    console.do("cluster.stop()")
+
+
+def test_the_place_in_the_queue_is_shown(slurm: Slurm, console: Console):
+    blocking = slurm.block()
+    console.begin("cluster = started(n=2, nnodes='2')")
+    pending = ("squeue", "-h", "-t", "PD", "-o", "%j")
+    wait_until(lambda: slurm.run(*pending) == "nbdist", 30.0, str)
+    slurm.run("scancel", blocking)
+    console.result()
+    assert "position 1 of 1 in partition debug" in console.value("seen[-1]")
+    console.do("cluster.stop()")
+
+
+def test_an_interrupt_while_it_waits_cancels_the_job(slurm: Slurm, console: Console):
+    slurm.block()
+    console.do("main = os.getpid()")
+    console.begin(
+        "def later():\n"
+        "    while not seen: time.sleep(0.05)\n"
+        f"    os.kill(main, {int(signal.SIGINT)})\n"
+        "threading.Thread(target=later).start()\n"
+        "try: cluster = started(n=2, nnodes='2')\n"
+        "except KeyboardInterrupt: interrupted = True"
+    )
+    console.result()
+    assert console.value("interrupted")
+    assert slurm.run("squeue", "-h", "-t", "PD", "-o", "%j") == ""
+
+
+def test_an_allocation_is_used_as_it_is(slurm: Slurm, console: Console):
+    job = slurm.block()
+    variables = {
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), job),
+        **dict.fromkeys(("SLURM_NODELIST", "SLURM_JOB_NODELIST"), "b,c"),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "2"),
+        **{"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"},
+    }
+    console.do(f"os.environ.update({variables})")
+    console.do("cluster = started()")
+    assert console.value("[i.host for i in cluster.infos]") == ["b", "b", "c", "c"]
+    assert console.value(f"printed({SUM!r})") == ["10"] * 4
+    console.do("cluster.stop()")
+    assert slurm.run("squeue", "-h", "-o", "%i %T") == f"{job} RUNNING"
+
+
+def test_the_time_limit_is_told_before_it_comes(slurm: Slurm, console: Console):
+    console.do("cluster = started(n=2, nnodes='2', time='2')")
+    console.begin(
+        "end = time.monotonic() + 60\n"
+        "while not notes and time.monotonic() < end: time.sleep(0.05)"
+    )
+    console.result()
+    assert "at its time limit" in console.value("notes[-1]")
+    console.do("cluster.stop()")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "cancelled",
+        pytest.param("pre-empted", marks=pytest.mark.slow),
+        pytest.param("down", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_that_ends_takes_its_ranks(slurm: Slurm, console: Console, how: str):
+    console.do("cluster = started(n=2, nnodes='2', on_failure='stop')")
+    job = slurm.run("squeue", "-h", "-o", "%i")
+    console.begin(
+        "try: cluster.execute('import time; time.sleep(100)')\n"
+        "except nbdist.errors.NbdistError as error: raised = str(error)"
+    )
+    if how == "cancelled":
+        slurm.run("scancel", job)
+    elif how == "pre-empted":
+        slurm.submit("urgent")
+    else:
+        slurm.run("scontrol", "update", "NodeName=b", "State=DOWN", "Reason=test")
+    console.result()
+    raised = console.value("raised")
+    assert "Slurm" in raised or "srun" in raised
+    assert "rank 0" in raised
+
+
+@pytest.mark.slow
+def test_a_job_that_ends_is_submitted_again(slurm: Slurm, console: Console):
+    console.do("cluster = started(n=2, nnodes='2')")
+    job = slurm.run("squeue", "-h", "-o", "%i")
+    console.begin(
+        "try: cluster.execute('import time; time.sleep(100)')\n"
+        "except nbdist.errors.NbdistError as error: raised = str(error)"
+    )
+    slurm.run("scancel", job)
+    console.result()
+    assert "rank 0" in console.value("raised")
+    assert console.value(f"printed({SUM!r})") == ["3"] * 2
+    assert slurm.run("squeue", "-h", "-t", "R", "-o", "%i") not in ("", job)
+    console.do("cluster.stop()")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("n=2, partition='absent'", "invalid partition"),
+        ("n=2, gres='gpu:1'", "gres"),
+        ("n=2, hosts='b:2'", "has its own hosts"),
+    ],
+)
+def test_a_refused_job_says_why(console: Console, options: str, reason: str):
+    assert reason in console.error(f"started({options})")
