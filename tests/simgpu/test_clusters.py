@@ -147,6 +147,7 @@ def test_a_group_changes_its_members_with_nccl() -> None:
 
 
 HALVES = """
+import time
 from types import SimpleNamespace
 group = dist.group.WORLD
 handles = [None] * world_size
@@ -156,14 +157,16 @@ group.reconfigure(SimpleNamespace(uuid=1, handles=handles[2 * half : 2 * half + 
 x = torch.full((3,), rank + 1.0, device=device)
 if half == 0:
     dist.all_reduce(x)
-else:
-    dist.broadcast(x, group_src=1)
+    if rank == 0:
+        time.sleep(6)
+    dist.all_reduce(x)
+    x.tolist()
 """
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
-def test_groups_with_one_number_and_different_members_are_apart() -> None:
-    """Their ranks meet in NCCL, and their calls are not compared."""
+def test_a_rank_of_one_half_does_not_wait_for_the_idle_other_half() -> None:
+    """Both halves are reconfigured with the same number."""
     with Cluster(4, device="cuda", threads=1) as cluster:
         cluster.execute(HALVES, timeout_s=60)
-        assert cluster["x.tolist()"] == [[3.0] * 3] * 2 + [[4.0] * 3] * 2
+        assert cluster["x.tolist()"] == [[6.0] * 3] * 2 + [[3.0] * 3, [4.0] * 3]
