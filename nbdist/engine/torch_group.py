@@ -123,8 +123,9 @@ def _nccl_takes_devices() -> bool:
 
 def _flags(own: bool) -> list[bool]:
     """A flag of every rank. Every rank must call."""
-    flags = [torch.empty(1, dtype=torch.bool) for _ in default_group().ranks]
-    all_gather(flags, torch.tensor([own]))
+    here = torch.tensor([own], device="cpu")  # whatever the user's default device is
+    flags = [torch.empty_like(here) for _ in default_group().ranks]
+    all_gather(flags, here)
     return [bool(flag) for flag in flags]
 
 
