@@ -24,7 +24,7 @@ import threading
 import traceback
 import types
 from asyncio import Future
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,6 +53,7 @@ from nbdist.ipc.signed_messages import (
     carefully,
     refusals,
 )
+from nbdist.ipc.stacks import cell_of
 from nbdist.wire import REPLY, REQUEST, Outcome
 
 __all__ = ["RankSession", "answer_on", "describe", "function_of", "refused"]
@@ -393,11 +394,20 @@ def describe(error: BaseException) -> tuple[str, str, list[str]]:
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next
-    lines = traceback.format_exception(type(error), error, frames, chain=False)
-    message, described = message_of(error), [*map(encodable, lines)]
+    described = [*map(encodable, _formatted(error, frames))]
+    message = message_of(error)
     if is_rank() and (advice := cuda_context.advice()):
         message, described = f"{message}\n{advice}", [*described, advice]
     return type(error).__name__, message, described
+
+
+def _formatted(error: BaseException, frames: TracebackType | None) -> Iterator[str]:
+    """The lines of a traceback, in which the code of a cell is named "In[7]"."""
+    formatted = traceback.TracebackException(type(error), error, frames, compact=True)
+    for frame in formatted.stack:
+        if (cell := cell_of(frame.filename)) is not None:
+            frame.filename = f"In[{cell}]"
+    return formatted.format(chain=False)
 
 
 def _is_ours(frames: TracebackType) -> bool:

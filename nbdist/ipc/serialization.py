@@ -7,16 +7,19 @@ functions and classes of `__main__` by value.
 from __future__ import annotations
 
 import io
+import linecache
 import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import CodeType
 from typing import Any, cast
 
 import cloudpickle
 
 from nbdist.ipc import keras_objects
+from nbdist.ipc.stacks import cell_name, cell_of
 
 __all__ = [
     "PLAIN",
@@ -143,18 +146,43 @@ def _pickler(
 class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles code with the name of its file, which errors and the debugger show.
 
-    cloudpickle 3.1.3 replaces the name by "<dynamic-code>".
+    cloudpickle 3.1.3 replaces the name by "<dynamic-code>". The code of a cell has the
+    number of the cell, and its lines.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is CodeType:
-            return _rebuild_code, (*self.dispatch_table[CodeType](obj), obj.co_filename)
+            reduced = self.dispatch_table[CodeType](obj)
+            return _rebuild_code, (*reduced, *_source_of(obj.co_filename))
         return super().reducer_override(obj)
 
 
+def _source_of(path: str) -> tuple[str, list[str] | None]:
+    """The name of a code's file in the receiving process, and its lines if it is none.
+
+    The lines are the same object for all code of a cell, so that they are pickled once.
+    """
+    cached = linecache.cache.get(path, ())
+    if len(cached) != 4 or cached[1] is not None:  # it has a time: it is a file
+        return path, None
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    label = shell and shell.compile.format_code_name(path)
+    if label and label[0] == "Cell" and cell_of(path) is None:
+        path = cell_name(int(label[1].strip("In[]")), Path(path).stem)
+    return path, cached[2]
+
+
 def _rebuild_code(
-    make: Callable[..., CodeType], arguments: tuple[Any, ...], path: str
+    make: Callable[..., CodeType],
+    arguments: tuple[Any, ...],
+    path: str,
+    lines: list[str] | None,
 ) -> CodeType:
+    if lines is not None:
+        size = sum(map(len, lines))
+        linecache.cache.setdefault(path, (size, None, lines, path))
     return make(*arguments).replace(co_filename=path)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["Frame", "cell_of", "from_user_code", "location_of"]
+__all__ = ["Frame", "cell_name", "cell_of", "from_user_code", "location_of"]
 
 CELL = re.compile(r"<ipython-input-(\d+)-")
 """The name that IPython gives a cell's code."""
@@ -21,6 +21,16 @@ def cell_of(filename: str) -> int | None:
     """The In[] number of the cell whose code has this file name; None for a file."""
     match = CELL.match(filename)
     return int(match[1]) if match else None
+
+
+def cell_name(number: int, name: str) -> str:
+    """A file name for the code of a cell, as IPython gives it.
+
+    Args:
+        number: The In[] number.
+        name: Differs between cells with different text.
+    """
+    return f"<ipython-input-{number}-{name}>"
 
 
 def location_of(filename: str, line: int) -> str:

@@ -708,6 +708,28 @@ def test_two_ranks_stop_and_a_command_goes_to_both(notebook: Notebook):
     assert "[1] 60" in reply.text
 
 
+WORK = """import nbdist
+def work(x):
+    y = x + 1
+    {line}
+    return y
+nbdist.cluster().run(work, 4)"""
+
+
+def test_a_function_of_the_notebook_has_its_cell_and_lines_on_the_ranks(
+    notebook: Notebook,
+):
+    number = int(notebook.run("len(In)").displays[-1]["text/plain"])
+    text = notebook.run(WORK.format(line="[0][y]")).text
+    assert f'File "In[{number}]", line 4, in work\n    [0][y]\n' in text
+    reply, _ = notebook.converse(WORK.format(line="breakpoint()"), "p y", "c", "c")
+    assert re.search(
+        rf"debugger on rank 0 of 2 \(.+\), In\[{number + 1}\] line 4", reply.text
+    )
+    assert "[0] -> breakpoint()" in reply.text
+    assert "[0] 5" in reply.text
+
+
 def test_quit_and_the_interrupt_button_end_the_cell_on_all_ranks(notebook: Notebook):
     reply, _ = notebook.converse(STOP.format(rank=1), "q")
     assert reply.error == "CellInterrupted"
