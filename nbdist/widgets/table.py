@@ -13,7 +13,10 @@ CELL = "text-align:left;padding:2px 10px;white-space:pre"
 
 
 class Table:
-    """Rows of text under a header, with an optional caption."""
+    """Rows of text under a header, with an optional caption.
+
+    A table without rows shows its caption, and without that its header.
+    """
 
     def __init__(
         self,
@@ -26,8 +29,11 @@ class Table:
             ["" if cell is None else str(cell) for cell in row] for row in rows
         ]
         self._caption = caption
+        self._is_caption = bool(caption) and not rows
 
     def __repr__(self) -> str:
+        if self._is_caption:
+            return self._caption
         table = [_lines_of(row) for row in [self._header, *self._rows]]
         widths = [
             max(len(cell) for cell in column)
@@ -44,6 +50,9 @@ class Table:
         return "\n".join(line.rstrip() for line in [*lines, self._caption] if line)
 
     def _repr_html_(self) -> str:
+        caption = f"<div>{html.escape(self._caption)}</div>" if self._caption else ""
+        if self._is_caption:
+            return caption
         head = "".join(
             f'<th scope="col" style="{CELL}">{html.escape(cell)}</th>'
             for cell in self._header
@@ -54,7 +63,6 @@ class Table:
             + "</tr>"
             for row in self._rows
         )
-        caption = f"<div>{html.escape(self._caption)}</div>" if self._caption else ""
         head = f"<thead><tr>{head}</tr></thead>"
         return f"<table>{head}<tbody>{body}</tbody></table>{caption}"
 

@@ -26,6 +26,12 @@ def test_a_table_without_rows_still_has_its_header():
     assert "name" in repr(Table(["name"], []))
 
 
+def test_a_table_without_rows_is_its_caption():
+    table = Table(["leaf", "ranks"], [], "a & b are equal")
+    assert repr(table) == "a & b are equal"
+    assert table._repr_html_() == "<div>a &amp; b are equal</div>"
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [(None, ""), (0, "0 MiB"), (3 * 2**20, "3 MiB"), (2**30, "1.00 GiB")],
