@@ -35,7 +35,9 @@ class StopButton:
             layout=ipywidgets.Layout(width="max-content"),
         )
         self._button.on_click(lambda _: stop())
-        display(self._button, display_id=identifier)
+        bundle = self._button._repr_mimebundle_()
+        bundle["text/plain"] = f"{what} in the background"  # of a collapsed output
+        display(bundle, raw=True, display_id=identifier)
 
     def close(self) -> None:
         """Remove the button. Call it in the context of the notebook's cell."""

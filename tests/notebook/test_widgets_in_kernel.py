@@ -173,6 +173,9 @@ def test_a_button_interrupts_a_cell_in_the_background(front_end: FrontEnd):
     front_end.until(lambda: "begun" in front_end.text(first))
     one, other = front_end.of("Button")
     assert front_end.states[one]["description"].startswith("interrupt In[")
+    # JupyterLab shows this text in place of an output that is collapsed.
+    texts = [data.get("text/plain", "") for data in front_end.shown.values()]
+    assert len([text for text in texts if "] in the background" in text]) == 2
     front_end.send(other, method="custom", content={"event": "click"})
     front_end.until(lambda: other not in front_end.states)
     front_end.send(one, method="custom", content={"event": "click"})
