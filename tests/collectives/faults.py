@@ -352,14 +352,14 @@ def close_alone(transport: str) -> list[tuple[str, float]]:
     return ending.log
 
 
-def count_messages() -> list[tuple[int, int, int]]:
-    """(elements, messages sent, elements sent) of ring all-reduces on this rank."""
-    group = make_group("ring")
-    ring = group.transport("cpu", "ring")
+def count_messages(algorithm: str) -> list[tuple[int, int, int]]:
+    """(elements, messages, elements sent) of all-reduces in the ring on this rank."""
+    group = make_group(algorithm)
+    ring = group.transport("cpu", algorithm)
     counts = []
-    for length in (0, 1, SIZE - 1, SIZE, 1009, 65_536):
+    for length in (0, 1, SIZE - 1, SIZE, 1009, 16_383, 16_384, 65_536):
         ring.sent_messages = ring.sent_elements = 0
-        nc.all_reduce(torch.ones(length), algorithm="ring")
+        nc.all_reduce(torch.ones(length), algorithm=algorithm)
         counts.append((length, ring.sent_messages, ring.sent_elements))
     group.close()
     return counts

@@ -32,7 +32,8 @@ CALLS: list[tuple[str, tuple[object, ...]]] = [
     ("one_message_is_missing", ()),
     ("a_message_of_another_shape", ()),
     ("tell_where", ()),
-    ("count_messages", ()),
+    ("count_messages", ("ring",)),
+    ("count_messages", ("mpi",)),
     ("no_group_here", ()),
     *[
         ("fail_on_a_gpu", (how, rank))
@@ -144,10 +145,16 @@ def test_another_thread_sees_the_call_with_cell_and_line(outcome: Outcome) -> No
 
 
 def test_a_ring_sends_the_fewest_messages_and_elements(outcome: Outcome) -> None:
-    for counts in outcome("count_messages"):
+    for counts in outcome("count_messages", "ring"):
         for length, messages, elements in counts:
             assert messages == 2 * (SIZE - 1)
             assert elements <= 2 * (SIZE - 1) * -(-length // SIZE)
+
+
+def test_mpi_reduces_large_tensors_in_the_ring(outcome: Outcome) -> None:
+    for counts in outcome("count_messages", "mpi"):
+        for length, messages, _ in counts:
+            assert messages == (2 * (SIZE - 1) if 4 * length >= 1 << 16 else 0)
 
 
 def test_without_a_group_the_error_has_the_next_step(outcome: Outcome) -> None:

@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 _TAG = 3
+RING_FROM_BYTES = 1 << 16
+"""Bytes from which the bandwidth matters more than the number of messages."""
 _NATIVE_FLOATS = frozenset({"sum", "mean", "product"})
 """Reduce-ops of floats that MPI computes as torch does. MPI's min and max lose NaN."""
 _NATIVE_INTEGERS = frozenset({torch.int32, torch.int64})
@@ -168,13 +170,18 @@ class RingTransport(Transport):
 
 
 class MpiTransport(RingTransport):
-    """MPI's collectives if they compute the same result as torch, else the ring."""
+    """MPI's collectives if they compute the same result as torch, else the ring.
+
+    Large tensors are also reduced in the ring. Among fewer than four ranks, Open MPI's
+    non-blocking all-reduce sends all of a tensor to one rank and then back, which takes
+    each direction of a link in turn. The ring sends halves in both at once.
+    """
 
     description: ClassVar[str] = "MPI"
 
     def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
         work = tensor.to(accumulation_dtype(tensor.dtype))
-        if not _is_native(op, work.dtype):
+        if work.nbytes >= RING_FROM_BYTES or not _is_native(op, work.dtype):
             super().all_reduce_flat(tensor, op)
             return
         mpi_op = REDUCE_OPS[op].mpi
