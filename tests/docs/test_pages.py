@@ -77,6 +77,7 @@ def test_a_page_runs_as_written(
     cluster: Cluster, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     blocks = blocks_of(ROOT / "docs" / page)
     assert blocks
     here = cluster.run(os.getcwd)[0]
@@ -93,6 +94,7 @@ def test_a_page_runs_as_written(
             else:
                 exec(compile(block, page, "exec"), notebook)
     finally:
+        session._close_streams(list(session._streams))
         cluster.run(os.chdir, here)
 
 
