@@ -58,13 +58,16 @@ class CellOutputs:
     def keep(self) -> Callable[[], None]:
         """Keep the output of the running cell after its end.
 
+        A page shows it instead of what the notebook's file has.
+
         Returns:
             Is to be called when what the cell has begun has ended, in the background.
         """
         cell = self._cells.get(self._request_id())
         if cell is None:
             return lambda: None
-        cell.is_kept = True
+        # The notebook's file may have been saved before the end.
+        cell.is_kept = cell.is_live = True
         cell.unfinished += 1
         return cell.finish
 
