@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
+    "ACTIVITIES",
     "CLOCK_MARK",
     "COMMS",
     "ELASTIC",
@@ -19,6 +20,7 @@ __all__ = [
     "REFUSED",
     "REPLY",
     "REQUEST",
+    "SHARES",
     "TELEMETRY",
     "Batch",
     "Change",
@@ -134,6 +136,14 @@ class Sample:
     step: int
     time: float
     scalars: dict[str, float]
+    is_internal: bool = False
+    """Whether nbdist has recorded them, rather than the user."""
+
+
+ACTIVITIES = ("compute", "communication", "data", "other")
+SHARES = "time/"
+"""Before an activity, the metric with the share of the time that a rank spends in it,
+such as "time/compute"."""
 
 
 @dataclass(frozen=True)
@@ -144,16 +154,28 @@ class TimeSplit:
     """
 
     compute: float
-    """In code that is neither of the next two, which includes the waits for a GPU."""
+    """In code that is none of the next three, which includes the waits for a GPU."""
     communication: float
     """In collectives and messages, which includes the waits for other ranks."""
     data: float
     """In data loaders and datasets, which includes the waits for their workers."""
+    other: float
+    """In files, sleep, programs, connections, or the debugger."""
+    reason: str
+    """The most frequent kind of the last, as a clause: "it reads or writes files"; ""
+    if there is none."""
     place: str
     """The user's line outside of communication that was seen most often, such as
     "In[4] line 7"; "" if there is none."""
     place_share: float
     """The share of that line."""
+    call_place: str = ""
+    """The user's line in communication that was seen most often."""
+
+    @property
+    def shares(self) -> tuple[float, float, float, float]:
+        """The shares of compute, communication, data and other."""
+        return self.compute, self.communication, self.data, self.other
 
 
 @dataclass(frozen=True)
@@ -168,10 +190,25 @@ class DeviceSample:
     memory_used: int | None
     """Bytes in use on the GPU by all processes; resident bytes on the CPU."""
     memory_total: int | None
-    memory_own: int | None
-    """Bytes in this rank's torch allocator on the GPU; resident bytes on the CPU."""
     cpu: float
     """Percent of one core that this process used; 200 is two cores."""
+    resident: int
+    """Bytes of host memory of this process."""
+    allocated: int | None = None
+    """Bytes of this rank's tensors in torch's allocator on the GPU."""
+    reserved: int | None = None
+    """Bytes that torch's allocator has reserved on the GPU, which include the last."""
+    temperature: float | None = None
+    """Of the GPU, in degrees Celsius. A MIG device has that of its card."""
+    power: float | None = None
+    """Of the GPU, in watts. A MIG device has that of its card."""
+    disk: float | None = None
+    """Bytes per second that this process reads from disks and writes to them."""
+    network: float | None = None
+    """Bytes per second that this host receives and sends, except to itself."""
+    bus_bandwidth: float | None = None
+    """Of the fastest large collective since the last sample, in bytes per second, as
+    NCCL's tests define it: what each link carries. None if there was none."""
     split: TimeSplit | None = None
     """None if the rank has not run enough code yet."""
 
@@ -227,6 +264,9 @@ class Batch:
     records: tuple[Sample | DeviceSample | Mark, ...]
     progress: StepProgress | None = None
     """The rank's progress now; None if it is in no loop of known length."""
+    step: int | None = None
+    """The training step of the rank: what it logged last, or the number of steps of its
+    optimizer in this cell. None before the first."""
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,7 @@ class Lab:
         self._run(change, {"theme": name})
         light = "true" if "Light" in name else "false"
         self.wait(f"() => document.body.dataset.jpThemeLight === '{light}'")
+        self.wait("() => document.getElementById('jupyterlab-splash') === null")
 
     def screenshot(self, name: str) -> Path:
         """Save the page as out/screenshots/<name>.png."""

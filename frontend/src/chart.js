@@ -4,6 +4,7 @@ import { band, positive } from "./columns.js";
 import { duration, number } from "./format.js";
 import { near, paint } from "./marks.js";
 import { dash, stroke } from "./palette.js";
+import { smooth } from "./smoothing.js";
 
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 const INVISIBLE = { points: { show: false }, stroke: "transparent", width: 0 };
@@ -21,7 +22,8 @@ export class Chart {
   /**
    * `onCursor(index | null, left, top)` follows the pointer, in CSS pixels, also that of
    * another chart with the same `key`, with which this one is zoomed too. `onUnzoom()` is
-   * called at a double click.
+   * called at a double click, `onPan(min, max)` when another part of the x axis is wanted,
+   * and `onScale()` when another one is shown.
    */
   constructor(host, events) {
     this.#host = host;
@@ -30,15 +32,16 @@ export class Chart {
 
   /**
    * Draws a picture:
-   * { aligned, asBand, x: "step" | "time", span: [from, to], log, label, marks, theme, height }.
-   * A zoom stays.
+   * { aligned, asBand, x: "step" | "time", span: [from, to], log, smoothing, label, marks,
+   * theme, height }. A zoom stays.
    */
   draw(picture) {
     this.#picture = picture;
     this.#theme = picture.theme;
     const { columns, series, bands } = compose(picture, this.#highlighted, () => this.#theme);
     const structure = JSON.stringify([
-      picture.asBand, picture.x, picture.log, picture.label, [...picture.aligned.ranks.keys()],
+      picture.asBand, picture.x, picture.log, picture.label, picture.smoothing > 0,
+      [...picture.aligned.ranks.keys()],
       series.length, this.#highlighted,
     ]);
     if (structure !== this.#structure) this.#build(picture, series, bands, columns);
@@ -71,6 +74,43 @@ export class Chart {
     this.#zoomed = false;
   }
 
+  /** Shows a part of the x axis. */
+  show(min, max) {
+    this.#zoomed = true;
+    this.#plot?.setScale("x", { min, max });
+  }
+
+  /** Where the plane is: { left, width, min, max }; null before the first drawing. */
+  get plane() {
+    if (!this.#plot) return null;
+    const { left, width } = this.#plot.bbox;
+    const { min, max } = this.#plot.scales.x;
+    return { left: left / devicePixelRatio, width: width / devicePixelRatio, min, max };
+  }
+
+  /** Asks for the part of the x axis that lies by a share of the width beside this one. */
+  pan(share) {
+    if (!this.#plot) return;
+    const { min, max } = this.#plot.scales.x;
+    const [from, to] = this.#picture.span;
+    const wanted = share * (max - min);
+    const by = wanted > 0 ? Math.min(wanted, Math.max(0, to - max)) : Math.max(wanted, Math.min(0, from - min));
+    if (by) this.#events.onPan(min + by, max + by);
+  }
+
+  /** Asks for a part that is `factor` times as wide, around the cursor or the middle. */
+  zoom(factor) {
+    if (!this.#plot) return;
+    const { min, max } = this.#plot.scales.x;
+    const [from, to] = this.#picture.span;
+    const { idx } = this.#plot.cursor;
+    const middle = idx === null || idx === undefined ? (min + max) / 2 : this.#plot.data[0][idx];
+    const width = factor * (max - min);
+    if (width >= to - from) return this.#events.onUnzoom();
+    const left = Math.min(Math.max(from, middle - width / 2), to - width);
+    this.#events.onPan(left, left + width);
+  }
+
   /** The marks beside a position of the x axis. */
   marksAt(index) {
     if (!this.#plot || !this.#picture.marks.length) return [];
@@ -95,16 +135,41 @@ export class Chart {
       bands,
       cursor: {
         y: false, drag: { x: true, y: false }, points: { size: 7 },
+        bind: { mousedown: (_, __, zoom) => (event) => (event.shiftKey ? this.#drag(event) : zoom(event)) },
         sync: { key: this.#events.key, scales: ["x", null], setSeries: false },
       },
       hooks: {
         setCursor: [(plot) => this.#events.onCursor(plot.cursor.idx, plot.cursor.left, plot.cursor.top)],
         draw: [(plot) => paint(plot, this.#picture.marks, this.#theme)],
         setSelect: [(plot) => (this.#zoomed = plot.select.width > 0)],
+        setScale: [() => this.#events.onScale()],
       },
     };
     this.#plot = new uPlot(options, columns, this.#host);
     this.#plot.over.addEventListener("dblclick", this.#events.onUnzoom);
+    this.#plot.over.addEventListener("wheel", (event) => this.#onWheel(event), { passive: false });
+  }
+
+  /** Pans with the pointer until the button is released. */
+  #drag(event) {
+    event.preventDefault();
+    let x = event.clientX;
+    const width = this.#plot.over.clientWidth;
+    const ending = new AbortController();
+    const move = ({ clientX }) => {
+      this.pan((x - clientX) / width);
+      x = clientX;
+    };
+    window.addEventListener("mousemove", move, { signal: ending.signal });
+    window.addEventListener("mouseup", () => ending.abort(), { signal: ending.signal });
+  }
+
+  /** A touchpad, or a wheel with Shift, pans a zoomed chart; otherwise the page scrolls. */
+  #onWheel(event) {
+    const delta = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
+    if (!this.#zoomed || Math.abs(delta) < Math.abs(event.shiftKey ? 0 : event.deltaY)) return;
+    event.preventDefault();
+    this.pan(delta / this.#plot.over.clientWidth);
   }
 
   #setData(columns) {
@@ -142,21 +207,21 @@ export class Chart {
 }
 
 /** uPlot's columns, series and bands of a picture. */
-function compose({ aligned, asBand, log }, highlighted, theme) {
-  const shape = asBand ? bandOf(aligned, theme) : linesOf(aligned, highlighted, theme);
+function compose({ aligned, asBand, log, smoothing }, highlighted, theme) {
+  const shape = asBand ? bandOf(aligned, smoothing, theme) : linesOf(aligned, highlighted, theme);
   const front = aligned.ranks.get(highlighted);
   if (asBand && front) {
-    shape.columns.push(front.mean);
+    shape.columns.push(smooth(aligned.x, front.mean, smoothing));
     shape.series.push(line(highlighted, theme, 2.5));
   }
   const columns = log ? shape.columns.map(positive) : shape.columns;
   return { ...shape, columns: [aligned.x, ...columns] };
 }
 
-function bandOf(aligned, theme) {
+function bandOf(aligned, smoothing, theme) {
   const { low, middle, high } = band(aligned);
   return {
-    columns: [high, low, middle],
+    columns: [high, low, smooth(aligned.x, middle, smoothing)],
     series: [
       { ...INVISIBLE, spanGaps: true },
       { ...INVISIBLE, spanGaps: true },
@@ -168,11 +233,16 @@ function bandOf(aligned, theme) {
 
 function linesOf(aligned, highlighted, theme) {
   const columns = [], series = [], bands = [];
-  for (const [rank, { mean, low, high }] of aligned.ranks) {
+  for (const [rank, { mean, low, high, raw }] of aligned.ranks) {
     const dimmed = highlighted !== null && highlighted !== rank;
+    if (raw) {
+      // What was smoothed, in the background.
+      series.push({ ...line(rank, theme, 1, dimmed ? 0.1 : 0.25), points: { show: false } });
+      columns.push(raw);
+    }
     series.push(line(rank, theme, highlighted === rank ? 2.5 : 1.5, dimmed ? 0.25 : 1));
     columns.push(mean);
-    if (dimmed || low.every((value, i) => value === high[i])) continue;
+    if (raw || dimmed || low.every((value, i) => value === high[i])) continue;
     // Means of buckets: show how far the values in each bucket went.
     const at = columns.push(high, low);
     series.push({ ...INVISIBLE, spanGaps: true }, { ...INVISIBLE, spanGaps: true });

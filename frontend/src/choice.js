@@ -1,9 +1,11 @@
 // Which metrics have a chart.
+import { SHARES } from "./store.js";
 
 /** The chosen metrics that are known; the first of all where there is none. */
 export function shown(chosen, known) {
   const found = chosen.filter((name) => known.includes(name));
-  return found.length ? found : known.slice(0, 1);
+  // The strip below the charts shows the shares of the time.
+  return found.length ? found : known.slice(0, 1).filter((name) => !name.startsWith(SHARES));
 }
 
 /** The choice with one more chart, of the first metric that has none. */

@@ -3,6 +3,8 @@
 // In a column, undefined is "nothing here" (the line goes on), null is a gap: a value
 // that is no finite number.
 
+import { smooth } from "./smoothing.js";
+
 const MAX_BINS = 600;
 
 /** The metric over steps. Buckets of the ranks share their steps. */
@@ -26,6 +28,13 @@ export function byTime(metric, ranks, origin) {
   const x = Array.from({ length: bins }, (_, i) => (i + 0.5) * width);
   const binOf = (time) => Math.max(0, Math.min(bins - 1, Math.floor((time - origin) / width)));
   return align(x, chosen, (series) => scatter(series, bins, (i) => binOf(series.times[i])));
+}
+
+/** The ranks' lines smoothed over a length of the x axis; `raw` is what they were. */
+export function smoothed(aligned, length) {
+  if (!length) return aligned;
+  const each = ([rank, columns]) => [rank, { ...columns, mean: smooth(aligned.x, columns.mean, length), raw: columns.mean }];
+  return { x: aligned.x, ranks: new Map([...aligned.ranks].map(each)) };
 }
 
 /** Least, middle and greatest over the ranks, at each x. */

@@ -35,6 +35,15 @@ export function memory(used, total) {
   return `${amount} ${UNITS[exponent]}`;
 }
 
+/** "12 MB/s", in powers of 1000. */
+export function bandwidth(bytesPerSecond) {
+  if (bytesPerSecond === null || bytesPerSecond === undefined) return "–";
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let size = bytesPerSecond, unit = 0;
+  while (size >= 999.5 && unit < units.length - 1) [size, unit] = [size / 1000, unit + 1];
+  return `${size < 10 && unit ? size.toFixed(1) : size.toFixed(0)} ${units[unit]}/s`;
+}
+
 /** "1:05:09", "2:03", "12 s", "0.5 s". */
 export function duration(seconds) {
   if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;

@@ -29,12 +29,15 @@ export class Legend {
 
   #chip(rank) {
     const leave = () => this.#onHighlight(null);
-    const enter = () => this.#onHighlight(rank);
+    const enter = () => this.#onHighlight(this.#hidden.has(rank) ? null : rank);
     return h("button", {
       type: "button",
       title: `Rank ${rank}: click to hide or show, Shift-click to show it alone`,
       "aria-label": `Rank ${rank}`,
-      onclick: (event) => this.#toggle(rank, event.shiftKey),
+      onclick: (event) => {
+        this.#toggle(rank, event.shiftKey);
+        enter(); // a hidden rank is not in front of the others
+      },
       onpointerenter: enter, onpointerleave: leave, onfocus: enter, onblur: leave,
     }, String(rank));
   }

@@ -23,6 +23,7 @@ export function themeOf(element) {
     band: colour("--nbdist-band"),
     middle: colour("--nbdist-accent"),
     font: `12px ${style.fontFamily}`,
+    activities: ["compute", "communication", "data", "other"].map((name) => colour(`--nbdist-${name}`)),
   };
 }
 

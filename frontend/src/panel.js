@@ -15,14 +15,14 @@ export class Panel {
 
   /**
    * Panels with the same `key` share the cursor. Calls `onChoose(name)`, `onRemove()`, and
-   * `onUnzoom()` when the whole chart is wanted again.
+   * `onUnzoom`, `onPan` and `onScale` as a `Chart` does.
    */
-  constructor({ key, onChoose, onRemove, onUnzoom }) {
+  constructor({ key, onChoose, onRemove, ...events }) {
     this.#select.addEventListener("change", () => onChoose(this.#select.value));
     this.#remove.addEventListener("click", onRemove);
     this.#plane.addEventListener("keydown", (event) => this.#onKey(event));
     this.#plane.addEventListener("blur", () => this.#chart.leave());
-    this.#chart = new Chart(this.#plane, { key, onUnzoom, onCursor: (...cursor) => this.#onCursor(...cursor) });
+    this.#chart = new Chart(this.#plane, { key, ...events, onCursor: (...cursor) => this.#onCursor(...cursor) });
     this.element = h("div", { class: "nbdist-panel" },
       h("div", { class: "nbdist-choice" }, this.#select, this.#remove),
       h("div", { class: "nbdist-chart" }, this.#plane, this.#readout.element));
@@ -50,6 +50,16 @@ export class Panel {
     this.#chart.unzoom();
   }
 
+  /** Shows a part of the x axis. */
+  show(min, max) {
+    this.#chart.show(min, max);
+  }
+
+  /** Where the chart's plane is within this panel's element, as `Chart` has it. */
+  get plane() {
+    return this.#chart.plane;
+  }
+
   destroy() {
     this.#chart.destroy();
     this.element.remove();
@@ -61,7 +71,7 @@ export class Panel {
     const at = Math.min(this.#index ?? last, last);
     const kind = asBand ? "median and range of the ranks" : "one line for each rank";
     const attributes = {
-      "aria-label": `${label} by ${x}, ${kind}; arrow keys read the values`,
+      "aria-label": `${label} by ${x}, ${kind}; arrow keys read the values, plus and minus zoom, with Shift the arrow keys move`,
       "aria-valuemin": 0,
       "aria-valuemax": Math.max(0, last),
       "aria-valuenow": Math.max(0, at),
@@ -80,6 +90,13 @@ export class Panel {
   }
 
   #onKey(event) {
+    const chart = this.#chart;
+    const views = { "+": () => chart.zoom(0.5), "=": () => chart.zoom(0.5), "-": () => chart.zoom(2) };
+    if (event.shiftKey) Object.assign(views, { ArrowLeft: () => chart.pan(-0.25), ArrowRight: () => chart.pan(0.25) });
+    if (event.key in views) {
+      event.preventDefault();
+      return views[event.key]();
+    }
     const last = (this.#picture?.aligned.x.length ?? 0) - 1;
     const at = this.#index ?? last;
     const page = Math.ceil(last / 10);

@@ -5,6 +5,7 @@ import { duration, number } from "./format.js";
 // Without a step for so long, nor for three steps, nothing runs.
 const FRESH_MS = 3000;
 const ALOUD_EVERY_MS = 15000;
+const MINUTE_MS = 60000;
 
 export class Status {
   #dot = h("span", { class: "dot" });
@@ -12,32 +13,39 @@ export class Status {
   #aloud = h("span", { class: "nbdist-unseen", "aria-live": "polite" });
   #changed = -Infinity;
   #spoken = -Infinity;
-  #step = NaN;
+  #step = null;
+  #speed = new Speed();
   element = h("div", { class: "nbdist-status" }, this.#dot, this.#text, this.#aloud);
 
   draw(store, name, now = performance.now()) {
     const latest = latestOf(store.metrics.get(name));
-    const step = Math.max(...latest.map((sample) => sample.step));
-    if (latest.length && step !== this.#step) this.#changed = now;
+    const step = store.lastStep();
+    if (step !== null && step !== this.#step) this.#changed = now;
     this.#step = step;
     const running = now - this.#changed < Math.max(FRESH_MS, 3000 / (store.eta?.rate || Infinity));
     this.#dot.classList.toggle("running", running);
-    setText(this.#text, describe(store, name, latest, running));
-    if (latest.length && now - this.#spoken > ALOUD_EVERY_MS) {
+    setText(this.#text, describe(store, running, this.#speed.take(step, now)));
+    if (latest.length && step !== null && now - this.#spoken > ALOUD_EVERY_MS) {
       this.#spoken = now;
       setText(this.#aloud, aloud(name, step, latest, store.eta));
     }
   }
 }
 
-/** Steps per second over the last minute of the first rank that has any. */
-export function rate(metric) {
-  const series = metric ? [...metric.ranks.values()][0] : undefined;
-  if (!series || series.steps.length < 2) return null;
-  const { step, time } = series.latest;
-  const from = Math.max(0, series.times.findIndex((t) => t > time - 60));
-  const seconds = time - series.times[from];
-  return seconds > 0 && step > series.steps[from] ? (step - series.steps[from]) / seconds : null;
+/** Steps per second over the last minute in which this view was there. */
+export class Speed {
+  #points = [];
+
+  /** Takes the step at a time in milliseconds; null if it is unknown. */
+  take(step, now) {
+    if (step === null) return null;
+    const last = this.#points.at(-1);
+    if (last && step < last.step) this.#points = [];
+    if (!last || step !== last.step || !this.#points.length) this.#points.push({ step, now });
+    while (this.#points.length > 2 && this.#points[1].now <= now - MINUTE_MS) this.#points.shift();
+    const [from, to] = [this.#points[0], this.#points.at(-1)];
+    return to.now > from.now ? (1000 * (to.step - from.step)) / (to.now - from.now) : null;
+  }
 }
 
 function latestOf(metric) {
@@ -52,22 +60,17 @@ export function progress(eta, running) {
   return parts;
 }
 
-function describe(store, name, latest, running) {
+function describe(store, running, perSecond) {
   const ranks = store.ranks.size || store.allRanks().length;
   const parts = [running ? "running" : "idle", `${ranks} ${ranks === 1 ? "rank" : "ranks"}`];
   if (store.eta) parts.push(...progress(store.eta, running));
-  else parts.push(...steps(store.metrics.get(name), latest, running));
+  else if (store.lastStep() !== null) {
+    parts.push(`step ${number(store.lastStep())}`);
+    if (running && perSecond) parts.push(`${speed(perSecond)} steps/s`);
+  }
   const lost = store.lost.reduce((sum, [, count]) => sum + count, 0);
   if (lost) parts.push(`${number(lost)} records lost`);
   return parts.join(" · ");
-}
-
-function steps(metric, latest, running) {
-  const parts = [];
-  if (latest.length) parts.push(`step ${number(Math.max(...latest.map((s) => s.step)))}`);
-  const measured = running ? rate(metric) : null;
-  if (measured !== null) parts.push(`${speed(measured)} steps/s`);
-  return parts;
 }
 
 function speed(perSecond) {

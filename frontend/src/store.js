@@ -1,5 +1,9 @@
 // What one model knows: filled by messages, read by views.
 
+/** What a rank's time is divided into; each has a metric, such as "time/compute". */
+export const ACTIVITIES = ["compute", "communication", "data", "other"];
+export const SHARES = "time/";
+
 const COLUMNS = ["steps", "times", "means", "lows", "highs"];
 
 /** One rank's values of one metric, in buckets; the columns are parallel. */
@@ -13,16 +17,18 @@ export class Series {
 }
 
 export class Store {
-  /** name → { width, ranks: Map(rank → Series) }, in the order of first logging */
+  /** name → { width, internal, ranks: Map(rank → Series) }, in the order of first logging */
   metrics = new Map();
   /** rank → { rank, host, device, name } */
   ranks = new Map();
-  /** rank → { rank, device, utilisation, used, total, own, cpu, split } */
+  /** rank → the last device sample of nbdist/widgets/monitor.py */
   devices = new Map();
   /** [rank, count] of records that never arrived */
   lost = [];
   /** A sentence on the rank for which the others wait; "" if there is none. */
   slow = "";
+  /** rank → its step in the training */
+  steps = new Map();
   /** { unit, done, total, rate, left_s } of the slowest rank; null if the number of steps is unknown */
   eta = null;
   /** { time, kind, text } of what happened to the ranks, oldest first */
@@ -53,6 +59,7 @@ export class Store {
     );
     for (const device of message.devices) this.devices.set(device.rank, device);
     this.lost = message.lost;
+    this.steps = new Map(message.steps);
     this.eta = message.eta;
     this.marks = message.marks ?? this.marks;
     this.slow = message.slow;
@@ -75,6 +82,18 @@ export class Store {
     return [...known].sort((a, b) => a - b);
   }
 
+  /** The metrics to choose from: those of the user before those of nbdist. */
+  names() {
+    const every = [...this.metrics.keys()];
+    const order = (name) => (this.metrics.get(name).internal ? 1 : 0) + (name.startsWith(SHARES) ? 1 : 0);
+    return every.sort((a, b) => order(a) - order(b));
+  }
+
+  /** The step of the rank that is ahead; null before the first. */
+  lastStep() {
+    return this.steps.size ? Math.max(...this.steps.values()) : null;
+  }
+
   /** When the first sample that is still there was taken, in seconds. */
   origin() {
     let first = Infinity;
@@ -85,8 +104,8 @@ export class Store {
   }
 
   #readSeries(headers, numbers) {
-    for (const [name, rank, width, start, count] of headers) {
-      const series = this.#series(name, rank, width);
+    for (const [name, rank, width, start, count, internal] of headers) {
+      const series = this.#series(name, rank, width, internal);
       const [step, time, value] = numbers.take(3);
       series.latest = { step, time, value };
       for (const column of COLUMNS) {
@@ -96,8 +115,8 @@ export class Store {
     }
   }
 
-  #series(name, rank, width) {
-    if (!this.metrics.has(name)) this.metrics.set(name, { width, ranks: new Map() });
+  #series(name, rank, width, internal) {
+    if (!this.metrics.has(name)) this.metrics.set(name, { width, internal, ranks: new Map() });
     const metric = this.metrics.get(name);
     metric.width = width;
     if (!metric.ranks.has(rank)) metric.ranks.set(rank, new Series());

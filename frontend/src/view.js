@@ -1,7 +1,7 @@
 // One view of a model: puts the parts together. The chart is drawn at most once a
 // frame, text and table four times a second: faster, nobody reads them.
 import { shown, withInstead, without, withOneMore } from "./choice.js";
-import { byStep, byTime } from "./columns.js";
+import { byStep, byTime, smoothed } from "./columns.js";
 import { Controls } from "./controls.js";
 import { h, setText } from "./dom.js";
 import { Legend } from "./legend.js";
@@ -10,14 +10,17 @@ import { themeOf, watchTheme } from "./palette.js";
 import { Panel } from "./panel.js";
 import { position } from "./readout.js";
 import { Status } from "./status.js";
+import { Strip } from "./strip.js";
 import { RankTable } from "./table.js";
 
 const MOST_LINES = 12;
 const TEXT_EVERY_MS = 250;
-const TRAITS = ["metrics", "x", "log"];
+const TRAITS = ["metrics", "x", "log", "smoothing", "details"];
 const HEIGHT = 260;
 /** Where there are several charts. */
 const LOW_HEIGHT = 190;
+/** The part of the screen that the charts have when the monitor fills it. */
+const SCREEN_SHARE = 0.55;
 
 let views = 0;
 
@@ -27,6 +30,7 @@ export class View {
   #root;
   #empty;
   #charts = h("div");
+  #strip = new Strip();
   #panels = [];
   #key = `nbdist-${views++}`;
   #status = new Status();
@@ -43,7 +47,9 @@ export class View {
   constructor(element, model, store) {
     this.#model = model;
     this.#store = store;
-    this.#controls = new Controls(model, () => this.#choose(withOneMore));
+    this.#controls = new Controls(model, {
+      onAdd: () => this.#choose(withOneMore), onScreen: () => this.#toggleScreen(),
+    });
     const highlight = (rank) => this.#panels.forEach((panel) => panel.highlight(rank));
     this.#legend = new Legend(store.hidden, () => this.#schedule(), highlight);
     this.#build(element);
@@ -53,6 +59,7 @@ export class View {
       watchTheme(() => this.#schedule()),
       this.#watchSize(),
       this.#watchTraits(),
+      this.#watchScreen(),
     ];
     this.#schedule();
     this.#drawText();
@@ -73,6 +80,7 @@ export class View {
     this.#root = h("section", { class: "nbdist-monitor", "aria-label": "nbdist monitor", "data-lm-suppress-shortcuts": "true" },
       h("header", {}, this.#status.element, this.#controls.element),
       this.#charts,
+      this.#strip.element,
       this.#empty,
       this.#events,
       this.#legend.element,
@@ -86,6 +94,21 @@ export class View {
     const changed = () => this.#schedule();
     for (const trait of TRAITS) this.#model.on(`change:${trait}`, changed);
     return () => TRAITS.forEach((trait) => this.#model.off(`change:${trait}`, changed));
+  }
+
+  #watchScreen() {
+    const changed = () => this.#schedule();
+    document.addEventListener("fullscreenchange", changed);
+    return () => document.removeEventListener("fullscreenchange", changed);
+  }
+
+  get #fillsScreen() {
+    return document.fullscreenElement === this.#root;
+  }
+
+  #toggleScreen() {
+    const change = this.#fillsScreen ? document.exitFullscreen() : this.#root.requestFullscreen();
+    change.catch((error) => console.warn("nbdist:", error)); // the front end may forbid it
   }
 
   /** Its first call comes when the view gets into the page, with colours and width. */
@@ -103,15 +126,22 @@ export class View {
   }
 
   #draw() {
-    const names = [...this.#store.metrics.keys()];
+    const names = this.#store.names();
     const chosen = this.#metricsShown();
     const theme = themeOf(this.#root);
     const ranks = this.#store.allRanks();
-    this.#controls.draw(names.length > chosen.length);
+    const visible = ranks.filter((rank) => !this.#store.hidden.has(rank));
+    this.#controls.draw(names.length > chosen.length, this.#fillsScreen);
     this.#legend.draw(ranks, theme);
-    this.#empty.hidden = names.length > 0;
-    this.#drawCharts(chosen, names, ranks.filter((rank) => !this.#store.hidden.has(rank)), theme);
+    this.#empty.hidden = chosen.length > 0;
+    this.#drawCharts(chosen, names, visible, theme);
+    this.#drawStrip(visible, theme);
     this.#root.dataset.sequence = this.#store.sequence;
+  }
+
+  #drawStrip(ranks, theme) {
+    const picture = { store: this.#store, ranks, x: this.#model.get("x"), origin: this.#store.origin(), theme };
+    this.#strip.draw(picture, this.#panels[0]?.plane);
   }
 
   #drawText() {
@@ -120,7 +150,7 @@ export class View {
     this.#slow.hidden = !this.#store.slow;
     setText(this.#slow, this.#store.slow);
     this.#listEvents();
-    this.#table.draw(this.#store, names, themeOf(this.#root));
+    this.#table.draw(this.#store, names, this.#model.get("details") || this.#fillsScreen, themeOf(this.#root));
   }
 
   /** What the marks of the chart say, for a screen reader. */
@@ -133,23 +163,22 @@ export class View {
   }
 
   #metricsShown() {
-    return shown(this.#model.get("metrics"), [...this.#store.metrics.keys()]);
+    return shown(this.#model.get("metrics"), this.#store.names());
   }
 
   /** Changes the chosen metrics by one of the functions of choice.js. */
   #choose(change, ...args) {
-    const known = [...this.#store.metrics.keys()];
-    this.#model.set("metrics", change(this.#model.get("metrics"), known, ...args));
+    this.#model.set("metrics", change(this.#model.get("metrics"), this.#store.names(), ...args));
     this.#model.save_changes();
   }
 
   #drawCharts(chosen, names, ranks, theme) {
     this.#keepPanels(chosen.length);
     const common = {
-      x: this.#model.get("x"), log: this.#model.get("log"), theme,
-      height: chosen.length > 1 ? LOW_HEIGHT : HEIGHT,
+      x: this.#model.get("x"), log: this.#model.get("log"), smoothing: this.#model.get("smoothing"), theme,
+      height: this.#height(chosen.length),
     };
-    this.#pictures = chosen.map((name) => ({ ...this.#align(name, ranks, common.x), ...common, label: name }));
+    this.#pictures = chosen.map((name) => ({ ...this.#align(name, ranks, common), ...common, label: name }));
     const ends = this.#pictures.flatMap(({ aligned }) => [aligned.x[0], aligned.x.at(-1)]).filter(Number.isFinite);
     const span = ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
     for (const [i, picture] of this.#pictures.entries()) {
@@ -158,14 +187,20 @@ export class View {
     }
   }
 
-  #align(name, ranks, x) {
+  #height(count) {
+    const low = count > 1 ? LOW_HEIGHT : HEIGHT;
+    return this.#fillsScreen ? Math.max(low, Math.floor((SCREEN_SHARE * window.innerHeight) / count)) : low;
+  }
+
+  #align(name, ranks, { x, smoothing }) {
     const metric = this.#store.metrics.get(name);
     const origin = this.#store.origin();
     const aligned = x === "time" ? byTime(metric, ranks, origin) : byStep(metric, ranks);
     const marks = x === "time"
       ? placeByTime(this.#store.marks, metric, origin, aligned.x.at(-1) ?? 0)
       : placeBySteps(this.#store.marks, metric);
-    return { aligned, asBand: aligned.ranks.size > MOST_LINES, marks };
+    const asBand = aligned.ranks.size > MOST_LINES;
+    return { aligned: asBand ? aligned : smoothed(aligned, smoothing), asBand, marks };
   }
 
   #keepPanels(count) {
@@ -177,6 +212,8 @@ export class View {
         onChoose: (name) => this.#choose(withInstead, this.#pictures[i].label, name),
         onRemove: () => this.#choose(without, this.#pictures[i].label),
         onUnzoom: () => this.#unzoom(),
+        onPan: (min, max) => this.#panels.forEach((each) => each.show(min, max)),
+        onScale: () => this.#schedule(),
       });
       this.#panels.push(panel);
       this.#charts.append(panel.element);

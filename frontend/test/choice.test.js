@@ -9,6 +9,8 @@ test("what nobody has logged has no chart, and the first metric is the default",
   assert.deepEqual(shown([], KNOWN), ["loss"]);
   assert.deepEqual(shown(["later"], KNOWN), ["loss"]);
   assert.deepEqual(shown(["later"], []), []);
+  assert.deepEqual(shown([], ["time/data"]), [], "the strip has it");
+  assert.deepEqual(shown(["time/data"], [...KNOWN, "time/data"]), ["time/data"]);
 });
 
 test("one more chart is of the first metric without one", () => {

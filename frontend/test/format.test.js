@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { duration, memory, number, percent, reading } from "../src/format.js";
+import { bandwidth, duration, memory, number, percent, reading } from "../src/format.js";
 
 function check(format, cases) {
   for (const [value, text] of cases) assert.equal(format(value), text, String(value));
@@ -33,4 +33,11 @@ test("memory takes the unit of the greater", () => {
 
 test("durations", () => {
   check(duration, [[0.5, "0.5 s"], [12, "12 s"], [123, "2:03"], [3909, "1:05:09"]]);
+});
+
+test("bandwidths", () => {
+  check(bandwidth, [
+    [0, "0 B/s"], [999, "999 B/s"], [1234, "1.2 kB/s"], [56.7e6, "57 MB/s"], [999.6e6, "1.0 GB/s"],
+    [3.2e9, "3.2 GB/s"], [null, "–"], [undefined, "–"],
+  ]);
 });

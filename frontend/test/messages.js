@@ -10,8 +10,9 @@ export function update(sequence, series, { full = sequence === 0, ...rest } = {}
   }
   const message = {
     kind: "update", sequence, full,
-    series: series.map(([metric, rank, width, start, rows]) => [metric, rank, width, start, rows.length]),
-    ranks: [], devices: [], lost: [], slow: "", marks: null, eta: null, ...rest,
+    series: series.map(([metric, rank, width, start, rows, internal]) => (
+      [metric, rank, width, start, rows.length, Boolean(internal)])),
+    ranks: [], devices: [], lost: [], steps: [], slow: "", marks: null, eta: null, ...rest,
   };
   return [message, unaligned(numbers)];
 }

@@ -1,23 +1,21 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { progress, rate } from "../src/status.js";
-import { Store } from "../src/store.js";
-import { rows, update } from "./messages.js";
+import { Speed, progress } from "../src/status.js";
 
-function metric(values) {
-  const store = new Store();
-  store.apply(...update(0, [["loss", 0, 1, 0, values]]));
-  return store.metrics.get("loss");
-}
-
-test("the rate is that of the last minute", () => {
-  const slowThenFast = [...rows([1, 1]), [2, 2000, 1, 1, 1], [12, 2002, 1, 1, 1]];
-  assert.equal(rate(metric(slowThenFast)), 5);
+test("the speed is that of the last minute", () => {
+  const speed = new Speed();
+  assert.equal(speed.take(null, 0), null);
+  assert.equal(speed.take(0, 0), null, "one step has no speed");
+  assert.equal(speed.take(10, 1000), 10);
+  for (let second = 2; second <= 90; second++) speed.take(10 + 2 * second, 1000 * second);
+  assert.equal(speed.take(192, 91000), 2);
 });
 
-test("there is no rate without two steps", () => {
-  assert.equal(rate(undefined), null);
-  assert.equal(rate(metric(rows([1]))), null);
+test("a training that begins again has the speed of its own steps", () => {
+  const speed = new Speed();
+  for (const [step, now] of [[0, 0], [1000, 1000]]) speed.take(step, now);
+  assert.equal(speed.take(0, 2000), null);
+  assert.equal(speed.take(5, 3000), 5);
 });
 
 test("the progress ends with the time that is left", () => {

@@ -59,6 +59,20 @@ test("marks stay until others come", () => {
   assert.deepEqual(store.marks, []);
 });
 
+test("the user's metrics come first, and the shares of the time last", () => {
+  const store = new Store();
+  const row = rows([1]);
+  store.apply(...update(0, [["time/data", 0, 1, 0, row, true], ["step_s", 0, 1, 0, row, true], ["loss", 0, 1, 0, row]]));
+  assert.deepEqual(store.names(), ["loss", "step_s", "time/data"]);
+});
+
+test("the last step is that of the rank that is ahead", () => {
+  const store = new Store();
+  assert.equal(store.lastStep(), null);
+  store.apply(...update(0, [], { steps: [[0, 7], [1, 9]] }));
+  assert.equal(store.lastStep(), 9);
+});
+
 test("listeners are told until they leave", () => {
   const store = new Store();
   let calls = 0;

@@ -18,16 +18,29 @@ from typing import Any, Protocol
 
 from nbdist.collectives.transports.native import find_compiled
 from nbdist.ipc import flight_record
-from nbdist.ipc.flight_record import ENTRY, HEAD_BYTES, TEXT_BYTES
+from nbdist.ipc.flight_record import (
+    ENTRY,
+    HEAD_BYTES,
+    LAST_AT,
+    RECORD_BYTES,
+    TEXT_BYTES,
+    RecordedCall,
+)
 
-__all__ = ["CallLog", "PythonCallLog", "PythonRecorder", "open_log", "record_in"]
+__all__ = [
+    "CallLog",
+    "PythonCallLog",
+    "PythonRecorder",
+    "open_log",
+    "recent_calls",
+    "record_in",
+]
 
 _NUMBER = struct.Struct("<Q")
 _PAIR = struct.Struct("<ii")
 _TIME = struct.Struct("<q")
 _STATE = struct.Struct("<I")
-_LAST_AT = 8
-"""The position of the last ticket in the head. The next ones are those in an entry."""
+# Positions in an entry.
 _SEQUENCE_AT = 8
 _STARTED_AT = 32
 _ENDED_AT = 40
@@ -82,7 +95,7 @@ class PythonRecorder:
         """
         with self._lock:
             ticket = self._next_ticket()
-            _set(self.memory, _LAST_AT, _NUMBER.pack(ticket))
+            _set(self.memory, LAST_AT, _NUMBER.pack(ticket))
             at = self._address(ticket)
             _set(self.memory, at, _NUMBER.pack(0))
             ENTRY.pack_into(self.memory, at, 0, *values)
@@ -91,7 +104,7 @@ class PythonRecorder:
 
     def _next_ticket(self) -> int:
         """Calls under way keep their entries, except if many follow each other."""
-        (ticket,) = _NUMBER.unpack_from(self.memory, _LAST_AT)
+        (ticket,) = _NUMBER.unpack_from(self.memory, LAST_AT)
         for _ in range(flight_record.MOST_PASSED + 1):
             ticket += 1
             at = self._address(ticket) + _STATE_AT
@@ -179,7 +192,11 @@ def _set(memory: Any, at: int, value: bytes) -> None:
     memory[at : at + len(value)] = value
 
 
+_MOST_RECENT = 50
+
 _recorder: Any = None
+_memory: mmap.mmap | None = None
+"""The record, to be read."""
 _owner = 0
 """The process that made the recorder. A forked child must not write to it."""
 
@@ -199,10 +216,11 @@ def record_in(folder: Path, name: str) -> None:
 
 
 def _use(descriptor: int) -> None:
-    global _recorder, _owner
+    global _recorder, _owner, _memory
     native = find_compiled()
     make = PythonRecorder if native is None else native.Recorder
     try:
+        _memory = mmap.mmap(descriptor, RECORD_BYTES, access=mmap.ACCESS_READ)
         _recorder, _owner = make(descriptor, flight_record.CALLS), os.getpid()
     finally:
         os.close(descriptor)
@@ -221,3 +239,14 @@ def open_log(group: int, generation: int, rank: int, members: Sequence[int]) -> 
     text = flight_record.members_text(members)
     log: CallLog = make(_recorder, group, generation, rank, text)
     return log
+
+
+def recent_calls(after: int) -> list[RecordedCall]:
+    """The last calls of this process, oldest first. Any thread may call.
+
+    Args:
+        after: A ticket. Only later calls are included, and at most 50.
+    """
+    if _memory is None or _owner != os.getpid():
+        return []
+    return flight_record.recent_calls(_memory, after, _MOST_RECENT)

@@ -23,6 +23,7 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as BelowAutograd
 
 from nbdist.collectives.call import Call, describe_mismatch, describe_timeout
 from nbdist.collectives.call_site import CallSite, find_call_site
+from nbdist.collectives.call_timing import gpu_timer
 from nbdist.collectives.flight_recorder import CallLog, open_log
 from nbdist.collectives.handle import Handle
 from nbdist.collectives.mailbox import Mailbox, MailHooks, Message
@@ -378,7 +379,11 @@ class Group:
             # The result is no part of an autograd graph. It may be a view, a leaf or an
             # inference tensor.
             with BelowAutograd():
-                body()
+                if call.kind.device == "cuda":
+                    with gpu_timer.timing(call.kind, self.size):
+                        body()
+                else:
+                    body()
         except CollectiveMismatch:
             raise
         except BaseException as error:  # noqa: BLE001 - the other ranks must get it

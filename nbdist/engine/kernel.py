@@ -14,9 +14,11 @@ import torch.distributed as dist
 from ipykernel.kernelapp import IPKernelApp
 from ipyparallel.engine.app import IPEngine
 from mpi4py import MPI
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from traitlets.config import Config
 
 import nbdist
+from nbdist.collectives.call_timing import fastest_call
 from nbdist.config import OutputConfig
 from nbdist.engine import (
     cell_names,
@@ -161,12 +163,20 @@ class _Engine(BareApplication, IPEngine):  # type: ignore[misc]
         _keep_names(shell, self.device)
         rpc_server.answer_on(kernel, self.device)
         elastic.install_coordinator()
+        register_optimizer_step_post_hook(_count_step)
         splitter = main_thread.splitter()
-        self.sampler = Sampler(recorder, info.device, info.device_uuid, splitter)
+        self.sampler = Sampler(
+            recorder, info.device, info.device_uuid, splitter, fastest_call
+        )
 
     def init_signal(self) -> None:
         super().init_signal()
         self.interrupts.install()
+
+
+def _count_step(optimizer: object, *_arguments: object) -> None:
+    if not torch.compiler.is_compiling():  # a count would be compiled with the step
+        rank.this_rank().recorder.count_step(optimizer)
 
 
 def run_engine(

@@ -29,7 +29,9 @@ __all__ = [
     "ENTRY",
     "FAILED",
     "HEAD_BYTES",
+    "LAST_AT",
     "MOST_PASSED",
+    "RECORD_BYTES",
     "RUNNING",
     "SCHEDULED",
     "SUFFIX",
@@ -43,6 +45,7 @@ __all__ = [
     "open_unnamed",
     "read_folder",
     "read_known",
+    "recent_calls",
     "remove_others",
 ]
 
@@ -56,6 +59,8 @@ MAGIC = b"nbdist\0\1"
 HEAD = struct.Struct("<8sQqII")
 """The magic, the ticket given last, the offset of the clocks, the number of entries,
 and the pid. The entry of a ticket is at the ticket modulo `CALLS`."""
+LAST_AT = 8
+"""The position of the last ticket in the head."""
 HEAD_BYTES = 64
 TEXT_BYTES = 180
 ENTRY = struct.Struct(f"<QQqqqqIIIiiiHxx{TEXT_BYTES}s")
@@ -277,6 +282,24 @@ def read_known(folder: Path, known: set[Key]) -> list[FlightRecord]:
         with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile
             found.append(_read(path, known))
     return found
+
+
+def recent_calls(memory: mmap.mmap, after: int, most: int) -> list[RecordedCall]:
+    """The last calls in a record that its own process has mapped, oldest first.
+
+    Args:
+        memory: The record.
+        after: A ticket. Only later calls are included.
+        most: The most calls.
+    """
+    (last,) = COMMIT.unpack_from(memory, LAST_AT)
+    found = []
+    for ticket in range(last, max(after, last - most), -1):
+        at = HEAD_BYTES + ticket % CALLS * ENTRY.size
+        values = ENTRY.unpack_from(memory, at)
+        if values[0] == ticket and COMMIT.unpack_from(memory, at) == (ticket,):
+            found.append(_call(values))
+    return found[::-1]
 
 
 def _calls_of(path: Path) -> Sequence[RecordedCall]:

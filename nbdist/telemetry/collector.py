@@ -39,6 +39,7 @@ _DATA = (
     "_marks",
     "_mark_changes",
     "_progress",
+    "_steps",
 )
 """The attributes of a `Collector` that are data, in contrast to its listeners."""
 
@@ -83,6 +84,7 @@ class Collector:
         self._marks: dict[MarkKind, deque[Mark]] = {}
         self._mark_changes = 0
         self._progress = ProgressTracker()
+        self._steps: dict[int, int] = {}
 
     def receive(self, batch: Batch) -> None:
         """Add one batch. Takes microseconds. A repeated batch is ignored."""
@@ -90,6 +92,8 @@ class Collector:
             if not self._is_new(batch):
                 return
             self._progress.update(batch.rank, batch.progress)
+            if batch.step is not None:
+                self._steps[batch.rank] = batch.step
             for record in batch.records:
                 if isinstance(record, DeviceSample):
                     self._keep_device(record)
@@ -97,7 +101,7 @@ class Collector:
                     self._keep_mark(record)
                 else:
                     for name, value in record.scalars.items():
-                        metric = self._metric(name)
+                        metric = self._metric(name, record.is_internal)
                         if metric is not None:
                             metric.append(record.rank, record.step, record.time, value)
             for follow in self._followers:
@@ -118,6 +122,7 @@ class Collector:
             present = {info.rank for info in self._ranks}
             for rank in self._devices.keys() - present:
                 del self._devices[rank]
+            self._steps = {r: step for r, step in self._steps.items() if r in present}
             self._progress.keep(present)
         self._notify()
 
@@ -212,6 +217,7 @@ class Collector:
                     if stream.lost + stream.dropped
                 },
                 marks=None if is_current else self.marks,
+                steps=dict(self._steps),
                 eta=self._progress.eta(time.time()),
                 cursor=self._cursor(),
             )
@@ -233,7 +239,10 @@ class Collector:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of the metrics, in the order of their first values."""
+        """The names of the metrics, in the order of their first values.
+
+        Those that nbdist has recorded are included.
+        """
         with self._lock:
             return list(self._metrics)
 
@@ -261,7 +270,7 @@ class Collector:
             for rank, series in metric.series.items():
                 old = since.positions.get((name, rank))
                 if old != _position_of(series):
-                    deltas.append(_delta_of(name, rank, metric.width, series, old))
+                    deltas.append(_delta_of(name, rank, metric, series, old))
         return deltas
 
     def _cursor(self) -> Cursor:
@@ -292,10 +301,11 @@ class Collector:
             kept.append(mark)
         self._mark_changes += 1
 
-    def _metric(self, name: str) -> Metric | None:
+    def _metric(self, name: str, is_internal: bool) -> Metric | None:
         metric = self._metrics.get(name)
         if metric is None and len(self._metrics) < MAX_METRICS:
-            metric = self._metrics[name] = Metric(self._capacity)
+            metric = Metric(self._capacity, is_internal=is_internal)
+            self._metrics[name] = metric
             if len(self._metrics) == MAX_METRICS:
                 logger.warning(
                     "nbdist.log: more than %d metrics; further ones are not kept.",
@@ -332,21 +342,22 @@ def _position_of(series: Series) -> Position:
 
 
 def _delta_of(
-    name: str, rank: int, width: int, series: Series, since: Position | None
+    name: str, rank: int, metric: Metric, series: Series, since: Position | None
 ) -> SeriesDelta:
     """The end of a series, from its first bucket that changed since the position."""
     start = _first_changed(series, since)
     return SeriesDelta(
         metric=name,
         rank=rank,
-        width=width,
+        width=metric.width,
         start=start,
-        steps=_bucket_steps(series, width, start),
+        steps=_bucket_steps(series, metric.width, start),
         times=series.times[start:],
         means=series.means[start:],
         lows=series.lows[start:],
         highs=series.highs[start:],
         latest=(series.step, series.time, series.value),
+        is_internal=metric.is_internal,
     )
 
 

@@ -31,6 +31,67 @@ class Probe(Protocol):
         ...
 
 
+class _ProcessProbe:
+    """Samples this process and its host."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._psutil = psutil
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # starts the first interval
+        self._disk, self._network = _Rate(self._disk_bytes), _Rate(self._network_bytes)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `DeviceSample` that are those of the process or the host."""
+        return {
+            "time": time.time(),
+            "cpu": self._process.cpu_percent(),
+            "resident": self._process.memory_info().rss,
+            "disk": self._disk.since_last(),
+            "network": self._network.since_last(),
+        }
+
+    def _disk_bytes(self) -> int | None:
+        try:
+            counters = self._process.io_counters()
+        except (AttributeError, OSError, self._psutil.Error):  # not on this system
+            return None
+        return int(counters.read_bytes + counters.write_bytes)
+
+    def _network_bytes(self) -> int | None:
+        try:
+            counters = self._psutil.net_io_counters(pernic=True)
+        except OSError:
+            return None
+        total: int = sum(
+            each.bytes_recv + each.bytes_sent
+            for name, each in counters.items()
+            if name != "lo"
+        )
+        return total
+
+
+class _Rate:
+    """How fast a count grows.
+
+    Args:
+        count: The count now; None if it is unknown.
+    """
+
+    def __init__(self, count: Callable[[], int | None]) -> None:
+        self._count = count
+        self._last = time.monotonic(), count()
+
+    def since_last(self) -> float | None:
+        """The growth per second since the last call; None if it is unknown."""
+        before, old = self._last
+        self._last = now, new = time.monotonic(), self._count()
+        if old is None or new is None or now <= before:
+            return None
+        return max(0.0, (new - old) / (now - before))
+
+
 class CpuProbe:
     """Samples this process: CPU time in percent of one core, and resident memory."""
 
@@ -38,16 +99,19 @@ class CpuProbe:
         import psutil
 
         self._device = device
-        self._process = psutil.Process()
-        self._process.cpu_percent()  # starts the first interval
+        self._process = _ProcessProbe()
         self._total = memory_limit(psutil.virtual_memory().total)
 
     def sample(self, rank: int) -> DeviceSample:
         """CPU time since the last sample, and resident bytes now."""
-        cpu = self._process.cpu_percent()
-        resident = self._process.memory_info().rss
+        fields = self._process.fields()
         return DeviceSample(
-            rank, time.time(), self._device, cpu, resident, self._total, resident, cpu
+            rank=rank,
+            device=self._device,
+            utilisation=fields["cpu"],
+            memory_used=fields["resident"],
+            memory_total=self._total,
+            **fields,
         )
 
     def close(self) -> None:
@@ -57,42 +121,58 @@ class CpuProbe:
 class GpuProbe:
     """Samples one GPU or MIG device by its UUID. CUDA_VISIBLE_DEVICES has no effect.
 
-    Without NVML, or without that device, the fields of the device are None.
+    Without NVML, or without that device, the fields of the device are None. A MIG
+    device has no utilisation, and the temperature and power of its card.
     """
 
     def __init__(self, device: str, uuid: str) -> None:
-        import psutil
-
         self._device = device
-        self._process = psutil.Process()
-        self._process.cpu_percent()
+        self._process = _ProcessProbe()
         self._nvml: Any = _start_nvml()
         self._handle = self._ask(lambda n: n.nvmlDeviceGetHandleByUUID(uuid))
+        self._card = self._handle
+        if uuid.startswith("MIG-"):
+            self._card = self._ask_device(
+                lambda n, h: n.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(h)
+            )
 
     def sample(self, rank: int) -> DeviceSample:
         """The GPU's utilisation in NVML's last period of up to 1 s, and memory now."""
         memory = self._ask_device(lambda n, h: n.nvmlDeviceGetMemoryInfo(h))
         rates = self._ask_device(lambda n, h: n.nvmlDeviceGetUtilizationRates(h))
+        milliwatts = self._ask_card(lambda n, h: n.nvmlDeviceGetPowerUsage(h))
+        allocated, reserved = _in_allocator(self._device)
         return DeviceSample(
             rank=rank,
-            time=time.time(),
             device=self._device,
             utilisation=None if rates is None else float(rates.gpu),
             memory_used=None if memory is None else int(memory.used),
             memory_total=None if memory is None else int(memory.total),
-            memory_own=_allocated(self._device),
-            cpu=self._process.cpu_percent(),
+            allocated=allocated,
+            reserved=reserved,
+            temperature=self._ask_card(
+                lambda n, h: float(
+                    n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)
+                )
+            ),
+            power=None if milliwatts is None else milliwatts / 1e3,
+            **self._process.fields(),
         )
 
     def close(self) -> None:
         """Shut NVML down."""
         self._ask(lambda n: n.nvmlShutdown())
-        self._nvml = self._handle = None
+        self._nvml = self._handle = self._card = None
 
     def _ask_device(self, query: Callable[[Any, Any], T]) -> T | None:
         if self._handle is None:
             return None
         return self._ask(lambda n: query(n, self._handle))
+
+    def _ask_card(self, query: Callable[[Any, Any], T]) -> T | None:
+        if self._card is None:
+            return None
+        return self._ask(lambda n: query(n, self._card))
 
     def _ask(self, query: Callable[[Any], T]) -> T | None:
         if self._nvml is None:
@@ -136,9 +216,17 @@ def _start_nvml() -> Any:
     return pynvml
 
 
-def _allocated(device: str) -> int | None:
-    """Bytes that torch's allocator holds on the device; None before torch uses CUDA."""
+def _in_allocator(device: str) -> tuple[int | None, int | None]:
+    """Bytes that torch's allocator has given out and has reserved on the device.
+
+    None before torch uses CUDA.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return None
-    return int(torch.cuda.memory_reserved(device))
+        return None, None
+    counts = torch.cuda.memory_stats_as_nested_dict(device)
+    in_use, reserved = (
+        counts.get(name, {}).get("all", {}).get("current", 0)
+        for name in ("allocated_bytes", "reserved_bytes")
+    )
+    return int(in_use), int(reserved)

@@ -7,8 +7,8 @@ import operator
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, SupportsIndex
 
 from nbdist.errors import UsageError
@@ -34,13 +34,14 @@ class _Draft(NamedTuple):
     step: int
     time: float
     scalars: dict[str, float | Deferred]
+    is_internal: bool
 
     def finish(self) -> Sample:
         scalars = {
             name: value if isinstance(value, float) else value.value()
             for name, value in self.scalars.items()
         }
-        return Sample(self.rank, self.step, self.time, scalars)
+        return Sample(self.rank, self.step, self.time, scalars, self.is_internal)
 
 
 class Recorder:
@@ -71,7 +72,11 @@ class Recorder:
         self._interval_s = interval_s
         self._source = uuid.uuid4().hex
         self._sequence = 0
-        self._next_step = self._internal_step = 0
+        self._next_step = self._internal_step = self._shares_step = 0
+        self._logged: int | None = None
+        """The step of the last `log` in this cell."""
+        self._optimizer_steps: Counter[int] = Counter()
+        """The steps of each optimizer in this cell."""
         self._total: int | None = None
         self._progress: StepProgress | None = None
         self._buffer: deque[_Draft | DeviceSample | Mark] = deque(maxlen=capacity)
@@ -118,14 +123,42 @@ class Recorder:
             self._progress = StepProgress(time.time(), *done, "steps")
         self._draft(number, scalars)
         self._next_step = number + 1
+        self._logged = number
 
     def record_internal(self, **scalars: object) -> None:
         """Record nbdist's own scalars. Their steps count the calls of this method.
 
         The steps of the user's scalars do not change.
         """
-        self._draft(self._internal_step, scalars)
+        self._draft(self._internal_step, scalars, is_internal=True)
         self._internal_step += 1
+
+    def record_shares(self, shares: Mapping[str, float]) -> None:
+        """Record what the main thread has done lately, at the training's step.
+
+        Before the first step of a cell, the step counts the calls of this method.
+        """
+        step = self.step
+        if step is None:
+            step = self._shares_step
+            self._shares_step += 1
+        self._draft(step, shares, is_internal=True)
+
+    def count_step(self, optimizer: object) -> None:
+        """Note that an optimizer has made a step."""
+        self._optimizer_steps[id(optimizer)] += 1
+
+    @property
+    def step(self) -> int | None:
+        """The training step in this cell, from 0 on; None before the first.
+
+        It is the last one that was logged. If nothing is logged, the steps of the
+        optimizer are counted; of several ones, that with most.
+        """
+        if self._logged is not None:
+            return self._logged
+        counts = list(self._optimizer_steps.values())
+        return max(counts) - 1 if counts else None
 
     def count_batches(self, done: int, total: int) -> None:
         """Set the progress in an epoch. It is ignored if `log` has been given a total.
@@ -137,7 +170,9 @@ class Recorder:
 
     def end_loops(self) -> None:
         """Forget the progress, because the cell that had the loop has ended."""
-        self._total = self._progress = None
+        self._total = self._progress = self._logged = None
+        self._optimizer_steps = Counter()
+        self._shares_step = 0
 
     def mark(self, kind: MarkKind, text: str, *, of_world: bool = False) -> None:
         """Mark an event in the charts.
@@ -149,9 +184,11 @@ class Recorder:
         ranks = () if of_world else (self.rank,)
         self.record(Mark(time.time(), kind, text, ranks))
 
-    def _draft(self, step: int, scalars: dict[str, object]) -> None:
+    def _draft(
+        self, step: int, scalars: Mapping[str, object], *, is_internal: bool = False
+    ) -> None:
         values = {name: capture(name, value) for name, value in scalars.items()}
-        self.record(_Draft(self.rank, step, time.time(), values))
+        self.record(_Draft(self.rank, step, time.time(), values, is_internal))
 
     @property
     def steps(self) -> int:
@@ -226,6 +263,7 @@ class Recorder:
                 dropped,
                 records,
                 self._progress,
+                self.step,
             )
         )
         self._sequence += 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from nbdist.telemetry.probes import CpuProbe, GpuProbe, Probe
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.time_split import TimeSplitter
+from nbdist.wire import ACTIVITIES, SHARES
 
 __all__ = ["Sampler"]
 
@@ -25,6 +27,7 @@ class Sampler:
         device: torch's name of the rank's device: "cpu" or "cuda:0".
         device_uuid: NVML's UUID of the GPU or MIG device; None on a CPU rank.
         splitter: Looks at the rank's main thread.
+        bandwidth: The bandwidth of the fastest collective since the last call.
         interval_s: Seconds between two samples.
     """
 
@@ -34,6 +37,7 @@ class Sampler:
         device: str,
         device_uuid: str | None,
         splitter: TimeSplitter,
+        bandwidth: Callable[[], float | None],
         *,
         interval_s: float = 1.0,
     ) -> None:
@@ -41,6 +45,7 @@ class Sampler:
         self._device = device
         self._device_uuid = device_uuid
         self._splitter = splitter
+        self._bandwidth = bandwidth
         self._interval_s = interval_s
         self._closed = threading.Event()
         self._thread = threading.Thread(
@@ -64,12 +69,23 @@ class Sampler:
         while not self._closed.wait(pause_s):
             runs = self._splitter.look()
             if time.monotonic() >= due:
-                sample = probe.sample(self._recorder.rank)
-                self._recorder.record(replace(sample, split=self._splitter.split()))
+                self._take(probe)
                 due = time.monotonic() + self._interval_s
             left_s = max(0.0, due - time.monotonic())
             pause_s = min(left_s, LOOK_S) if runs else left_s
         probe.close()
+
+    def _take(self, probe: Probe) -> None:
+        sample = replace(
+            probe.sample(self._recorder.rank),
+            split=self._splitter.split(),
+            bus_bandwidth=self._bandwidth(),
+        )
+        self._recorder.record(sample)
+        latest = self._splitter.latest()
+        if latest is not None:
+            names = (f"{SHARES}{activity}" for activity in ACTIVITIES)
+            self._recorder.record_shares(dict(zip(names, latest.shares, strict=True)))
 
     def _probe(self) -> Probe:
         if self._device_uuid is None:

@@ -115,10 +115,12 @@ class Series:
 class Metric:
     """One metric's series of each rank, at one common bucket width."""
 
-    __slots__ = ("_capacity", "series", "width")
+    __slots__ = ("_capacity", "is_internal", "series", "width")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, is_internal: bool = False) -> None:
         self._capacity = capacity
+        self.is_internal = is_internal
+        """Whether nbdist has recorded it, rather than the user."""
         self.series: dict[int, Series] = {}
         self.width = 1
 

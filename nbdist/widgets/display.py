@@ -13,8 +13,8 @@ from IPython.display import display
 from nbdist.widgets.monitor import Monitor
 from nbdist.widgets.picture import picture
 from nbdist.widgets.slow_rank import slow_rank, splits_of
-from nbdist.widgets.source import Cursor, Eta, Source
-from nbdist.widgets.table import Table, seconds_text
+from nbdist.widgets.source import Cursor, Source
+from nbdist.widgets.table import Table
 
 __all__ = ["latest_values", "show"]
 
@@ -59,21 +59,13 @@ def latest_values(source: Source, metrics: Sequence[str] = ()) -> Table:
     rows = [
         (delta.metric, delta.rank, f"{delta.latest[0]:g}", f"{delta.latest[2]:g}")
         for delta in snapshot.deltas
-        if not metrics or delta.metric in metrics
+        if delta.metric in metrics or not (metrics or delta.is_internal)
     ]
-    eta = "" if snapshot.eta is None else _eta_text(snapshot.eta)
+    eta = "" if snapshot.eta is None else str(snapshot.eta)
     note = "\n".join(filter(None, (eta, slow_rank(splits_of(snapshot)))))
     if not rows:
         note = "nothing was logged: nbdist.log(loss=loss) in a cell"
     return Table(["metric", "rank", "step", "value"], sorted(rows), note)
-
-
-def _eta_text(eta: Eta) -> str:
-    """The progress, such as "120 of 500 steps, 1.8 steps/s, 3 min 31 s left"."""
-    text = f"{eta.done:,} of {eta.total:,} {eta.unit}"
-    if eta.rate is not None:
-        text += f", {eta.rate:.3g} {eta.unit}/s"
-    return text if eta.left_s is None else f"{text}, {seconds_text(eta.left_s)} left"
 
 
 class _Still:

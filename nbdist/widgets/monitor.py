@@ -38,6 +38,8 @@ class Monitor(anywidget.AnyWidget):
             was logged. One that nobody has logged yet is shown later.
         x: "step" or "time".
         log: Whether the y axis is logarithmic.
+        smoothing: The steps, or seconds, over which a value's weight halves; 0 draws
+            the values as they are.
     """
 
     _esm = (_STATIC / "monitor.js").read_text(encoding="utf-8")
@@ -46,6 +48,8 @@ class Monitor(anywidget.AnyWidget):
     metrics = traitlets.List(traitlets.Unicode()).tag(sync=True)
     x = traitlets.Enum(["step", "time"], "step").tag(sync=True)
     log = traitlets.Bool(False).tag(sync=True)
+    smoothing = traitlets.Float(0.0, min=0.0).tag(sync=True)
+    details = traitlets.Bool(False).tag(sync=True)
     picture = traitlets.Unicode().tag(sync=True)
     """The name of the still picture that the widget hides while it is shown."""
 
@@ -58,8 +62,15 @@ class Monitor(anywidget.AnyWidget):
         metrics: Sequence[str] = (),
         x: str = "step",
         log: bool = False,
+        smoothing: float = 0.0,
     ) -> None:
-        super().__init__(metrics=list(metrics), x=x, log=log, picture=uuid.uuid4().hex)
+        super().__init__(
+            metrics=list(metrics),
+            x=x,
+            log=log,
+            smoothing=smoothing,
+            picture=uuid.uuid4().hex,
+        )
         self._source = source
         self._pacer = Pacer()
         self._sequence = 0
@@ -148,6 +159,7 @@ def _encode(snapshot: Snapshot, sequence: int) -> tuple[dict[str, Any], bytes]:
         "ranks": [_rank(info) for info in snapshot.ranks],
         "devices": [_device(samples) for samples in snapshot.devices.values()],
         "lost": [list(item) for item in snapshot.lost.items()],
+        "steps": [list(item) for item in snapshot.steps.items()],
         "eta": None if snapshot.eta is None else asdict(snapshot.eta),
         "marks": None if snapshot.marks is None else list(map(_mark, snapshot.marks)),
     }
@@ -159,8 +171,11 @@ def _encode(snapshot: Snapshot, sequence: int) -> tuple[dict[str, Any], bytes]:
     return content, numbers.tobytes()
 
 
-def _header(delta: SeriesDelta) -> list[str | int]:
-    return [delta.metric, delta.rank, delta.width, delta.start, len(delta.steps)]
+def _header(delta: SeriesDelta) -> list[str | int | bool]:
+    length = len(delta.steps)
+    return [
+        delta.metric, delta.rank, delta.width, delta.start, length, delta.is_internal
+    ]  # fmt: skip
 
 
 def _append(numbers: array[float], delta: SeriesDelta) -> None:
@@ -185,8 +200,14 @@ def _device(samples: list[DeviceSample]) -> dict[str, Any]:
         "utilisation": [sample.utilisation for sample in samples],
         "used": last.memory_used,
         "total": last.memory_total,
-        "own": last.memory_own,
+        "allocated": last.allocated,
+        "reserved": last.reserved,
+        "temperature": last.temperature,
+        "power": last.power,
         "cpu": last.cpu,
-        "split": last.split
-        and [last.split.compute, last.split.communication, last.split.data],
+        "resident": last.resident,
+        "disk": last.disk,
+        "network": last.network,
+        "bandwidth": last.bus_bandwidth,
+        "split": last.split and last.split.shares,
     }

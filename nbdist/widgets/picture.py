@@ -15,7 +15,7 @@ from statistics import median
 
 from nbdist.widgets.slow_rank import slow_rank, splits_of
 from nbdist.widgets.source import SeriesDelta, Snapshot
-from nbdist.wire import Mark, MarkKind
+from nbdist.wire import SHARES, Mark, MarkKind
 
 __all__ = ["picture"]
 
@@ -47,18 +47,17 @@ def picture(
 
     Args:
         snapshot: A full snapshot.
-        metrics: The metrics to show. If the snapshot has none of them, its first one.
+        metrics: The metrics to show. If the snapshot has none of them, the first that
+            was logged.
         log: Whether the y axis is logarithmic. Values of 0 or less are then left out.
         name: The CSS class of the outermost element.
     """
     of: dict[str, list[SeriesDelta]] = {}
     for delta in sorted(snapshot.deltas, key=lambda delta: delta.rank):
         of.setdefault(delta.metric, []).append(delta)
-    if not of:
+    shown = [metric for metric in metrics if metric in of] or default_metrics(snapshot)
+    if not shown:
         return f'<div class="{escape(name)}">Nothing was logged.</div>'
-    shown = [metric for metric in metrics if metric in of] or [
-        snapshot.deltas[0].metric
-    ]
     placed = {m: _placed(snapshot.marks or [], of[m]) for m in shown}
     charts = "".join(_chart(m, of[m], placed[m], log) for m in shown)
     table = _table({metric: of[metric] for metric in shown}, snapshot)
@@ -66,6 +65,16 @@ def picture(
         f'<div class="{escape(name)}">{charts}{table}{_events(placed[shown[0]])}'
         f"<div>{escape(slow_rank(splits_of(snapshot)))}</div></div>"
     )
+
+
+def default_metrics(snapshot: Snapshot) -> list[str]:
+    """The metric to show if none is chosen; empty if none was logged.
+
+    It is rather one that the user has logged than one of nbdist's.
+    """
+    logged = (each for each in snapshot.deltas if not each.metric.startswith(SHARES))
+    first = min(logged, key=lambda delta: delta.is_internal, default=None)
+    return [] if first is None else [first.metric]
 
 
 def _chart(metric: str, deltas: list[SeriesDelta], placed: Placed, log: bool) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from nbdist.widgets.source import Snapshot
@@ -14,6 +15,7 @@ LEAST_FACTOR = 1.3
 """Below this, differences between ranks may be those of a machine with other work."""
 MOST_FACTOR = 10.0
 LEAST_BUSY = 0.01
+MUCH_COMMUNICATION = 0.5
 
 
 def splits_of(snapshot: Snapshot) -> dict[int, TimeSplit]:
@@ -23,7 +25,7 @@ def splits_of(snapshot: Snapshot) -> dict[int, TimeSplit]:
 
 
 def slow_rank(splits: Mapping[int, TimeSplit]) -> str:
-    """A sentence on the slowest rank; "" if no rank is much slower than the others.
+    """A sentence on the slowest rank, or on what slows all of them; "" for neither.
 
     All ranks take a step together, and the fast ones wait in its collectives. The time
     outside of communication is therefore what a rank needs for its own work.
@@ -32,20 +34,33 @@ def slow_rank(splits: Mapping[int, TimeSplit]) -> str:
         return ""
     slow = min(splits, key=lambda rank: splits[rank].communication)
     others = [split for rank, split in splits.items() if rank != slow]
-    own = splits[slow]
     usual = median(1 - split.communication for split in others)
-    factor = (1 - own.communication) / max(usual, LEAST_BUSY)
+    factor = (1 - splits[slow].communication) / max(usual, LEAST_BUSY)
     if factor < LEAST_FACTOR:
+        return _common_wait(list(splits.values()))
+    why = _why(splits[slow], others)
+    if factor > MOST_FACTOR:
+        return f"the others wait for rank {slow}: {why}"
+    return f"rank {slow} takes {factor:.1f} times as long as the others: {why}"
+
+
+def _why(own: TimeSplit, others: Sequence[TimeSplit]) -> str:
+    """In what the rank spends more time than the others."""
+    activities = (
+        (own.compute, [split.compute for split in others], "it computes"),
+        (own.data, [split.data for split in others], "it waits for data"),
+        (own.other, [split.other for split in others], own.reason),
+    )
+    share, _, clause = max(activities, key=lambda each: each[0] - median(each[1]))
+    where = f", at {own.place}" if own.place else ""
+    return f"{clause} {share:.0%} of the time{where}"
+
+
+def _common_wait(splits: Sequence[TimeSplit]) -> str:
+    """A sentence if all ranks spend most of the time in communication."""
+    share = median(split.communication for split in splits)
+    if share < MUCH_COMMUNICATION:
         return ""
-    times = f"{factor:.1f}" if factor < MOST_FACTOR else f"over {MOST_FACTOR:g}"
-    more_data = own.data - median(split.data for split in others)
-    more_compute = own.compute - median(split.compute for split in others)
-    if more_data > more_compute:
-        why = f"it waits for data {own.data:.0%} of the time"
-        if own.place:
-            why += f", at {own.place}"
-    elif own.place:
-        why = f"it is at {own.place} for {own.place_share:.0%} of the time"
-    else:
-        why = f"it computes {own.compute:.0%} of the time"
-    return f"rank {slow} takes {times} times as long as the others: {why}"
+    places = Counter(split.call_place for split in splits if split.call_place)
+    where = next((f", at {place}" for place, _ in places.most_common(1)), "")
+    return f"the ranks communicate {share:.0%} of the time{where}"

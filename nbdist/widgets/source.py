@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from nbdist.widgets.table import seconds_text
 from nbdist.wire import DeviceSample, Mark, RankInfo
 
 __all__ = ["Cursor", "Eta", "Position", "SeriesDelta", "Snapshot", "Source"]
@@ -38,6 +39,8 @@ class SeriesDelta:
     highs: array[float]
     latest: tuple[float, float, float]
     """Step, time and value of the latest sample, as logged."""
+    is_internal: bool = False
+    """Whether nbdist has recorded the metric, rather than the user."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,15 @@ class Eta:
     """Steps per second over the last minute; None if unknown, or if it has stopped."""
     left_s: float | None
     """Seconds until the end; None likewise."""
+
+    def __str__(self) -> str:
+        """Such as "120 of 500 steps, 1.8 steps/s, 3 min 31 s left"."""
+        text = f"{self.done:,} of {self.total:,} {self.unit}"
+        if self.rate is not None:
+            text += f", {self.rate:.3g} {self.unit}/s"
+        if self.left_s is not None:
+            text += f", {seconds_text(self.left_s)} left"
+        return text
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,8 @@ class Snapshot:
     """The number of records dropped and batches lost, for ranks that have any."""
     marks: list[Mark] | None
     """All marks, oldest first; None if they have not changed."""
+    steps: dict[int, int]
+    """The training step of each rank, as of `Batch`."""
     eta: Eta | None
     """None if the number of steps is unknown."""
     cursor: Cursor

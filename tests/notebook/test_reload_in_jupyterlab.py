@@ -127,8 +127,8 @@ STEP = (
     "?.textContent.replaceAll(',', ''))"
 )
 LAST_STEP = (
-    "Math.max(...[...document.querySelectorAll('.nbdist-ranks tbody td.number')]"
-    ".filter((_, i) => i % 2 === 0).map(td => Number(td.textContent)))"
+    "Math.max(...[...document.querySelectorAll('.nbdist-ranks tbody tr')].map("
+    "tr => Number(tr.querySelector('td.number').textContent.replaceAll(',', ''))))"
 )
 STATUS = "nbdistTest.panel.sessionContext.session.kernel.status"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import launch, once
 
-from nbdist import Cluster
+from nbdist import CellInterrupted, Cluster
 from tests.processes import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "clusters"))
@@ -87,13 +87,35 @@ def test_the_monitor_shows_the_memory_of_each_gpu() -> None:
         def shown() -> bool:
             devices = cluster.collector.snapshot().devices
             return len(devices) == 2 and all(
-                (samples[-1].memory_own or 0) >= 2**28
+                (samples[-1].reserved or 0) >= 2**28
                 and (samples[-1].memory_used or 0) > 2**28
                 and samples[-1].memory_total == 16 * 2**30
                 for samples in devices.values()
             )
 
         wait_until(shown, 20)
+
+
+def test_the_monitor_times_collectives_on_gpus() -> None:
+    n = min(GPUS, 2)
+    with Cluster(2, device="cuda", ranks_per_gpu=2 // n) as cluster:
+        future = cluster.execute(
+            "x = torch.ones(2**18, device=device)\nwhile True: nbdist.all_reduce(x)",
+            wait=False,
+        )
+
+        def timed() -> bool:
+            devices = cluster.collector.snapshot().devices
+            return len(devices) == 2 and all(
+                (samples[-1].bus_bandwidth or 0) > 0 for samples in devices.values()
+            )
+
+        try:
+            wait_until(timed, 30)
+        finally:
+            future.interrupt()
+            with pytest.raises(CellInterrupted):
+                future.result(30)
 
 
 @pytest.mark.skipif(GPUS < 3, reason="needs three GPUs")

@@ -29,7 +29,7 @@ def batch(
 
 
 def device(rank: int, utilisation: float) -> Batch:
-    sample = DeviceSample(rank, utilisation, "cuda:0", utilisation, 1, 2, 1, 5.0)
+    sample = DeviceSample(rank, utilisation, "cuda:0", utilisation, 1, 2, 5.0, 1)
     return Batch(rank, "device", int(utilisation), 0, (sample,))
 
 

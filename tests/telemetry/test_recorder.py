@@ -19,7 +19,7 @@ from nbdist.errors import UsageError
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import Batch, DeviceSample, Mark, Sample
 
-DEVICE = DeviceSample(0, 0.0, "cpu", 1.0, 2, 3, 2, 1.0)
+DEVICE = DeviceSample(0, 0.0, "cpu", 1.0, 2, 3, 1.0, 2)
 
 
 @contextmanager

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -13,8 +16,9 @@ import pytest
 from nbdist.telemetry.probes import CpuProbe, GpuProbe
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
-from nbdist.telemetry.time_split import TimeSplitter
-from nbdist.wire import Batch, DeviceSample
+from nbdist.telemetry.time_split import RunningCode, TimeSplitter
+from nbdist.wire import Batch, DeviceSample, Sample
+from tests.processes import wait_until
 
 
 class NVMLError(Exception):
@@ -25,7 +29,9 @@ class FakeNvml(SimpleNamespace):
     """NVML with one GPU, whose answers a test sets. An exception is raised."""
 
     def __init__(self, **answers: object) -> None:
-        super().__init__(NVMLError=NVMLError, answers=answers, calls=[])
+        super().__init__(
+            NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, answers=answers, calls=[]
+        )
 
     def __getattr__(self, name: str) -> object:
         def answer(*arguments: object) -> object:
@@ -44,6 +50,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
         nvmlDeviceGetHandleByUUID="handle",
         nvmlDeviceGetMemoryInfo=SimpleNamespace(used=60, total=80),
         nvmlDeviceGetUtilizationRates=SimpleNamespace(gpu=97),
+        nvmlDeviceGetTemperature=64,
+        nvmlDeviceGetPowerUsage=312_500,
+        nvmlDeviceGetDeviceHandleFromMigDeviceHandle="card",
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
@@ -56,9 +65,28 @@ def test_a_cpu_rank_reports_its_own_process() -> None:
     assert (sample.rank, sample.device) == (2, "cpu")
     assert sample.utilisation == sample.cpu > 0
     resident = psutil.Process(os.getpid()).memory_info().rss
-    assert sample.memory_own == sample.memory_used == pytest.approx(resident, rel=0.2)
+    assert sample.resident == sample.memory_used == pytest.approx(resident, rel=0.2)
     assert sample.memory_total is not None
     assert sample.memory_used < sample.memory_total
+
+
+def test_a_process_that_writes_has_a_disk_rate(tmp_path: Path) -> None:
+    begun, before = time.monotonic(), psutil.Process().io_counters().write_bytes
+    probe = CpuProbe("cpu")
+    with (tmp_path / "data").open("wb") as file:
+        file.write(bytes(2**22))
+        file.flush()
+        os.fsync(file.fileno())
+    if psutil.Process().io_counters().write_bytes == before:
+        pytest.skip("the temporary folder is in memory")
+    written = probe.sample(0)
+    seconds = time.monotonic() - begun
+    assert written.disk is not None
+    assert written.disk >= 2**22 / seconds
+    assert written.network is not None
+    idle = probe.sample(0)
+    assert idle.disk is not None
+    assert idle.disk < written.disk
 
 
 def test_a_gpu_is_found_by_its_uuid(nvml: FakeNvml) -> None:
@@ -68,6 +96,8 @@ def test_a_gpu_is_found_by_its_uuid(nvml: FakeNvml) -> None:
     assert ("nvmlDeviceGetHandleByUUID", "GPU-1234") in nvml.calls
     assert (sample.rank, sample.device, sample.utilisation) == (1, "cuda:0", 97.0)
     assert (sample.memory_used, sample.memory_total) == (60, 80)
+    assert (sample.temperature, sample.power) == (64.0, 312.5)
+    assert ("nvmlDeviceGetTemperature", "handle", 0) in nvml.calls
     assert nvml.calls[-1] == ("nvmlShutdown",)
 
 
@@ -76,6 +106,10 @@ def test_a_mig_device_has_memory_but_no_utilisation(nvml: FakeNvml) -> None:
     sample = GpuProbe("cuda:0", "MIG-1").sample(0)
     assert sample.utilisation is None
     assert sample.memory_used == 60
+    # Its temperature and power are those of the card.
+    assert (sample.temperature, sample.power) == (64.0, 312.5)
+    assert ("nvmlDeviceGetPowerUsage", "card") in nvml.calls
+    assert ("nvmlDeviceGetMemoryInfo", "handle") in nvml.calls
 
 
 @pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
@@ -87,6 +121,7 @@ def test_without_nvml_or_the_gpu_all_values_are_none(
     sample = probe.sample(0)
     probe.close()
     assert (sample.utilisation, sample.memory_used, sample.memory_total) == (None,) * 3
+    assert (sample.temperature, sample.power) == (None, None)
     assert sample.cpu >= 0
 
 
@@ -98,8 +133,7 @@ def test_without_pynvml_all_values_are_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_sampler_records_samples_until_it_is_closed() -> None:
     batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
     recorder = Recorder(5, batches.put, interval_s=0.01)
-    idle = TimeSplitter(lambda: None, lambda _file, _line: "", {}, lambda: False, "/")
-    sampler = Sampler(recorder, "cpu", None, idle, interval_s=0.02)
+    sampler = Sampler(recorder, "cpu", None, idle(), lambda: 3e9, interval_s=0.02)
     first, second = batches.get(timeout=5), batches.get(timeout=5)
     assert sampler.close(5)
     assert sampler.close(5)
@@ -107,6 +141,53 @@ def test_the_sampler_records_samples_until_it_is_closed() -> None:
     for sample in first.records + second.records:
         assert isinstance(sample, DeviceSample)
         assert sample.rank == 5
+        assert sample.bus_bandwidth == 3e9
+
+
+def idle() -> TimeSplitter:
+    """A splitter of a thread that runs nothing."""
+    return splitter_of(lambda: None)
+
+
+def splitter_of(running: Callable[[], RunningCode | None]) -> TimeSplitter:
+    return TimeSplitter(
+        running,
+        lambda _file, _line: "",
+        {},
+        blocked_in=lambda: "",
+        waits_in_backward=lambda: False,
+        device_share=lambda: 0.0,
+        end="/",
+    )
+
+
+def test_the_shares_of_the_time_are_recorded_at_the_training_step() -> None:
+    batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+    recorder = Recorder(0, batches.put, interval_s=0.01)
+    code = splitter_of(lambda: RunningCode("In[1]", sys._getframe()))
+    sampler = Sampler(recorder, "cpu", None, code, lambda: None, interval_s=0.1)
+    assert shares(batches).step == 0, "without a step, samples are counted"
+    assert shares(batches).step == 1
+    recorder.count_step("optimizer")
+    recorder.count_step("optimizer")
+    wait_until(lambda: shares(batches).step == 1, 5)
+    recorder.log(step=70, loss=1.0)
+    wait_until(lambda: shares(batches).step == 70, 5)
+    found = shares(batches)
+    assert found.is_internal
+    assert found.scalars == {
+        "time/compute": 1, "time/communication": 0, "time/data": 0, "time/other": 0
+    }  # fmt: skip
+    assert sampler.close(5)
+    assert recorder.close(5)
+
+
+def shares(batches: queue.SimpleQueue[Batch]) -> Sample:
+    """The next record of shares."""
+    while True:
+        for record in batches.get(timeout=5).records:
+            if isinstance(record, Sample) and record.is_internal:
+                return record
 
 
 @pytest.mark.gpu
@@ -120,5 +201,7 @@ def test_a_real_gpu_reports_its_memory() -> None:
     assert sample.memory_used is not None
     assert sample.memory_total is not None
     assert held.nbytes < sample.memory_used < sample.memory_total
-    assert sample.memory_own is not None
-    assert sample.memory_own >= held.nbytes
+    assert sample.allocated is not None
+    assert sample.reserved is not None
+    assert sample.reserved >= sample.allocated >= held.nbytes
+    assert sample.temperature is not None

@@ -20,14 +20,25 @@ from tests.processes import wait_until
 class Thread:
     """A thread whose stack a test makes of functions in named files."""
 
-    def __init__(self, *, waits: bool = False) -> None:
+    def __init__(self, *, waits: bool = False, blocked: str = "") -> None:
         self.now: RunningCode | None = None
+        self.blocked = blocked
+        self.device_share = 0.0
+        folders = {
+            "/comm": "communication",
+            "/data/loader.py": "data",
+            "/ad": "backward",
+            "/engine/debugger.py": "debugger",
+            "/engine/input.py": "input",
+        }
         self.splitter = TimeSplitter(
             lambda: self.now,
             lambda file, line: f"{file} line {line}" if file == "cell" else "",
-            {"/comm": "communication", "/data/loader.py": "data", "/ad": "backward"},
-            lambda: waits,
-            "/engine",
+            folders,
+            blocked_in=lambda: self.blocked,
+            waits_in_backward=lambda: waits,
+            device_share=lambda: self.device_share,
+            end="/engine",
         )
 
     def look_at(self, *files: str, times: int = 1, key: object = "In[1]") -> None:
@@ -68,6 +79,58 @@ def test_a_backward_pass_that_waits_communicates() -> None:
     split = thread.splitter.split()
     assert split is not None
     assert (split.communication, split.data) == (0.5, 0.5)
+
+
+def test_what_blocks_the_thread_counts_where_no_file_is_known() -> None:
+    thread = Thread(blocked="files")
+    thread.look_at("cell", times=10)
+    thread.look_at("cell", "/comm/ring.py", times=10)
+    thread.look_at("cell", "/ad/graph.py", times=10)
+    thread.blocked = "sleep"
+    thread.look_at("cell", times=5)
+    thread.look_at("cell", "/engine/debugger.py", "/engine/input.py", times=2)
+    thread.look_at("cell", "/engine/input.py", times=3)
+    split = thread.splitter.split()
+    assert split is not None
+    assert split.shares == (0.25, 0.25, 0, 0.5)
+    assert split.reason == "it reads or writes files"
+    assert split.place == "cell line 2"
+    debugged = Thread()
+    debugged.look_at("cell", "/engine/debugger.py", "/engine/input.py", times=20)
+    split = debugged.splitter.split()
+    assert split is not None
+    assert (split.other, split.reason) == (1, "it is in the debugger")
+
+
+def test_a_host_that_waits_for_collectives_on_the_gpu_communicates() -> None:
+    thread = Thread()
+    thread.look_at("cell", times=10)
+    thread.look_at("cell", "/comm/ring.py", times=10)
+    thread.device_share = 0.8
+    split = thread.splitter.split()
+    assert split is not None
+    assert split.shares == pytest.approx((0.2, 0.8, 0, 0))
+    thread.device_share = 0.1  # queued, while the host was in other calls
+    split = thread.splitter.split()
+    assert split is not None
+    assert split.shares == (0.5, 0.5, 0, 0)
+
+
+def test_the_latest_split_is_of_the_looks_since_the_last_one() -> None:
+    thread = Thread()
+    assert thread.splitter.latest() is None
+    thread.look_at("cell", times=30)
+    thread.look_at("cell", "/comm/ring.py", times=10)
+    assert_shares(thread, (0.75, 0.25, 0, 0))
+    thread.look_at("cell", "/comm/ring.py", times=2)
+    assert_shares(thread, (0, 1, 0, 0))
+    assert thread.splitter.latest() is None
+
+
+def assert_shares(thread: Thread, shares: tuple[float, ...]) -> None:
+    latest = thread.splitter.latest()
+    assert latest is not None
+    assert latest.shares == shares
 
 
 def test_a_split_is_of_the_last_looks_at_one_request() -> None:
@@ -113,12 +176,17 @@ for rows in DataLoader(Rows(), batch_size=1, num_workers={workers}):
     [
         (0, {"slow": True}, r"it waits for data \d+% of the time, at In\[N\] line 10"),
         (1, {"slow": True, "workers": 1}, r"it waits for data .*, at In\[N\] line 15"),
-        (1, {"work": "time.sleep(0.05)"}, r"it is at In\[N\] line 18 for \d+% of the"),
-        (2, {"work": "sum(range(10**6))"}, r"it is at In\[N\] line 18 for \d+% of the"),
+        (1, {"work": "time.sleep(0.05)"}, r"it sleeps \d+% .*, at In\[N\] line 18"),
+        (2, {"work": "sum(range(10**6))"}, r"it computes \d+% .*, at In\[N\] line 18"),
         (
             2,
             {"work": "torch.ones(2000, 2000) @ torch.ones(2000, 2000)"},
-            r"it is at In\[N\] line 18 for \d+% of the",
+            r"it computes \d+% of the time, at In\[N\] line 18",
+        ),
+        (
+            3,
+            {"work": "import subprocess; subprocess.run(['sleep', '0.05'])"},
+            r"it waits for a program or a connection \d+% .*, at In\[N\] line 18",
         ),
     ],
 )
@@ -137,7 +205,7 @@ def test_the_slow_rank_and_its_cause_are_named(
     number = next(cells)  # the splits of the cell before are there for a second
     future = cluster.execute(code, number=number, wait=False)
     why = why.replace("N", str(number))
-    expected = rf"rank {rank} takes \S+.* times as long as the others: {why}"
+    expected = rf"(rank {rank} takes .*|the others wait for rank {rank}): {why}"
     try:
         wait_until(lambda: bool(re.match(expected, sentence())), 40)
     except AssertionError:

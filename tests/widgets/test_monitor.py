@@ -69,7 +69,7 @@ def numbers(buffer: bytes) -> list[float]:
 def test_a_change_is_sent_as_numbers(monitor: SpyMonitor, collector: Collector) -> None:
     collector.receive(loss(0, 3.0, 2.0))
     content, buffer = monitor.next()
-    assert content["series"] == [["loss", 0, 1, 0, 2]]
+    assert content["series"] == [["loss", 0, 1, 0, 2, False]]
     assert not content["full"]
     latest, steps, times, *values = [
         numbers(buffer)[:3], *(numbers(buffer)[3 + 2 * i :][:2] for i in range(5))
@@ -82,7 +82,7 @@ def test_a_change_is_sent_as_numbers(monitor: SpyMonitor, collector: Collector) 
     monitor.hear("acknowledge")
     collector.receive(loss(1, 1.0))
     content, _ = monitor.next()
-    assert content["series"] == [["loss", 0, 1, 1, 2]]
+    assert content["series"] == [["loss", 0, 1, 1, 2, False]]
 
 
 def test_messages_are_numbered_without_a_gap(
@@ -104,14 +104,18 @@ def test_a_front_end_that_asks_gets_the_whole_history(
     monitor.hear("everything")
     content, _ = monitor.next()
     assert content["full"]
-    assert content["series"] == [["loss", 0, 1, 0, 2]]
+    assert content["series"] == [["loss", 0, 1, 0, 2, False]]
 
 
 def test_a_message_has_ranks_devices_and_losses(
     monitor: SpyMonitor, collector: Collector
 ) -> None:
-    split = TimeSplit(0.5, 0.25, 0.25, "In[1] line 2", 0.5)
-    sample = DeviceSample(0, 1.0, "cuda:0", None, 10, 20, 5, 99.0, split)
+    split = TimeSplit(0.5, 0.25, 0.15, 0.1, "it sleeps", "In[1] line 2", 0.5)
+    sample = DeviceSample(
+        0, 1.0, "cuda:0", None, 10, 20, 99.0, 7, allocated=3, reserved=5,
+        temperature=60.0, power=300.0, disk=1e6, network=2e6, bus_bandwidth=3e9,
+        split=split,
+    )  # fmt: skip
     info = rank_info(0, 1, host="node", device="cuda:0", device_name="H200")
     collector.set_ranks([info])
     monitor.next()
@@ -120,12 +124,23 @@ def test_a_message_has_ranks_devices_and_losses(
     assert content["ranks"] == [[0, "node", "cuda:0", "H200"]]
     assert content["devices"] == [{
         "rank": 0, "device": "cuda:0", "utilisation": [None],
-        "used": 10, "total": 20, "own": 5, "cpu": 99.0,
-        "split": [0.5, 0.25, 0.25],
+        "used": 10, "total": 20, "allocated": 3, "reserved": 5, "temperature": 60.0,
+        "power": 300.0, "cpu": 99.0, "resident": 7, "disk": 1e6, "network": 2e6,
+        "bandwidth": 3e9, "split": (0.5, 0.25, 0.15, 0.1),
     }]  # fmt: skip
     assert content["slow"] == ""
     assert content["lost"] == [[0, 4]]
     assert content["marks"] is None
+
+
+def test_the_steps_and_the_metrics_of_nbdist_are_sent(
+    monitor: SpyMonitor, collector: Collector
+) -> None:
+    shares = Sample(0, 7, 1000.0, {"time/compute": 1.0}, is_internal=True)
+    collector.receive(Batch(0, "source", 0, 0, (shares,), step=7))
+    content, _ = monitor.next()
+    assert content["steps"] == [[0, 7]]
+    assert content["series"] == [["time/compute", 0, 1, 0, 1, True]]
 
 
 def test_marks_are_sent_when_they_change(
