@@ -535,6 +535,7 @@ class DistMagics(Magics):  # type: ignore[misc]
     )
     @argument("--time", action="store_true", help="show time instead of steps")
     @argument("--log", action="store_true", help="logarithmic values")
+    @argument("--off", action="store_true", help="close it, or end it in a terminal")
     @argument(
         "--save",
         help="write the values to this file, FILE.csv or FILE.parquet, instead",
@@ -549,6 +550,9 @@ class DistMagics(Magics):  # type: ignore[misc]
         args = _parse(self.dist_monitor, line)
         metrics = [name.strip() for name in _unquoted(args.metric).split(",")]
         metrics = [name for name in metrics if name]
+        if args.off:
+            self.session.hide_monitors()
+            return
         if args.save is not None:
             path = Path(_unquoted(args.save)).expanduser()
             count = self.session.save_metrics(path, metrics)

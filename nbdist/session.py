@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -452,9 +454,7 @@ class Session:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             self._collector = cluster.collector
-        for monitor in self._monitors:
-            monitor.close()
-        self._monitors.clear()
+        self.hide_monitors()
         if cluster is not None:
             leave(cluster)
         self._close_streams(list(self._streams))
@@ -715,20 +715,38 @@ class Session:
         return self.cluster.describe(name, detail) if self.running else {}
 
     def show_monitor(self, **options: Any) -> None:
-        """Display the live chart of this cluster; in a terminal, the latest values.
+        """Display the live chart of this cluster; in a terminal, a table.
+
+        The table stays at the end of the terminal while later cells run. Output that is
+        no terminal gets the latest values.
 
         Args:
             options: As for `widgets.display.show`.
         """
         from nbdist.widgets.display import latest_values, show
-        from nbdist.widgets.live_text import in_notebook
+        from nbdist.widgets.live_text import TerminalText, in_notebook
 
         if in_notebook():
             self._monitors.append(show(self.cluster.collector, **options))
             if self._outputs is not None:
                 self._outputs.keep_display()
+        elif sys.stdout.isatty():
+            from nbdist.widgets.terminal_monitor import TerminalMonitor
+
+            made = TerminalMonitor(self.cluster.collector, options.get("metric", ()))
+            TerminalText.above = made.text
+            print(made.text(*shutil.get_terminal_size()))
         else:
             print(latest_values(self.cluster.collector, options.get("metric", ())))
+
+    def hide_monitors(self) -> None:
+        """Close the live charts, and show no table in the terminal any longer."""
+        from nbdist.widgets.live_text import TerminalText
+
+        TerminalText.above = None
+        for monitor in self._monitors:
+            monitor.close()
+        self._monitors.clear()
 
     def profile_next(
         self, steps: int, ranks: Sequence[int] | None, path: str | None

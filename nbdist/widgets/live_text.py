@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol
 
@@ -180,10 +180,13 @@ class TerminalText:
 
     drawn: ClassVar[TerminalText | None] = None
     """The text that was drawn last."""
+    above: ClassVar[Callable[[int, int], str] | None] = None
+    """Makes lines that are drawn above the line, from the terminal's width and height:
+    the monitor's."""
 
     def __init__(self, *, redraws: bool) -> None:
         self._redraws = redraws
-        self._line = ""
+        self._drawn: list[str] = []
         self._notice = ""
         self.is_used = False
 
@@ -194,17 +197,29 @@ class TerminalText:
             self.make_room()
             print(notice, flush=True)
         self._notice = head
-        line = "   ".join(text.splitlines())[: shutil.get_terminal_size().columns - 1]
-        if self._redraws and line != self._line:
-            TerminalText.drawn, self._line = self, line
-            print(f"\r{line}\x1b[K", end="", flush=True)
+        if not self._redraws:
+            return
+        width, height = shutil.get_terminal_size()
+        above = TerminalText.above
+        lines = [] if above is None else above(width - 1, height).splitlines()
+        lines.append("   ".join(text.splitlines())[: width - 1])
+        if lines != self._drawn:
+            up = self._to_first_line()
+            TerminalText.drawn, self._drawn = self, lines
+            print(up + "\x1b[K\n".join(lines) + "\x1b[K", end="", flush=True)
 
     def make_room(self) -> bool:
-        if not self._line:
+        if not any(self._drawn):
             return False
-        print("\r\x1b[K", end="", flush=True)
-        self._line = ""
+        below = "\x1b[J" if len(self._drawn) > 1 else ""
+        print(f"{self._to_first_line()}\x1b[K{below}", end="", flush=True)
+        self._drawn = []
         return True
+
+    def _to_first_line(self) -> str:
+        """The codes that move the cursor to the first of the drawn lines."""
+        up = len(self._drawn) - 1
+        return f"\x1b[{up}A\r" if up > 0 else "\r"
 
     def close(self, last: Bundle | None = None) -> None:
         self.make_room()

@@ -14,6 +14,8 @@ import pytest
 
 START_S = 120
 CELL_S = 60
+ROW = re.compile("[01] +cpu ")
+"""A rank's row in the monitor's table."""
 
 
 class Terminal:
@@ -25,6 +27,7 @@ class Terminal:
             sys.executable,
             ["-m", "IPython", "--simple-prompt", "--no-banner", "--quick"],
             cwd=str(folder),
+            env=dict(os.environ),  # without readline's COLUMNS, those of this process
             dimensions=(40, 100),
             encoding="utf-8",
             echo=False,
@@ -144,27 +147,53 @@ def test_the_next_cell_is_profiled(terminal: Terminal) -> None:
     assert "optimizer steps" not in terminal.run(run.format(""))
 
 
-def test_the_monitor_is_a_table_of_the_latest_values(terminal: Terminal) -> None:
+def rows_of(received: str) -> list[list[str]]:
+    """The words of each rank's row in the monitor's tables that were drawn."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", received)
+    lines = re.split(r"[\r\n]+|\x1b\[\d*[KAJ]", text)
+    return [line.split() for line in lines if ROW.match(line)]
+
+
+def test_the_monitor_is_a_table_with_sparklines(terminal: Terminal) -> None:
     assert "nothing was logged" in terminal.run("%dist_monitor")
-    log = "nbdist.log(loss=rank + 0.5); nbdist.log(loss=rank + 0.25)"
+    log = """
+import time
+for step in range(40):
+    nbdist.log(loss=rank + 1 / (step + 1), lr=0.1, total=100)
+    if step == 10: print("in between")
+    time.sleep(0.1)
+"""
     received = terminal.run(f"get_ipython().run_cell_magic('distributed', '', {log!r})")
-    assert "metric" not in received
-    shown = [line.split() for line in screen(terminal.run("%dist_monitor"))]
-    assert shown == [
-        ["metric", "rank", "step", "value"],
-        ["------", "----", "----", "-----"],
-        ["loss", "0", "1", "0.25"],
-        ["loss", "1", "1", "1.25"],
-    ]
-    log = "nbdist.log(accuracy=1.0, lr=2.0)"
-    terminal.run(f"get_ipython().run_cell_magic('distributed', '-r 0', {log!r})")
-    shown = screen(terminal.run("%dist_monitor --metric 'lr, loss'"))
-    assert [line.split()[:2] for line in shown[2:]] == [
-        ["loss", "0"], ["loss", "1"], ["lr", "0"]
-    ]  # fmt: skip
+    # It is drawn again while the cell runs, below what the cell prints.
+    drawn = rows_of(received)
+    assert len(drawn) >= 6
+    assert drawn[0] != drawn[-2]
+    assert received.count("in between") == 1
+    shown = screen(received)
+    assert "[0-1] in between" in shown
+    assert not list(filter(ROW.match, shown)), "it is gone at the end"
+
+    received = terminal.run("%dist_monitor")
+    assert "2 ranks · 40 of 100 steps" in received
+    zero, one = rows_of(received)
+    assert (zero[-1], one[-1]) == ("0.025", "1.025")
+    assert set("".join(one)) & set("▁▂▃▄▅▆▇█")
+    assert "other" in one, "it sleeps"
+    head = re.sub(r"\x1b\[[\d;]*m", "", received)
+    assert re.search(
+        r"rank +device +utilisation +time +memory +step +behind +loss", head
+    )
+    both = terminal.run("%dist_monitor --metric 'lr, loss'")
+    assert re.search(r"behind +lr +loss", re.sub(r"\x1b\[[\d;]*m", "", both))
+    assert [row[-1] for row in rows_of(both)] == ["0.025", "1.025"]
+    terminal.run("%dist_monitor --off")
+    received = terminal.run(
+        "get_ipython().run_cell_magic('distributed', '', 'import time; time.sleep(2)')"
+    )
+    assert rows_of(received) == []
     assert "unrecognized arguments: loss" in terminal.run("%dist_monitor loss")
-    assert "4 rows in" in terminal.run("%dist_monitor --metric loss --save values.csv")
+    assert "80 rows in" in terminal.run("%dist_monitor --metric loss --save values.csv")
     assert "tensorboard --logdir" in terminal.run("%dist_monitor --logdir runs")
     terminal.run("import nbdist")
     received = terminal.run("nbdist.metrics('loss').groupby('rank').value.min()[1]")
-    assert "1.25" in received
+    assert "1.025" in received
