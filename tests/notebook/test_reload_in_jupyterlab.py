@@ -174,6 +174,7 @@ def reload_during(lab: Lab, path: Path, cell: int) -> None:
         wait_until(
             lambda: still(lab).endswith(f"at step {lab.page.evaluate(LAST_STEP):.0f}"),
             10,
+            lambda: f"{still(lab)} of {lab.page.evaluate(LAST_STEP)}",
         )
 
 
