@@ -314,8 +314,9 @@ async def _answer_main(
         rank.activity = None
     _flush_streams()
     comms.flush()
-    rank.recorder.end_loops()
+    # The last batch of the cell has its step.
     rank.recorder.flush(METRICS_TIMEOUT_S)
+    rank.recorder.end_loops()
     has_published = kernel.session.has_published
     shell.reply(opened, _outcome_now(ok, has_published), frames)
     if has_published:

@@ -27,13 +27,16 @@ __all__ = ["Recorder"]
 logger = logging.getLogger(__name__)
 
 
+_Values = dict[str, float | Deferred]
+
+
 class _Draft(NamedTuple):
     """A sample whose values may still be on a device."""
 
     rank: int
     step: int
     time: float
-    scalars: dict[str, float | Deferred]
+    scalars: _Values
     is_internal: bool
 
     def finish(self) -> Sample:
@@ -116,21 +119,23 @@ class Recorder:
         if not scalars:
             raise UsageError("log() without a value: pass at least one, log(loss=x)")
         number = self._next_step if step is None else _as_step(step)
+        values = _captured(scalars)
         if total is not None:
             self._total = _as_total(total)
+        # Before the record, whose batch has the step and the progress.
         if self._total is not None:
             done = number + 1, self._total
             self._progress = StepProgress(time.time(), *done, "steps")
-        self._draft(number, scalars)
         self._next_step = number + 1
         self._logged = number
+        self._draft(number, values)
 
     def record_internal(self, **scalars: object) -> None:
         """Record nbdist's own scalars. Their steps count the calls of this method.
 
         The steps of the user's scalars do not change.
         """
-        self._draft(self._internal_step, scalars, is_internal=True)
+        self._draft(self._internal_step, _captured(scalars), is_internal=True)
         self._internal_step += 1
 
     def record_shares(self, shares: Mapping[str, float]) -> None:
@@ -142,7 +147,7 @@ class Recorder:
         if step is None:
             step = self._shares_step
             self._shares_step += 1
-        self._draft(step, shares, is_internal=True)
+        self._draft(step, _captured(shares), is_internal=True)
 
     def count_step(self, optimizer: object) -> None:
         """Note that an optimizer has made a step."""
@@ -184,10 +189,7 @@ class Recorder:
         ranks = () if of_world else (self.rank,)
         self.record(Mark(time.time(), kind, text, ranks))
 
-    def _draft(
-        self, step: int, scalars: Mapping[str, object], *, is_internal: bool = False
-    ) -> None:
-        values = {name: capture(name, value) for name, value in scalars.items()}
+    def _draft(self, step: int, values: _Values, *, is_internal: bool = False) -> None:
         self.record(_Draft(self.rank, step, time.time(), values, is_internal))
 
     @property
@@ -279,6 +281,10 @@ class Recorder:
             if not self._failing:
                 logger.warning("Metrics do not reach the notebook.", exc_info=True)
             self._failing = True
+
+
+def _captured(scalars: Mapping[str, object]) -> _Values:
+    return {name: capture(name, value) for name, value in scalars.items()}
 
 
 def _as_total(total: SupportsIndex) -> int:

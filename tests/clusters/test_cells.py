@@ -809,6 +809,12 @@ def test_debugpy_is_not_loaded_but_can_be_imported(cluster: Cluster):
 # -- metrics -------------------------------------------------------------------------
 
 
+def test_the_last_step_of_a_cell_is_known_when_it_has_ended(cluster: Cluster):
+    cluster.execute("for step in range(5 + rank): nbdist.log(loss=step)")
+    steps = cluster.collector.snapshot().steps
+    assert steps == {rank: 4 + rank for rank in range(cluster.size)}
+
+
 def test_a_cell_that_times_out_is_marked(cluster: Cluster):
     with pytest.raises(CellTimeout):
         cluster.execute("while True: pass", timeout_s=0.5, number=77)

@@ -102,6 +102,25 @@ def test_a_total_that_is_no_number_of_steps_is_refused(total: object) -> None:
         made.log(total=total, loss=1)  # type: ignore[arg-type]
 
 
+def test_a_record_is_queued_after_its_step_and_progress_are_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The batch that has the record, which may be the last one, has them, too."""
+    with recorder(lambda _: None) as made:
+        seen = []
+        monkeypatch.setattr(made, "record", lambda _: seen.append(made.step))
+        made.log(loss=1.0)
+        made.log(7, total=10, loss=1.0)
+    assert seen == [0, 7]
+
+
+def test_a_value_that_is_refused_makes_no_step() -> None:
+    with recorder(lambda _: None) as made:
+        with pytest.raises(UsageError):
+            made.log(5, loss="much")
+        assert (made.step, made.steps) == (None, 0)
+
+
 def test_a_step_follows_the_previous_one() -> None:
     batches: list[Batch] = []
     with recorder(batches.append) as made:
