@@ -2,7 +2,7 @@
 
 A front end acknowledges each message that it has drawn. A missing acknowledgement has
 two possible causes. Either no front end is open, and the server stores each message; or
-a cell keeps the kernel too busy to receive the acknowledgement. The kernel cannot tell
+a cell keeps the kernel too busy to receive the acknowledgement. The kernel cannot
 distinguish them. Therefore the delay between messages grows with the silence, so that
 their number grows only with the logarithm of the silence.
 """

@@ -466,6 +466,13 @@ def a_default_device_has_no_effect(group: nc.Group) -> None:
         objects_are_gathered_and_broadcast(group)
         received = torch.empty_like(given)
         nc.all_to_all_single(received, given)
+        for length in (8, 5000, 70_000):
+            for dtype in (torch.float32, torch.bfloat16, torch.int16):
+                ones = torch.ones(length, dtype=dtype, device="cpu")
+                nc.all_reduce(ones, compression="int8")
+                nc.all_reduce(ones, "max")
+                nc.broadcast(ones, 0)
+                assert ones.sum().item() == pytest.approx(length * SIZE, rel=0.01)
     expected = [torch.arange(2, device="cpu") + 2 * RANK] * SIZE
     assert torch.equal(received, torch.cat(expected))
 

@@ -72,8 +72,8 @@ def _agree(
 ) -> tuple[int, list[int]]:
     """The greatest number of elements of a rank, and each rank's."""
     layout = [tensor.sparse_dim(), *tensor.shape]
-    mine = torch.tensor([tensor._nnz(), *layout])
-    every = torch.empty(group.size, len(mine), dtype=mine.dtype)
+    mine = torch.tensor([tensor._nnz(), *layout], device="cpu")
+    every = mine.new_empty(group.size, len(mine))
     all_gather_into_tensor(every, mine, group=group, timeout=timeout)
     for rank, row in zip(group.ranks, every.tolist(), strict=True):
         if row[1:] != layout:

@@ -126,7 +126,8 @@ class CompressedSum:
 
     def _room_for(self, values: Tensor) -> Tensor:
         """Memory for values, encoded."""
-        return torch.empty(self._codec.size(len(values)), dtype=torch.uint8)
+        size = self._codec.size(len(values))
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def _swap(
         self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]
