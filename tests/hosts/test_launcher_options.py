@@ -1,0 +1,78 @@
+"""`--launcher`, and the options that belong to one launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist import Cluster
+from nbdist.errors import UsageError
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that can submit jobs, outside of one. Nothing is submitted."""
+    program = tmp_path / "sbatch"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"launcher": "pbs"}, "'pbs' is not known: expected local, ssh or slurm"),
+        ({"launcher": "ssh"}, "--launcher ssh: name the hosts with -H"),
+        ({"launcher": "local", "hosts": "a:2"}, "local has its own hosts: leave out"),
+        ({"launcher": "slurm", "hosts": "a:2"}, "slurm has its own hosts: leave out"),
+        ({"partition": "gpu"}, "--partition gpu: only for --launcher slurm"),
+        ({"hosts": "localhost:2", "time": "1:00"}, "--time 1:00: only for"),
+        ({"sbatch_args": "--qos=high"}, "--sbatch-arg --qos=high: only for"),
+    ],
+)
+def test_options_of_another_launcher_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Cluster(**options)
+
+
+def test_without_sbatch_there_is_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="there is no sbatch here; start the notebook"):
+        Cluster(launcher="slurm")
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({}, 1),
+        ({"n": 3}, 3),
+        ({"nnodes": "2"}, 2),
+        ({"nnodes": "2:4", "gres": "gpu:4"}, 8),
+        ({"gres": "gpu"}, 1),
+        ({"gres": "gpu:a100:2"}, 2),
+        ({"gres": "craynetwork:3,gpu:h100:4"}, 4),
+        ({"gres": "craynetwork:3"}, 1),
+    ],
+)
+@pytest.mark.usefixtures("sbatch")
+def test_a_job_has_a_rank_for_each_gpu_or_host(
+    options: dict[str, Any], ranks: int
+) -> None:
+    assert Cluster(launcher="slurm", **options).size == ranks
+
+
+@pytest.mark.usefixtures("sbatch")
+def test_a_job_that_exists_tells_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NTASKS", "6")
+    assert Cluster(launcher="slurm").size == 6
