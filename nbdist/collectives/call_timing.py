@@ -115,13 +115,16 @@ class GpuTimer:
     def _read(self) -> None:
         """Take the calls that the GPU has passed."""
         now = time.monotonic()
-        while self._pending and self._pending[0].end.query():
-            device, begin, end, size = self._pending.popleft()
-            seconds = begin.elapsed_time(end) / 1e3
-            self._passed.append((now, seconds))
-            if size and seconds > 0:
-                self._fastest = max(self._fastest, size / seconds)
-            self._free[device].extend((begin, end))
+        try:
+            while self._pending and self._pending[0].end.query():
+                device, begin, end, size = self._pending.popleft()
+                seconds = begin.elapsed_time(end) / 1e3
+                self._passed.append((now, seconds))
+                if size and seconds > 0:
+                    self._fastest = max(self._fastest, size / seconds)
+                self._free[device].extend((begin, end))
+        except RuntimeError:  # the GPU has failed: the user's next call says so
+            self._pending.clear()
         while self._passed and self._passed[0][0] < now - WINDOW_S:
             self._passed.popleft()
 

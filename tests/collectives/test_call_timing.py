@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nbdist import Cluster
-from nbdist.collectives.call_timing import bus_bytes
+from nbdist.collectives.call_timing import GpuTimer, _Timed, bus_bytes
 from nbdist.wire import DeviceSample
 from tests.processes import wait_until
 
@@ -27,6 +27,18 @@ def test_a_link_carries_what_nccls_tests_count(
     operation: str, size: int, ranks: int, carried: float | None
 ) -> None:
     assert bus_bytes(operation, size, ranks) == carried
+
+
+class FailedEvent:
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_a_gpu_that_has_failed_has_no_times() -> None:
+    timer, event = GpuTimer(), FailedEvent()
+    timer._pending.append(_Timed(0, event, event, 1.0))  # type: ignore[arg-type]
+    assert timer.fastest() == 0.0
+    assert timer.share() == 0.0
 
 
 MEASURED = """
