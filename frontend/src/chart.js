@@ -128,7 +128,7 @@ export class Chart {
       width: this.#width(),
       height: picture.height,
       legend: { show: false },
-      padding: [12, 12, 0, 0],
+      padding: [12, 24, 0, 0],
       scales: { x: { time: false, range: (_, min, max) => (this.#zoomed ? [min, max] : this.#picture.span) }, y: picture.log ? { distr: 3 } : {} },
       axes: this.#axes(picture),
       series: [{}, ...series],
