@@ -165,7 +165,7 @@ ROWS: dict[str, Check] = {
     ),
     "set_soft_device_placement": MISSING,
     "BackupAndRestore": "tests/training/test_elastic_state.py",
-    "SlurmClusterResolver": MISSING,
+    "SlurmClusterResolver": "tests/hosts/test_slurm.py",
 }
 """What runs each row, by the text with which its first column begins or that it has.
 A path is that of a test file, with the name of a test after the colon."""
