@@ -38,6 +38,14 @@ from tests.scripted_user import Answer, Scripted, end_of_input, press
 
 PACKAGE = Path(nbdist.__file__).parents[1]
 DEADLINE_S = 30.0
+SHOWN = """
+class Shown:
+    def take(self, event): print(event.rank, flush=True)
+    def due(self): return None
+    def notice(self, text): pass
+    def make_room(self): pass
+"""
+"""An observer that prints the rank of each event."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -395,14 +403,7 @@ def test_a_cell_goes_on_when_its_notebook_is_killed(kept: KeptCluster):
     kept.detach()
     other = Notebook(
         "shared",
-        f"""
-class Shown:
-    def take(self, event): print(event.rank, flush=True)
-    def due(self): return None
-    def notice(self, text): pass
-    def make_room(self): pass
-c.execute({counting(150)!r}, number=7, observer=Shown())
-""",
+        f"{SHOWN}c.execute({counting(150)!r}, number=7, observer=Shown())\n",
     )
     other.await_line()
     other.kill()
@@ -486,17 +487,8 @@ def test_a_rank_that_dies_meanwhile_is_replaced(kept: KeptCluster, rank: int):
 def test_a_stopped_notebook_does_not_delay_the_ranks(kept: KeptCluster):
     kept.detach()
     count = 10_000
-    other = Notebook(
-        "shared",
-        f"""
-class Shown:
-    def take(self, event): print(event.rank, flush=True)
-    def due(self): return None
-    def notice(self, text): pass
-    def make_room(self): pass
-c.execute("for i in range({count}): print(i, flush=True)", observer=Shown())
-""",
-    )
+    code = f"for i in range({count}): print(i, flush=True)"
+    other = Notebook("shared", f"{SHOWN}c.execute({code!r}, observer=Shown())\n")
     other.await_line()
     other.process.send_signal(signal.SIGSTOP)
     try:
