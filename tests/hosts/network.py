@@ -227,6 +227,12 @@ class TestHost:
         unrelated = ("sshd", "ps -eo", "nsenter", "[")
         return [line for line in listed if not line.startswith(unrelated)]
 
+    def left_behind(self) -> set[str]:
+        """What is in its /tmp and /dev/shm, except what every host must have."""
+        listed = self.run("ls", "/tmp", "/dev/shm").stdout.split()
+        given = {part for path in _installed() for part in path.parts}
+        return set(listed) - given - {"/dev/shm:", "/tmp:", "torchinductor_root"}
+
     # -- its link --------------------------------------------------------------------
 
     def cut(self) -> None:

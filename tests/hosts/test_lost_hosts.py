@@ -44,8 +44,7 @@ def is_clean(hosts: HostNetwork, name: str) -> None:
     wait_until(
         lambda: host.processes() == [], SILENCE_S + 10, lambda: f"{host.processes()}"
     )
-    left = host.run("ls", "/tmp", "/dev/shm").stdout.split()
-    assert set(left) <= {"/dev/shm:", "/tmp:", "torchinductor_root"}
+    assert host.left_behind() == set()
 
 
 def test_a_killed_host_takes_its_ranks_and_no_more(

@@ -35,8 +35,7 @@ def console(_network: HostNetwork) -> Iterator[Console]:
         console.do("cluster.stop()")
     for name in ("a", "b"):
         assert _network[name].processes() == []
-        left = _network[name].run("ls", "/tmp", "/dev/shm").stdout.split()
-        assert set(left) <= {"/dev/shm:", "/tmp:", "torchinductor_root"}
+        assert _network[name].left_behind() == set()
 
 
 def test_ranks_are_numbered_by_host(console: Console):
