@@ -25,7 +25,7 @@ from nbdist.config import File, ForkConfig, rank_variables
 from nbdist.errors import ClusterError, StartError
 from nbdist.ipc import endpoints, private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
-from nbdist.ipc.fork_messages import RANK_HOST, SOCKET, STARTED
+from nbdist.ipc.fork_messages import SOCKET, STARTED
 from nbdist.ipc.ports import confine
 from nbdist.ipc.process_files import describe_exit
 from nbdist.wire import RankInfo
@@ -313,12 +313,11 @@ class _Start:
                 "cluster was starting",
                 died=True,
             )
-        for program in (RANK_HOST, "mpiexec", "controller"):
-            code = self._process_supervisor.exit_code(program)
-            if program == "mpiexec" and code is not None and code >= 0:
+        if (first := self._process_supervisor.first_exit) is not None:
+            program, code = first
+            if program == "mpiexec" and code >= 0:
                 self._await_exit_of_a_rank()  # mpiexec ends when its ranks have ended
-            if code is not None:
-                raise StartError(self._ended(program, code), died=True)
+            raise StartError(self._ended(program, code), died=True)
         self._check_ranks()
 
     def _await_exit_of_a_rank(self) -> None:

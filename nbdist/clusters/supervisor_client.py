@@ -173,6 +173,19 @@ class SupervisorClient:
         with self._changed:
             return self._exit_codes.get(name)
 
+    @property
+    def first_exit(self) -> tuple[str, int] | None:
+        """The program that ended first, because of which the others end, and its code.
+
+        None while all of them run.
+        """
+        with self._changed:
+            return next(iter(self._losses().items()), None)
+
+    def _losses(self) -> dict[str, int]:
+        """The exit codes of programs with which the others end, in their order."""
+        return {k: v for k, v in self._exit_codes.items() if k not in self._apart}
+
     def pid(self, name: str) -> int | None:
         with self._changed:
             return self._pids.get(name)
@@ -200,7 +213,7 @@ class SupervisorClient:
         """
         with self._changed:
             self._on_loss = callback
-            lost = {k: v for k, v in self._exit_codes.items() if k not in self._apart}
+            lost = self._losses()
         for name, code in lost.items():
             self._report_loss(name, code)
 

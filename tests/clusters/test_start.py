@@ -19,9 +19,12 @@ from nbdist import Cluster, StartError, UsageError
 from nbdist.clusters import fork_server_client
 from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.startup import Progress
+from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import ClusterConfig
 from nbdist.errors import AlreadyRunning
+from nbdist.ipc.fork_messages import RANK_HOST
 from tests.cluster_processes import is_rank
+from tests.processes import wait_until
 
 GONE_WITHIN_S = 10.0
 
@@ -222,10 +225,7 @@ def test_a_rank_that_ends_is_named_with_its_exit_code_and_output(
     assert missing == []
 
 
-def test_killed_ranks_are_named_instead_of_mpiexec(break_rank_1, traces: Path):
-    break_rank_1("time.sleep(600)")  # the start does not end before
-    fork_server_client.prepare(os.environ)
-    assert fork_server_client.await_ready(60)
+def test_killed_ranks_are_named_instead_of_mpiexec(traces: Path):
     others = set(psutil.Process().children(recursive=True))
 
     def kill_all(progress: Progress) -> None:
@@ -235,8 +235,42 @@ def test_killed_ranks_are_named_instead_of_mpiexec(break_rank_1, traces: Path):
                     if is_rank(process):
                         process.kill()
 
-    # The end of the process that has forked all of them may be heard first.
-    named = r"(rank . of 2 on .*|the rank host) ended with SIGKILL"
+    named = r"rank . of 2 on .* ended with SIGKILL"
+    with pytest.raises(StartError, match=named) as ended:
+        Cluster(n=2, device="cpu").start(kill_all)
+    assert ended.value.died
+
+
+def test_killed_ranks_are_named_when_the_others_have_ended_because_of_them(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """mpiexec ends after its ranks, and the process supervisor then ends the rank host.
+
+    The start looks only when it has been told of all that.
+    """
+    others = set(psutil.Process().children(recursive=True))
+    killed: list[psutil.Process] = []
+    clients: list[SupervisorClient] = []
+
+    class Noted(SupervisorClient):
+        def __init__(self, run_dir: Path) -> None:
+            super().__init__(run_dir)
+            clients.append(self)
+
+    def started() -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True)) - others
+
+    def kill_all(progress: Progress) -> None:
+        if killed or len(progress.stages) < 2:
+            return
+        wait_until(lambda: sum(map(is_rank, started())) == 2, GONE_WITHIN_S)
+        killed.extend(filter(is_rank, started()))
+        for process in killed:
+            process.kill()
+        wait_until(lambda: clients[0].exit_code(RANK_HOST) is not None, GONE_WITHIN_S)
+
+    monkeypatch.setattr("nbdist.clusters.startup.SupervisorClient", Noted)
+    named = r"rank . of 2 on .* ended with SIGKILL"
     with pytest.raises(StartError, match=named) as ended:
         Cluster(n=2, device="cpu").start(kill_all)
     assert ended.value.died
