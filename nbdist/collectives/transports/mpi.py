@@ -180,10 +180,12 @@ class MpiTransport(RingTransport):
     description: ClassVar[str] = "MPI"
 
     def all_reduce_flat(self, tensor: Tensor, op: str) -> None:
-        work = tensor.to(accumulation_dtype(tensor.dtype))
-        if work.nbytes >= RING_FROM_BYTES or not _is_native(op, work.dtype):
+        wide = accumulation_dtype(tensor.dtype)
+        size = tensor.numel() * wide.itemsize
+        if size >= RING_FROM_BYTES or not _is_native(op, wide):
             super().all_reduce_flat(tensor, op)
             return
+        work = tensor.to(wide)
         mpi_op = REDUCE_OPS[op].mpi
         self._wait([self._comm.Iallreduce(MPI.IN_PLACE, reduced(work), mpi_op)], work)
         finish(op, work, self._comm.size)
