@@ -179,8 +179,9 @@ class FolderCopy:
             os.utime(path, ns=(changed_ns, changed_ns))
             begin += size
             copied.add(name)
-        kept = sorted(copied - set(removed))
-        (self.folder / LIST).write_text("\0".join(kept), "utf-8", "surrogateescape")
+        kept = "\0".join(sorted(copied - set(removed)))
+        listed = partial(_write, kept.encode("utf-8", "surrogateescape"))
+        write_atomically(self.folder / LIST, listed, mode=0o600, durable=False)
 
     def _path(self, name: str) -> Path:
         path = Path(os.path.normpath(self.folder / name))
