@@ -229,9 +229,11 @@ class TestHost:
 
     def left_behind(self) -> set[str]:
         """What is in its /tmp and /dev/shm, except what every host must have."""
-        listed = self.run("ls", "/tmp", "/dev/shm").stdout.split()
-        given = {part for path in _installed() for part in path.parts}
-        return set(listed) - given - {"/dev/shm:", "/tmp:", "torchinductor_root"}
+        left = set(self.run("ls", "/tmp", "/dev/shm").stdout.split())
+        tmp = Path("/tmp")
+        installed = [path for path in _installed() if path.is_relative_to(tmp)]
+        left -= {path.relative_to(tmp).parts[0] for path in installed}
+        return left - {"/dev/shm:", "/tmp:", "torchinductor_root"}
 
     # -- its link --------------------------------------------------------------------
 
