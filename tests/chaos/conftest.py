@@ -9,6 +9,7 @@ import pytest
 
 from tests.chaos.report import Report
 from tests.chaos.reused_cluster import ReusedCluster
+from tests.chaos.reused_cluster import reused as reused
 
 
 @pytest.fixture(scope="module")
@@ -16,17 +17,6 @@ def _reused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReusedCluster]
     reused = ReusedCluster(tmp_path_factory.mktemp("chaos"))
     yield reused
     reused.end()
-
-
-@pytest.fixture
-def reused(
-    _reused: ReusedCluster, request: pytest.FixtureRequest
-) -> Iterator[ReusedCluster]:
-    """A cluster of three ranks. After a draw that fails, the next one gets another."""
-    failed = request.session.testsfailed
-    yield _reused
-    if request.session.testsfailed > failed:
-        _reused.close()
 
 
 @pytest.fixture(scope="session")

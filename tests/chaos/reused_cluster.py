@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.cluster_processes import ClusterProcesses, rank_parent
 from tests.clusters import elastic_training
 from tests.processes import Footprint, wait_until
 
-__all__ = ["ReusedCluster"]
+__all__ = ["ReusedCluster", "reused"]
 
 FOLDER_BYTES = 256 << 20
 GONE_WITHIN_S = 10.0
@@ -225,3 +225,14 @@ def _mounted(folder: Path) -> bool:
     option = f"size={FOLDER_BYTES}"
     mount = ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)]
     return subprocess.run(mount, stderr=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.fixture
+def reused(
+    _reused: ReusedCluster, request: pytest.FixtureRequest
+) -> Iterator[ReusedCluster]:
+    """The module's cluster. After a draw that fails, the next one gets another."""
+    failed = request.session.testsfailed
+    yield _reused
+    if request.session.testsfailed > failed:
+        _reused.close()

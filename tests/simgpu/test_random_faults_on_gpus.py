@@ -16,6 +16,7 @@ from tests.chaos import test_chaos as chaos
 from tests.chaos.draw import RANKS, Draw, draw, spread
 from tests.chaos.expectations import expected
 from tests.chaos.reused_cluster import ReusedCluster
+from tests.chaos.reused_cluster import reused as reused
 
 ALL_DIE_IN_A_COMMIT = 46832
 SEEDS = [*spread(range(3000, 4000), 6), ALL_DIE_IN_A_COMMIT]
@@ -46,17 +47,6 @@ def _reused(
     reused = ReusedCluster(folder, ranks_per_gpu=1 if has_own else MOST_RANKS)
     yield reused
     reused.end()
-
-
-@pytest.fixture
-def reused(
-    _reused: ReusedCluster, request: pytest.FixtureRequest
-) -> Iterator[ReusedCluster]:
-    """After a draw that fails, the next one gets another cluster."""
-    failed = request.session.testsfailed
-    yield _reused
-    if request.session.testsfailed > failed:
-        _reused.close()
 
 
 @pytest.mark.parametrize("drawn", _draws(), ids=str)
