@@ -23,9 +23,10 @@ __all__ = [
 ]
 
 _TAGS = 32768  # the least that MPI promises
+_WORD_BYTES = 64
 
 
-def rendezvous(world: Group, ranks: Sequence[int]) -> None:
+def rendezvous(world: Group, ranks: Sequence[int], word: str = "") -> list[str]:
     """Wait until each of these ranks has called. Each of them must call.
 
     If the same ranks make several groups, all must make them in the same order.
@@ -33,6 +34,10 @@ def rendezvous(world: Group, ranks: Sequence[int]) -> None:
     Args:
         world: the world's group.
         ranks: world ranks, this rank among them.
+        word: up to 64 bytes for the other ranks.
+
+    Returns:
+        The word of each of the ranks, in their order.
 
     Raises:
         CollectiveAborted: One of the ranks has died. The world's group is broken.
@@ -41,7 +46,7 @@ def rendezvous(world: Group, ranks: Sequence[int]) -> None:
     # numbers differ if a cell has made a group on some ranks only. Messages of a failed
     # rendezvous have the tag of an older generation.
     try:
-        Rendezvous(world, ranks, "new_group").wait(world.raise_if_aborted)
+        return Rendezvous(world, ranks, "new_group").wait(world.raise_if_aborted, word)
     except BaseException:
         world.abort(CollectiveAborted("the rendezvous of a new group was interrupted"))
         raise
@@ -69,23 +74,30 @@ class Rendezvous:
         self._call = Call(signature(operation, None, None, None, (), "none"))
         self._call.call_site = find_call_site(sys._getframe())
 
-    def wait(self, check: Check) -> None:
-        """Wait until each of the ranks waits. `check` ends the wait by raising."""
+    def wait(self, check: Check, word: str = "") -> list[str]:
+        """Wait until each of the ranks waits. `check` ends the wait by raising.
+
+        Returns:
+            The word of each of the ranks, in their order.
+        """
 
         def check_both() -> None:
             if self._error is not None:
                 raise self._error.with_traceback(None)
             check()
 
-        comm, nothing = self._world.comm, bytearray()
-        peers = [rank for rank in self._ranks if rank != self._world.rank]
-        requests = [comm.Irecv(nothing, peer, self._tag) for peer in peers]
-        requests += [comm.Isend(nothing, peer, self._tag) for peer in peers]
+        comm, own = self._world.comm, self._world.rank
+        words = {rank: bytearray(_WORD_BYTES) for rank in self._ranks}
+        words[own][:] = word.encode().ljust(_WORD_BYTES, b"\0")
+        peers = [rank for rank in self._ranks if rank != own]
+        requests = [comm.Irecv(words[peer], peer, self._tag) for peer in peers]
+        requests += [comm.Isend(words[own], peer, self._tag) for peer in peers]
         waiters.add(self)
         try:
-            complete(requests, check_both, nothing)
+            complete(requests, check_both, words)
         finally:
             waiters.discard(self)
+        return [each.rstrip(b"\0").decode() for each in words.values()]
 
     @property
     def call(self) -> CollectiveCall:

@@ -1,4 +1,4 @@
-"""Functions of torch that accept only its own process groups, made to accept ours.
+"""Functions of torch that are replaced where torch's fail or wait with our groups.
 
 `replace_functions` puts each in the place of torch's. Called with another group, it
 calls torch's function.
@@ -7,15 +7,18 @@ calls torch's function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.collectives.torch_backend.process_group import ProcessGroup
+from nbdist.collectives.registry import default_group
+from nbdist.collectives.torch_backend.process_group import NAME, ProcessGroup
+from nbdist.collectives.torch_backend.rendezvous import rendezvous
 
 __all__ = ["replace_functions"]
 
@@ -25,6 +28,7 @@ def replace_functions() -> None:
     for name, ours in _FUNCTIONS.items():
         setattr(distributed_c10d, name, ours)
         setattr(dist, name, ours)
+    distributed_c10d._new_process_group_helper = _new_process_group_helper
     ddp: Any = DistributedDataParallel
     ddp._register_builtin_comm_hook = _register_builtin_comm_hook
 
@@ -38,6 +42,7 @@ def _ours(group: Any) -> ProcessGroup | None:
 
 _torch_batch_isend_irecv = distributed_c10d.batch_isend_irecv
 _torch_monitored_barrier = distributed_c10d.monitored_barrier
+_torch_new_group: Callable[..., Any] = distributed_c10d._new_process_group_helper
 _torch_register_hook: Callable[..., None] = (
     DistributedDataParallel._register_builtin_comm_hook
 )
@@ -85,6 +90,50 @@ def monitored_barrier(
         _torch_monitored_barrier(group, timeout, wait_all_ranks)
     else:
         ours.monitored_barrier(timeout, wait_all_ranks)
+
+
+@functools.wraps(_torch_new_group)
+def _new_process_group_helper(
+    group_size: int,
+    group_rank: int | None,
+    global_ranks_in_group: Sequence[int],
+    backend: str,
+    store: Store,
+    group_name: str,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Have the members of a group of torch's meet here, and agree on its name.
+
+    In torch they meet in C++, where nothing releases a rank, by a name that has the
+    number of groups which the rank has made. If a group was made on some ranks only,
+    the names differ, and the ranks would wait for each other.
+    """
+    ours = _ours(None)
+    ranks = [ours.members.ranks[each] for each in global_ranks_in_group] if ours else []
+    if _meets_in_cpp(backend) and default_group().rank in ranks:
+        words = rendezvous(default_group(), ranks, str(group_name))
+        group_name = max(words, key=lambda word: (len(word), word))
+        if group_name.isdecimal():
+            world = distributed_c10d._world
+            world.group_count = max(world.group_count, int(group_name) + 1)
+        # The number may also be that of a group of other ranks.
+        store = PrefixStore(f"of {ranks}", store)
+    return _torch_new_group(
+        group_size,
+        group_rank,
+        global_ranks_in_group,
+        backend,
+        store,
+        group_name,
+        *args,
+        **options,
+    )
+
+
+def _meets_in_cpp(backend: str) -> bool:
+    parts = {each.rpartition(":")[2] for each in str(backend).lower().split(",")}
+    return not parts <= {NAME, "fake", "undefined"}
 
 
 @functools.wraps(_torch_register_hook)
