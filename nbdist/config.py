@@ -174,17 +174,18 @@ class ClusterConfig(Config):
     """The interface, or the network such as 10.0.0.0/8, through which the ranks of
     several hosts reach each other."""
     launcher: str = _setting("auto", _TEXT, "LAUNCHER")
-    """"auto", "local" for this host, "ssh" for the hosts of `hosts`, or "slurm"."""
-    partition: str | None = _setting(None, _TEXT, "PARTITION", "Slurm's")
-    """Slurm's partition."""
-    account: str | None = _setting(None, _TEXT, "ACCOUNT", "Slurm's")
-    """Slurm's account."""
+    """"auto", "local" for this host, "ssh" for the hosts of `hosts`, or a batch system:
+    "slurm", "pbs", "sge", "lsf" or "htcondor"."""
+    partition: str | None = _setting(None, _TEXT, "PARTITION", "the system's")
+    """The job's partition or queue."""
+    account: str | None = _setting(None, _TEXT, "ACCOUNT", "the system's")
+    """The job's account."""
     time: str | None = _setting(None, _TEXT, "TIME", "the partition's")
-    """Slurm's time limit, such as "2:00:00"."""
+    """The job's time limit, such as "2:00:00"."""
     gres: str | None = _setting(None, _TEXT, "GRES", "none")
-    """Slurm's generic resources of each host, such as "gpu:4"."""
-    sbatch_args: str | None = _setting(None, _TEXT, "SBATCH_ARGS", "none")
-    """Further options of sbatch, such as "--qos=high --constraint=a100"."""
+    """The job's resources of each host, such as "gpu:4"."""
+    job_args: str | None = _setting(None, _TEXT, "JOB_ARGS", "none")
+    """Further options of the job, such as "--qos=high --constraint=a100" of sbatch."""
     sync: str | None = _setting(None, _TEXT, "SYNC", "none")
     """A folder whose files are copied to the other hosts, before each cell what has
     changed."""

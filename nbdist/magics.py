@@ -156,17 +156,19 @@ class DistMagics(Magics):  # type: ignore[misc]
     )
     @argument(
         "--launcher",
-        help="local, ssh (with -H), or slurm, which submits a job or uses its own",
+        help="local, ssh (with -H), or a batch system, which gets a job or uses this "
+        "one: slurm, pbs, sge, lsf or htcondor",
     )
-    @argument("--partition", help="Slurm's partition")
-    @argument("--account", help="Slurm's account")
-    @argument("--time", help="Slurm's time limit, such as 2:00:00")
-    @argument("--gres", help="Slurm's resources of each host, such as gpu:4")
+    @argument("--partition", help="the job's partition or queue")
+    @argument("--account", help="the job's account")
+    @argument("--time", help="the job's time limit, such as 2:00:00")
+    @argument("--gres", help="the job's resources of each host, such as gpu:4")
     @argument(
+        "--job-arg",
         "--sbatch-arg",
         action="append",
         metavar="ARG",
-        help="further option of sbatch, such as --sbatch-arg=--qos=high; repeatable",
+        help="further option of the job, such as --job-arg=--qos=high; repeatable",
     )
     @argument(
         "--interface",
@@ -232,7 +234,7 @@ class DistMagics(Magics):  # type: ignore[misc]
             account=args.account,
             time=args.time,
             gres=args.gres,
-            sbatch_args=args.sbatch_arg and " ".join(args.sbatch_arg),
+            job_args=args.job_arg and " ".join(args.job_arg),
             sync=args.sync and _unquoted(args.sync),
             python=args.python,
             ssh=args.ssh and _unquoted(args.ssh),

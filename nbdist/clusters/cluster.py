@@ -39,6 +39,7 @@ from nbdist.clusters.launchers.mpiexec import Mpiexec
 from nbdist.clusters.observer import QUIET, Observer
 from nbdist.clusters.oom_report import explained
 from nbdist.clusters.options import (
+    BATCH_OPTIONS,
     check_timeout,
     checked_script,
     configured,
@@ -158,14 +159,15 @@ class Cluster:
             "1:3". Default: all hosts must take part.
         interface: The interface, or the network such as "10.0.0.0/8", through which the
             ranks of several hosts reach each other. Default: one by which they can.
-        launcher: "local" for this host, "ssh" for the hosts of `hosts`, or "slurm" for
-            a job of Slurm, which is submitted, or in whose allocation this process
-            runs. Default: "ssh" if hosts are named, else "local".
-        partition: Slurm's partition.
-        account: Slurm's account.
-        time: Slurm's time limit, such as "2:00:00".
-        gres: Slurm's generic resources of each host, such as "gpu:4".
-        sbatch_args: Further options of sbatch, such as "--qos=high".
+        launcher: "local" for this host, "ssh" for the hosts of `hosts`, or "slurm",
+            "pbs", "sge", "lsf" or "htcondor" for a job, which is submitted, or in whose
+            allocation this process runs. Default: "ssh" if hosts are named, else
+            "local".
+        partition: The job's partition or queue.
+        account: The job's account.
+        time: The job's time limit, such as "2:00:00".
+        gres: The job's resources of each host, such as "gpu:4".
+        job_args: Further options of the job, such as "--qos=high".
         sync: A folder whose files are copied to the other hosts, before each cell what
             has changed.
         python: Path of Python on the other hosts. Default: that of this process.
@@ -203,7 +205,7 @@ class Cluster:
         account: str | None = None,
         time: str | None = None,
         gres: str | None = None,
-        sbatch_args: str | None = None,
+        job_args: str | None = None,
         sync: str | None = None,
         python: str | None = None,
         ssh: str | None = None,
@@ -229,7 +231,7 @@ class Cluster:
             "account": account,
             "time": time,
             "gres": gres,
-            "sbatch_args": sbatch_args,
+            "job_args": job_args,
             "sync": sync,
             "python": python,
             "ssh": ssh,
@@ -387,7 +389,7 @@ class Cluster:
         if self._hosts is None:
             return
         if self._hosts.job is not None:
-            self._hosts.job.watch(self._tell)
+            self._hosts.job.watch(self._tell, self._hosts.leave_job)
         script = self.config.host_discovery
         if script is None:
             return
@@ -1963,11 +1965,11 @@ class Cluster:
 
 def _several_hosts(config: ClusterConfig) -> Hosts | None:
     """The hosts that the options name; None if all ranks are on this host."""
-    if config.launcher == "slurm":
+    if config.launcher in BATCH_OPTIONS:
+        from nbdist.clusters.hosts.batch_systems import JOBS
         from nbdist.clusters.hosts.hosts import Hosts
-        from nbdist.clusters.hosts.slurm import SlurmJob
 
-        return Hosts([], config, SlurmJob(config))
+        return Hosts([], config, JOBS[config.launcher](config))
     slots = hosts_of(config)
     # A script may name other hosts later.
     if are_here(slots) and config.host_discovery is None:

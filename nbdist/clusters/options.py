@@ -6,20 +6,20 @@ import difflib
 import functools
 import inspect
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from nbdist.clusters.hosts.host_list import hosts_of, nodes_of
+from nbdist.clusters.hosts.host_list import gpus_of, hosts_of, nodes_of
 from nbdist.config import ClusterConfig, File, check_for_ranks
 from nbdist.errors import UsageError
 from nbdist.training.elastic import checkpoint
 from nbdist.wire import Resume, format_ranks
 
 __all__ = [
+    "BATCH_OPTIONS",
     "check_timeout",
     "checked_script",
     "configured",
@@ -27,6 +27,21 @@ __all__ = [
     "resume_of",
     "suggests_keywords",
 ]
+
+BATCH_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "slurm": ("--partition", "--account", "--time", "--gres", "--nodes", "--job-arg"),
+    "pbs": ("--partition", "--account", "--time", "--gres", "--nodes", "--job-arg"),
+    "sge": ("--partition", "--account", "--time", "--job-arg"),
+    "lsf": ("--partition", "--account", "--time", "--gres", "--nodes", "--job-arg"),
+    "htcondor": ("--account", "--gres", "--nodes", "--job-arg"),
+}
+"""The options of a job that each batch system takes."""
+RANKS_OF_JOB = {
+    "slurm": "SLURM_NTASKS",
+    "sge": "NSLOTS",
+    "lsf": "LSB_DJOB_NUMPROC",
+}
+"""The variable with the number of ranks, inside a job."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,13 +96,15 @@ def configured(options: Mapping[str, Any], file: File) -> ClusterConfig:
         raise UsageError(
             f"NBDIST_HOST_TIMEOUT={config.host_timeout_s}: expected 2 seconds or more"
         )
-    if config.launcher not in ("auto", "local", "ssh", "slurm"):
+    known = ("local", "ssh", *BATCH_OPTIONS)
+    if config.launcher not in ("auto", *known):
         raise UsageError(
-            f"--launcher {config.launcher!r} is not known: expected local, ssh or slurm"
+            f"--launcher {config.launcher!r} is not known: expected "
+            f"{', '.join(known[:-1])} or {known[-1]}"
         )
     hosts = hosts_of(config)
     _check_launcher(config, bool(hosts))
-    if config.launcher == "slurm":
+    if config.launcher in BATCH_OPTIONS:
         return _in_job(config)
     least, most = nodes_of(config.nnodes)
     if least is not None and least > len(hosts):
@@ -99,31 +116,45 @@ def configured(options: Mapping[str, Any], file: File) -> ClusterConfig:
 def _check_launcher(config: ClusterConfig, has_hosts: bool) -> None:
     """Check that options of one launcher are not given to another."""
     name = config.launcher
-    if has_hosts and name in ("local", "slurm"):
+    if has_hosts and name in ("local", *BATCH_OPTIONS):
         raise UsageError(f"--launcher {name} has its own hosts: leave out -H")
     if name == "ssh" and not has_hosts:
         raise UsageError("--launcher ssh: name the hosts with -H server1:4,server2:4")
-    of_slurm = {
+    of_jobs = {
         "--partition": config.partition,
         "--account": config.account,
         "--time": config.time,
         "--gres": config.gres,
-        "--sbatch-arg": config.sbatch_args,
+        "--job-arg": config.job_args,
     }
-    given = [f"{option} {value}" for option, value in of_slurm.items() if value]
-    if given and name != "slurm":
-        raise UsageError(f"{', '.join(given)}: only for --launcher slurm")
+    if name in BATCH_OPTIONS:
+        of_jobs["--nodes"] = config.nnodes
+    takes = BATCH_OPTIONS.get(name, ())
+    for option, value in of_jobs.items():
+        if not value or option in takes:
+            continue
+        if name in BATCH_OPTIONS:
+            raise UsageError(
+                f"{option} {value}: not for --launcher {name}; give an option of its "
+                "own with --job-arg"
+            )
+        able = [each for each, options in BATCH_OPTIONS.items() if option in options]
+        raise UsageError(f"{option} {value}: only for --launcher {', '.join(able)}")
+    least, most = nodes_of(config.nnodes)
+    if name in BATCH_OPTIONS and name != "slurm" and least != most:
+        raise UsageError(
+            f"--nodes {config.nnodes}: --launcher {name} takes one number of hosts"
+        )
 
 
 def _in_job(config: ClusterConfig) -> ClusterConfig:
-    """Derive the number of ranks in a job of Slurm, if it is not given."""
+    """Derive the number of ranks in a job of a batch system, if it is not given."""
     if config.n is not None:
         return config
-    allocated = os.environ.get("SLURM_NTASKS")
+    allocated = os.environ.get(RANKS_OF_JOB.get(config.launcher, ""))
     if allocated is not None:
         return replace(config, n=int(allocated))
-    gpus = re.search(r"\bgpu(?::[^:,]+)*?(?::(\d+))?(?:,|$)", config.gres or "")
-    of_host = int(gpus[1] or 1) if gpus else 1
+    of_host = gpus_of(config.gres) or 1
     return replace(config, n=(nodes_of(config.nnodes)[0] or 1) * of_host)
 
 

@@ -25,13 +25,16 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"launcher": "pbs"}, "'pbs' is not known: expected local, ssh or slurm"),
+        ({"launcher": "k8s"}, "'k8s' is not known: expected local, ssh, slurm, pbs, "),
         ({"launcher": "ssh"}, "--launcher ssh: name the hosts with -H"),
         ({"launcher": "local", "hosts": "a:2"}, "local has its own hosts: leave out"),
         ({"launcher": "slurm", "hosts": "a:2"}, "slurm has its own hosts: leave out"),
-        ({"partition": "gpu"}, "--partition gpu: only for --launcher slurm"),
+        ({"partition": "gpu"}, "gpu: only for --launcher slurm, pbs, sge, lsf"),
         ({"hosts": "localhost:2", "time": "1:00"}, "--time 1:00: only for"),
-        ({"sbatch_args": "--qos=high"}, "--sbatch-arg --qos=high: only for"),
+        ({"job_args": "--qos=high"}, "--job-arg --qos=high: only for"),
+        ({"launcher": "sge", "gres": "gpu:1"}, "not for --launcher sge; give an"),
+        ({"launcher": "htcondor", "time": "1:00"}, "not for --launcher htcondor"),
+        ({"launcher": "pbs", "nnodes": "1:2"}, "pbs takes one number of hosts"),
     ],
 )
 def test_options_of_another_launcher_are_refused(

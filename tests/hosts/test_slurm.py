@@ -48,9 +48,7 @@ def console(slurm: Slurm) -> Iterator[Console]:
 
 
 def test_a_job_is_submitted_and_cancelled(slurm: Slurm, console: Console):
-    console.do(
-        "cluster = started(n=4, nnodes='2', time='10', sbatch_args='--comment=x')"
-    )
+    console.do("cluster = started(n=4, nnodes='2', time='10', job_args='--comment=x')")
     assert console.value("[i.host for i in cluster.infos]") == ["b", "b", "c", "c"]
     assert console.value(f"printed({SUM!r})") == ["10"] * 4
     assert (

@@ -16,6 +16,7 @@ __all__ = [
     "HostSlots",
     "are_here",
     "discover_hosts",
+    "gpus_of",
     "hosts_of",
     "nodes_of",
     "parse_hosts",
@@ -170,6 +171,12 @@ def nodes_of(text: str | None) -> tuple[int | None, int | None]:
             f"--nnodes {text!r}: expected a number of hosts, or such as 1:3"
         )
     return least, most
+
+
+def gpus_of(gres: str | None) -> int:
+    """The number of GPUs in a list of resources, such as 4 of "gpu:a100:4"."""
+    found = re.search(r"\bgpu(?::[^:,]+)*?(?::(\d+))?(?:,|$)", gres or "")
+    return int(found[1] or 1) if found else 0
 
 
 def are_here(hosts: Sequence[HostSlots]) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nbdist.clusters.fork_server_client import hash_seed
+from nbdist.clusters.hosts.batch_job import BatchJob
 from nbdist.clusters.hosts.folder_sync import FolderSync, Stamp, difference
 from nbdist.clusters.hosts.host_list import HostSlots, nodes_of
 from nbdist.clusters.hosts.machine import Gpu, Host
@@ -23,7 +24,6 @@ from nbdist.clusters.hosts.preflight import CONNECT_TIMEOUT_S, Preflight
 from nbdist.clusters.hosts.reach import Address
 from nbdist.clusters.hosts.remote_host import RemoteHost
 from nbdist.clusters.hosts.remote_shell import RemoteShell, Ssh
-from nbdist.clusters.hosts.slurm import SlurmJob
 from nbdist.clusters.placement import assign_devices
 from nbdist.clusters.resize import Resize
 from nbdist.clusters.supervisor_client import SupervisorClient
@@ -60,7 +60,7 @@ class Hosts:
         self,
         slots: Sequence[HostSlots],
         config: ClusterConfig,
-        job: SlurmJob | None = None,
+        job: BatchJob | None = None,
     ) -> None:
         self._config = config
         self.job = job
@@ -531,6 +531,15 @@ class Hosts:
                 host.ask("remove_flight_records", kept=names)
 
         _of_all(self._connected, ask)
+
+    def leave_job(self) -> None:
+        """End the links to the hosts of a job that has ended.
+
+        A batch system does not end processes that ssh has started.
+        """
+        if self.job is not None and not self.job.holds_processes:
+            for host in self._connected:
+                host.disconnect()
 
     def end(self) -> None:
         """End all processes on the other hosts, and wait for that."""
