@@ -20,6 +20,7 @@ from nbdist.widgets.live_text import (
     live_text,
     may_clear_output,
 )
+from nbdist.widgets.long_search import LongSearch
 from nbdist.widgets.long_text import LongText
 from nbdist.widgets.widget_text import WIDGET_VIEW
 from nbdist.wire import format_ranks
@@ -400,13 +401,21 @@ class CellView:
             return lines
         if self._long is None:
             self._keep_order()
-            self._long = LongText(f"{self._key}-long", self._path)
+            self._long = LongText(f"{self._key}-long", self._path, self._new_field())
             for earlier, texts in self._first:
                 self._long.keep(earlier, texts)
             self._first.clear()
         self._long.keep(ranks, first)
         self._long.add(ranks, rest)
         return [*first, *(line for line in rest if line.startswith(OWN_NOTE))]
+
+    def _new_field(self) -> LongSearch | None:
+        """The field that searches the long text; None where no widget can be shown."""
+        if self._widgets is None or self._path is None:
+            return None
+        field = LongSearch(f"{self._key}-search", self._path)
+        self._widgets.at_end(field.close)
+        return field
 
     def _display(self, ranks: list[int], content: Any) -> None:
         own_id = content.get("transient", {}).get("display_id")

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from IPython.display import display, update_display
 
+from nbdist.widgets.long_search import LongSearch
 from nbdist.wire import format_ranks
 
 __all__ = ["LongText"]
@@ -35,11 +36,15 @@ class LongText:
     Args:
         identifier: A unique name.
         path: The file; None for no file.
+        field: The field that searches the file; None where no widget can be shown.
     """
 
-    def __init__(self, identifier: str, path: Path | None) -> None:
+    def __init__(
+        self, identifier: str, path: Path | None, field: LongSearch | None = None
+    ) -> None:
         self._identifier = identifier
         self._path = path
+        self._field = field
         self._problem = ""
         """Why the file is not complete."""
         self._file = self._opened()
@@ -80,6 +85,8 @@ class LongText:
         else:
             self._is_shown = True
             display(bundle, raw=True, display_id=name)
+            if self._field is not None and not self._problem:
+                self._field.show()
 
     def close(self) -> None:
         """Show the rest, and close the file."""
@@ -136,7 +143,7 @@ class LongText:
             return f"the other lines are lost: {self._problem}"
         if self._path is None:
             return ""
-        return (
-            f"all lines, until the cluster stops: {self._path}\n"
-            f"to search them: !grep -n TEXT '{self._path}'"
-        )
+        where = f"all lines, until the cluster stops: {self._path}"
+        if self._field is not None:
+            return where
+        return f"{where}\nto search them: !grep -n TEXT '{self._path}'"

@@ -67,6 +67,7 @@ class RankWidgets:
         self._ended: set[str] = set()
         self._places: list[OutputPlace] = []
         """Where widgets are displayed, in the order of their displays."""
+        self._at_end: list[Callable[[], None]] = []
 
     def find(self, comm: str) -> RankWidget | None:
         """The widget with this id; None if there is none, or it is closed."""
@@ -80,6 +81,11 @@ class RankWidgets:
         """Have a place show the output of the callbacks of its widgets."""
         with self._lock:
             self._places.append(place)
+
+    def at_end(self, close: Callable[[], None]) -> None:
+        """Call a function when the cluster has stopped."""
+        with self._lock:
+            self._at_end.append(close)
 
     def receive(self, engine: str, batch: CommBatch) -> None:
         """Show what the widgets of an engine say."""
@@ -136,6 +142,9 @@ class RankWidgets:
             for place in places:
                 place.close()
             self._places.clear()
+            at_end, self._at_end = self._at_end, []
+            for close in at_end:
+                close()
         for engine in known - engines:
             self.ended(engine)
 

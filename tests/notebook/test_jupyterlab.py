@@ -81,7 +81,7 @@ def test_a_cluster_is_started_used_watched_and_stopped(lab: Lab) -> None:
     assert "✗ rank 1 failed after" in texts(ended)
     collapsed = str(lab.run_cell(LONG))
     assert len(collapsed) < 60_000
-    assert "!grep -n TEXT" in collapsed
+    assert "all lines, until the cluster stops: " in collapsed
     details = f"{output(LONG)}.querySelectorAll('details')"
     lab.wait(f"() => {details}.length === 2")
     lab.page.evaluate(f"{details}[1].open = true")
@@ -89,7 +89,18 @@ def test_a_cluster_is_started_used_watched_and_stopped(lab: Lab) -> None:
     lab.wait(f"() => /\\[1\\] [56],\\d+ more lines/.test({output(LONG)}.textContent)")
     lab.page.evaluate(f"{details}[1].scrollIntoView()")
     lab.screenshot("jupyterlab-long")
+    search(lab, "1 Step 42", "111 of 9,000 lines")  # 42, 420 to 429, and 4200 to 4299
+    lab.screenshot("jupyterlab-long-searched")
     assert "stopped" in texts(lab.run_cell(STOP))
+    lab.wait(f"() => {output(LONG)}.querySelector('input') === null")
+
+
+def search(lab: Lab, text: str, found: str) -> None:
+    """Type into the field below the collapsed lines, and wait for what it finds."""
+    field = lab.page.get_by_label("search all lines")
+    field.fill(text)
+    field.press("Enter")
+    lab.wait(f"() => {shown(LONG)}.includes('{found}')")
 
 
 CONTRAST = """([cell, selector]) => {
