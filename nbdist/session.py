@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import importlib
 import shutil
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -337,6 +339,14 @@ class Session:
         self.stop()  # the earlier cluster may have ended by itself
         self._bring_up(cluster, start)
         self._cluster = cluster
+        if self._widgets is not None:
+            # The first cell in the background needs it, and is to return at once.
+            threading.Thread(
+                target=importlib.import_module,
+                args=["ipywidgets"],
+                name="nbdist-import",
+                daemon=True,
+            ).start()
 
     def attach(self, name: str | None, *, by_force: bool = False) -> None:
         """Attach to a kept cluster, and show the cells whose end nobody has seen.

@@ -607,6 +607,16 @@ def number_of(reply: Reply) -> str:
     return found[1]
 
 
+def test_the_kernel_is_back_within_50_ms(notebook: Notebook):
+    seconds = []
+    for _ in range(10):
+        _, _, busy_s = notebook.start("%%distributed -b\nprint(rank)")
+        seconds.append(busy_s)
+        assert notebook.run("%dist_wait").status == "ok"
+    # The machine may be busy. The fault that this finds is in every cell.
+    assert min(seconds) < 0.05, seconds
+
+
 def test_cells_in_the_background_are_listed_queued_and_interrupted(notebook: Notebook):
     first, output, _ = notebook.start(ENDLESS)
     number = number_of(output)

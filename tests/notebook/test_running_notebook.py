@@ -51,6 +51,18 @@ def test_the_second_cell_after_the_installation_takes_a_step(notebook: Notebook)
     assert_trains(notebook, ON_CPU)
 
 
+IMPORTED = """
+import sys, threading
+[each.join(60) for each in threading.enumerate() if each.name == "nbdist-import"]
+print("ipywidgets" in sys.modules)
+"""
+
+
+def test_the_first_cell_in_the_background_need_not_import(notebook: Notebook):
+    ok(notebook, ON_CPU)
+    assert ok(notebook, IMPORTED).strip() == "True"
+
+
 BUSY = """
 import logging, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +119,37 @@ def test_an_accelerator_of_the_notebook_is_another_one(notebook: Notebook):
     assert_trains(notebook, ON_CPU)
     code = f"%%distributed\n{make}print(accelerator.num_processes, 'processes')"
     assert "[0-1] 2 processes" in ok(notebook, code)
+
+
+TAKEN = """
+import multiprocessing, os, socket
+import torch
+multiprocessing.set_start_method("spawn", force=True)
+taken = socket.create_server(("127.0.0.1", 0))
+os.environ |= {"MASTER_ADDR": "127.0.0.1"}
+os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+
+class Net(torch.nn.Linear):
+    scale = 2
+
+def train(net):
+    return [net.scale * net.in_features for _ in range(2)]
+
+net = Net(4, 1)
+"""
+
+
+def test_a_taken_port_and_classes_of_the_notebook_are_no_obstacle(notebook: Notebook):
+    ok(notebook, TAKEN)
+    assert_trains(notebook, ON_CPU)
+    ok(notebook, "%dist_push net train")
+    assert "[0-1] Net [8, 8]" in ok(
+        notebook, "%%distributed\nprint(type(net).__name__, train(net))"
+    )
+    failed = notebook.run("%%distributed\nif rank: raise ValueError('once')")
+    assert failed.status == "error"
+    assert "step on 2 ranks" in ok(notebook, DDP)  # and it runs again
+    assert "True" in ok(notebook, "taken.close()\nprint(taken.fileno() == -1)")
 
 
 # -- with CUDA in the notebook's process -----------------------------------------------
