@@ -156,8 +156,11 @@ class DisplayText:
         return False
 
     def close(self, last: Bundle | None = None) -> None:
-        if self.is_used or last:
-            self._replace(last or _EMPTY)
+        if self.is_used:
+            self._replace(_EMPTY)
+        if last:
+            # Not an update: some front ends, such as jupyter console, show none.
+            display(last, raw=True)
 
     def _replace(self, bundle: Bundle) -> None:
         if bundle == self._shown:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from nbdist.widgets.live_text import TerminalText, print_note
+from nbdist.widgets import live_text
+from nbdist.widgets.live_text import DisplayText, TerminalText, print_note
 
 
 def test_a_terminal_redraws_its_last_line(capsys: pytest.CaptureFixture[str]):
@@ -36,3 +39,24 @@ def test_a_notice_is_printed_once(redraws: bool, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert shown.count("the others wait") == 2, "it came a second time"
     assert ("\x1b[K" in shown) == redraws
+
+
+def test_what_remains_is_a_display_and_no_update(monkeypatch: pytest.MonkeyPatch):
+    shown: list[tuple[str, str]] = []
+
+    def take(kind: str) -> Any:
+        return lambda data, **_: shown.append((kind, data["text/plain"]))
+
+    monkeypatch.setattr(live_text, "display", take("display"))
+    monkeypatch.setattr(live_text, "update_display", take("update"))
+    text = DisplayText("progress")
+    text.show("0/2 ranks ready")
+    text.show("1/2 ranks ready")
+    text.close({"text/plain": "the ranks"})
+    # A front end that shows no updates, such as jupyter console, shows the last one.
+    assert shown == [
+        ("display", "0/2 ranks ready"),
+        ("update", "1/2 ranks ready"),
+        ("update", ""),
+        ("display", "the ranks"),
+    ]
