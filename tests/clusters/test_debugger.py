@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -20,8 +21,10 @@ from nbdist.errors import CollectiveTimeout, NoInput
 from tests.debugger_sessions import debug_at_random, killing
 from tests.scripted_user import Answer, Scripted, end_of_input, press
 
-RELEASED_S = 3.0
+RELEASED_S = 1.0
 """Seconds within which "quit" frees all ranks."""
+TRIES = 3
+"""How often a quit is tried, because the machine may be busy with other tests."""
 
 
 @pytest.fixture
@@ -134,10 +137,13 @@ def test_quit_frees_all_ranks(cluster: Cluster, user: Scripted, rank: int, how: 
         begun = time.monotonic()
         return how if isinstance(how, str) else how()
 
-    user.give(answer)
-    with pytest.raises(CellInterrupted) as stopped:
-        cluster.execute(f"kept = 1\n{STOP.format(rank=rank)}", number=5)
-    assert time.monotonic() - begun < RELEASED_S
+    seconds: list[float] = []
+    while not seconds or (min(seconds) >= RELEASED_S and len(seconds) < TRIES):
+        user.give(answer)
+        with pytest.raises(CellInterrupted) as stopped:
+            cluster.execute(f"kept = 1\n{STOP.format(rank=rank)}", number=5)
+        seconds.append(time.monotonic() - begun)
+    assert min(seconds) < RELEASED_S, seconds
     said = f"the debugger was quit on rank {rank} in In[5] line 5, and the others"
     assert said in str(stopped.value)
     assert stopped.value.rendered == []
@@ -444,4 +450,8 @@ def test_another_rank_dies_meanwhile(own_cluster: Cluster):
 
 @pytest.mark.slow
 def test_no_session_of_two_hundred_leaves_a_rank_waiting(own_cluster: Cluster):
-    debug_at_random(own_cluster, reader_of(own_cluster), 200)
+    sessions = debug_at_random(own_cluster, reader_of(own_cluster), 200)
+    print(sessions)
+    assert len(sessions.kinds) == 7
+    assert len(sessions.ends) == 6
+    assert statistics.median(sessions.quit_s) < RELEASED_S
