@@ -90,6 +90,8 @@ def test_the_monitor_shows_the_memory_of_each_gpu() -> None:
                 (samples[-1].reserved or 0) >= 2**28
                 and (samples[-1].memory_used or 0) > 2**28
                 and samples[-1].memory_total == 16 * 2**30
+                and samples[-1].temperature is not None
+                and samples[-1].power is not None
                 for samples in devices.values()
             )
 

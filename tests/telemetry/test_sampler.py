@@ -205,3 +205,4 @@ def test_a_real_gpu_reports_its_memory() -> None:
     assert sample.reserved is not None
     assert sample.reserved >= sample.allocated >= held.nbytes
     assert sample.temperature is not None
+    assert sample.power is not None

@@ -161,6 +161,13 @@ SIMGPU_EXPORT int nvmlDeviceGetMigDeviceHandleByIndex(Device* device, unsigned i
   return SUCCESS;
 }
 
+SIMGPU_EXPORT int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Device* slice,
+                                                               Device** device) {
+  if (slice->unit.slice < 0) return INVALID_ARGUMENT;
+  *device = &devices()[slice->unit.card];
+  return SUCCESS;
+}
+
 SIMGPU_EXPORT int nvmlDeviceGetP2PStatus(Device*, Device*, int, int* status) {
   *status = is_set("SIMGPU_NO_P2P");  // NVML_P2P_STATUS_OK is 0
   return SUCCESS;
@@ -170,6 +177,19 @@ SIMGPU_EXPORT int nvmlDeviceGetP2PStatus(Device*, Device*, int, int* status) {
 SIMGPU_EXPORT int nvmlDeviceGetUtilizationRates(Device* device, Utilization* rates) {
   if (device->unit.slice >= 0 || has_mig(device)) return NOT_SUPPORTED;
   *rates = {42, 7};
+  return SUCCESS;
+}
+
+// In degrees Celsius. A MIG device has no sensor of its own, and no meter of power.
+SIMGPU_EXPORT int nvmlDeviceGetTemperature(Device* device, int, unsigned* degrees) {
+  if (device->unit.slice >= 0) return INVALID_ARGUMENT;
+  *degrees = 40 + unsigned(device->unit.card);
+  return SUCCESS;
+}
+
+SIMGPU_EXPORT int nvmlDeviceGetPowerUsage(Device* device, unsigned* milliwatts) {
+  if (device->unit.slice >= 0) return NOT_SUPPORTED;
+  *milliwatts = 250000 + 1000 * unsigned(device->unit.card);
   return SUCCESS;
 }
 
