@@ -371,6 +371,8 @@ class NcclTotal(NamedTuple):
     digest: int
     """Of the calls, with their reduce-ops and roots. Ranks with equal numbers and
     different digests have called different collectives."""
+    late_s: float = 0.0
+    """The group's time-out in seconds, if it has passed in one of the calls."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class CallSupervisor:
         else:
             self._unfinished = [each for each in self._unfinished if each.unfinished]
             self._broken |= call.broken or call in self._unfinished
-        self._broken |= self._differ_after(call)
+        self._broken |= self._differ_after(call) or _are_late(call.nccl.values())
         if is_stopped or (not call.succeeded and call.failed):
             self._broken |= self._differ_in_nccl()
         with contextlib.suppress(KeyboardInterrupt):  # the next call does it then
@@ -335,18 +335,31 @@ class CallSupervisor:
         }
 
     def _release_from_nccl(self, call: Call, nccl: UnevenNccl) -> None:
-        """End the cells of ranks that wait in NCCL for a rank that makes no call."""
-        if len(call.unfinished) == len(self._registry.infos):
-            return
+        """End the cells of ranks that wait in NCCL in vain, or too long."""
         busy = self._busy()
         idle = {info.rank for info in self._registry.living} - busy
         asked = {info.rank for info in call.unfinished} - call.paused.keys()
-        for stuck in nccl.look(asked & busy, idle):
+        waits = nccl.look(asked & busy, idle)
+        for stuck in waits:
             self._broken = True
-            why = self._whys(set(stuck.missing), set(call.processes))
+            if stuck.late_s:
+                why = f"its time-out of {stuck.late_s:g} s has passed"
+                if stuck.missing:
+                    why += f", and rank {format_ranks(stuck.missing)} has not called it"
+            else:
+                why = self._whys(set(stuck.missing), set(call.processes))
             self._registry.ask(
-                endpoints.RELEASE_FROM_NCCL, stuck.group, why, ranks=[stuck.rank]
+                endpoints.RELEASE_FROM_NCCL,
+                stuck.group,
+                why,
+                bool(stuck.late_s),
+                ranks=[stuck.rank],
             )
+        late = {stuck.rank for stuck in waits if stuck.late_s}
+        if late:
+            # Nothing else would release a rank that calls the collective later.
+            why = f"the time-out of rank {format_ranks(late)} has passed"
+            self._registry.ask(endpoints.ABORT_NCCL, why, ranks=busy - late)
 
     def _release_parted(self, call: Call, watch: _Watch) -> None:
         """End the cells of ranks that have queued different collectives with NCCL."""
@@ -503,8 +516,9 @@ class CallSupervisor:
         """
         if not own_gpus(self._registry):
             return False
-        answers = self._registry.ask(endpoints.NCCL_CALLS)
-        return are_unequal(calls for calls in answers.values() if calls is not None)
+        answers = self._registry.ask(endpoints.NCCL_CALLS).values()
+        known = [calls for calls in answers if calls is not None]
+        return are_unequal(known) or _are_late(known)
 
     def _compare_nccl(self, call: Call) -> CellError | None:
         """The error of a call in which ranks have queued different work of NCCL.
@@ -563,6 +577,11 @@ def _answer(reply: Future[Answer]) -> Answer | None:
     if not reply.done() or reply.exception() is not None:
         return None
     return reply.result()
+
+
+def _are_late(calls: Iterable[Mapping[str, NcclTotal]]) -> bool:
+    """Whether a group of NCCL reports a time-out. It does so until it is made again."""
+    return any(total.late_s for each in calls for total in each.values())
 
 
 def _survivors(call: Call) -> str:

@@ -1,8 +1,8 @@
-"""Detects ranks that wait in NCCL for a rank that never makes the same call.
+"""Detects ranks that wait in NCCL for a rank that makes the same call late or never.
 
 NCCL's collectives wait on the GPU, where no rank can tell for whom. But the ranks count
-the collectives that they have queued: a rank that is idle and has queued fewer than
-another one keeps that one waiting.
+the collectives that they have queued: a rank that has queued fewer than another one
+keeps that one waiting. If it is idle, it never makes the call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class Wait:
     group: str
     """The name of the process group."""
     missing: frozenset[int]
-    """The idle ranks that have queued fewer collectives in the group."""
+    """The ranks that have queued fewer collectives in the group. They are idle, unless
+    the group's time-out has passed."""
+    late_s: float = 0.0
+    """The group's time-out in seconds, if it has passed."""
 
 
 def own_gpus(registry: RankRegistry) -> bool:
@@ -41,7 +44,7 @@ def own_gpus(registry: RankRegistry) -> bool:
 
 
 class UnevenNccl:
-    """Watches the ranks of one call that others have ended."""
+    """Watches the ranks of one call."""
 
     def __init__(self, registry: RankRegistry) -> None:
         self._registry = registry
@@ -49,19 +52,22 @@ class UnevenNccl:
         self._since: dict[int, tuple[ProgressSnapshot, Wait, float]] = {}
 
     def look(self, busy: Collection[int], idle: Collection[int]) -> list[Wait]:
-        """The busy ranks that wait in vain. Call it repeatedly.
+        """The busy ranks that wait in vain, or too long. Call it repeatedly.
 
         Args:
             busy: The ranks that have not ended the call.
             idle: The living ranks that run nothing.
         """
         now = time.monotonic()
-        if now < self._look_at or not busy or not idle:
+        if now < self._look_at or not busy:
             return []
         self._look_at = now + LOOK_S
         if not own_gpus(self._registry):
             return []
-        waits = _uneven(self._registry.ask(endpoints.NCCL_CALLS), busy, idle)
+        queued = self._registry.ask(endpoints.NCCL_CALLS)
+        if late := _late(queued, busy):
+            return late
+        waits = _uneven(queued, busy, idle)
         ranks = [wait.rank for wait in waits]
         snapshots = self._registry.ask(endpoints.PROGRESS, ranks=ranks) if ranks else {}
         before, self._since = self._since, {}
@@ -79,6 +85,20 @@ class UnevenNccl:
         return found
 
 
+def _late(
+    queued: Mapping[int, Mapping[str, NcclTotal] | None], busy: Collection[int]
+) -> list[Wait]:
+    """The busy ranks that have waited for longer than the time-out of a group."""
+    found = []
+    for rank in sorted(busy):
+        for group, total in (queued.get(rank) or {}).items():
+            if total.late_s:
+                missing = _behind(queued, queued.keys(), group, total)
+                found.append(Wait(rank, group, missing, total.late_s))
+                break
+    return found
+
+
 def _uneven(
     queued: Mapping[int, Mapping[str, NcclTotal] | None],
     busy: Collection[int],
@@ -88,12 +108,21 @@ def _uneven(
     found = []
     for rank in sorted(busy):
         for group, total in (queued.get(rank) or {}).items():
-            missing = frozenset(
-                other
-                for other in idle
-                if (queued.get(other) or {}).get(group, total).number < total.number
-            )
-            if missing:
+            if missing := _behind(queued, idle, group, total):
                 found.append(Wait(rank, group, missing))
                 break
     return found
+
+
+def _behind(
+    queued: Mapping[int, Mapping[str, NcclTotal] | None],
+    others: Collection[int],
+    group: str,
+    total: NcclTotal,
+) -> frozenset[int]:
+    """The other ranks that have queued fewer collectives in a group."""
+    return frozenset(
+        other
+        for other in others
+        if (queued.get(other) or {}).get(group, total).number < total.number
+    )

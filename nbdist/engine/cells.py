@@ -13,11 +13,11 @@ from typing import Any
 from IPython.core.magics.execution import ExecutionMagics
 
 from nbdist.collectives.torch_backend.process_group import original_error
-from nbdist.engine import cell_names, cuda_context, profiler, world
+from nbdist.engine import cell_names, cuda_context, profiler, torch_group, world
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import end_forked_child
-from nbdist.errors import CollectiveAborted, encodable, message_of
+from nbdist.errors import CollectiveAborted, CollectiveTimeout, encodable, message_of
 from nbdist.wire import Failure
 
 __all__ = [
@@ -52,7 +52,7 @@ async def run_cell(code: str, number: int) -> CellReply:
     rank.shell.execution_count = number
     start = time.perf_counter()
     release_variables_of_failure()
-    rank.released = ""
+    rank.released = None
     with rank.output.during(f"In[{number}]"):
         with profiler.profiled():
             result = await _run_to_result(code)
@@ -70,15 +70,22 @@ def last_error() -> BaseException | None:
 
 
 def release_failure() -> Failure | None:
-    """The failure of a cell that was released from NCCL; None if it was not.
+    """The failure of a cell that NCCL was too late for, or that was released from NCCL.
 
-    What the cell has raised or computed afterwards follows from the release.
+    What the cell has raised or computed after a release follows from it.
+
+    Returns:
+        None if neither was so.
     """
     rank = this_rank()
-    if not rank.released:
+    if rank.released is None and (seconds := torch_group.late_s()):
+        rank.released = CollectiveTimeout(
+            f"a collective of NCCL has taken longer than its time-out of {seconds:g} s"
+        )
+    if rank.released is None:
         return None
-    name = CollectiveAborted.__name__
-    return Failure(rank.info.rank, rank.info.host, name, rank.released)
+    name = type(rank.released).__name__
+    return Failure(rank.info.rank, rank.info.host, name, str(rank.released))
 
 
 def release_variables_of_failure() -> None:

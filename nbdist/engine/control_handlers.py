@@ -22,11 +22,12 @@ from nbdist.collectives.sync import timeout_clock
 from nbdist.engine import comms, rpc_server, torch_group, world
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
-from nbdist.errors import CollectiveAborted, encodable
+from nbdist.errors import CollectiveAborted, CollectiveTimeout, encodable
 from nbdist.ipc.stacks import Frame, from_user_code
 from nbdist.wire import CollectiveCall, ProgressSnapshot
 
 __all__ = [
+    "abort_nccl",
     "complete",
     "describe",
     "end",
@@ -150,7 +151,23 @@ def release_from(dead: list[int], reason: str) -> None:
     world.current().release()
 
 
-def release_from_nccl(group: str, why: str) -> None:
+def abort_nccl(why: str) -> None:
+    """End this rank's collectives of NCCL, because another rank was released.
+
+    A cell that waits in one ends with an error. Another cell continues, and its next
+    call of NCCL fails.
+
+    Args:
+        why: Why the other rank was released.
+    """
+    for group, calls in torch_group.nccl_trace().items():
+        if not all(call.is_done for call in calls.values()):
+            release_from_nccl(group, why)
+            return
+    world.current().abort_nccl()
+
+
+def release_from_nccl(group: str, why: str, is_late: bool = False) -> None:
     """Release this rank from a collective of NCCL, and end its cell with an error.
 
     NCCL releases the GPU without a result. The cell must not continue with it.
@@ -158,10 +175,12 @@ def release_from_nccl(group: str, why: str) -> None:
     Args:
         group: The name of the process group.
         why: Why the collective cannot complete.
+        is_late: Whether the group's time-out has passed.
     """
     rank = this_rank()
     operation = torch_group.nccl_operation(group)
-    rank.released = f"released from {operation} by NCCL, at {where()}: {why}"
+    kind = CollectiveTimeout if is_late else CollectiveAborted
+    rank.released = kind(f"released from {operation} by NCCL, at {where()}: {why}")
     rank.interrupts.interrupt(None)  # it is raised when the wait has ended
     world.current().release()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
-from nbdist.errors import WrongProcess
+from nbdist.errors import CollectiveError, WrongProcess
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import InputRequest, Notice, RankInfo
@@ -47,8 +47,8 @@ class Rank:
     activity: Activity | None = None
     step: str = ""
     """User code that runs outside of cells and functions, such as "pickling 'x'"."""
-    released: str = ""
-    """Why the current cell was released from NCCL, and must end; "" if it was not."""
+    released: CollectiveError | None = None
+    """Why the current cell was released from NCCL, and must end; None if it was not."""
     request: str = ""
     """The unique name of the notebook's request that the main thread works on."""
 

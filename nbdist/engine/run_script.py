@@ -62,7 +62,7 @@ def run_script(
     start = time.perf_counter()
     name = Path(path).name
     release_variables_of_failure()
-    rank.released = ""
+    rank.released = None
     with rank.output.during(name):
         module = _main_module(path)
         try:

@@ -30,6 +30,7 @@ __all__ = [
     "equalize_group_counts",
     "finish",
     "groups_made",
+    "late_s",
     "nccl_calls",
     "nccl_operation",
     "nccl_trace",
@@ -47,11 +48,14 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables with the interface by which the ranks reach each other: on one
 host the loopback device. Groups that the user makes meet there."""
 DEFAULTS = {
-    # An error or a time-out of NCCL is an exception of the call. By default torch's
-    # watchdog ends the process.
+    # A time-out of NCCL ends the cell with an error. By default torch's watchdog ends
+    # the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # After an error torch's watchdog sleeps for four times as long, so that the group
+    # cannot be destroyed.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 """Environment variables of a rank, where the user has set none."""
 
@@ -171,11 +175,28 @@ def nccl_calls() -> dict[str, NcclTotal]:
         name: NcclTotal(
             nccl._get_sequence_number_for_group(),
             group.native_calls.digest if isinstance(group, ProcessGroup) else 0,
+            _late_s(nccl),
         )
         if (nccl := nccl_of(group)) is not None
         else NcclTotal(0, 0)
         for group, name in _named_groups()
     }
+
+
+def late_s() -> float:
+    """The time-out in seconds that has passed in a call of NCCL; 0 if none has."""
+    return max((total.late_s for total in nccl_calls().values()), default=0.0)
+
+
+def _late_s(nccl: Any) -> float:
+    """The time-out in seconds of a group of NCCL, if it has passed in a call; else 0.
+
+    torch's watchdog notes it. The call may have completed since.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    if nccl.get_error() != c10d.ErrorType.TIMEOUT:
+        return 0.0
+    return float(nccl.options._timeout.total_seconds())
 
 
 def nccl_operation(name: str) -> str:

@@ -92,6 +92,10 @@ class World:
     def release(self) -> None:
         """Release this rank from calls of mpi4py and NCCL. Any thread may call."""
         self._revoke_shared()
+        self.abort_nccl()
+
+    def abort_nccl(self) -> None:
+        """End this rank's calls of NCCL, also later ones. Any thread may call."""
         self._nccl_aborted |= torch_group.abort()
 
     def _revoke_shared(self) -> None:
@@ -132,15 +136,17 @@ class World:
     def _nccl_has_failed(self) -> bool:
         """Whether NCCL's groups must be made again. Every rank must call.
 
-        After an abort on one rank, they work on no rank. If the ranks have queued
-        unequal numbers of collectives, or different ones, the GPUs of some ranks may
-        wait forever. This waits for the work that all ranks have queued.
+        After an abort on one rank, they work on no rank, and a group whose time-out has
+        passed reports that from then on. If the ranks have queued unequal numbers of
+        collectives, or different ones, the GPUs of some ranks may wait forever. This
+        waits for the work that all ranks have queued.
         """
         mine = torch_group.nccl_calls()
         # A group that has changed its members has a part of NCCL on some ranks only.
         lost = shared_default_group.is_reconfigured() and torch_group.uses_nccl()
-        everyones = self.comm.allgather((self._nccl_aborted or lost, mine))
-        if any(aborted for aborted, _ in everyones):
+        lost |= self._nccl_aborted or any(total.late_s for total in mine.values())
+        everyones = self.comm.allgather((lost, mine))
+        if any(failed for failed, _ in everyones):
             return True
         if not are_unequal(calls for _, calls in everyones):
             return False

@@ -6,6 +6,7 @@ functions, because their modules import torch and MPI.
 """
 
 __all__ = [
+    "ABORT_NCCL",
     "ADOPT_VARIABLES",
     "CALL",
     "CANCEL_CHANGE",
@@ -63,6 +64,7 @@ RUN_CELL = "nbdist.engine.cells:run_cell"
 
 COMMS = "nbdist.engine.comms:receive"
 
+ABORT_NCCL = "nbdist.engine.control_handlers:abort_nccl"
 COMPLETE = "nbdist.engine.control_handlers:complete"
 DESCRIBE = "nbdist.engine.control_handlers:describe"
 END = "nbdist.engine.control_handlers:end"

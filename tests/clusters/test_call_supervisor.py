@@ -19,7 +19,7 @@ from nbdist.clusters.call_supervisor import (
     Waiting,
 )
 from nbdist.ipc import endpoints
-from nbdist.wire import CollectiveCall
+from nbdist.wire import CollectiveCall, NcclTotal
 
 BARRIER = CollectiveCall(1, 1, "barrier", None, None, "-", (), "none", members=(0, 1))
 
@@ -155,12 +155,21 @@ def test_a_slow_rank_passes_a_barrier_after_the_other_ranks_have_ended(
         ([None, None], [{"0": 0}, {"0": 0}], False),
     ],
 )
-def test_work_of_nccl_that_not_all_ranks_have_queued_is_noticed(
-    gpus: list[str | None], counts: list[dict[str, int] | None], differ: bool
+@pytest.mark.parametrize("late_s", [0.0, 2.0])
+def test_work_of_nccl_that_not_all_ranks_have_queued_or_that_is_late_is_noticed(
+    gpus: list[str | None],
+    counts: list[dict[str, int] | None],
+    differ: bool,
+    late_s: float,
 ) -> None:
+    answers = {
+        rank: each and {name: NcclTotal(n, 0, late_s) for name, n in each.items()}
+        for rank, each in enumerate(counts)
+    }
     registry: Any = SimpleNamespace(
         infos=[SimpleNamespace(device_uuid=gpu) for gpu in gpus],
-        ask=lambda target: dict(enumerate(counts)),
+        ask=lambda target: answers,
     )
     supervisor = CallSupervisor(registry, None)  # type: ignore[arg-type]
-    assert supervisor._differ_in_nccl() is differ
+    is_late = bool(late_s) and gpus == ["GPU-a", "GPU-b"]
+    assert supervisor._differ_in_nccl() is (differ or is_late)

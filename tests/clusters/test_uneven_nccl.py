@@ -21,6 +21,7 @@ class Ranks:
         self.counts: dict[int, dict[str, int] | None] = {
             0: {"0": 3}, 1: {"0": 2}, 2: {"0": 2},
         }  # fmt: skip
+        self.late: dict[int, float] = {}
         self.instruction = 1
         self.gpus: list[str | None] = ["a", "b", "c"]
         self.asked: list[str] = []
@@ -36,7 +37,11 @@ class Ranks:
         self.asked.append(target)
         if target == endpoints.NCCL_CALLS:
             return {
-                rank: each and {name: NcclTotal(n, 0) for name, n in each.items()}
+                rank: each
+                and {
+                    name: NcclTotal(n, 0, self.late.get(rank, 0.0))
+                    for name, n in each.items()
+                }
                 for rank, each in self.counts.items()
             }
         snapshot = ProgressSnapshot("In[1] line 2", None, self.instruction)
@@ -59,6 +64,18 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 def test_a_rank_that_has_queued_more_than_an_idle_one_waits(ranks: Ranks) -> None:
     assert ranks.look(STEADY_S) == []
     assert ranks.look(LOOK_S) == [Wait(0, "0", frozenset({2}))]
+
+
+def test_a_rank_whose_time_out_has_passed_waits_for_a_busy_rank(ranks: Ranks) -> None:
+    ranks.counts, ranks.late = {0: {"0": 3}, 1: {"0": 2}, 2: {"0": 3}}, {0: 5.0}
+    assert ranks.look(LOOK_S) == [Wait(0, "0", frozenset({1}), 5.0)]
+
+
+def test_a_time_out_of_a_rank_that_has_ended_its_cell_is_not_found(
+    ranks: Ranks,
+) -> None:
+    ranks.counts, ranks.late = {0: {"0": 2}, 1: {"0": 2}, 2: {"0": 2}}, {2: 5.0}
+    assert ranks.look(5 * STEADY_S) == []
 
 
 def test_a_rank_that_goes_on_does_not_wait(ranks: Ranks) -> None:

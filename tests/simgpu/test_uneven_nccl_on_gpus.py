@@ -222,6 +222,51 @@ def test_a_script_that_waits_is_released(cluster: Cluster, tmp_path: Path) -> No
     assert time.monotonic() - begun < WITHIN_S
 
 
+LATE = """
+import time
+from datetime import timedelta
+from pathlib import Path
+group = dist.new_group(timeout=timedelta(seconds=2))
+x = torch.ones(3, device=device)
+dist.all_reduce(x, group=group)
+x.tolist()
+if rank == 0:
+    try:
+        dist.all_reduce(x, group=group)
+        x.tolist()
+    finally:
+        Path({marker!r}).touch()
+else:
+    since = time.monotonic()
+    while not Path({marker!r}).exists() and time.monotonic() < since + 30:
+        time.sleep(0.05)
+    dist.all_reduce(x, group=group)
+    x.tolist()
+    went_on = True
+"""
+
+
+def test_a_time_out_of_nccl_is_an_error_of_the_rank_that_waits(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The other rank, which is busy, comes too late."""
+    before = [info.pid for info in cluster.ranks]
+    begun = time.monotonic()
+    with pytest.raises(CellError) as ended:
+        cluster.execute(LATE.format(marker=str(tmp_path / "ended")), timeout_s=60)
+    assert time.monotonic() - begun < WITHIN_S
+    first, second = ended.value.result.failures
+    assert (first.rank, first.ename) == (0, "CollectiveTimeout"), str(ended.value)
+    assert "its time-out of 2 s has passed, and rank 1 has not called" in first.evalue
+    assert "line 13: " in first.evalue, first.evalue
+    assert second.rank == 1
+    assert "ommunicator was aborted" in second.evalue or "released" in second.evalue
+    assert cluster["'went_on' in globals()"] == [False, False]
+    train = "y = torch.ones(3, device=device)\ndist.all_reduce(y)\n"
+    cluster.execute(f"{train}assert y.tolist() == [2.0] * 3", timeout_s=60)
+    assert [info.pid for info in cluster.ranks] == before
+
+
 def test_calls_that_ranks_make_in_turn_complete(cluster: Cluster) -> None:
     """Rank 0 is not waiting: it computes, or its cell has ended."""
     cluster.execute("dist.all_reduce(torch.ones(3, device=device))")  # NCCL connects
