@@ -125,6 +125,21 @@ def test_the_time_limit_is_told_before_it_comes(slurm: Slurm, console: Console):
     console.do("cluster.stop()")
 
 
+@pytest.mark.slow
+def test_a_job_at_its_time_limit_takes_its_ranks(slurm: Slurm, console: Console):
+    console.do("cluster = started(n=2, nnodes='2', time='1', on_failure='stop')")
+    console.begin(
+        "try: cluster.execute('import time; time.sleep(300)')\n"
+        "except nbdist.errors.NbdistError as error: raised = str(error)"
+    )
+    console.result()
+    raised, notes = console.value("raised"), console.value("notes")
+    assert "rank 0" in raised
+    assert "srun" in raised
+    assert any("at its time limit" in note for note in notes)
+    assert slurm.run("squeue", "-h", "-t", "R", "-o", "%i") == ""
+
+
 @pytest.mark.parametrize(
     "how",
     [
