@@ -47,7 +47,6 @@ from nbdist.wire import (
 
 __all__ = ["Answer", "Exchange", "IppClient"]
 
-CONNECT_TIMEOUT_S = 30
 MOST_AT_ONCE = 100
 """Messages that are received from one socket before the other sockets are polled."""
 
@@ -144,15 +143,22 @@ class IppClient:
     Args:
         connection_file: Written by the controller.
         on_telemetry: Called with each batch of metrics, on the client's thread.
+        timeout_s: Seconds that the controller may take to answer.
+
+    Raises:
+        TimeoutError: The controller has not answered.
     """
 
     def __init__(
-        self, connection_file: Path, on_telemetry: Callable[[Any], None]
+        self,
+        connection_file: Path,
+        on_telemetry: Callable[[Any], None],
+        timeout_s: float,
     ) -> None:
         self._client = _Client(
             str(connection_file),
             profile_dir=str(connection_file.parent.parent),
-            timeout=CONNECT_TIMEOUT_S,
+            timeout=timeout_s,
         )
         self._client.run_dir = connection_file.parent.parent
         self._client.on_telemetry = on_telemetry

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbdist.clusters import fork_server_client
@@ -40,6 +41,8 @@ POLL_S = 0.02
 LOOK_S_PER_RANK = 0.005
 """Seconds between two looks at the files and the process of a rank. A look takes about
 a twentieth of it."""
+FIRST_CONNECT_S = 1.0
+"""Seconds for which the controller may not answer before failures are looked for."""
 ASK_S = 0.5
 """Seconds between two questions which engines have registered."""
 
@@ -228,11 +231,7 @@ class _Start:
             of_engines = connection.with_name("ipcontroller-engine.json")
             self._wait(of_engines.exists, timeout_s)
             self._hosts.connect_controller(json.loads(of_engines.read_text()))
-        try:
-            client = IppClient(connection, on_telemetry)
-        except TimeoutError as error:
-            self._check_failures()  # the controller may have ended
-            raise StartError(f"the controller does not answer: {error}") from error
+        client = self._connect(partial(IppClient, connection, on_telemetry))
         try:
             with client.on_registration(self._changed.set):
                 self._await_engines(client, timeout_s)
@@ -245,6 +244,30 @@ class _Start:
         except BaseException:
             client.close()
             raise
+
+    def _connect(self, client: Callable[[float], IppClient]) -> IppClient:
+        """Connect to the controller.
+
+        A client that waits for the controller's answer looks at no failure. It waits
+        for a short time, and twice as long in each further attempt.
+
+        Args:
+            client: Makes a client that waits for the given number of seconds.
+
+        Raises:
+            StartError: A process has failed, or time is up.
+        """
+        wait_s = FIRST_CONNECT_S
+        while True:
+            try:
+                return client(wait_s)
+            except TimeoutError as error:
+                self._check_failures()
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    reason = f"the controller does not answer: {error}"
+                    raise StartError(reason) from error
+                wait_s = min(2 * wait_s, left_s)
 
     def _await_engines(self, client: IppClient, timeout_s: float) -> None:
         """Wait until every rank has registered."""
@@ -304,6 +327,9 @@ class _Start:
             self._on_progress(progress)
 
     def _check_failures(self) -> None:
+        first = self._process_supervisor.first_exit
+        if first is not None and first[0] == "controller":  # ranks fail without it
+            raise StartError(self._ended(*first), died=True)
         for status in self._statuses:
             if (failure := status.failure) is not None:
                 raise StartError(self._failed(status.rank, failure))
@@ -313,7 +339,7 @@ class _Start:
                 "cluster was starting",
                 died=True,
             )
-        if (first := self._process_supervisor.first_exit) is not None:
+        if first is not None:
             program, code = first
             if program == "mpiexec" and code >= 0:
                 self._await_exit_of_a_rank()  # mpiexec ends when its ranks have ended

@@ -73,7 +73,7 @@ def events() -> int:
 def test_a_client_whose_controller_was_killed_leaves_no_socket(
     controller: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    client = IppClient(connection_file(tmp_path / "run"), print)
+    client = IppClient(connection_file(tmp_path / "run"), print, 30)
     names = [name for name in client._client.trait_names() if name.endswith("_socket")]
     without_sockets = events() - len(names)
     controller.kill()
@@ -131,7 +131,7 @@ def test_an_engine_is_registered_when_its_heart_has_connected(
     controller: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    client = IppClient(connection_file(run_dir), print)
+    client = IppClient(connection_file(run_dir), print, 30)
     try:
         with Engine(run_dir) as first, Engine(run_dir) as second, ExitStack() as stack:
             beats = stack.enter_context(second.heartbeats())
@@ -152,7 +152,7 @@ def test_an_engine_whose_notice_was_lost_is_found(
     controller: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    client, other = (IppClient(connection_file(run_dir), print) for _ in range(2))
+    client, other = (IppClient(connection_file(run_dir), print, 30) for _ in range(2))
     try:
         client._client._notification_stream.on_recv(lambda _frames: None)
         with Engine(run_dir) as engine:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from nbdist import Cluster, StartError, UsageError
 from nbdist.clusters import fork_server_client
 from nbdist.clusters.hosts.machine import this_host
+from nbdist.clusters.ipp_client import IppClient
 from nbdist.clusters.startup import Progress
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import ClusterConfig
@@ -274,6 +276,28 @@ def test_killed_ranks_are_named_when_the_others_have_ended_because_of_them(
     with pytest.raises(StartError, match=named) as ended:
         Cluster(n=2, device="cpu").start(kill_all)
     assert ended.value.died
+
+
+def test_a_controller_that_ends_before_it_answers_is_named(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+):
+    others = set(psutil.Process().children(recursive=True))
+    connect = IppClient.__init__
+    killed: list[psutil.Process] = []
+
+    def kill_and_connect(*args: Any) -> None:
+        for process in set(psutil.Process().children(recursive=True)) - others:
+            if "nbdist controller of" in " ".join(process.cmdline()):
+                process.kill()
+                killed.append(process)
+        connect(*args)
+
+    monkeypatch.setattr(IppClient, "__init__", kill_and_connect)
+    begin = time.monotonic()
+    with pytest.raises(StartError, match="controller ended with SIGKILL"):
+        Cluster(n=2, device="cpu", timeout_s=500).start()
+    assert len(killed) == 1
+    assert time.monotonic() - begin < 2 * GONE_WITHIN_S
 
 
 @pytest.mark.parametrize(
