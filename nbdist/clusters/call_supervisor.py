@@ -37,10 +37,6 @@ __all__ = ["CallSupervisor"]
 
 INTERRUPT_GRACE_S = 5.0
 RELEASE_AFTER_S = 0.5
-"""Seconds after an interrupt in which a rank may end its cell by itself, before it is
-released from its collective."""
-RELEASE_AFTER_QUIT_S = 0.1
-"""The same after "quit" in a debugger, for which the other ranks wait already."""
 PROBE_S = 0.1
 """Seconds between two checks of what ranks wait for, while a rank is missing."""
 STEADY_S = 0.3
@@ -181,7 +177,7 @@ class CallSupervisor:
             if stopped is None:
                 stopped = self._compare_nccl(call)
         except DebuggerQuit as quit_:
-            stopped = self._interrupt(call, str(quit_), RELEASE_AFTER_QUIT_S)
+            stopped = self._interrupt(call, str(quit_))
         except KeyboardInterrupt:
             self.take_interrupt()  # it may have ended a recovery
             if deadline.has_passed:
@@ -444,27 +440,20 @@ class CallSupervisor:
             f"{self._left_behind(call)}"
         )
 
-    def _interrupt(
-        self, call: Call, why: str = "", release_after_s: float = RELEASE_AFTER_S
-    ) -> CellError:
-        self._end(call, release_after_s=release_after_s)
+    def _interrupt(self, call: Call, why: str = "") -> CellError:
+        self._end(call)
         how = f"{why}, and the others were interrupted" if why else "interrupted"
         return CellInterrupted(
             f"{how}; {_survivors(call)} keep their variables{self._left_behind(call)}"
         )
 
-    def _end(
-        self,
-        call: Call,
-        outcome: str = "interrupted",
-        release_after_s: float = RELEASE_AFTER_S,
-    ) -> None:
+    def _end(self, call: Call, outcome: str = "interrupted") -> None:
         """Interrupt the ranks of a call, and wait a few seconds for them."""
         start = time.monotonic()
         end = start + INTERRUPT_GRACE_S
         try:
             call.interrupt(outcome)
-            if not call.wait(start + release_after_s):
+            if not call.wait(start + RELEASE_AFTER_S):
                 # A rank that waits in C++, as in DDP's backward, handles no signal.
                 self._release("interrupted", [info.rank for info in call.unfinished])
             waiting: Waiting = {}
