@@ -718,7 +718,8 @@ class Cluster:
         supervisor = self._supervisor
         if started is not None and registry is not None and supervisor is not None:
             with contextlib.suppress(OSError):  # it was moved, or is not private
-                self._commit = last_commit(registry.run_dir) or self._commit
+                commit = last_commit(registry.run_dir, registry.hosts)
+                self._commit = commit or self._commit
             is_said = supervisor.is_waiting or not loss.is_cause
             registry.lose(loss)
             self._loss.set()
@@ -744,6 +745,7 @@ class Cluster:
                 ) from error
         before, self._beginning = self._beginning, resume
         if before is not None and before.trusted and before != resume:
+            self._live().carrier.discard(before)
             shutil.rmtree(Path(before.path).parent, ignore_errors=True)
 
     def _recover(self) -> str:
@@ -916,7 +918,9 @@ class Cluster:
             tries += 1
             try:
                 outcome = self._restart_after(why, saved.variables)
-                self._begin_from(saved.resume(self._live().run_dir) or self._resume)
+                registry = self._live()
+                resume = saved.resume(registry.run_dir, registry.hosts)
+                self._begin_from(resume or self._resume)
                 return outcome
             except (ClusterError, CellError) as error:
                 if tries == START_TRIES or not _is_death(error):
@@ -948,7 +952,8 @@ class Cluster:
 
         # Read the folder first, because it is removed once `_commit` is set.
         with contextlib.suppress(OSError):
-            if (commit := last_commit(self._live().run_dir)) is not None:
+            registry = self._live()
+            if (commit := last_commit(registry.run_dir, registry.hosts)) is not None:
                 return commit
         return self._commit
 

@@ -5,7 +5,7 @@ from its standard input:
 
 - `{"start": name, "argv": [...], "env": {...}, "log": path}` starts a program. The
   optional "cwd" is its working folder, and "memory" limits its bytes. The end of an
-  "apart" program does not end the others. The optional
+  "apart" program does not end the others, and it goes on when they end. The optional
   "module" has a module and its arguments, which the cluster's rank host runs in a
   forked process. Without a rank host, "argv" is run.
 - `{"stop": [name, ...]}` ends some programs.
@@ -69,7 +69,7 @@ class ProcessSupervisor:
         self._together = together
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._apart: set[str] = set()
-        """The programs whose end does not end the others."""
+        """The programs whose end does not end the others, and the reverse."""
         self._seen: set[psutil.Process] = set()
         self._selector = selectors.DefaultSelector()
         self._host_socket = Path()
@@ -103,6 +103,7 @@ class ProcessSupervisor:
         finally:
             for terminating in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(terminating, signal.SIG_IGN)
+            self._apart.clear()
             self._end_processes()
             remove_all_torch_files(self._folders[0])
             remove_folders(*self._folders)
@@ -301,6 +302,8 @@ class ProcessSupervisor:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.update(self._rank_host.children(recursive=True))
                 self._seen.add(self._rank_host)
+        for name in self._apart & self._programs.keys():
+            self._seen -= _family(self._programs[name].pid)
 
     def _stop(self, names: list[str]) -> None:
         """End these programs and their descendants."""
@@ -319,6 +322,7 @@ class ProcessSupervisor:
             psutil.wait_procs(family & set(own), timeout=TERMINATE_GRACE_S)
 
     def _end_processes(self) -> None:
+        """End all processes but the programs that are apart."""
         self._remember_descendants()
         living = _terminated(self._seen)
         _, living_list = psutil.wait_procs(living, timeout=TERMINATE_GRACE_S)

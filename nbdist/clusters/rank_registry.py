@@ -221,7 +221,12 @@ class RankRegistry:
         """
         deadline = time.monotonic() + INSTRUCTION_TIMEOUT_S
         exchanges = {
-            info.rank: self.client.send(info.engine_uuid, target, *args, control=True)
+            info.rank: self.client.send(
+                info.engine_uuid,
+                target,
+                *(self.carrier.to(info.host, each) for each in args),
+                control=True,
+            )
             for info in self.living
         }
         for rank, exchange in exchanges.items():

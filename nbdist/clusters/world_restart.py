@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.errors import CheckpointError, TransferError
@@ -37,13 +37,17 @@ from nbdist.ipc.shm_payload import Shipment
 from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.commit_files import (
     RECORD,
+    STATE,
     Record,
     read_record,
     write_record,
 )
 from nbdist.wire import ElasticCall, Resume
 
-__all__ = ["LastCommit", "SavedWorld", "last_commit"]
+if TYPE_CHECKING:
+    from nbdist.clusters.hosts.hosts import Hosts
+
+__all__ = ["LastCommit", "SavedWorld", "commit_files", "last_commit"]
 
 SAVE_TIMEOUT_S = 30.0
 RESUME = "resume"
@@ -75,12 +79,21 @@ class LastCommit:
         self._close()
 
     @property
+    def data(self) -> str:
+        """The name of its data file."""
+        return self._record.data
+
+    @property
     def number(self) -> int:
         """Counts a run's commits from 1."""
         return self._record.commit
 
-    def give(self, run_dir: Path) -> Resume:
+    def give(self, run_dir: Path, hosts: Hosts | None) -> Resume:
         """Copy the commit to a new cluster's folder, for its ranks to resume from.
+
+        Args:
+            run_dir: The new cluster's run folder.
+            hosts: The hosts of its ranks; None if all are on this host.
 
         Raises:
             OSError: No folder has room.
@@ -91,6 +104,9 @@ class LastCommit:
             try:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 _copy(self._data, folder / self._record.data)
+                if hosts is not None:
+                    with open(folder / STATE, "xb", opener=_private) as file:
+                        self.write_state(file)
                 write_record(folder, self._record)
             except OSError as error:
                 problem = error
@@ -102,6 +118,11 @@ class LastCommit:
     def write_state(self, file: BinaryIO) -> None:
         """Write the commit to a file, as `State.save` does."""
         self._record.write_state(file, self._data)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only this user can read."""
+    return os.open(path, flags, 0o600)
 
 
 def _copy(source: int, path: Path) -> None:
@@ -120,16 +141,49 @@ def _copy(source: int, path: Path) -> None:
         os.close(target)
 
 
-def last_commit(run_dir: Path) -> LastCommit | None:
+def last_commit(run_dir: Path, hosts: Hosts | None = None) -> LastCommit | None:
     """The last commit of a cluster that is about to end; None if there is none.
 
     The first call moves the files, because ranks may still write to the folder.
+
+    Args:
+        run_dir: The cluster's run folder.
+        hosts: The hosts of the ranks; None if all are on this host.
     """
-    resumed = [folder.with_name(RESUME) for folder in commit_folders(run_dir)]
-    for folder in [*map(_taken, commit_folders(run_dir)), *resumed]:
+    newest = _last_commit_here(run_dir)
+    places = [] if hosts is None else hosts.take_commits(memory_folder(run_dir))
+    for place in places:
+        commit = LastCommit.open(place)
+        if commit is not None and (newest is None or commit.number > newest.number):
+            newest = commit
+    return newest
+
+
+def _last_commit_here(run_dir: Path) -> LastCommit | None:
+    for folder in _places(run_dir):
         if (commit := LastCommit.open(folder)) is not None:
             return commit
     return None
+
+
+def commit_files(run_dir: Path) -> list[Path]:
+    """The files of the last commit on this host, after `last_commit`'s move.
+
+    Returns:
+        The record and its data; [] if there is no commit.
+    """
+    for folder in _places(run_dir):
+        if (commit := LastCommit.open(folder)) is not None:
+            commit.close()
+            return [folder / RECORD, folder / commit.data]
+    return []
+
+
+def _places(run_dir: Path) -> Iterator[Path]:
+    """The folders in which the last commit may be, moved out of the ranks' reach."""
+    folders = commit_folders(run_dir)
+    yield from map(_taken, folders)
+    yield from (folder.with_name(RESUME) for folder in folders)
 
 
 def _taken(folder: Path) -> Path:
@@ -190,12 +244,14 @@ class SavedWorld:
                 with contextlib.suppress(TransferError):  # its host was lost
                     contents = _contents(registry.carrier.here(shipment))
                     variables[rank] = SavedVariables(shipment, contents)
-        commit = None if call is None else last_commit(registry.run_dir)
+        commit = None
+        if call is not None:
+            commit = last_commit(registry.run_dir, registry.hosts)
         return cls(call, commit, variables)
 
-    def resume(self, run_dir: Path) -> Resume | None:
+    def resume(self, run_dir: Path, hosts: Hosts | None) -> Resume | None:
         """The commit as a file of a new cluster; None if there is none."""
-        return None if self.commit is None else self.commit.give(run_dir)
+        return None if self.commit is None else self.commit.give(run_dir, hosts)
 
     def keep(self) -> str:
         """Write the commit to a file that outlives the cluster.

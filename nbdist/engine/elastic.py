@@ -66,7 +66,7 @@ class NotebookCoordinator:
 
     @property
     def commit_folders(self) -> Sequence[Path]:
-        """See `Coordinator`. Only the notebook's host has them."""
+        """See `Coordinator`."""
         with contextlib.suppress(OSError):
             folders = private_files.commit_folders(this_rank().run_dir)
             return [folder for folder in folders if folder.is_dir()]
@@ -77,7 +77,8 @@ class NotebookCoordinator:
         rank = this_rank()
         if rank.request != self._request:
             self._request, self._index = rank.request, 0
-            if rank.info.rank == 0 and self.expected is None:
+            # A later rank 0 may be on this host too.
+            if rank.info.local_rank == 0 and self.expected is None:
                 self._remove_commits()
         call = replace(call, index=self._index)
         self._index += 1
@@ -91,7 +92,7 @@ class NotebookCoordinator:
         return "begin" if expected is None else "join"
 
     def _remove_commits(self) -> None:
-        """Remove the commits of earlier cells, so that no other run continues them."""
+        """Remove this host's commits of earlier cells, which no run must continue."""
         for folder in self.commit_folders:
             for path in folder.iterdir():
                 path.unlink()

@@ -134,6 +134,26 @@ def test_a_training_survives_the_death_of_a_host(console: Console, hosts: HostNe
     assert console.value(APART) < 1e-5
 
 
+def test_the_last_commit_is_brought_from_another_host(
+    console: Console, hosts: HostNetwork
+):
+    """The commits of a rank 0 elsewhere outlive all ranks."""
+    weights_undisturbed(console, 4)
+    console.do("cluster = started(hosts='b:1,c:1')")
+    console.do(f"cell = cluster.execute({training(4, 0.05)!r}, wait=False)")
+    steps = lambda: hosts["b"].run("cat", "/tmp/step", check=False).stdout  # noqa: E731
+    wait_until(lambda: int(steps() or 0) >= 10, 30.0, str)
+    console.do(
+        "import psutil\n"
+        "launchers = [p for p in psutil.process_iter() if p.name() == 'prterun']\n"
+        "launchers[0].kill(); result = cell.result(90)"
+    )
+    assert "continues from its commit" in str(console.value("notes"))
+    assert console.value("cluster['state.step']") == [80] * 2
+    assert "from step 0" not in str(console.value("result[0].stdout"))
+    assert console.value(APART) < 1e-5
+
+
 SCRIPT = f"{HOME}/hosts.sh"
 
 

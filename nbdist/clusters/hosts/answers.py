@@ -138,6 +138,12 @@ class Answers:
         """Remove a file of the cluster."""
         self._own(path).unlink(missing_ok=True)
 
+    def take_commit(self) -> list[str]:
+        """The files of the last commit of an elastic run; [] if this host has none."""
+        from nbdist.clusters.world_restart import commit_files
+
+        return [str(path) for path in commit_files(self._world.run_dir)]
+
     def open_copy(self, name: str) -> dict[str, Any]:
         """The copy of a folder of the notebook's host: its path, and its files."""
         copy = FolderCopy(name)
@@ -195,6 +201,7 @@ REQUESTS: dict[str, Callable[..., Any]] = {
         Answers.put,
         Answers.fetch,
         Answers.remove,
+        Answers.take_commit,
         Answers.open_copy,
         Answers.update_copy,
         Answers.exists,

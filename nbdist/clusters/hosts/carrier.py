@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import ClusterError, TransferError
 from nbdist.ipc import private_files, shm_payload
 from nbdist.ipc.shm_payload import Shipment
+from nbdist.training.elastic.commit_files import STATE
+from nbdist.wire import Resume
 
 if TYPE_CHECKING:
     from nbdist.clusters.hosts.hosts import Hosts
@@ -41,8 +43,8 @@ class Carrier:
 
     def __init__(self, hosts: Hosts | None, run_dir: Path) -> None:
         self._hosts, self._run_dir = hosts, run_dir
-        self._copies: dict[str, dict[str, Shipment]] = {}
-        """The copies of a shipment of this host on others, by its path and host."""
+        self._copies: dict[str, dict[str, Any]] = {}
+        """The copies of a file of this host on others, by its path and host."""
 
     def here(self, value: Any) -> Any:
         """A value of a rank's answer, with its file on this host.
@@ -76,13 +78,15 @@ class Carrier:
         """
         if isinstance(value, ScriptPath) and self._hosts is not None:
             return self._hosts.script_on(host, str(value))
-        if not isinstance(value, Shipment) or value.path is None or self._hosts is None:
+        if not _has_file(value) or self._hosts is None:
             return value
         if host not in self._hosts.others:  # the notebook's
             return value
         copies = self._copies.setdefault(value.path, {})
         if host not in copies:
             path = Path(value.path)
+            if isinstance(value, Resume):
+                path = path.with_name(STATE)
             try:
                 size = path.stat().st_size
                 there = self._of(host).ask("put", body=path, size=size)
@@ -92,16 +96,19 @@ class Carrier:
         return copies[host]
 
     def discard(self, value: Any) -> None:
-        """Remove the files of a shipment on all hosts; ignores other values."""
-        if not isinstance(value, Shipment) or value.path is None:
+        """Remove the files of a shipment on all hosts; ignores other values.
+
+        A commit stays on this host.
+        """
+        if not _has_file(value):
             return
         host = self._elsewhere(value)
         if host is not None:
             self._remove(host, value.path)
             return
-        shm_payload.discard(value)
+        if isinstance(value, Shipment):
+            shm_payload.discard(value)
         for name, copy in self._copies.pop(value.path, {}).items():
-            assert copy.path is not None
             self._remove(name, copy.path)
 
     def refuse(self, values: Iterable[Any]) -> None:
@@ -122,3 +129,10 @@ class Carrier:
     def _remove(self, host: str, path: str) -> None:
         with contextlib.suppress(ClusterError):  # its files are removed with it
             self._of(host).ask("remove", path=path)
+
+
+def _has_file(value: Any) -> bool:
+    """Whether a value is a shipment with a file, or a commit of this cluster's."""
+    if isinstance(value, Resume):
+        return value.trusted
+    return isinstance(value, Shipment) and value.path is not None

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -388,6 +389,7 @@ class Hosts:
                 interface=self._addresses[host.name].interface,
                 variables=variables,
                 mpiexec=self._config.mpiexec,
+                keeps_commits=self._config.on_failure != "stop",
                 timeout_s=BEGIN_TIMEOUT_S,
             )
             if self._controller:
@@ -541,6 +543,28 @@ class Hosts:
             for host in self._connected:
                 host.disconnect()
 
+    def take_commits(self, folder: Path) -> list[Path]:
+        """Copy the last commits of an elastic run that other hosts have.
+
+        Args:
+            folder: Where they are copied to, each to a folder of its own.
+
+        Returns:
+            These folders.
+        """
+
+        def take(host: RemoteHost) -> Path | None:
+            with contextlib.suppress(ClusterError, OSError):  # it was lost, or no room
+                paths = host.ask("take_commit")
+                place = Path(tempfile.mkdtemp(prefix="commit-", dir=folder))
+                for path in paths:
+                    with open(place / Path(path).name, "xb", opener=_private) as file:
+                        host.ask("fetch", into=file, path=path)
+                return place if paths else None
+            return None
+
+        return [place for place in _of_all(self._connected, take) if place is not None]
+
     def end(self) -> None:
         """End all processes on the other hosts, and wait for that."""
 
@@ -578,6 +602,11 @@ def _of_all(hosts: Sequence[RemoteHost], ask: Callable[[RemoteHost], T]) -> list
         return []
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(ask, hosts))
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only this user can read."""
+    return os.open(path, flags, 0o600)
 
 
 def _machine(name: str, told: dict[str, Any]) -> Host:

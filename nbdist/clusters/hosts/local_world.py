@@ -88,6 +88,7 @@ class LocalWorld:
         interface: str,
         variables: Mapping[str, str],
         mpiexec: str | None,
+        keeps_commits: bool,
     ) -> None:
         """Make the folders, and start what ranks are started by.
 
@@ -96,6 +97,7 @@ class LocalWorld:
             interface: This host's interface in the network of the ranks.
             variables: Environment variables for the ranks.
             mpiexec: The path of the MPI launcher; None for the default.
+            keeps_commits: Whether the commits of elastic runs are kept in files.
 
         Raises:
             OSError: There is no room for the files.
@@ -116,6 +118,8 @@ class LocalWorld:
         private_files.make_memory_folder(run_dir, memory)
         private_files.make_rendezvous_folder(run_dir, n)
         (run_dir / SECURITY).mkdir(mode=0o700)
+        if keeps_commits:
+            private_files.make_commit_folders(run_dir)
         launcher = Mpiexec(mpiexec)
         added = {
             **launcher.environment(n, run_dir, interface),

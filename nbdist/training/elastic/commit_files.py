@@ -25,9 +25,19 @@ from nbdist.errors import CheckpointError
 from nbdist.ipc.atomic_files import write_atomically
 from nbdist.training.elastic import checkpoint
 
-__all__ = ["RECORD", "Commit", "Record", "is_record", "read_record", "write_record"]
+__all__ = [
+    "RECORD",
+    "STATE",
+    "Commit",
+    "Record",
+    "is_record",
+    "read_record",
+    "write_record",
+]
 
 RECORD = "record"
+STATE = "state"
+"""The same commit as one file of saved state, which can be sent to another host."""
 _CHUNK_BYTES = 4 << 20
 
 
