@@ -24,9 +24,22 @@ export function connect(model, store) {
   };
 
   model.on("msg:custom", receive);
-  tell({ kind: "everything" });
+  hear(model)
+    .catch((error) => console.debug("nbdist: anywidget passes the messages on", error))
+    .then(() => tell({ kind: "everything" }));
   return () => {
     clearTimeout(timer);
     model.off("msg:custom", receive);
   };
+}
+
+/**
+ * Takes the messages from the comm of a model. anywidget passes them on when the model is
+ * initialised, but drops all of them for ever if that takes longer than 2 s, as it does while
+ * the page or the machine is busy.
+ */
+async function hear(model) {
+  const whole = await model.widget_manager.get_model(model.get("picture"));
+  const { _handle_comm_msg: handle } = Object.getPrototypeOf(whole.constructor.prototype);
+  whole.comm.on_msg(handle.bind(whole));
 }

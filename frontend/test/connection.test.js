@@ -7,16 +7,21 @@ import { rows, update } from "./messages.js";
 class Model {
   sent = [];
   listeners = new Set();
+  widget_manager = { get_model: async () => { throw new Error("no such model"); } };
+  get() { return "id"; }
   on(_, listener) { this.listeners.add(listener); }
   off(_, listener) { this.listeners.delete(listener); }
   send(message) { this.sent.push(message); }
   receive([message, buffer]) { for (const listener of this.listeners) listener(message, [buffer]); }
 }
 
-test("it asks, acknowledges together what comes together, and asks again at a gap", () => {
+const settled = () => new Promise((resolve) => setImmediate(resolve));
+
+test("it asks, acknowledges together what comes together, and asks again at a gap", async () => {
   mock.timers.enable({ apis: ["setTimeout"] });
   const model = new Model();
   const end = connect(model, new Store());
+  await settled();
   assert.deepEqual(model.sent, [{ kind: "everything" }]);
 
   model.receive(update(0, [["loss", 0, 1, 0, rows([1])]]));
@@ -34,10 +39,29 @@ test("it asks, acknowledges together what comes together, and asks again at a ga
   mock.timers.reset();
 });
 
-test("nothing is acknowledged after the end", () => {
+test("it takes the messages of a model with which anywidget has lost patience", async () => {
+  class WidgetModel {
+    comm = { on_msg: (handler) => { this.handler = handler; } };
+    _handle_comm_msg({ content }) { model.receive(content); }
+  }
+  class AnyModel extends WidgetModel {
+    _handle_comm_msg() { throw new Error("Failed to initialize model."); }
+  }
+  const [model, whole, store] = [new Model(), new AnyModel(), new Store()];
+  model.widget_manager = { get_model: async (id) => (assert.equal(id, "id"), whole) };
+  const end = connect(model, store);
+  await settled();
+  assert.deepEqual(model.sent, [{ kind: "everything" }]);
+  whole.handler({ content: update(0, [["loss", 0, 1, 0, rows([1])]]) });
+  assert.deepEqual([...store.metrics.keys()], ["loss"]);
+  end();
+});
+
+test("nothing is acknowledged after the end", async () => {
   mock.timers.enable({ apis: ["setTimeout"] });
   const model = new Model();
   const end = connect(model, new Store());
+  await settled();
   model.receive(update(0, []));
   end();
   mock.timers.tick(1000);
@@ -45,10 +69,11 @@ test("nothing is acknowledged after the end", () => {
   mock.timers.reset();
 });
 
-test("a kernel that has gone is no error", () => {
+test("a kernel that has gone is no error", async () => {
   mock.timers.enable({ apis: ["setTimeout"] });
   const model = new Model();
   connect(model, new Store());
+  await settled();
   model.receive(update(0, []));
   model.send = () => { throw new Error("Cannot send"); };
   mock.timers.tick(500);

@@ -51,7 +51,8 @@ class Monitor(anywidget.AnyWidget):
     smoothing = traitlets.Float(0.0, min=0.0).tag(sync=True)
     details = traitlets.Bool(False).tag(sync=True)
     picture = traitlets.Unicode().tag(sync=True)
-    """The name of the still picture that the widget hides while it is shown."""
+    """The name of the still picture that the widget hides while it is shown. It is also
+    the id of the model, which the front end would not know otherwise."""
 
     _ended = True  # ipywidgets also closes a widget whose construction has failed
 
@@ -64,12 +65,14 @@ class Monitor(anywidget.AnyWidget):
         log: bool = False,
         smoothing: float = 0.0,
     ) -> None:
+        name = uuid.uuid4().hex
         super().__init__(
             metrics=list(metrics),
             x=x,
             log=log,
             smoothing=smoothing,
-            picture=uuid.uuid4().hex,
+            model_id=name,
+            picture=name,
         )
         self._source = source
         self._pacer = Pacer()

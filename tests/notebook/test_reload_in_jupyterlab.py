@@ -195,6 +195,38 @@ def test_the_monitor_is_there_after_a_reload_in_notebook_7(
     reload_during(notebook7, path, TRAINS)
 
 
+IMPATIENT = """() => {
+  const { timeout } = AbortSignal;
+  AbortSignal.timeout = (milliseconds) => {
+    if (milliseconds > 2000) return timeout(milliseconds);
+    const controller = new AbortController();
+    queueMicrotask(() => {
+      controller.abort();
+      window.lostPatience = true;
+    });
+    return controller.signal;
+  };
+}"""
+"""The two seconds in which anywidget expects a model to load are over at once, as on a
+machine that is busy."""
+
+
+def test_a_monitor_that_a_page_loads_slowly_is_alive(notebook7: Notebook7) -> None:
+    path = notebook7.open_notebook(MONITORED)
+    trained = path.parent / "trained0"
+    trained.unlink(missing_ok=True)
+    notebook7.run_cell(0, START_TIMEOUT_S)
+    notebook7.page.evaluate(IMPATIENT)
+    notebook7.run_cell(MONITOR)
+    notebook7.start_cell(TRAINS)
+    notebook7.wait(f"() => {STEP} > 20")
+    choose(notebook7, "lr")
+    wait_until(lambda: still(notebook7).startswith("lr of 2 ranks"), 10)
+    trained.touch()
+    notebook7.wait_cell(TRAINS)
+    assert notebook7.page.evaluate("window.lostPatience")
+
+
 def test_a_second_tab_shows_the_monitor_during_a_cell(
     lab: Lab, second_tab: Lab
 ) -> None:
