@@ -165,7 +165,6 @@ class DistMagics(Magics):  # type: ignore[misc]
     @argument("--gres", help="the job's resources of each host, such as gpu:4")
     @argument(
         "--job-arg",
-        "--sbatch-arg",
         action="append",
         metavar="ARG",
         help="further option of the job, such as --job-arg=--qos=high; repeatable",
@@ -234,7 +233,7 @@ class DistMagics(Magics):  # type: ignore[misc]
             account=args.account,
             time=args.time,
             gres=args.gres,
-            job_args=args.job_arg and " ".join(args.job_arg),
+            job_args=args.job_arg and " ".join(map(_unquoted, args.job_arg)),
             sync=args.sync and _unquoted(args.sync),
             python=args.python,
             ssh=args.ssh and _unquoted(args.ssh),

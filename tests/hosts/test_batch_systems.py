@@ -202,4 +202,4 @@ def test_a_refused_job_says_why(console: Console, system: str, reason: str):
 
 
 def test_a_job_of_grid_engine_needs_a_parallel_environment(console: Console):
-    assert "--job-arg='-pe NAME 4'" in console.error("started('sge', n=4)")
+    assert "--job-arg '-pe NAME 4'" in console.error("started('sge', n=4)")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nbdist import Cluster
 from nbdist.errors import UsageError
+from nbdist.magics import DistMagics
 
 
 @pytest.fixture
@@ -79,3 +81,12 @@ def test_a_job_that_exists_tells_the_number_of_ranks(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NTASKS", "6")
     assert Cluster(launcher="slurm").size == 6
+
+
+def test_an_option_of_the_job_may_have_spaces():
+    started: list[dict[str, object]] = []
+    session = SimpleNamespace(start=lambda *_, **options: started.append(options))
+    magics = SimpleNamespace(session=session, dist_start=DistMagics.dist_start)
+    line = "--launcher sge --job-arg '-pe mpi 8' --job-arg=-notify"
+    DistMagics.dist_start(magics, line)
+    assert started[0]["job_args"] == "-pe mpi 8 -notify"

@@ -38,7 +38,7 @@ class SgeJob(BatchJob):
             raise UsageError(
                 f"--launcher sge with {config.n} ranks needs a parallel environment, "
                 f"whose names the site chooses (`qconf -spl`): "
-                f"--job-arg='-pe NAME {config.n}'"
+                f"--job-arg '-pe NAME {config.n}'"
             )
         lines = ["#!/bin/sh", "#$ -S /bin/sh", "#$ -N nbdist"]
         if config.time:
