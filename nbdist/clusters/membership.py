@@ -29,6 +29,9 @@ NOTHING: Mapping[int, Any] = {}
 POLL_S = 0.02
 MEET_TIMEOUT_S = 30.0
 """Seconds in which the ranks carry out a change, without the start of processes."""
+MEET_AGAIN_TIMEOUT_S = 8.0
+"""The same after a change that has failed. A spawn that never ends may be left of it,
+behind which Open MPI lets up to two further spawns wait for ever."""
 INTERRUPT_GRACE_S = 2.0
 """Seconds for which a change continues after an interrupt. A cancellation can end
 ranks: Open MPI is not safe if a communicator is revoked while it is created."""
@@ -61,6 +64,7 @@ class Membership:
         self._assignments = assignments
         self._timeout_s = timeout_s
         self._base = self._generation = 0
+        self._meet_timeout_s = MEET_TIMEOUT_S
         self._reserve = Reserve(registry.run_dir)
         self._is_interrupted = is_interrupted
 
@@ -162,12 +166,15 @@ class Membership:
             addresses=tuple(sorted({each.address for each in assignments} - {""})),
             lost=self._lost_addresses(),
         )
-        attempt = _Attempt(self._registry, plan, self._timeout_s, self._is_interrupted)
+        timeouts_s = self._timeout_s, self._meet_timeout_s
+        attempt = _Attempt(self._registry, plan, *timeouts_s, self._is_interrupted)
         try:
             infos, newcomers = attempt.carry_out(ask)
         except BaseException as error:
+            self._meet_timeout_s = MEET_AGAIN_TIMEOUT_S
             attempt.cancel(error)
             raise
+        self._meet_timeout_s = MEET_TIMEOUT_S
         self._base = plan.generation
         self._assignments[:] = assignments
         self._registry.begin(sorted([*infos, *newcomers], key=lambda info: info.rank))
@@ -190,11 +197,13 @@ class _Attempt:
         registry: RankRegistry,
         plan: Change,
         timeout_s: float,
+        meet_timeout_s: float,
         is_interrupted: Callable[[], bool],
     ) -> None:
         self._registry = registry
         self._plan = plan
         self._timeout_s = timeout_s
+        self._meet_timeout_s = meet_timeout_s
         self._begun = self._progress = time.monotonic()
         self._stages: list[str | None] = []
         self._is_interrupted = is_interrupted
@@ -330,11 +339,11 @@ class _Attempt:
                 newcomer=bool(stages),
             )
         starting = [s for s in stages if s is not None and s != JOINING]
-        if not starting and now > self._progress + MEET_TIMEOUT_S:
+        if not starting and now > self._progress + self._meet_timeout_s:
             silent = [rank for rank, reply in self._replies.items() if not reply.done()]
             raise ChangeFailed(
                 f"rank {format_ranks(silent)} did not join the others within "
-                f"{MEET_TIMEOUT_S:g} s"
+                f"{self._meet_timeout_s:g} s"
             )
 
 

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from elastic_training import (
 )
 
 from nbdist.clusters.cluster import Cluster
+from nbdist.clusters.membership import MEET_TIMEOUT_S
 from nbdist.clusters.recovery import Recovery
 from nbdist.errors import (
     CellError,
@@ -76,17 +78,49 @@ def while_recovering(cluster: Cluster, rank: int, act: object) -> threading.Thre
     return thread
 
 
+LAUNCHER_CRASHED = re.compile(
+    "mpiexec has ended with SIG(ABRT|BUS|SEGV)"
+    "|rank 0 .* an unknown exit code, because its parent process has ended too"
+)
+
+
+def execute_or_begin_again(cluster: Cluster, folder: Path) -> bool:
+    """Run the training. False if Open MPI's launcher has crashed, which ends all ranks.
+
+    prterun 5.0.11 corrupts its memory ("malloc(): unaligned tcache chunk") in about 1
+    of 60 spawns during which a rank dies.
+    """
+    begin = time.monotonic()
+    try:
+        cluster.execute(TRAIN, timeout_s=150)
+    except CellError as error:
+        said = "\n".join([*notes_of(cluster), error.note or ""])
+        assert LAUNCHER_CRASHED.search(said), said
+        notes_of(cluster).clear()
+        prepare(cluster, folder)
+        cluster.execute("here_before = 1")
+        return False
+    # No recovery waits for ranks that never meet.
+    assert time.monotonic() - begin < MEET_TIMEOUT_S
+    return True
+
+
+def kill(survivor: psutil.Process | None, newcomer: psutil.Process) -> None:
+    (survivor or newcomer).kill()
+
+
 @pytest.mark.parametrize("who", ["newcomer", "survivor"])
 def test_a_second_death_during_a_recovery_is_repaired(
-    cluster: Cluster, who: str
+    cluster: Cluster, tmp_path: Path, who: str
 ) -> None:
-    survivor = psutil.Process(cluster.ranks[2].pid)
-    cluster.execute("if rank == 1: events = [(6, 'forward', die)]")
-    other = while_recovering(
-        cluster, 1, lambda new: (new if who == "newcomer" else survivor).kill()
-    )
-    cluster.execute(TRAIN, timeout_s=150)
-    other.join(10)
+    was_trained = False
+    while not was_trained:
+        survivor = psutil.Process(cluster.ranks[2].pid)
+        victim = None if who == "newcomer" else survivor
+        cluster.execute("if rank == 1: events = [(6, 'forward', die)]")
+        other = while_recovering(cluster, 1, partial(kill, victim))
+        was_trained = execute_or_begin_again(cluster, tmp_path)
+        other.join(10)
     assert cluster["result"] == [STEPS] * 3
     assert cluster["here_before"] == [1] * 3  # the variables of a survivor
     (note,) = notes_of(cluster)
@@ -121,8 +155,10 @@ def test_a_second_death_at_any_moment_of_a_recovery_loses_no_variables(
 
         cluster.execute("events = [(6, 'forward', die)] if rank == 1 else []")
         other = while_recovering(cluster, 1, kill_later)
-        cluster.execute(TRAIN, timeout_s=150)
+        was_trained = execute_or_begin_again(cluster, folder)
         other.join(10)
+        if not was_trained:
+            continue
         assert cluster["result"] == [STEPS] * 3, notes_of(cluster)
         assert cluster["here_before"] == [1] * 3, notes_of(cluster)
 
