@@ -179,11 +179,11 @@ def commit_files(run_dir: Path) -> list[Path]:
     return []
 
 
-def _places(run_dir: Path) -> Iterator[Path]:
+def _places(run_dir: Path) -> list[Path]:
     """The folders in which the last commit may be, moved out of the ranks' reach."""
     folders = commit_folders(run_dir)
-    yield from map(_taken, folders)
-    yield from (folder.with_name(RESUME) for folder in folders)
+    resumed = [folder.with_name(RESUME) for folder in folders]
+    return [*map(_taken, folders), *resumed]
 
 
 def _taken(folder: Path) -> Path:

@@ -388,23 +388,6 @@ def test_a_rank_host_that_is_killed_during_a_start_is_named() -> None:
     assert failed.value.died
 
 
-def test_a_controller_that_ends_while_the_notebook_connects_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("nbdist.clusters.ipp_client.CONNECT_TIMEOUT_S", 1)
-
-    def kill(progress: Progress) -> None:
-        if progress.controller:
-            for process in psutil.Process(server_pid()).children(recursive=True):
-                if "controller" in " ".join(process.cmdline()):
-                    process.kill()
-
-    # The process supervisor then ends the rank host, which may be seen first.
-    named = "(rank host|controller) ended with SIGKILL"
-    with pytest.raises(StartError, match=named):
-        Cluster(1, device="cpu").start(kill)
-
-
 @pytest.mark.parametrize("when", ["before", "after", "importing"])
 def test_a_stopped_fork_server_does_not_delay_a_start(when: str) -> None:
     if when == "importing":

@@ -74,11 +74,11 @@ def test_a_commit_passes_through_three_clusters(clusters: Clusters) -> None:
     commit = taken(first)
     clusters.end(first)
     second = clusters.begin()
-    commit.give(second)  # it is lost before its own first commit
+    commit.give(second, None)  # it is lost before its own first commit
     again = taken(second)
     clusters.end(second)
     third = clusters.begin()
-    resume = again.give(third)
+    resume = again.give(third, None)
     fresh = State(weight=torch.zeros(5), step=0)
     fresh.load(resume.path, trusted=True)
     assert (fresh.commits, fresh.step) == (3, 7)
@@ -90,7 +90,7 @@ def test_a_new_commit_is_preferred_to_the_one_a_cluster_began_from(
 ) -> None:
     first, second = clusters.begin(), clusters.begin()
     training(first, step=1).commit()
-    taken(first).give(second)
+    taken(first).give(second, None)
     state = training(second, step=2)
     for _ in range(2):
         state.commit()
@@ -111,7 +111,7 @@ def test_a_later_commit_of_a_living_rank_does_not_change_the_kept_commit(
         with pytest.raises(ClusterError, match="ends this cluster"):
             state.commit()
     resumed = State(weight=torch.zeros(1000))
-    resumed.load(commit.give(clusters.begin()).path, trusted=True)
+    resumed.load(commit.give(clusters.begin(), None).path, trusted=True)
     assert resumed.weight.eq(1).all()
 
 
@@ -130,7 +130,7 @@ def test_a_commit_is_kept_in_the_run_folder_if_memory_is_full(
         copy(source, path)
 
     monkeypatch.setattr(world_restart, "_copy", copy_where_is_room)
-    resume = commit.give(second)
+    resume = commit.give(second, None)
     assert Path(resume.path).is_relative_to(second)
     assert not (full / "resume").exists()
     State(weight=torch.zeros(1000)).load(resume.path, trusted=True)
