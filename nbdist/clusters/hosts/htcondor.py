@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from nbdist.clusters.hosts.batch_job import WAITING, BatchJob, JobState, output_of
 from nbdist.clusters.hosts.host_list import gpus_of, nodes_of
-from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell
+from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell, problem_in_job
 
 __all__ = ["CondorSsh", "HtcondorJob"]
 
@@ -34,17 +34,8 @@ class CondorSsh(RemoteShell):
         return ["condor_ssh_to_job", self._jobs[host], shlex.join(command)]
 
     def problem(self, host: str, code: int | None, log: str, python: str) -> Problem:
-        job = self._jobs[host]
-        see = f"look what `condor_ssh_to_job {job} {python} --version` prints"
-        if code is None:
-            return Problem("does not answer", see)
-        if "No module named" in log and "nbdist" in log:
-            remedy = f"install nbdist for {python} there, or name another with --python"
-            return Problem("its Python has no nbdist", remedy)
-        if code == 127 or "No such file" in log:
-            return Problem(f"has no {python}", "name one that it has with --python")
-        last = log.strip().splitlines()[-1:] or [f"exit code {code}"]
-        return Problem(last[0], see)
+        command = f"condor_ssh_to_job {self._jobs[host]}"
+        return problem_in_job(command, code, log, python)
 
 
 class HtcondorJob(BatchJob):

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Problem", "RemoteShell", "Ssh"]
+__all__ = ["Problem", "RemoteShell", "Ssh", "problem_in_job"]
 
 
 class Problem(NamedTuple):
@@ -74,6 +74,25 @@ class Ssh(RemoteShell):
             return Problem(f"has no {python}", remedy)
         last = log.strip().splitlines()[-1:] or [f"exit code {code}"]
         return Problem(last[0], f"look what `ssh {host} {python} --version` prints")
+
+
+def problem_in_job(command: str, code: int | None, log: str, python: str) -> Problem:
+    """Why a job's own shell did not run a Python program.
+
+    Args:
+        command: A command of the job's system that runs something on the host.
+        code, log, python: As for `RemoteShell.problem`.
+    """
+    see = f"look what `{command} {python} --version` prints"
+    if code is None:
+        return Problem("does not answer", see)
+    if "No module named" in log and "nbdist" in log:
+        remedy = f"install nbdist for {python} there, or name another with --python"
+        return Problem("its Python has no nbdist", remedy)
+    if code == 127 or "No such file" in log:
+        return Problem(f"has no {python}", "name one that it has with --python")
+    last = log.strip().splitlines()[-1:] or [f"exit code {code}"]
+    return Problem(last[0], see)
 
 
 OF_SSH = (

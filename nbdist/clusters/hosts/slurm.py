@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from nbdist.clusters.hosts.batch_job import BatchJob, JobState, output_of, seconds_of
 from nbdist.clusters.hosts.host_list import nodes_of
-from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell
+from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell, problem_in_job
 
 __all__ = ["SlurmJob", "Srun"]
 
@@ -51,18 +51,8 @@ class Srun(RemoteShell):
         return ["srun", *where, *own, "env", *unset, *command]
 
     def problem(self, host: str, code: int | None, log: str, python: str) -> Problem:
-        see = (
-            f"look what `srun --jobid={self._job} -w {host} {python} --version` prints"
-        )
-        if code is None:
-            return Problem("does not answer", see)
-        if "No module named" in log and "nbdist" in log:
-            remedy = f"install nbdist for {python} there, or name another with --python"
-            return Problem("its Python has no nbdist", remedy)
-        if code == 127 or "No such file" in log:
-            return Problem(f"has no {python}", "name one that it has with --python")
-        last = log.strip().splitlines()[-1:] or [f"exit code {code}"]
-        return Problem(last[0], see)
+        command = f"srun --jobid={self._job} -w {host}"
+        return problem_in_job(command, code, log, python)
 
 
 class SlurmJob(BatchJob):
