@@ -72,7 +72,7 @@ def main() -> None:
             each for folder in commit_folders(run_dir) for each in opened(folder)
         ]
         saved = SavedWorld(CALL, last_commit(run_dir))
-        cluster._begin_from(saved.resume(run_dir))
+        cluster._begin_from(saved.resume(run_dir, None))
         cluster.execute("resumed = nbdist.elastic.State(step=0)")
         cluster.push(value=b"x" * 3_000_000)
         report = {
