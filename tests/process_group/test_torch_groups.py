@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from nbdist import Cluster
@@ -55,3 +58,15 @@ def test_an_interrupt_ends_a_wait_for_the_members(cluster: Cluster) -> None:
     with pytest.raises(CellError, match=r"ranks 0-3 of 4.*: KeyboardInterrupt"):
         cell.result(LIMIT_S)
     cluster.execute(SUMS.format(ranks="", members=range(4)), timeout_s=LIMIT_S)
+
+
+def test_a_process_without_ranks_of_ours_makes_groups_of_torchs() -> None:
+    program = """
+from nbdist.collectives.torch_backend.registration import register
+import torch, torch.distributed as dist
+register()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+dist.destroy_process_group()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -111,7 +111,7 @@ def _new_process_group_helper(
     """
     ours = _ours(None)
     ranks = [ours.members.ranks[each] for each in global_ranks_in_group] if ours else []
-    if _meets_in_cpp(backend) and default_group().rank in ranks:
+    if ranks and _meets_in_cpp(backend) and default_group().rank in ranks:
         words = rendezvous(default_group(), ranks, str(group_name))
         group_name = max(words, key=lambda word: (len(word), word))
         if group_name.isdecimal():
