@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import subprocess
 import tempfile
@@ -203,6 +204,8 @@ class BatchJob(ABC):
         from ipyparallel.cluster.launcher import LauncherError
 
         class Launcher(kind):  # type: ignore[misc]
+            job_array_regexp = re.compile("")  # one job, and no array of jobs
+
             def _run_command(self, command: list[str], **options: Any) -> Any:
                 # The reason of a refusal.
                 return super()._run_command(command, stderr=subprocess.PIPE, **options)

@@ -5,7 +5,6 @@ Each host is a job of its own, of one submission, and is reached by condor_ssh_t
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 
@@ -63,9 +62,6 @@ class HtcondorJob(BatchJob):
         config = self._config
         n, hosts = config.n or 1, nodes_of(config.nnodes)[0] or 1
 
-        class Launcher(HTCondorLauncher):  # type: ignore[misc]
-            job_array_regexp = re.compile(r"queue\W+\d")  # it is in the script
-
         line = WAITING.replace("\n", "; ").replace("do;", "do")
         # In a submit file "$(" begins a macro, and quotes are doubled.
         line = line.replace("$(", "$(DOLLAR)(").replace('"', '""').replace("'", "''")
@@ -84,7 +80,7 @@ class HtcondorJob(BatchJob):
         added = shlex.split(config.job_args or "")
         lines += [" = ".join(arg.split("=", 1)) for arg in added]
         script = "\n".join([*lines, f"queue {hosts}", ""])
-        return self.submit_script(Launcher, script)
+        return self.submit_script(HTCondorLauncher, script)
 
     def look(self) -> JobState:
         states = [state for _, state, _ in self._rows()]

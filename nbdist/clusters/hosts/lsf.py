@@ -31,8 +31,6 @@ class LsfJob(BatchJob):
         from ipyparallel.cluster.launcher import LSFLauncher
 
         class Launcher(LSFLauncher):  # type: ignore[misc]
-            job_array_regexp = re.compile("")  # one job, and no array of jobs
-
             def start(self, n: int = 1) -> Any:
                 # bsub reads the options of a script on standard input only.
                 self.write_batch_script(n)

@@ -36,9 +36,6 @@ class PbsJob(BatchJob):
         # Slow to import, and not needed without PBS.
         from ipyparallel.cluster.launcher import PBSLauncher
 
-        class Launcher(PBSLauncher):  # type: ignore[misc]
-            job_array_regexp = re.compile("")  # one job, and no array of jobs
-
         config = self._config
         n, hosts = config.n or 1, nodes_of(config.nnodes)[0]
         gpus = gpus_of(config.gres)
@@ -55,7 +52,7 @@ class PbsJob(BatchJob):
             lines.append(f"#PBS -A {config.account}")
         if config.job_args:
             lines.append(f"#PBS {config.job_args}")
-        return self.submit_script(Launcher, "\n".join([*lines, WAITING, ""]))
+        return self.submit_script(PBSLauncher, "\n".join([*lines, WAITING, ""]))
 
     def look(self) -> JobState:
         told = self._told()

@@ -29,7 +29,6 @@ class SgeJob(BatchJob):
         from ipyparallel.cluster.launcher import SGELauncher
 
         class Launcher(SGELauncher):  # type: ignore[misc]
-            job_array_regexp = re.compile("")  # one job, and no array of jobs
             output_template = "#$ -j y\n#$ -o {output_file}"
 
         config = self._config
