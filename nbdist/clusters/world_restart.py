@@ -29,6 +29,7 @@ from nbdist.ipc import endpoints
 from nbdist.ipc.private_files import (
     check_file,
     commit_folders,
+    create_file,
     memory_folder,
     open_file,
     read_file,
@@ -105,7 +106,7 @@ class LastCommit:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 _copy(self._data, folder / self._record.data)
                 if hosts is not None:
-                    with open(folder / STATE, "xb", opener=_private) as file:
+                    with create_file(folder / STATE) as file:
                         self.write_state(file)
                 write_record(folder, self._record)
             except OSError as error:
@@ -118,11 +119,6 @@ class LastCommit:
     def write_state(self, file: BinaryIO) -> None:
         """Write the commit to a file, as `State.save` does."""
         self._record.write_state(file, self._data)
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file that only this user can read."""
-    return os.open(path, flags, 0o600)
 
 
 def _copy(source: int, path: Path) -> None:

@@ -23,11 +23,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 __all__ = [
     "check_file",
     "check_folder",
     "commit_folders",
+    "create_file",
     "make_commit_folders",
     "make_memory_folder",
     "make_rendezvous_folder",
@@ -199,6 +201,15 @@ def open_file(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Create a file that only this user can read, and open it to write bytes.
+
+    Raises:
+        OSError: It exists, or cannot be created.
+    """
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def read_file(path: Path) -> bytes:

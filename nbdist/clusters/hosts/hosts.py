@@ -30,6 +30,7 @@ from nbdist.clusters.resize import Resize
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import ClusterConfig
 from nbdist.errors import ClusterError, StartError, UsageError
+from nbdist.ipc import private_files
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.flight_record import FlightRecord, Key, known_calls, read_known
 from nbdist.ipc.host_sockets import HOST
@@ -558,7 +559,7 @@ class Hosts:
                 paths = host.ask("take_commit")
                 place = Path(tempfile.mkdtemp(prefix="commit-", dir=folder))
                 for path in paths:
-                    with open(place / Path(path).name, "xb", opener=_private) as file:
+                    with private_files.create_file(place / Path(path).name) as file:
                         host.ask("fetch", into=file, path=path)
                 return place if paths else None
             return None
@@ -602,11 +603,6 @@ def _of_all(hosts: Sequence[RemoteHost], ask: Callable[[RemoteHost], T]) -> list
         return []
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(ask, hosts))
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file that only this user can read."""
-    return os.open(path, flags, 0o600)
 
 
 def _machine(name: str, told: dict[str, Any]) -> Host:
