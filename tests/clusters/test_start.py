@@ -227,12 +227,17 @@ def test_a_rank_that_ends_is_named_with_its_exit_code_and_output(
     assert missing == []
 
 
+def started_since(earlier: set[psutil.Process]) -> set[psutil.Process]:
+    """The processes that descend from this one, and are none of the earlier ones."""
+    return set(psutil.Process().children(recursive=True)) - earlier
+
+
 def test_killed_ranks_are_named_instead_of_mpiexec(traces: Path):
-    others = set(psutil.Process().children(recursive=True))
+    others = started_since(set())
 
     def kill_all(progress: Progress) -> None:
         if len(progress.stages) == 2:
-            for process in set(psutil.Process().children(recursive=True)) - others:
+            for process in started_since(others):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if is_rank(process):
                         process.kill()
@@ -250,7 +255,7 @@ def test_killed_ranks_are_named_when_the_others_have_ended_because_of_them(
 
     The start looks only when it has been told of all that.
     """
-    others = set(psutil.Process().children(recursive=True))
+    others = started_since(set())
     killed: list[psutil.Process] = []
     clients: list[SupervisorClient] = []
 
@@ -259,14 +264,11 @@ def test_killed_ranks_are_named_when_the_others_have_ended_because_of_them(
             super().__init__(run_dir)
             clients.append(self)
 
-    def started() -> set[psutil.Process]:
-        return set(psutil.Process().children(recursive=True)) - others
-
     def kill_all(progress: Progress) -> None:
         if killed or len(progress.stages) < 2:
             return
-        wait_until(lambda: sum(map(is_rank, started())) == 2, GONE_WITHIN_S)
-        killed.extend(filter(is_rank, started()))
+        wait_until(lambda: sum(map(is_rank, started_since(others))) == 2, GONE_WITHIN_S)
+        killed.extend(filter(is_rank, started_since(others)))
         for process in killed:
             process.kill()
         wait_until(lambda: clients[0].exit_code(RANK_HOST) is not None, GONE_WITHIN_S)
@@ -281,12 +283,12 @@ def test_killed_ranks_are_named_when_the_others_have_ended_because_of_them(
 def test_a_controller_that_ends_before_it_answers_is_named(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    others = set(psutil.Process().children(recursive=True))
+    others = started_since(set())
     connect = IppClient.__init__
     killed: list[psutil.Process] = []
 
     def kill_and_connect(*args: Any) -> None:
-        for process in set(psutil.Process().children(recursive=True)) - others:
+        for process in started_since(others):
             if "nbdist controller of" in " ".join(process.cmdline()):
                 process.kill()
                 killed.append(process)
