@@ -37,6 +37,11 @@ __all__ = ["CallSupervisor"]
 
 INTERRUPT_GRACE_S = 5.0
 RELEASE_AFTER_S = 0.5
+"""Seconds after an interrupt in which a rank may end its cell by itself, before it is
+released from what it may wait in."""
+RELEASE_AFTER_QUIT_S = 0.1
+"""The same for a rank that waits in a collective after "quit" in a debugger. It waits
+in C++ then, because it would have handled the interrupt."""
 PROBE_S = 0.1
 """Seconds between two checks of what ranks wait for, while a rank is missing."""
 STEADY_S = 0.3
@@ -177,7 +182,7 @@ class CallSupervisor:
             if stopped is None:
                 stopped = self._compare_nccl(call)
         except DebuggerQuit as quit_:
-            stopped = self._interrupt(call, str(quit_))
+            stopped = self._interrupt(call, quit_)
         except KeyboardInterrupt:
             self.take_interrupt()  # it may have ended a recovery
             if deadline.has_passed:
@@ -440,19 +445,26 @@ class CallSupervisor:
             f"{self._left_behind(call)}"
         )
 
-    def _interrupt(self, call: Call, why: str = "") -> CellError:
-        self._end(call)
-        how = f"{why}, and the others were interrupted" if why else "interrupted"
+    def _interrupt(self, call: Call, quit_: DebuggerQuit | None = None) -> CellError:
+        self._end(call, is_quit=quit_ is not None)
+        how = f"{quit_}, and the others were interrupted" if quit_ else "interrupted"
         return CellInterrupted(
             f"{how}; {_survivors(call)} keep their variables{self._left_behind(call)}"
         )
 
-    def _end(self, call: Call, outcome: str = "interrupted") -> None:
+    def _end(
+        self, call: Call, outcome: str = "interrupted", *, is_quit: bool = False
+    ) -> None:
         """Interrupt the ranks of a call, and wait a few seconds for them."""
         start = time.monotonic()
         end = start + INTERRUPT_GRACE_S
         try:
             call.interrupt(outcome)
+            if is_quit and not call.wait(start + RELEASE_AFTER_QUIT_S):
+                ranks = [info.rank for info in call.unfinished]
+                calls = self._registry.ask(endpoints.WAITING, ranks=ranks)
+                if waiting_ranks := [rank for rank in ranks if calls[rank]]:
+                    self._release("interrupted", waiting_ranks)
             if not call.wait(start + RELEASE_AFTER_S):
                 # A rank that waits in C++, as in DDP's backward, handles no signal.
                 self._release("interrupted", [info.rank for info in call.unfinished])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
+from nbdist.clusters import call_supervisor
 from nbdist.clusters.observer import Quiet
 from nbdist.errors import CollectiveTimeout, NoInput
 from tests.debugger_sessions import debug_at_random, killing
@@ -148,6 +149,35 @@ def test_quit_frees_all_ranks(cluster: Cluster, user: Scripted, rank: int, how: 
     assert said in str(stopped.value)
     assert stopped.value.rendered == []
     assert cluster["kept"] == [1] * 4
+
+
+BACKWARD = """
+from torch.nn.parallel import DistributedDataParallel
+layer = torch.nn.Linear(4, 4)
+ddp = DistributedDataParallel(layer)
+if rank == {rank}:
+    layer.weight.register_hook(lambda gradient: breakpoint())
+loss = ddp(torch.ones(2, 4)).sum()
+loss.backward()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3], ids=["first", "middle", "last"])
+def test_quit_releases_ranks_that_wait_in_ddp_first(
+    cluster: Cluster,
+    user: Scripted,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+):
+    monkeypatch.setattr(call_supervisor, "RELEASE_AFTER_S", 60.0)
+    begun = time.monotonic()
+    user.give("q")
+    with pytest.raises(CellInterrupted) as stopped:
+        cluster.execute(BACKWARD.format(rank=rank))
+    assert time.monotonic() - begun < 30  # nothing waits for the release of all ranks
+    assert stopped.value.rendered == []
+    result = cluster.execute(BACKWARD.format(rank=-1))
+    assert result.ok
 
 
 def test_quit_ends_a_cell_that_catches_every_exception(
@@ -431,6 +461,25 @@ def test_the_death_of_a_rank_ends_its_prompt(
         own_cluster.execute(code)
     assert time.monotonic() - begun < 20
     assert own_cluster["kept"] == [5] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2], ids=["first", "middle", "last"])
+def test_a_rank_that_dies_post_mortem_is_replaced_at_once(
+    own_cluster: Cluster, rank: int
+):
+    own_cluster.execute("kept = 6")
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        own_cluster.execute(f"if rank == {rank}:\n    1 / 0\nnbdist.barrier()")
+    reader = reader_of(own_cluster)
+    reader.give("p rank", killing(own_cluster, reader))
+    before = own_cluster.ranks[rank].pid
+    with pytest.raises(CellError, match=f"rank {rank} of 3: RankDied") as died:
+        own_cluster.debug()
+    assert f"rank {rank} was replaced (pid {own_cluster.ranks[rank].pid}" in str(
+        died.value
+    )
+    assert own_cluster.ranks[rank].pid != before
+    assert own_cluster["kept"] == [6] * 3
 
 
 def test_another_rank_dies_meanwhile(own_cluster: Cluster):
