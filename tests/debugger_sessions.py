@@ -122,8 +122,7 @@ def debug_at_random(cluster: Cluster, reader: Scripted, count: int) -> Sessions:
             sessions.quit_s.append(ended - quit_at[-1])
         sessions.kinds[kind] += 1
         sessions.ends[end] += 1
-        if (kind, end) != (POST_MORTEM, "kill"):  # the next cell replaces that rank
-            wait_until(lambda: is_idle(cluster), 10)
+        wait_until(lambda: is_idle(cluster), 10)
         result = cluster.execute("nbdist.barrier()\nprint(rank)")
         assert [each.stdout for each in result] == ["0\n", "1\n", "2\n"], (seed, number)
     return sessions

@@ -771,6 +771,14 @@ class Cluster:
         supervisor.repaired()
         return note
 
+    def _recover_after(self, error: CellError) -> None:
+        """As `_recover`, after a call that has failed, whose error tells the note."""
+        try:
+            note = self._recover()
+        except CellInterrupted as interrupted:
+            note = str(interrupted)
+        _add_note(error, note)
+
     def _way_on(self) -> str:
         """The user's next step after the loss of all ranks."""
         if self.config.on_failure == "replace":
@@ -1456,14 +1464,10 @@ class Cluster:
         error = stopped
         if error is None and check and failures:
             error = cell_error(failures, self.size)
-        try:
-            note = self._recover()
-        except CellInterrupted as interrupted:
-            if error is None:
-                raise
-            note = str(interrupted)
-        if error is not None:
-            error.note = note
+        if error is None:
+            self._recover()
+        else:
+            self._recover_after(error)
             if call.ports_in_use and not isinstance(error, PortInUse):
                 _add_note(error, advice(call.ports_in_use))
             raise _with_result(error, result)
@@ -1932,11 +1936,16 @@ class Cluster:
 
         Raises:
             UsageError: The last cell has not failed on this rank, or the rank has died.
+            CellError: The rank has died meanwhile. It is replaced, as after a cell.
             CellInterrupted: The interrupt button was pressed.
         """
         chosen = self.failed_rank(rank)
         target, what = endpoints.POST_MORTEM, "%dist_debug"
-        self._call(target, (), [chosen], what, observer=observer)
+        try:
+            self._call(target, (), [chosen], what, observer=observer)
+        except CellError as error:
+            self._recover_after(error)
+            raise
 
     def failed_rank(self, rank: int | None = None) -> int:
         """The rank that `debug` looks at. Arguments and errors are those of `debug`."""
