@@ -48,6 +48,21 @@ def test_a_rank_on_a_mig_device_sees_only_this_device():
     assert [p.gpu_index for p in assigned] == [0, 0]
 
 
+def test_ranks_share_a_gpu_whose_memory_is_not_known():
+    host = Host("box", 16, (Gpu("GPU-0", "Card", None),))
+
+    def fractions(**options: object) -> set[float | None]:
+        config = ClusterConfig(n=2, ranks_per_gpu=2, **options)  # type: ignore[arg-type]
+        return {each.memory_fraction for each in assign_devices(config, host)}
+
+    assert fractions() == {None}
+    assert fractions(gpu_memory=0.25) == {0.25}
+    with pytest.raises(UsageError, match=r"does not tell the memory of Card.*fraction"):
+        fractions(gpu_memory="8GiB")
+    with pytest.raises(UsageError, match=r"1\.20 times the memory of Card"):
+        fractions(gpu_memory=0.6)
+
+
 def test_device_cpu_uses_no_gpu():
     assigned = assign_devices(ClusterConfig(n=2, device="cpu"), gpu_host(2))
     assert gpus_of(assigned) == []

@@ -26,6 +26,10 @@ class NotFound(NVMLError):
     """NVMLError_NotFound."""
 
 
+class GpuIsLost(NVMLError):
+    """NVMLError_GpuIsLost."""
+
+
 class NoPermission(NVMLError):
     """NVMLError_NoPermission."""
 
@@ -34,8 +38,8 @@ class NoPermission(NVMLError):
 class Card:
     """A GPU of the machine. A value that is an exception is raised."""
 
-    uuid: str
-    name: str = "Card"
+    uuid: str | NVMLError
+    name: str | NVMLError = "Card"
     memory: int | NVMLError = 80
     mig: int | NVMLError = 0
     parts: list[Card] = field(default_factory=list)
@@ -48,6 +52,7 @@ class Driver(ModuleType):
     NVMLError = NVMLError
     NVMLError_NotSupported = NotSupported
     NVMLError_NotFound = NotFound
+    NVMLError_GpuIsLost = GpuIsLost
     NVML_DEVICE_MIG_ENABLE = 1
 
     def __init__(self, *cards: Card) -> None:
@@ -60,6 +65,8 @@ class Driver(ModuleType):
     nvmlShutdown = nvmlInit
 
     def nvmlDeviceGetCount(self) -> int:
+        if not self.cards:
+            raise NoPermission("no access")
         return len(self.cards)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Card:
@@ -67,11 +74,11 @@ class Driver(ModuleType):
             raise NVMLError("GPU is lost")
         return self.cards[index]
 
-    def nvmlDeviceGetUUID(self, card: Card) -> str:
-        return card.uuid
+    def nvmlDeviceGetUUID(self, card: Card) -> Any:
+        return answer(card.uuid)
 
-    def nvmlDeviceGetName(self, card: Card) -> str:
-        return card.name
+    def nvmlDeviceGetName(self, card: Card) -> Any:
+        return answer(card.name)
 
     def nvmlDeviceGetMemoryInfo(self, card: Card) -> Any:
         return SimpleNamespace(total=answer(card.memory))
@@ -85,10 +92,13 @@ class Driver(ModuleType):
     def nvmlDeviceGetMigDeviceHandleByIndex(self, card: Card, index: int) -> Card:
         if index == len(card.parts):
             raise NotFound
+        if card.parts[index].lost:
+            raise NoPermission
         return card.parts[index]
 
 
-def answer(value: int | NVMLError) -> int:
+def answer(value: Any) -> Any:
+    """A value; raises it if it is an exception."""
     if isinstance(value, NVMLError):
         raise value
     return value
@@ -139,6 +149,34 @@ def test_mig_devices_replace_their_gpu(seen: Any) -> None:
     gpus = seen(card)
     assert uuids(gpus) == ["MIG-1", "MIG-2"]
     assert gpus[0].is_mig
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Card("MIG-1", lost=True),
+        Card(NoPermission()),
+        Card(GpuIsLost()),
+        Card("MIG-1", memory=GpuIsLost()),
+    ],
+)
+def test_a_mig_device_that_is_out_of_reach_is_left_out(seen: Any, part: Card) -> None:
+    card = Card("GPU-a", mig=1, parts=[part, Card("MIG-2")])
+    assert uuids(seen(card)) == ["MIG-2"]
+
+
+@pytest.mark.parametrize("error", [NotSupported(), NoPermission(), NVMLError("old")])
+def test_a_mig_device_of_which_nvml_knows_little_is_used(
+    seen: Any, error: NVMLError
+) -> None:
+    part = Card("MIG-1", memory=error)
+    (gpu,) = seen(Card("GPU-a", name=error, mig=1, parts=[part]))
+    assert gpu == Gpu("MIG-1", "GPU 0", None)
+
+
+def test_a_driver_that_counts_no_gpus_is_the_reason_for_none(seen: Any) -> None:
+    assert seen() == ()
+    assert "counts no GPUs (no access)" in this_host().why_no_gpu
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from ranks import failures, launch
 
 from nbdist import CellError, Cluster
+from nbdist.clusters.hosts.machine import this_host
 
 CASES_FILE = str(Path(__file__).with_name("machine_cases.py"))
 ORDERS = ["work_queued_before_and_after_is_ordered", "a_stream_of_the_users",
@@ -27,6 +28,8 @@ MACHINES = {
 """The simulator's variables, and the transport that the ranks choose."""
 LATE = {"SIMGPU_JITTER_US": "500", "SIMGPU_HOST_PAUSE_US": "3000"}
 """Operations are sometimes late by up to 15 ms, and hosts by 3 ms."""
+NO_PERMISSION, NOT_SUPPORTED, FUNCTION_NOT_FOUND, GPU_IS_LOST = 4, 3, 13, 15
+NVML_ERRORS = NO_PERMISSION, NOT_SUPPORTED, FUNCTION_NOT_FOUND, GPU_IS_LOST
 GPUS = torch.cuda.device_count()
 
 pytestmark = [
@@ -135,3 +138,57 @@ def test_a_rank_has_a_mig_device_of_its_own(
         with pytest.raises(CellError):
             cluster.execute("if rank == 1: import os; os.kill(os.getpid(), 9)")
         cluster.execute("dist.all_reduce(torch.ones(3, device=device))", timeout_s=100)
+
+
+def faulty(patch: pytest.MonkeyPatch, function: str, error: int) -> None:
+    """Have a function of NVML fail for the first of two MIG devices, or its card."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        patch.delenv(name, raising=False)
+    patch.setenv("SIMGPU_MIG", "2")
+    patch.setenv("SIMGPU_NVML_ERROR", f"nvmlDeviceGet{function}={error}")
+
+
+@pytest.mark.parametrize("error", NVML_ERRORS)
+@pytest.mark.parametrize("function", ["MigDeviceHandleByIndex", "UUID"])
+def test_a_mig_device_that_nvml_does_not_name_is_left_out(
+    function: str, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, function, error)
+    mig = [gpu for gpu in this_host().gpus if gpu.is_mig]
+    assert len(mig) == 1
+    assert mig[0].memory is not None
+
+
+@pytest.mark.parametrize("error", NVML_ERRORS)
+def test_a_mig_device_without_a_known_model_is_used(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, "Name", error)
+    names = [gpu.name for gpu in this_host().gpus if gpu.is_mig]
+    assert names == ([] if error == GPU_IS_LOST else ["GPU 0", "GPU 0"])
+
+
+@pytest.mark.parametrize("error", NVML_ERRORS)
+def test_a_mig_device_with_unknown_memory_is_used(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, "MemoryInfo", error)
+    known = [gpu.memory is not None for gpu in this_host().gpus if gpu.is_mig]
+    assert known == ([True] if error == GPU_IS_LOST else [False, True])
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("MigDeviceHandleByIndex", NO_PERMISSION), ("UUID", GPU_IS_LOST),
+     ("Name", FUNCTION_NOT_FOUND), ("MemoryInfo", NOT_SUPPORTED)],
+)  # fmt: skip
+def test_a_start_survives_errors_of_nvml(
+    function: str, error: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    faulty(monkeypatch, function, error)
+    monkeypatch.setenv("SIMGPU_STATE", str(tmp_path / "ledger"))
+    with Cluster(1, device="cuda", ranks_per_gpu=2, threads=1) as cluster:
+        cluster.execute("x = torch.ones(3, device=device).sum().item()")
+        assert cluster["x"] == [3.0]
+        (mine,) = cluster.ranks
+        assert str(mine.device_uuid).startswith("MIG-")

@@ -20,8 +20,8 @@ class Gpu:
 
     uuid: str
     name: str
-    memory: int
-    """Bytes."""
+    memory: int | None
+    """Bytes; None if the driver does not tell."""
 
     @property
     def is_mig(self) -> bool:
@@ -69,6 +69,8 @@ def _visible_gpus(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
         return (), f"no NVIDIA driver was found ({error})"
     try:
         present = _all_gpus()
+    except pynvml.NVMLError as error:
+        return (), f"the NVIDIA driver counts no GPUs ({error})"
     finally:
         pynvml.nvmlShutdown()
     if visible is None:
@@ -113,50 +115,91 @@ def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
 
 
 def _all_gpus() -> dict[str, Gpu]:
-    """Every GPU by UUID. A GPU with MIG is replaced by its MIG devices."""
+    """Every GPU by UUID. A GPU with MIG is replaced by its MIG devices.
+
+    A GPU or MIG device that is lost, or that this user may not see, is left out.
+    """
     import pynvml
 
     gpus = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            card = pynvml.nvmlDeviceGetHandleByIndex(index)
+            parts = _mig_devices(card) or [card]
+            name = _name(card, index)
         except pynvml.NVMLError:
-            continue  # it has fallen off the bus, or this user may not see it
-        for part in _mig_devices(handle) or [handle]:
-            gpu = Gpu(
-                uuid=pynvml.nvmlDeviceGetUUID(part),
-                name=pynvml.nvmlDeviceGetName(handle),
-                memory=_memory(part),
-            )
-            gpus[gpu.uuid] = gpu
+            continue
+        for part in parts:
+            try:
+                uuid = pynvml.nvmlDeviceGetUUID(part)
+                gpus[uuid] = Gpu(uuid, name, _memory(part, part is card))
+            except pynvml.NVMLError:
+                continue
     return gpus
 
 
-def _memory(device: object) -> int:
-    """Bytes of a GPU's memory; those of the host where the two share one memory."""
+def _name(card: object, index: int) -> str:
+    """The model of a GPU; its number if the driver does not tell.
+
+    Raises:
+        NVMLError: The GPU is lost.
+    """
+    import pynvml
+
+    try:
+        return str(pynvml.nvmlDeviceGetName(card))
+    except pynvml.NVMLError_GpuIsLost:
+        raise
+    except pynvml.NVMLError:
+        return f"GPU {index}"
+
+
+def _memory(device: object, is_whole: bool) -> int | None:
+    """Bytes of a GPU's memory; those of the host where the two share one memory.
+
+    None if the driver does not tell.
+
+    Args:
+        device: NVML's handle of the GPU or MIG device.
+        is_whole: Whether it is a whole GPU.
+
+    Raises:
+        NVMLError: The GPU is lost.
+    """
     import pynvml
 
     try:
         return int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
-    except pynvml.NVMLError_NotSupported:  # such as a GB10
-        return int(psutil.virtual_memory().total)
+    except pynvml.NVMLError_GpuIsLost:
+        raise
+    except pynvml.NVMLError_NotSupported:
+        # Such as a GB10, which has no MIG.
+        return int(psutil.virtual_memory().total) if is_whole else None
+    except pynvml.NVMLError:
+        return None
 
 
-def _mig_devices(handle: object) -> list[object]:
-    """The MIG devices of a GPU; none if the driver does not tell."""
+def _mig_devices(card: object) -> list[object]:
+    """The MIG devices of a GPU that the driver tells of.
+
+    Raises:
+        NVMLError: The GPU is lost.
+    """
     import pynvml
 
     try:
-        current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
+        current, _pending = pynvml.nvmlDeviceGetMigMode(card)
         if current != pynvml.NVML_DEVICE_MIG_ENABLE:
             return []
-        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(card)
+    except pynvml.NVMLError_GpuIsLost:
+        raise
     except pynvml.NVMLError:
         return []
     parts = []
     for index in range(count):
         try:
-            parts.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-        except pynvml.NVMLError_NotFound:
-            continue
+            parts.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index))
+        except pynvml.NVMLError:
+            continue  # there is none of this number, or this user may not see it
     return parts

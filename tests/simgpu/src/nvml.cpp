@@ -17,6 +17,15 @@ enum Result {
   INSUFFICIENT_SIZE = 7,
 };
 
+// The error that the first MIG device, or its card, gives for a function, as
+// SIMGPU_NVML_ERROR has it: "nvmlDeviceGetUUID=4". SUCCESS without one.
+int error_of(const char* function) {
+  const char* text = getenv("SIMGPU_NVML_ERROR");
+  size_t length = strlen(function);
+  if (!text || strncmp(text, function, length) || text[length] != '=') return SUCCESS;
+  return atoi(text + length + 1);
+}
+
 struct Device {
   Unit unit;
 };
@@ -57,6 +66,10 @@ struct FabricInfo {
   unsigned clique;
   unsigned char state;
 };
+
+bool is_first_mig(const Device* device) {
+  return device->unit == Unit{0, 0};
+}
 
 bool has_mig(const Device* device) {
   return device->unit.card == 0 && device->unit.slice < 0 && slice_count() > 0;
@@ -121,17 +134,20 @@ SIMGPU_EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, Device** dev
 }
 
 SIMGPU_EXPORT int nvmlDeviceGetUUID(Device* device, char* text, unsigned size) {
+  if (int error = is_first_mig(device) ? error_of("nvmlDeviceGetUUID") : 0) return error;
   snprintf(text, size, "%s", device->unit.uuid().c_str());
   return SUCCESS;
 }
 
 SIMGPU_EXPORT int nvmlDeviceGetName(Device* device, char* text, unsigned size) {
+  if (int error = has_mig(device) ? error_of("nvmlDeviceGetName") : 0) return error;
   snprintf(text, size, "Simulated GPU %d", device->unit.card);
   return SUCCESS;
 }
 
 // A machine whose CPU and GPU share memory, such as a GB10, does not support it.
 SIMGPU_EXPORT int nvmlDeviceGetMemoryInfo(Device* device, Memory* memory) {
+  if (int error = is_first_mig(device) ? error_of("nvmlDeviceGetMemoryInfo") : 0) return error;
   if (is_set("SIMGPU_UMA")) return NOT_SUPPORTED;
   *memory = {};
   for (const Unit& unit : units_of(device)) {
@@ -155,6 +171,7 @@ SIMGPU_EXPORT int nvmlDeviceGetMaxMigDeviceCount(Device* device, unsigned* count
 
 SIMGPU_EXPORT int nvmlDeviceGetMigDeviceHandleByIndex(Device* device, unsigned index,
                                                       Device** slice) {
+  if (int error = index == 0 ? error_of("nvmlDeviceGetMigDeviceHandleByIndex") : 0) return error;
   if (!has_mig(device)) return NOT_SUPPORTED;
   if (int(index) >= slice_count()) return NOT_FOUND;
   *slice = &devices()[MOST_CARDS + index];
