@@ -239,7 +239,8 @@ class OutputConfig(Config):
     cap_mb: float = _setting(1.0, _NUMBER, "OUTPUT_CAP_MB")
     """MB of text that are shown from each rank and cell."""
     widgets: bool = _setting(True, _SWITCH, "WIDGETS")
-    """Whether widgets of the ranks are live, where the front end can show them."""
+    """Whether widgets of the ranks are live, and a cell in the background has a button,
+    where the front end can show them."""
 
 
 @dataclass(frozen=True)

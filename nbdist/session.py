@@ -954,10 +954,9 @@ class Session:
 
 def _widgets_of(cluster: Cluster) -> RankWidgets | None:
     """What shows the widgets of a cluster's ranks; None if nothing can."""
-    from nbdist.config import OutputConfig, read_file
     from nbdist.widgets.live_text import shows_widgets
 
-    if not shows_widgets() or not OutputConfig.read(read_file()).widgets:
+    if not shows_widgets():
         return None
     from nbdist.widgets.rank_widgets import RankWidgets
 

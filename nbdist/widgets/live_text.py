@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
+from nbdist.config import OutputConfig, read_file
 from nbdist.errors import encodable, message_of
 
 __all__ = [
@@ -66,13 +67,14 @@ def is_kernel_ending() -> bool:
 
 
 def shows_widgets() -> bool:
-    """Whether the front end of the running cell can show widgets.
+    """Whether the front end of the running cell can show widgets, and is to do so.
 
     A kernel cannot ask. nbconvert and papermill, which show none, are recognised by
-    their refusal of input.
+    their refusal of input; for others, the user sets `OutputConfig.widgets`.
     """
     kernel = getattr(get_ipython(), "kernel", None)
-    return kernel is not None and bool(kernel._allow_stdin)
+    can_show = kernel is not None and bool(kernel._allow_stdin)
+    return can_show and OutputConfig.read(read_file()).widgets
 
 
 def live_text(identifier: str, *, below_prompt: bool = False) -> LiveText:

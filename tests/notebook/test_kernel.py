@@ -607,6 +607,22 @@ def number_of(reply: Reply) -> str:
     return found[1]
 
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.mark.parametrize("setting", ["0", "1"])
+def test_the_button_of_a_cell_in_the_background_can_be_left_out(
+    notebook: Notebook, setting: str
+):
+    notebook.run(f"import os\nos.environ['NBDIST_WIDGETS'] = '{setting}'")
+    try:
+        _, reply, _ = notebook.start("%%distributed -b\nprint(rank)")
+    finally:
+        notebook.run("del os.environ['NBDIST_WIDGETS']")
+    assert any(WIDGET in each for each in reply.displays) == (setting == "1")
+    assert notebook.run("%dist_wait").status == "ok"
+
+
 def test_the_kernel_is_back_within_50_ms(notebook: Notebook):
     seconds = []
     for _ in range(10):
