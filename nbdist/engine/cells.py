@@ -282,6 +282,6 @@ def _failure(result: Any) -> Failure | None:
     shell = this_rank().shell
     message = message_of(error)
     lines = [*map(encodable, getattr(shell, "_last_traceback", None) or ())]
-    if advice := cuda_context.advice():
+    if advice := cuda_context.advice() or torch_group.advice(error):
         message, lines = f"{message}\n{advice}", [*lines, advice]
     return Failure(info.rank, info.host, name, message, location, tuple(lines))

@@ -21,7 +21,14 @@ from nbdist.collectives.torch_backend.process_group import ProcessGroup
 from nbdist.engine import ddp_modules
 from nbdist.errors import UsageError
 
-__all__ = ["begin_again", "destroy", "is_reconfigured", "make", "own_groups"]
+__all__ = [
+    "begin_again",
+    "destroy",
+    "destroy_one",
+    "is_reconfigured",
+    "make",
+    "own_groups",
+]
 
 REPLACED = {"gloo", "nccl", "mpi", "ucc", "nbdist"}
 """Backends that the shared group replaces."""
@@ -79,6 +86,11 @@ def destroy() -> None:
     _last, _shared = _shared or _last, None
     if dist.is_initialized():
         _destroy()
+
+
+def destroy_one(group: dist.ProcessGroup) -> None:
+    """Destroy a process group of the user's. Waits for no other rank if aborted."""
+    _destroy(group)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from nbdist.wire import NcclCall, NcclTotal
 
 __all__ = [
     "abort",
+    "advice",
     "equalize_group_counts",
     "finish",
     "groups_made",
@@ -34,6 +35,7 @@ __all__ = [
     "nccl_calls",
     "nccl_operation",
     "nccl_trace",
+    "renew_nccl",
     "start",
     "stop",
     "uses_nccl",
@@ -65,6 +67,8 @@ _SIZED = {
 """The collectives of NCCL whose inputs are of equal size on all ranks."""
 
 _at_start = 0
+_has_destroyed = False
+"""Whether a group of the user's was destroyed, because NCCL had failed."""
 
 
 def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
@@ -286,6 +290,40 @@ def abort() -> bool:
             nccl.abort()
             aborted = True
     return aborted
+
+
+def renew_nccl(generation: int) -> None:
+    """Have NCCL's groups made again. Every rank must call, when all are idle.
+
+    The process groups keep their members, and make NCCL's part again with their next
+    collective. Those with torch's own backend "nccl" are destroyed, because torch can
+    neither use nor replace a communicator that was aborted.
+
+    Args:
+        generation: The world's next generation.
+    """
+    global _has_destroyed
+    abort()
+    for group in list(distributed_c10d._world.pg_names):
+        if isinstance(group, ProcessGroup):
+            group.renew_nccl(generation)
+        elif nccl_of(group) is not None:
+            shared_default_group.destroy_one(group)
+            _has_destroyed = True
+
+
+def advice(error: BaseException) -> str:
+    """What to do about the error of a call on a group that `renew_nccl` destroyed.
+
+    "" for other errors.
+    """
+    if not (_has_destroyed and "not initialized in the world group map" in str(error)):
+        return ""
+    return (
+        'If its backend is "nccl", the group was destroyed after an error, when '
+        "NCCL's groups were made again: make it again with dist.new_group. Without a "
+        "backend, dist.new_group makes a group that stays valid"
+    )
 
 
 def stop() -> None:

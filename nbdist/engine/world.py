@@ -121,14 +121,10 @@ class World:
         self._revoke_shared()
         self.shared = self.comm.Dup()
         self._shared_revoked = False
-        without_nccl = self._nccl_has_failed()
-        if without_nccl:
-            torch_group.stop()
-        renew_groups(self.generation)
-        if without_nccl:
-            run_dir = this_rank().run_dir
-            torch_group.start(run_dir, owns_gpu=True, generation=self.generation)
+        if self._nccl_has_failed():
+            torch_group.renew_nccl(self.generation)
             self._nccl_aborted = False
+        renew_groups(self.generation)
         torch_group.equalize_group_counts(self.comm)
         shared_default_group.begin_again()
         self._has_open_step = False

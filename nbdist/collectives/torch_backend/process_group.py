@@ -51,6 +51,7 @@ from nbdist.collectives.torch_backend.work import (
     in_callback,
     original_error,
 )
+from nbdist.collectives.transports.nccl import shut_down
 from nbdist.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -188,6 +189,8 @@ class ProcessGroup(dist.ProcessGroup):
         """The number and the ranks of the last `reconfigure`; "" where there was none.
         No other group of ranks has the same."""
         self._store = store
+        self._generation = 0
+        """Of NCCL's part. The parts of a group meet under different names."""
         self._timeout = timeout
         self._owned = owned
         self._name = self._description = ""
@@ -275,15 +278,29 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _leave(self) -> None:
         """Leave the members, without a call of theirs."""
+        self._abort_nccl()
+        owned, self._owned, self._members = self._owned, None, None
+        if owned is not None:
+            owned.give_up(CollectiveAborted("the process group was reconfigured"))
+
+    def renew_nccl(self, generation: int) -> None:
+        """Abort NCCL's part. The next collective of NCCL makes another one.
+
+        Every member must call.
+
+        Args:
+            generation: A number that was not used before, equal on all members.
+        """
+        self._abort_nccl()
+        self._generation = generation
+
+    def _abort_nccl(self) -> None:
         nccl = nccl_of(self)
         if nccl is not None:
             nccl.abort()
         vars(self).pop("_nccl", None)
         self.native_calls = NativeCalls()
         self._has_met = False
-        owned, self._owned, self._members = self._owned, None, None
-        if owned is not None:
-            owned.give_up(CollectiveAborted("the process group was reconfigured"))
 
     def getRank(self) -> int:
         """This rank's number in the group, also while it has no members."""
@@ -575,6 +592,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         NCCL would wait for them in C++, where nothing releases a rank.
         """
+        self.members.raise_if_aborted()
         if not self._has_met:
             rendezvous(default_group(), self.members.ranks)
             self._has_met = True
@@ -587,6 +605,8 @@ class ProcessGroup(dist.ProcessGroup):
         store = self._store
         if self.epoch:
             store = PrefixStore(f"reconfigure/{self.epoch}", store)
+        if self._generation:
+            store = PrefixStore(f"generation/{self._generation}", store)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         rank, size = self.rank(), self.size()
@@ -687,12 +707,18 @@ class ProcessGroup(dist.ProcessGroup):
         return kinds.SUCCESS
 
     def shutdown(self) -> None:
-        """Close the group. The world's group stays open."""
+        """Close the group. The world's group stays open.
+
+        NCCL's part waits for the other members to close it, for ten seconds at most.
+        """
         nccl = nccl_of(self)
-        if nccl is not None:
-            nccl.shutdown()
-        if self._owned is not None:
-            self._owned.close()
+        vars(self).pop("_nccl", None)
+        try:
+            if nccl is not None:
+                shut_down(nccl)
+        finally:
+            if self._owned is not None:
+                self._owned.close()
 
     def getBackendName(self) -> str:
         """The backend's name, for C++."""

@@ -24,7 +24,7 @@ from nbdist.collectives.sync.cuda_events import await_device
 from nbdist.collectives.sync.wait import Check, Swap
 from nbdist.collectives.transports.base import Transport
 
-__all__ = ["NcclTransport"]
+__all__ = ["NcclTransport", "shut_down"]
 
 _NO_TIMEOUT = timedelta(days=7)
 _CLOSE_WITHIN_S = 10.0
@@ -175,9 +175,7 @@ class NcclTransport(Transport):
     def close(self) -> None:
         """Free the communicator.
 
-        NCCL waits for unfinished work, and for the other ranks to close. Work that is
-        not finished is aborted, because a rank that it needs may be gone. The wait for
-        a rank that does not close is left to a thread: `abort` would wait for it, too.
+        Work that is not finished is aborted, because a rank that it needs may be gone.
         """
         if self._is_closed:
             return
@@ -185,11 +183,7 @@ class NcclTransport(Transport):
         if not self.is_finished:
             self._group.abort()
         self._last = None
-        ending = threading.Thread(
-            target=self._group.shutdown, name="nbdist-nccl-close", daemon=True
-        )
-        ending.start()
-        ending.join(_CLOSE_WITHIN_S)
+        shut_down(self._group)
 
     def _works(self, check: Check) -> bool:
         """Whether NCCL connects the ranks' devices. Every rank must call."""
@@ -220,6 +214,19 @@ class NcclTransport(Transport):
         yield
         for output in outputs:
             output.masked_fill_(lost.bool(), float("nan"))
+
+
+def shut_down(group: Any) -> None:
+    """Free the communicator of a group of torch's NCCL.
+
+    NCCL waits for unfinished work, and for the other ranks to close. The wait for a
+    rank that does not close is left to a thread: `abort` would wait for it, too.
+    """
+    ending = threading.Thread(
+        target=group.shutdown, name="nbdist-nccl-close", daemon=True
+    )
+    ending.start()
+    ending.join(_CLOSE_WITHIN_S)
 
 
 def _common_store(rank: int, size: int, swap: Swap) -> Store | None:
