@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -205,6 +206,48 @@ def nccl_is_aborted_together() -> list[str]:
         transport.all_reduce_flat(torch.ones(5, device="cuda"), "sum")
     group.close()
     return ended
+
+
+def nccl_store_outlives_its_maker() -> tuple[bool, float]:
+    """Rank 0, which has made the store of NCCL's ranks, closes before the others.
+
+    A thread of NCCL in each other rank looks into the store once a second. Without the
+    store's file it tries again for 300 s, and the end of the group waits for it.
+
+    Returns:
+        Whether the store is there after that, and how long this rank's close took.
+    """
+    torch.cuda.set_device(RANK)
+    nccl._CLOSE_WITHIN_S = 1.0
+    made: list[Any] = []
+
+    def noting(path: str, size: int) -> Any:
+        made.append((Path(path), dist.FileStore(path, size)))
+        return made[-1][1]
+
+    nccl.FileStore = noting  # type: ignore[assignment, misc]
+    group = nc.Group(COMM, config=CollectiveConfig("nccl", timeout_s=30.0))
+    nc.all_reduce(torch.ones(5, device="cuda"), group=group)
+    torch.cuda.synchronize()
+    ((path, _),) = made
+    transport = group.transport("cuda", "nccl")
+    COMM.Barrier()
+    begun = time.monotonic()
+    if RANK == 0:
+        transport.close()
+    COMM.Barrier()
+    is_there = path.exists()
+    if RANK > 0:
+        time.sleep(2.5)  # NCCL's thread, which tells nobody, looks in the meantime
+        begun = time.monotonic()
+        transport.close()
+    group.close()
+    del transport, group
+    made.clear()
+    gc.collect()
+    took_s = time.monotonic() - begun
+    COMM.Barrier()
+    return is_there, took_s
 
 
 class _Noting:

@@ -93,6 +93,18 @@ def test_unfinished_work_of_nccl_is_aborted_on_all_ranks() -> None:
         assert ended[0] == "abort"
 
 
+@needs_two
+def test_a_rank_closes_nccl_after_the_rank_that_made_its_store(tmp_path: Path) -> None:
+    found = launch(
+        2, CASES_FILE, "nccl_store_outlives_its_maker", deadline_s=100,
+        environment={"TMPDIR": str(tmp_path), "TORCH_NCCL_ENABLE_MONITORING": "1"},
+    )  # fmt: skip
+    for is_there, took_s in found:
+        assert is_there
+        assert took_s < 20
+    assert not list(tmp_path.glob("nbdist-nccl-*"))
+
+
 def test_an_error_of_a_kernel_is_sticky_and_its_ranks_own() -> None:
     failed, sound = launch(2, CASES_FILE, "broken_context")
     assert "device-side assert triggered" in failed
