@@ -131,6 +131,17 @@ def test_the_extension_of_jupyterlab_is_installed_whole() -> None:
     assert Path(about["jupyterlab"]["_build"]["load"]) in installed
 
 
+def test_the_workflows_run_the_checks_and_each_night_the_long_tests() -> None:
+    ran = {
+        path.stem: set(re.findall(r"run: bash (\S+)$", path.read_text(), re.MULTILINE))
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+    }
+    assert ran == {"checks": {".ci/run"}, "nightly": {".ci/nightly"}}
+    assert all((ROOT / name).is_file() for names in ran.values() for name in names)
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    assert re.search(r'^  schedule:\n    - cron: "', nightly, re.MULTILINE)
+
+
 def test_no_text_has_an_absolute_path_of_a_machine() -> None:
     # Whole absolute paths, not the relative ones that end alike.
     personal = re.compile(r"(?<![\w.)}~$-])/(?:root|work|opt|home/\w+|Users/\w+)/\S")
