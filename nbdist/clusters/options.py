@@ -151,11 +151,28 @@ def _in_job(config: ClusterConfig) -> ClusterConfig:
     """Derive the number of ranks in a job of a batch system, if it is not given."""
     if config.n is not None:
         return config
-    allocated = os.environ.get(RANKS_OF_JOB.get(config.launcher, ""))
+    allocated = _allocated(config.launcher)
     if allocated is not None:
-        return replace(config, n=int(allocated))
+        return replace(config, n=allocated)
     of_host = gpus_of(config.gres) or 1
     return replace(config, n=(nodes_of(config.nnodes)[0] or 1) * of_host)
+
+
+def _allocated(launcher: str) -> int | None:
+    """The number of ranks of the job that this process runs in; None outside a job.
+
+    Raises:
+        UsageError: The file that PBS names cannot be read.
+    """
+    if launcher == "pbs":
+        listed = os.environ.get("PBS_NODEFILE")
+        try:
+            # A line for each MPI process.
+            return None if not listed else len(Path(listed).read_text().split())
+        except OSError as error:
+            raise UsageError(f"PBS_NODEFILE={listed}: {error}; give -n") from error
+    number = os.environ.get(RANKS_OF_JOB.get(launcher, ""))
+    return None if number is None else int(number)
 
 
 def _on_hosts(config: ClusterConfig, slots: int) -> ClusterConfig:

@@ -16,11 +16,12 @@ from nbdist.magics import DistMagics
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that can submit jobs, outside of one. Nothing is submitted."""
-    program = tmp_path / "sbatch"
-    program.write_text("#!/bin/sh\nexit 1\n")
-    program.chmod(0o755)
+    for name in ("sbatch", "qsub", "bsub"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\nexit 1\n")
+        program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("SLURM_JOB_ID", "SLURM_NTASKS"):
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "PBS_NODEFILE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -75,12 +76,34 @@ def test_a_job_has_a_rank_for_each_gpu_or_host(
 
 
 @pytest.mark.usefixtures("sbatch")
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("slurm", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6"}),
+        ("pbs", {"PBS_JOBID": "7", "PBS_NODEFILE": "nodes"}),
+        ("sge", {"JOB_ID": "7", "PE_HOSTFILE": "hosts", "NSLOTS": "6"}),
+        ("lsf", {"LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "6"}),
+    ],
+)
 def test_a_job_that_exists_tells_the_number_of_ranks(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    variables: dict[str, str],
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_NTASKS", "6")
-    assert Cluster(launcher="slurm").size == 6
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nodes").write_text("b\nb\nb\nc\nc\nc\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Cluster(launcher=launcher).size == 6
+
+
+@pytest.mark.usefixtures("sbatch")
+def test_a_node_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PBS_JOBID", "7")
+    monkeypatch.setenv("PBS_NODEFILE", "/nowhere/nodes")
+    with pytest.raises(UsageError, match=r"PBS_NODEFILE=/nowhere/nodes: .*give -n"):
+        Cluster(launcher="pbs")
 
 
 def test_an_option_of_the_job_may_have_spaces():
