@@ -65,7 +65,8 @@ def delete(number: str) -> None:
         pattern = f"[b]atch-job-{number}"
         subprocess.run(["ssh", host, "pkill", "-f", pattern], check=False)
         if job["system"] == "condor":
-            subprocess.run(["ssh", host, "pkill", "-f", "[n]bdist agent"], check=False)
+            # ssh gives the words to a shell.
+            subprocess.run(["ssh", host, "pkill -f '[n]bdist agent'"], check=False)
     write({**job, "state": "ended"})
 
 
