@@ -389,7 +389,8 @@ class Cluster:
         if self._hosts is None:
             return
         if self._hosts.job is not None:
-            self._hosts.job.watch(self._tell, self._hosts.leave_job)
+            assert self._elastic is not None
+            self._hosts.job.watch(self._tell, self._elastic.save, self._hosts.leave_job)
         script = self.config.host_discovery
         if script is None:
             return

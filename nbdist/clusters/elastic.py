@@ -116,6 +116,10 @@ class Elastic:
         self._registry.tell(endpoints.ELASTIC_WANT_RESIZE, request.number)
         return self._resizes.await_outcome(request, lambda: call in self._followed)
 
+    def save(self) -> None:
+        """Have rank 0 write the next commit of a run to the file of its state."""
+        self._registry.tell(endpoints.ELASTIC_WANT_SAVE)
+
     # -- from the thread that waits for the call ------------------------------------
 
     def begin(self, call: Call, deadline: float | None) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "order",
     "variables",
     "want_resize",
+    "want_save",
 ]
 
 
@@ -49,6 +50,7 @@ class NotebookCoordinator:
     def __init__(self) -> None:
         self.resize_request = 0
         """Number of the last resize request that this rank has received."""
+        self.save_wanted = False
         self.resume: Resume | None = None
         self.expected: ElasticCall | None = None
         """The elastic call that this rank joins, if it is new in the world."""
@@ -176,6 +178,11 @@ def want_resize(request: int) -> None:
         request: Number of the resize request. A completed request has no effect.
     """
     _coordinator.resize_request = max(_coordinator.resize_request, request)
+
+
+def want_save() -> None:
+    """Make rank 0 write its next commit to the file of the state's `path`."""
+    _coordinator.save_wanted = True
 
 
 def begin_from(resume: Resume | None) -> None:

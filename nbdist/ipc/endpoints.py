@@ -22,6 +22,7 @@ __all__ = [
     "ELASTIC_ORDER",
     "ELASTIC_VARIABLES",
     "ELASTIC_WANT_RESIZE",
+    "ELASTIC_WANT_SAVE",
     "END",
     "EXPORT_VARIABLES",
     "FETCH",
@@ -89,6 +90,7 @@ ELASTIC_DEFER = "nbdist.engine.elastic:defer"
 ELASTIC_ORDER = "nbdist.engine.elastic:order"
 ELASTIC_VARIABLES = "nbdist.engine.elastic:variables"
 ELASTIC_WANT_RESIZE = "nbdist.engine.elastic:want_resize"
+ELASTIC_WANT_SAVE = "nbdist.engine.elastic:want_save"
 
 LOOK = "nbdist.engine.inspection:look"
 MEMORY_REPORT = "nbdist.engine.inspection:memory_report"

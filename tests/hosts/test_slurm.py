@@ -26,6 +26,25 @@ def started(**options):
 def printed(code):
     return [each.stdout.strip() for each in cluster.execute(code)]
 """
+COMMITS = """
+import os, tempfile, time
+with tempfile.TemporaryDirectory() as folder:
+    path = folder + "/run.state"
+    state = nbdist.elastic.State(path=path, save_every=10**6, step=0, seen=0)
+
+    @nbdist.elastic.run
+    def train(state):
+        while state.step < 50:
+            if os.path.exists(path) and not state.seen:
+                state.seen = state.step
+            state.step += 1
+            time.sleep(0.02)
+            state.commit()
+
+    train(state)
+    print(state.seen)
+"""
+"""Prints the commit by which the state's file was there, on rank 0; 0 for none."""
 SUM = "x = torch.ones(5) * (rank + 1); nbdist.all_reduce(x); print(int(x[0]))"
 
 
@@ -122,6 +141,26 @@ def test_the_time_limit_is_told_before_it_comes(slurm: Slurm, console: Console):
     )
     console.result()
     assert "at its time limit" in console.value("notes[-1]")
+    saved = console.value(f"printed({COMMITS!r})[0]")
+    assert 0 < int(saved) < 50
+    console.do("cluster.stop()")
+
+
+def test_a_drained_node_keeps_its_ranks_and_gets_no_others(
+    slurm: Slurm, console: Console
+):
+    drain = ("scontrol", "update", "NodeName=b", "State=DRAIN", "Reason=test")
+    console.do("cluster = started(n=2, nnodes='2')")
+    slurm.run(*drain)
+    assert console.value(f"printed({SUM!r})") == ["3"] * 2
+    console.do("cluster.stop(); seen.clear()")
+    console.begin("cluster = started(n=2, nnodes='2')")
+    waits = ("squeue", "-h", "-t", "PD", "-o", "%r")
+    wait_until(lambda: "DRAINED" in slurm.run(*waits), 30.0, lambda: slurm.run(*waits))
+    slurm.run("scontrol", "update", "NodeName=b", "State=RESUME")
+    console.result()
+    assert "DRAINED" in console.value("' '.join(seen)")
+    assert console.value(f"printed({SUM!r})") == ["3"] * 2
     console.do("cluster.stop()")
 
 

@@ -30,8 +30,8 @@ POLL_S = 1.0
 """Seconds between two looks at the queue."""
 WATCH_S = 5.0
 """Seconds between two looks at a job that runs."""
-NOTICE_S = 120
-"""Seconds before its end at which a job's end is told."""
+NOTICES_S = (120, 30)
+"""Seconds before its end at which a job's end is announced."""
 WAITING = """idle=0
 while [ $idle -lt 4 ]; do
   sleep 30
@@ -167,14 +167,20 @@ class BatchJob(ABC):
                 self.delete()
             self.id = ""
 
-    def watch(self, on_note: Callable[[str], None], on_end: Callable[[], None]) -> None:
+    def watch(
+        self,
+        on_note: Callable[[str], None],
+        on_ending: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
         """Say when the job is about to end, and when it has ended.
 
         Args:
             on_note: Called with what to tell the user, from a thread.
+            on_ending: Called at each of `NOTICES_S`, from a thread.
             on_end: Called when the job has ended, from a thread.
         """
-        self._watcher = _Watcher(self, on_note, on_end)
+        self._watcher = _Watcher(self, on_note, on_ending, on_end)
 
     def _slots(self) -> list[HostSlots]:
         """The hosts of the job, and the number of ranks on each."""
@@ -234,10 +240,11 @@ class _Watcher:
         self,
         job: BatchJob,
         on_note: Callable[[str], None],
+        on_ending: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         self._job, self._id = job, job.id
-        self._on_note, self._on_end = on_note, on_end
+        self._on_note, self._on_ending, self._on_end = on_note, on_ending, on_end
         self._ended = threading.Event()
         thread = threading.Thread(target=self._run, name="nbdist-job", daemon=True)
         thread.start()
@@ -247,7 +254,7 @@ class _Watcher:
         self._ended.set()
 
     def _run(self) -> None:
-        told = False
+        announced = 0
         name = f"{self._job.system} ends job {self._id}"
         while not self._ended.wait(WATCH_S):
             try:
@@ -261,11 +268,15 @@ class _Watcher:
                 self._on_note(f"{name}: {state.text}")
                 self._on_end()
                 return
-            if not told and left is not None and left <= NOTICE_S:
-                told = True
-                self._on_note(
-                    f"{name} in {left} s, at its time limit: pull or save what you need"
-                )
+            due = 0 if left is None else sum(left <= notice for notice in NOTICES_S)
+            if due > announced:
+                if not announced:
+                    self._on_note(
+                        f"{name} in {left} s, at its time limit: pull or save what you "
+                        "need; an elastic run writes its next commit to a file"
+                    )
+                announced = due
+                self._on_ending()
 
 
 def output_of(*argv: str, codes: Mapping[int, str] | None = None) -> str:

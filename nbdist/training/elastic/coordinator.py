@@ -22,6 +22,10 @@ class Coordinator(Protocol):
     def resize_wanted(self) -> bool:
         """Whether the world should change its size at the next commit."""
 
+    save_wanted: bool
+    """Whether the next commit should be written to the state's file, also if it is not
+    due. The commit that is written sets it to False."""
+
     resume: Resume | None
     """The file from which a new `State` loads its values; None for no file."""
 
@@ -67,6 +71,7 @@ class NoCoordinator:
     """The coordinator under a plain `mpiexec` or `torchrun`: no rank is replaced."""
 
     resize_wanted = False
+    save_wanted = False
     resume: Resume | None = None
     commit_folders: Sequence[Path] = ()
 

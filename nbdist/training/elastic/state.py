@@ -57,7 +57,8 @@ class State:
 
     Args:
         path: a file to which rank 0 also writes commits; None for no file.
-        save_every: rank 0 writes every `save_every`-th commit to `path`.
+        save_every: rank 0 writes every `save_every`-th commit to `path`, and one when
+            the job of a batch system is about to reach its time limit.
         objects: objects with `state_dict` and `load_state_dict` (modules, optimizers,
             schedulers, samplers, gradient scalers), tensors on any device, and plain
             values, which are deep-copied. For a module in DDP, the wrapped module is
@@ -430,9 +431,11 @@ class State:
         self._forget_staged()
 
     def _save_if_due(self, world: Ranks) -> None:
-        due = self._path is not None and self._commit_number % self._save_every == 0
-        if world.rank == 0 and due:
-            assert self._path is not None
+        if world.rank != 0 or self._path is None:
+            return
+        due = self._commit_number % self._save_every == 0
+        if due or coordinator().save_wanted:
+            coordinator().save_wanted = False
             _write_commit(self._path, self._committed)
 
 
