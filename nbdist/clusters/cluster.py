@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from nbdist.clusters import transfer
 from nbdist.clusters.comm_receiver import IGNORED, CommReceiver
 from nbdist.clusters.failures import (
+    EFFECTS,
     cell_error,
     failures_of,
     group,
@@ -2020,7 +2021,7 @@ def _that_say_more(failures: Sequence[Failure]) -> list[Failure]:
 def _with_result(error: CellError, result: CellResult) -> CellError:
     error.result = result
     if not error.rendered:
-        expected = ("KeyboardInterrupt", "Unfinished")
+        expected = ("KeyboardInterrupt", "Unfinished", *EFFECTS)
         failures = [f for f in result.failures if f.ename not in expected]
         error.rendered = render(failures, result.world_size)
     return error

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.call import Call
 
 __all__ = [
+    "EFFECTS",
     "cell_error",
     "failures_of",
     "group",

@@ -22,6 +22,10 @@ SAME_RANK_S = 0.5
 another rank's prompt is shown."""
 TOGETHER_S = 0.1
 """Seconds in which further ranks may ask, before the lowest is chosen."""
+ENDED_AT_PROMPT = (
+    "the rank has ended. If the box for the answer stays, as in JupyterLab, press "
+    "Enter in it: no cell runs before"
+)
 RANKS_USAGE = "ranks all CMD, or ranks 0,2 CMD, with ranks that have stopped"
 
 
@@ -113,7 +117,8 @@ class Prompts:
         """Ask the user for one line, and send it."""
         answer = self._ask(rank, request)
         if answer is None:
-            self._call.wait(time.monotonic())  # the rank has ended: take its end
+            self._reader.show(f"[{rank}] {ENDED_AT_PROMPT}")
+            self._call.wait(time.monotonic())  # take its end
             return
         is_debugger = request.kind == "debugger"
         if is_debugger and answer.text.split()[:1] == ["ranks"]:

@@ -151,6 +151,35 @@ def test_quit_frees_all_ranks(cluster: Cluster, user: Scripted, rank: int, how: 
     assert cluster["kept"] == [1] * 4
 
 
+LATE = """
+import signal
+if rank == 3:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+if rank == 1:
+    breakpoint()
+nbdist.barrier()
+"""
+CLEAN = """
+signal.sigtimedwait([signal.SIGINT], 0)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+"""
+
+
+def test_quit_shows_no_error_of_a_rank_that_is_released_before_its_interrupt(
+    cluster: Cluster, user: Scripted
+):
+    user.give("q")
+    try:
+        with pytest.raises(CellInterrupted) as stopped:
+            cluster.execute(LATE)
+    finally:
+        cluster.execute(CLEAN, [3])
+    assert stopped.value.rendered == []
+    assert stopped.value.result is not None
+    failures = {each.rank: each.ename for each in stopped.value.result.failures}
+    assert failures[3] == "CollectiveAborted"
+
+
 BACKWARD = """
 from torch.nn.parallel import DistributedDataParallel
 layer = torch.nn.Linear(4, 4)
@@ -460,6 +489,7 @@ def test_the_death_of_a_rank_ends_its_prompt(
     with pytest.raises(CellError, match=f"rank {rank} of 3: RankDied"):
         own_cluster.execute(code)
     assert time.monotonic() - begun < 20
+    assert "press Enter in it" in reader.text
     assert own_cluster["kept"] == [5] * 3
 
 
