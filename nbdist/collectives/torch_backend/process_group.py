@@ -270,9 +270,14 @@ class ProcessGroup(dist.ProcessGroup):
         return self._members is members
 
     def return_to(self, members: Group) -> None:
-        """Undo `reconfigure`: the ranks of an open group are the members again."""
+        """Undo `reconfigure`: the ranks of an open group are the members again.
+
+        Every rank must call, in a new generation. The numbers of `reconfigure` begin
+        again.
+        """
         if not self.has(members):
             self._leave()
+            self._uuids.clear()
             self._members, self._place = members, (members.rank, members.size)
             self.epoch = ""
 
