@@ -157,6 +157,29 @@ def cut_off(addresses: Collection[str]) -> None:
                         end.shutdown(socket.SHUT_RDWR)
 
 
+def is_of_another_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end, on this host, is another user's.
+
+    Args:
+        connection: An IPv4 connection over loopback. False where the system does not
+            list such connections.
+    """
+    ends = [_listed(connection.getpeername()), _listed(connection.getsockname())]
+    try:
+        with open("/proc/net/tcp") as table:
+            rows = [line.split() for line in table]
+    except OSError:
+        return False
+    users = [int(row[7]) for row in rows if row[1:3] == ends]
+    return any(user != os.geteuid() for user in users)
+
+
+def _listed(address: tuple[str, int]) -> str:
+    """An address as the kernel's table has it, such as "0100007F:1F90"."""
+    (number,) = struct.unpack("=I", socket.inet_aton(address[0]))
+    return f"{number:08X}:{address[1]:04X}"
+
+
 def _peer(end: socket.socket) -> str:
     """The address of the host at the other end."""
     address: str = end.getpeername()[0]

@@ -77,6 +77,25 @@ def test_only_the_hosts_of_the_ranks_can_connect(
     assert hosts["c"].run(*connect).stdout.split() == []
 
 
+READ = "exec 3<>/dev/tcp/127.0.0.1/$0; read -t 2 -N 1 -u 3; echo $?"
+"""Prints 1 if the connection was closed, and more than 128 if it is open."""
+
+
+def test_no_other_user_of_a_host_reaches_the_launcher(
+    console: Console, hosts: HostNetwork
+):
+    (row,) = [
+        line
+        for line in hosts["b"].run("ss", "-Hlntp").stdout.splitlines()
+        if "nbdist agent" in line
+    ]
+    port = row.split()[3].rpartition(":")[2]
+    other = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    assert int(hosts["b"].run("bash", "-c", READ, port).stdout) > 128
+    assert hosts["b"].run(*other, "bash", "-c", READ, port).stdout == "1\n"
+    assert console.value("printed('print(1)')") == ["1"] * 4
+
+
 def test_cells_print_and_fail_with_the_rank_and_the_line(console: Console):
     assert console.value("printed('x = rank * 2\\nprint(x)')") == ["0", "2", "4", "6"]
     error = console.error("cluster.execute('y = 1\\nif rank == 3: 1 / 0', number=7)")

@@ -32,6 +32,7 @@ from nbdist.clusters.hosts.local_world import LocalWorld
 from nbdist.clusters.hosts.rank_service import serve_rank
 from nbdist.ipc.channels import Channels
 from nbdist.ipc.host_sockets import GREETING
+from nbdist.ipc.ports import is_of_another_user
 from nbdist.ipc.prctl import name_process
 
 __all__ = ["main"]
@@ -86,6 +87,10 @@ class Agent:
         """Join each connection of a listening socket with a channel to the notebook."""
 
         def take(connection: socket.socket) -> None:
+            is_port = connection.family == socket.AF_INET
+            if is_port and is_of_another_user(connection):
+                connection.close()
+                return
             self._channels.open(channel, connection)
 
         self._channels.call_soon(lambda: self._channels.listen(listener, take))
