@@ -67,7 +67,9 @@ def dumps(value: object, namespace: object = None) -> list[Any]:
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     _pickler(stream, buffers, namespace).dump(value)
-    return [stream.getbuffer(), *buffers]
+    # A view would keep the stream open, and Python 3.13 complains of that when the
+    # garbage collector finds both.
+    return [stream.getvalue(), *buffers]
 
 
 def _is_plain(value: object) -> bool:
@@ -114,7 +116,7 @@ def dumps_named(
         with each(name):
             pickler.dump(value)
     names = pickle.dumps(list(values))
-    return [names, stream.getbuffer(), *buffers]
+    return [names, stream.getvalue(), *buffers]
 
 
 def loads_named(frames: list[Any], each: Each = _unchanged) -> dict[str, Any]:

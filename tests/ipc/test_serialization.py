@@ -239,3 +239,9 @@ def test_a_nested_tensor_makes_the_round_trip():
     received = sent(torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]))
     assert isinstance(received, torch.Tensor)
     assert [part.tolist() for part in received.unbind()] == [[1.0] * 2, [0.0] * 3]
+
+
+def test_the_stream_of_a_value_is_closed_when_it_has_been_pickled():
+    frames = serialization.dumps({"x": [1, 2]})
+    assert isinstance(frames[0], bytes)
+    assert serialization.loads(frames) == {"x": [1, 2]}
