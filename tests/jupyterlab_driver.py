@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,11 @@ class Lab:
         self.page = page
         self.errors: list[str] = []
         """Errors that the JavaScript of widgets has raised, with their stacks."""
+        self._console: deque[str] = deque(maxlen=100)
         self._server = server
         self._count = 0
         page.on("pageerror", lambda error: self._note(error.stack or str(error)))
+        page.on("console", lambda message: self._console.append(message.text))
         self._load(f"{address}?reset")
 
     def open_notebook(self, cells: list[str]) -> Path:
@@ -235,12 +238,21 @@ class Lab:
         """Wait until a JavaScript function returns a true value.
 
         At the timeout, the page is saved as out/screenshots/timed-out.png.
+
+        Raises:
+            AssertionError: It was not true in time. It has what the page shows, and
+                what its console says.
         """
         try:
             self.page.wait_for_function(condition, timeout=timeout * 1000)
         except TimeoutError:
             self.screenshot("timed-out")
-            raise
+            shown = self.page.evaluate("() => document.body.innerText")
+            raise AssertionError(
+                f"not true after {timeout} s: {condition}\n"
+                f"the page shows:\n{shown}\n"
+                "its console says:\n" + "\n".join(self._console)
+            ) from None
 
     def set_theme(self, name: str) -> None:
         """Change the theme: "JupyterLab Light" or "JupyterLab Dark"."""

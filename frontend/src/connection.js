@@ -1,10 +1,13 @@
 // Feeds a model's messages to its store, acknowledges them, asks for what is missing.
 
 const ACKNOWLEDGE_AFTER_MS = 500;
+const ASK_AGAIN_AFTER_MS = 2000;
 
 /** Returns the function that ends the connection. */
 export function connect(model, store) {
   let timer = null;
+  let asking = null;
+  let ended = false;
 
   const tell = (message) => {
     try {
@@ -17,18 +20,34 @@ export function connect(model, store) {
     timer = null;
     tell({ kind: "acknowledge", sequence: store.sequence });
   };
+  // Asks until everything comes, ever more rarely: a busy kernel does not answer.
+  const ask = (again = ASK_AGAIN_AFTER_MS) => {
+    if (ended) return;
+    clearTimeout(asking);
+    asking = setTimeout(() => ask(2 * again), again);
+    tell({ kind: "everything" });
+  };
   const receive = (content, buffers) => {
     if (content.kind !== "update") return;
-    if (!store.apply(content, buffers[0])) tell({ kind: "everything" });
-    else timer ??= setTimeout(acknowledge, ACKNOWLEDGE_AFTER_MS);
+    if (!store.apply(content, buffers[0])) {
+      if (asking === null) ask();
+      return;
+    }
+    if (content.full) {
+      clearTimeout(asking);
+      asking = null;
+    }
+    timer ??= setTimeout(acknowledge, ACKNOWLEDGE_AFTER_MS);
   };
 
   model.on("msg:custom", receive);
   hear(model)
     .catch((error) => console.debug("nbdist: anywidget passes the messages on", error))
-    .then(() => tell({ kind: "everything" }));
+    .then(() => ask());
   return () => {
+    ended = true;
     clearTimeout(timer);
+    clearTimeout(asking);
     model.off("msg:custom", receive);
   };
 }

@@ -36,18 +36,11 @@ export class Store {
   /** Ranks that the user does not want to see, in any view. */
   hidden = new Set();
   sequence = -1;
-  #asked = false;
   #listeners = new Set();
 
-  /** Takes a message in. False when one before it is missing: ask for everything. */
+  /** Takes a message in. False when one before it is missing: nothing can be used until everything comes. */
   apply(message, buffer) {
-    if (!message.full && message.sequence !== this.sequence + 1) {
-      // Ask once; what follows the gap cannot be used until everything comes.
-      const first = !this.#asked;
-      this.#asked = true;
-      return !first;
-    }
-    this.#asked = false;
+    if (!message.full && message.sequence !== this.sequence + 1) return false;
     this.sequence = message.sequence;
     if (message.full) {
       this.metrics.clear();

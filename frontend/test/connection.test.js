@@ -39,6 +39,39 @@ test("it asks, acknowledges together what comes together, and asks again at a ga
   mock.timers.reset();
 });
 
+test("it asks until everything comes, ever more rarely", async () => {
+  mock.timers.enable({ apis: ["setTimeout"] });
+  const model = new Model();
+  const end = connect(model, new Store());
+  await settled();
+  const asked = () => model.sent.filter(({ kind }) => kind === "everything").length;
+  model.receive(update(7, [])); // which no store can use yet
+  mock.timers.tick(1999);
+  assert.equal(asked(), 1);
+  mock.timers.tick(1);
+  assert.equal(asked(), 2);
+  mock.timers.tick(3999);
+  assert.equal(asked(), 2);
+  mock.timers.tick(1);
+  assert.equal(asked(), 3);
+  model.receive(update(8, [], { full: true }));
+  mock.timers.tick(1_000_000);
+  assert.equal(asked(), 3);
+
+  model.receive(update(10, []));
+  end();
+  mock.timers.tick(1_000_000);
+  assert.equal(asked(), 4);
+  mock.timers.reset();
+});
+
+test("it does not ask after the end", async () => {
+  const model = new Model();
+  connect(model, new Store())();
+  await settled();
+  assert.deepEqual(model.sent, []);
+});
+
 test("it takes the messages of a model with which anywidget has lost patience", async () => {
   class WidgetModel {
     comm = { on_msg: (handler) => { this.handler = handler; } };
