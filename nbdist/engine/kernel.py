@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import sys
 from dataclasses import replace
 from typing import Any
@@ -113,7 +114,7 @@ class _Engine(BareApplication, IPEngine):  # type: ignore[misc]
             # The notebook waits for what has the request as its parent.
             logged = any(isinstance(record, Sample) for record in batch.records)
             parent = kernel.get_parent("shell") if logged else None
-            frames = serialization.dumps(batch)
+            frames = [pickle.dumps(batch, 5)]
             session.send(iopub_socket, TELEMETRY, {}, parent=parent, buffers=frames)
 
         def notify(notice: Notice | InputRequest) -> None:
@@ -166,7 +167,12 @@ class _Engine(BareApplication, IPEngine):  # type: ignore[misc]
         register_optimizer_step_post_hook(_count_step)
         splitter = main_thread.splitter()
         self.sampler = Sampler(
-            recorder, info.device, info.device_uuid, splitter, fastest_call
+            recorder,
+            info.device,
+            info.device_uuid,
+            splitter,
+            fastest_call,
+            ranks_on_host=info.local_world_size,
         )
 
     def init_signal(self) -> None:

@@ -16,6 +16,7 @@ from nbdist.collectives import current_call
 from nbdist.collectives.call_timing import gpu_timer
 from nbdist.engine.cell_names import line_of
 from nbdist.engine.rank import this_rank
+from nbdist.telemetry.proc_files import ProcFile
 from nbdist.telemetry.time_split import RunningCode, TimeSplitter
 
 __all__ = ["splitter"]
@@ -62,12 +63,14 @@ _KINDS = {
 
 def splitter() -> TimeSplitter:
     """A time splitter of this rank's main thread."""
+    thread = f"/proc/self/task/{os.getpid()}"  # the first thread has the process's id
+    system_call, status = ProcFile(f"{thread}/syscall"), ProcFile(f"{thread}/stat")
     return TimeSplitter(
         _running_code,
         line_of,
         {str(path): kind for path, kind in _FOLDERS.items()},
-        blocked_in=_blocked_in,
-        waits_in_backward=_waits_in_backward,
+        blocked_in=lambda: _blocked_in(system_call),
+        waits_in_backward=lambda: _waits_in_backward(status),
         device_share=gpu_timer.share,
         end=str(_NBDIST / "engine"),
     )
@@ -81,16 +84,16 @@ def _running_code() -> RunningCode | None:
     return RunningCode(rank.activity, frame)
 
 
-def _blocked_in() -> str:
-    """What the main thread, the first, waits for in a system call.
+def _blocked_in(system_call: ProcFile) -> str:
+    """What the main thread waits for in a system call.
 
     This is "files", "sleep" or "outside", or "" if it runs or its call is another one:
     the threads of a computation wait for each other in many ways.
     """
     try:
-        words = Path(f"/proc/self/task/{os.getpid()}/syscall").read_bytes().split()
+        words = system_call.read().split()
         number, first = int(words[0]), int(words[1], 16)
-    except (OSError, ValueError, IndexError):  # it runs; or this kernel does not tell
+    except (ValueError, IndexError):  # it runs; or this kernel does not tell
         return ""
     kind = _KINDS.get(number, "")
     if kind == "descriptor":
@@ -108,13 +111,12 @@ def _is_file(descriptor: int) -> bool:
         return False
 
 
-def _waits_in_backward() -> bool:
-    """Whether a collective is under way, and the main thread, the first, sleeps.
+def _waits_in_backward(status: ProcFile) -> bool:
+    """Whether a collective is under way, and the main thread sleeps.
 
     The backward pass runs in the main thread. On a CPU it sleeps only if it waits for a
     collective. On a GPU it may also wait for the GPU: which of both is not known.
     """
     if this_rank().info.device != "cpu" or current_call() is None:
         return False
-    status = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    return status.rpartition(")")[2].split()[0] == "S"
+    return status.read().rpartition(b")")[2].split()[:1] == [b"S"]

@@ -1,4 +1,4 @@
-"""Samples of a rank's process and device, from psutil, and from NVML for GPUs.
+"""Samples of a rank's process and device, from /proc, and from NVML for GPUs.
 
 A field of a device that is unavailable is None: a MIG device has no utilisation, a
 driver may lack NVML, and a GPU may fall off the bus.
@@ -6,12 +6,14 @@ driver may lack NVML, and a GPU may fall off the bus.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from nbdist.ipc.resources import memory_limit
+from nbdist.telemetry.proc_files import ProcFile
 from nbdist.wire import DeviceSample
 
 __all__ = ["CpuProbe", "GpuProbe", "Probe", "process_memory"]
@@ -31,35 +33,78 @@ class Probe(Protocol):
         ...
 
 
-class _ProcessProbe:
-    """Samples this process and its host."""
+class _Counters(Protocol):
+    """Counts of this process and its host. None is an unknown count."""
+
+    def resident(self) -> int:
+        """Bytes of memory that this process uses."""
+        ...
+
+    def disk(self) -> int | None:
+        """Bytes that this process has read from disks and written to them."""
+        ...
+
+    def network(self) -> int | None:
+        """Bytes that this host has received and sent, except to itself."""
+        ...
+
+    def close(self) -> None:
+        """Release the counters' resources."""
+        ...
+
+
+class _LinuxCounters:
+    """Reads /proc. psutil takes five times as long, because it opens each file."""
+
+    def __init__(self) -> None:
+        self._statm = ProcFile("/proc/self/statm")
+        self._io = ProcFile("/proc/self/io")
+        self._net = ProcFile("/proc/self/net/dev", 1 << 16)
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def resident(self) -> int:
+        return int(self._statm.read().split()[1]) * self._page_bytes
+
+    def disk(self) -> int | None:
+        lines = self._io.read().splitlines()
+        counts = dict(line.split(b": ") for line in lines)
+        if b"read_bytes" not in counts:
+            return None
+        return int(counts[b"read_bytes"]) + int(counts[b"write_bytes"])
+
+    def network(self) -> int | None:
+        lines = self._net.read().splitlines()[2:]
+        interfaces = [line.partition(b":") for line in lines]
+        counts = [
+            numbers.split() for name, _, numbers in interfaces if name.strip() != b"lo"
+        ]
+        return sum(int(each[0]) + int(each[8]) for each in counts) if lines else None
+
+    def close(self) -> None:
+        for file in (self._statm, self._io, self._net):
+            file.close()
+
+
+class _PsutilCounters:
+    """The same, on a system without Linux's /proc."""
 
     def __init__(self) -> None:
         import psutil
 
         self._psutil = psutil
         self._process = psutil.Process()
-        self._process.cpu_percent()  # starts the first interval
-        self._disk, self._network = _Rate(self._disk_bytes), _Rate(self._network_bytes)
 
-    def fields(self) -> dict[str, Any]:
-        """The fields of a `DeviceSample` that are those of the process or the host."""
-        return {
-            "time": time.time(),
-            "cpu": self._process.cpu_percent(),
-            "resident": self._process.memory_info().rss,
-            "disk": self._disk.since_last(),
-            "network": self._network.since_last(),
-        }
+    def resident(self) -> int:
+        return int(self._process.memory_info().rss)
 
-    def _disk_bytes(self) -> int | None:
+    def disk(self) -> int | None:
         try:
             counters = self._process.io_counters()
         except (AttributeError, OSError, self._psutil.Error):  # not on this system
             return None
         return int(counters.read_bytes + counters.write_bytes)
 
-    def _network_bytes(self) -> int | None:
+    def network(self) -> int | None:
         try:
             counters = self._psutil.net_io_counters(pernic=True)
         except OSError:
@@ -71,6 +116,34 @@ class _ProcessProbe:
         )
         return total
 
+    def close(self) -> None:
+        pass
+
+
+class _ProcessProbe:
+    """Samples this process and its host."""
+
+    def __init__(self) -> None:
+        linux = os.path.exists("/proc/self/statm")
+        self._counters: _Counters = _LinuxCounters() if linux else _PsutilCounters()
+        self._cpu = _Rate(time.process_time)
+        self._disk = _Rate(self._counters.disk)
+        self._network = _Rate(self._counters.network)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `DeviceSample` that are those of the process or the host."""
+        return {
+            "time": time.time(),
+            "cpu": 100 * (self._cpu.since_last() or 0.0),
+            "resident": self._counters.resident(),
+            "disk": self._disk.since_last(),
+            "network": self._network.since_last(),
+        }
+
+    def close(self) -> None:
+        """Release the counters' resources."""
+        self._counters.close()
+
 
 class _Rate:
     """How fast a count grows.
@@ -79,7 +152,7 @@ class _Rate:
         count: The count now; None if it is unknown.
     """
 
-    def __init__(self, count: Callable[[], int | None]) -> None:
+    def __init__(self, count: Callable[[], float | None]) -> None:
         self._count = count
         self._last = time.monotonic(), count()
 
@@ -115,7 +188,8 @@ class CpuProbe:
         )
 
     def close(self) -> None:
-        """Do nothing: this probe has no resources."""
+        """Release the probe's files."""
+        self._process.close()
 
 
 class GpuProbe:
@@ -160,7 +234,8 @@ class GpuProbe:
         )
 
     def close(self) -> None:
-        """Shut NVML down."""
+        """Shut NVML down, and release the probe's files."""
+        self._process.close()
         self._ask(lambda n: n.nvmlShutdown())
         self._nvml = self._handle = self._card = None
 

@@ -68,7 +68,7 @@ class Recorder:
         publish: Callable[[Batch], None],
         *,
         capacity: int = 10_000,
-        interval_s: float = 0.1,
+        interval_s: float = 0.25,
     ) -> None:
         self.rank = rank
         self._publish = publish
@@ -85,7 +85,8 @@ class Recorder:
         self._buffer: deque[_Draft | DeviceSample | Mark] = deque(maxlen=capacity)
         self._accepted = self._dropped = self._sent = 0
         self._failing = self._closed = False
-        self._settled = threading.Condition()  # its lock protects the fields above
+        self._lock = threading.Lock()  # protects the fields above
+        self._settled = threading.Condition(self._lock)
         self._wake = threading.Event()
         self._hurry = threading.Event()
         self._thread = threading.Thread(
@@ -199,13 +200,13 @@ class Recorder:
 
     def record(self, entry: _Draft | DeviceSample | Mark) -> None:
         """Queue one record for the next batch."""
-        with self._settled:
-            if len(self._buffer) == self._buffer.maxlen:
+        with self._lock:
+            if not self._buffer:  # first, because an interrupt may come in between
+                self._wake.set()
+            elif len(self._buffer) == self._buffer.maxlen:
                 self._dropped += 1
             self._buffer.append(entry)
             self._accepted += 1
-        if not self._wake.is_set():
-            self._wake.set()
 
     def flush(self, timeout: float) -> bool:
         """Publish all records now, without waiting for the interval.
@@ -250,7 +251,7 @@ class Recorder:
         self._publish_pending()
 
     def _publish_pending(self) -> None:
-        with self._settled:
+        with self._lock:
             drafts = list(self._buffer)
             self._buffer.clear()
             dropped = self._dropped

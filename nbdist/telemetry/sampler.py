@@ -16,7 +16,11 @@ __all__ = ["Sampler"]
 
 
 LOOK_S = 0.05
-"""Seconds between two looks at the main thread while it runs code."""
+"""Seconds between two looks at the main thread while it runs code, on a host with few
+ranks."""
+LOOKS_OF_HOST = 48
+"""The looks of all ranks of a host in a second. Each takes about 100 µs."""
+LONGEST_LOOK_S = 0.2
 
 
 class Sampler:
@@ -28,6 +32,7 @@ class Sampler:
         device_uuid: NVML's UUID of the GPU or MIG device; None on a CPU rank.
         splitter: Looks at the rank's main thread.
         bandwidth: The bandwidth of the fastest collective since the last call.
+        ranks_on_host: The number of ranks on the host. Of many, each looks less often.
         interval_s: Seconds between two samples.
     """
 
@@ -39,6 +44,7 @@ class Sampler:
         splitter: TimeSplitter,
         bandwidth: Callable[[], float | None],
         *,
+        ranks_on_host: int = 1,
         interval_s: float = 1.0,
     ) -> None:
         self._recorder = recorder
@@ -46,8 +52,11 @@ class Sampler:
         self._device_uuid = device_uuid
         self._splitter = splitter
         self._bandwidth = bandwidth
+        self._look_s = min(max(LOOK_S, ranks_on_host / LOOKS_OF_HOST), LONGEST_LOOK_S)
         self._interval_s = interval_s
-        self._closed = threading.Event()
+        # Released by `close`. A lock wakes its thread in half of an event's time.
+        self._open = threading.Lock()
+        self._open.acquire()
         self._thread = threading.Thread(
             target=self._run, name="nbdist-sampler", daemon=True
         )
@@ -58,7 +67,8 @@ class Sampler:
 
         Safe to call twice.
         """
-        self._closed.set()
+        if self._open.locked():
+            self._open.release()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -66,13 +76,13 @@ class Sampler:
         probe = self._probe()  # in the thread, because NVML may take a second to start
         due = time.monotonic() + self._interval_s
         pause_s = self._interval_s
-        while not self._closed.wait(pause_s):
+        while not self._open.acquire(timeout=pause_s):
             runs = self._splitter.look()
             if time.monotonic() >= due:
                 self._take(probe)
                 due = time.monotonic() + self._interval_s
             left_s = max(0.0, due - time.monotonic())
-            pause_s = min(left_s, LOOK_S) if runs else left_s
+            pause_s = min(left_s, self._look_s) if runs else left_s
         probe.close()
 
     def _take(self, probe: Probe) -> None:

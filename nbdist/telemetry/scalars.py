@@ -56,11 +56,14 @@ def capture(name: str, value: object) -> float | Deferred:
 def _from_tensor(name: str, tensor: Any) -> float | Deferred:
     if tensor.numel() != 1:
         raise _refusal(name, tensor, "reduce it to one number first, as with .mean()")
-    if hasattr(tensor, "full_tensor"):
+    if hasattr(type(tensor), "full_tensor"):
         raise _refusal(name, tensor, "log its .full_tensor(), taken on every rank")
-    if tensor.is_meta or tensor.is_complex():
-        raise _refusal(name, tensor, "log a real number")
-    return Deferred(tensor) if tensor.is_cuda else float(tensor.item())
+    if tensor.is_cuda and not tensor.is_complex():
+        return Deferred(tensor)
+    number = None if tensor.is_meta else tensor.item()
+    if isinstance(number, (float, int)):
+        return float(number)
+    raise _refusal(name, tensor, "log a real number")
 
 
 def _as_float(name: str, value: Any) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from types import FrameType
 from typing import NamedTuple
 
@@ -112,29 +113,32 @@ class TimeSplitter:
         return self._split(looks) if looks else None
 
     def _split(self, looks: Sequence[_Look]) -> TimeSplit:
-        kinds = Counter(look.kind for look in looks)
+        counts = Counter(looks)  # with few different ones
+        kinds: Counter[str] = Counter()
+        places: Counter[str] = Counter()
+        call_places: Counter[str] = Counter()
+        for look, count in counts.items():
+            kinds[look.kind] += count
+            if look.place:
+                calls = look.kind == "communication"
+                (call_places if calls else places)[look.place] += count
         compute, communication, data = (
             kinds[kind] / len(looks) for kind in ("compute", "communication", "data")
         )
         # The host computes, or waits for a GPU that is in a collective.
         hidden = min(compute, max(0.0, self._device_share() - communication))
         others = Counter({kind: kinds[kind] for kind in REASONS if kinds[kind]})
-        reason = next((REASONS[kind] for kind, _ in others.most_common(1)), "")
-        place, count = _most_frequent(
-            look.place for look in looks if look.kind != "communication"
-        )
-        call_place, _ = _most_frequent(
-            look.place for look in looks if look.kind == "communication"
-        )
+        reason, _ = _most_frequent(others)
+        place, count = _most_frequent(places)
         return TimeSplit(
             compute=compute - hidden,
             communication=communication + hidden,
             data=data,
             other=others.total() / len(looks),
-            reason=reason,
+            reason=REASONS.get(reason, ""),
             place=place,
             place_share=count / len(looks),
-            call_place=call_place,
+            call_place=_most_frequent(call_places)[0],
         )
 
     def _seen(self, innermost: FrameType) -> _Look:
@@ -168,6 +172,5 @@ class TimeSplitter:
         return kind
 
 
-def _most_frequent(places: Iterable[str]) -> tuple[str, int]:
-    counts = Counter(filter(None, places))
-    return next(iter(counts.most_common(1)), ("", 0))
+def _most_frequent(counts: Counter[str]) -> tuple[str, int]:
+    return max(counts.items(), key=itemgetter(1), default=("", 0))

@@ -13,7 +13,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nbdist.telemetry.probes import CpuProbe, GpuProbe
+from nbdist.telemetry.probes import (
+    CpuProbe,
+    GpuProbe,
+    _LinuxCounters,
+    _PsutilCounters,
+)
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
 from nbdist.telemetry.time_split import RunningCode, TimeSplitter
@@ -188,6 +193,38 @@ def shares(batches: queue.SimpleQueue[Batch]) -> Sample:
         for record in batches.get(timeout=5).records:
             if isinstance(record, Sample) and record.is_internal:
                 return record
+
+
+def test_of_many_ranks_on_a_host_each_looks_less_often() -> None:
+    looks = [0]
+
+    def running() -> None:
+        looks[0] += 1
+
+    recorder = Recorder(0, lambda _: None)
+    begun = time.monotonic()
+    code = RunningCode("In[1]", sys._getframe())
+    counted = splitter_of(lambda: running() or code)
+    sampler = Sampler(
+        recorder, "cpu", None, counted, lambda: None, ranks_on_host=64, interval_s=0.3
+    )
+    wait_until(lambda: looks[0] >= 6, 10)
+    # One look at each sample, and one every 0.2 s between them.
+    assert time.monotonic() - begun >= 5 * 0.1
+    assert sampler.close(5)
+    assert recorder.close(5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_files_of_proc_say_what_psutil_says() -> None:
+    linux, other = _LinuxCounters(), _PsutilCounters()
+    assert linux.resident() == pytest.approx(other.resident(), rel=0.05)
+    assert linux.disk() == pytest.approx(other.disk(), rel=0.05, abs=10**6)
+    network = other.network()
+    assert network is not None
+    assert linux.network() == pytest.approx(network, rel=0.01, abs=10**6)
+    linux.close()
+    assert (linux.disk(), linux.network()) == (None, None)
 
 
 @pytest.mark.gpu
