@@ -1,20 +1,14 @@
-"""Where each rank's time goes, and the rank for which the others wait."""
+"""Where a rank's time goes."""
 
 from __future__ import annotations
 
-import itertools
-import re
 import sys
 from collections.abc import Callable
 from types import FrameType
 
 import pytest
 
-from nbdist import Cluster
-from nbdist.errors import CellInterrupted
 from nbdist.telemetry.time_split import FEWEST_LOOKS, LOOKS, RunningCode, TimeSplitter
-from nbdist.widgets.slow_rank import slow_rank, splits_of
-from tests.processes import wait_until
 
 
 class Thread:
@@ -145,73 +139,3 @@ def test_a_split_is_of_the_last_looks_at_one_request() -> None:
     assert (split.communication, split.place) == (1.0, "")
     thread.look_at("cell", key="In[2]")
     assert thread.splitter.split() is None
-
-
-cells = itertools.count(3)
-
-SLOWED = """
-import time, torch
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
-
-class Rows(Dataset):
-    def __len__(self): return 10**6
-    def __getitem__(self, index):
-        if {slow} and rank == {rank}: time.sleep(0.05)
-        return torch.full((64,), float(index % 7))
-
-model = DistributedDataParallel(torch.nn.Linear(64, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for rows in DataLoader(Rows(), batch_size=1, num_workers={workers}):
-    optimizer.zero_grad()
-    loss = model(rows).square().mean()
-    {work}
-    loss.backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("rank", "how", "why"),
-    [
-        (0, {"slow": True}, r"it waits for data \d+% of the time, at In\[N\] line 10"),
-        (1, {"slow": True, "workers": 1}, r"it waits for data .*, at In\[N\] line 15"),
-        (1, {"work": "time.sleep(0.05)"}, r"it sleeps \d+% .*, at In\[N\] line 18"),
-        (2, {"work": "sum(range(10**6))"}, r"it computes \d+% .*, at In\[N\] line 18"),
-        (
-            2,
-            {"work": "torch.ones(2000, 2000) @ torch.ones(2000, 2000)"},
-            r"it computes \d+% of the time, at In\[N\] line 18",
-        ),
-        (
-            3,
-            {"work": "import subprocess; subprocess.run(['sleep', '0.05'])"},
-            r"it waits for a program or a connection \d+% .*, at In\[N\] line 18",
-        ),
-    ],
-)
-def test_the_slow_rank_and_its_cause_are_named(
-    cluster: Cluster, rank: int, how: dict[str, object], why: str
-) -> None:
-    work = f"if rank == {rank}: {how['work']}" if "work" in how else "pass"
-    options = {"slow": False, "workers": 0, **how, "rank": rank, "work": work}
-    code = SLOWED.format(**options)
-    collector = cluster.collector
-
-    def sentence() -> str:
-        splits = splits_of(collector.snapshot())
-        return slow_rank(splits) if len(splits) == cluster.size else ""
-
-    number = next(cells)  # the splits of the cell before are there for a second
-    future = cluster.execute(code, number=number, wait=False)
-    why = why.replace("N", str(number))
-    expected = rf"(rank {rank} takes .*|the others wait for rank {rank}): {why}"
-    try:
-        wait_until(lambda: bool(re.match(expected, sentence())), 40)
-    except AssertionError:
-        print(sentence())
-        raise
-    finally:
-        future.interrupt()
-        with pytest.raises(CellInterrupted):
-            future.result(20)
