@@ -266,10 +266,10 @@ def broken_context() -> str:
     """What a rank gets after one of its kernels has failed."""
     torch.cuda.set_device(0)
     tensor = torch.zeros(3, device="cuda")
-    if RANK == 0:
-        tensor[torch.tensor([7], device="cuda")] = 1
     end = time.monotonic() + 20
     try:
+        if RANK == 0:  # it may fail before this call of its kernel returns
+            tensor[torch.tensor([7], device="cuda")] = 1
         while time.monotonic() < end:
             torch.cuda.synchronize()
             tensor.add_(1)
