@@ -43,6 +43,13 @@ class Slurm:
         self._controller = network[controller]
         self._nodes = [network[name] for name in nodes]
         config = CONFIG.format(controller=controller, nodes=",".join(nodes))
+        try:
+            self._start(config)
+        except AssertionError:
+            self.close()
+            raise
+
+    def _start(self, config: str) -> None:
         for host in (self._controller, *self._nodes):
             host.write(f"{FOLDER}/slurm.conf", config, mode="644")
             host.write("/run/munge/key", "k" * 64)
@@ -106,11 +113,12 @@ class Slurm:
         wait_until(lambda: self.run(*idle) == count, UP_WITHIN_S, str)
 
     def close(self) -> None:
-        """End all jobs and daemons."""
+        """End all jobs and daemons, so that the next Slurm does not know them."""
         for host in (self._controller, *self._nodes):
             host.run(
                 "pkill", "-KILL", "slurmd|slurmctld|slurmstepd|munged", check=False
             )
+            host.run("rm", "-rf", FOLDER)
 
 
 CONFIG = """
