@@ -40,6 +40,12 @@ line.weight.grad = None
 model(torch.full((1, 3), rank + 1.0, device=device)).sum().backward()
 assert line.weight.grad.tolist() == [[1.5] * 3] * 3
 """
+GROUP = """
+group = dist.new_group([0, 1])
+x = torch.ones(3, device=device)
+dist.all_reduce(x, group=group)
+torch.cuda.synchronize()
+"""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,13 +97,7 @@ def test_a_group_is_destroyed_with_its_part_of_nccl(cluster: Cluster) -> None:
 
 
 def test_a_rank_that_destroys_a_group_alone_is_not_kept(cluster: Cluster) -> None:
-    cluster.execute(
-        "group = dist.new_group([0, 1])\n"
-        "x = torch.ones(3, device=device)\n"
-        "dist.all_reduce(x, group=group)\n"
-        "torch.cuda.synchronize()",
-        timeout_s=60,
-    )
+    cluster.execute(GROUP, timeout_s=60)
     begun = time.monotonic()
     cluster.execute("if rank == 0: dist.destroy_process_group(group)", timeout_s=60)
     assert time.monotonic() - begun < 30
@@ -108,13 +108,7 @@ def test_a_rank_that_destroys_a_group_alone_is_not_kept(cluster: Cluster) -> Non
 def test_a_rank_that_destroys_a_group_alone_can_be_interrupted(
     cluster: Cluster,
 ) -> None:
-    cluster.execute(
-        "group = dist.new_group([0, 1])\n"
-        "x = torch.ones(3, device=device)\n"
-        "dist.all_reduce(x, group=group)\n"
-        "torch.cuda.synchronize()",
-        timeout_s=60,
-    )
+    cluster.execute(GROUP, timeout_s=60)
     begun = time.monotonic()
     with pytest.raises(CellError, match="not finished after 2 s"):
         cluster.execute("if rank == 0: dist.destroy_process_group(group)", timeout_s=2)
