@@ -52,6 +52,7 @@ if __name__ == "__main__":
 
 from nbdist.config import OutputConfig  # noqa: E402
 from nbdist.ipc.device_assignment import DeviceAssignment  # noqa: E402
+from nbdist.ipc.file_pages import release_file_pages  # noqa: E402
 from nbdist.ipc.fork_messages import (  # noqa: E402
     ENGINE,
     GATE,
@@ -196,6 +197,7 @@ def _check_and_freeze() -> None:
         rules.clear_lru_cache()  # as torch.distributed does when a rank initialises it
     gc.collect()
     gc.freeze()  # the collector would write to pages that all ranks share
+    release_file_pages()  # most of torch's are read by its import alone
 
 
 def _forget_folders() -> None:
