@@ -114,7 +114,8 @@ class Call:
         return exchange
 
     def _have_all_ended(self) -> bool:
-        exchanges = [each.exchange for each in self._rank_calls.values()]
+        # The last ranks mostly answer last.
+        exchanges = (each.exchange for each in reversed(self._rank_calls.values()))
         return all(each is None or each.reply.done() for each in exchanges)
 
     def _hear(self, rank_call: RankCall, message: Message) -> None:

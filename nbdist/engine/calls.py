@@ -58,9 +58,9 @@ async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
                     [bytearray(frame) for frame in payload]
                 )
             value = function(*args, **kwargs)
-        if inspect.isawaitable(value):
-            value = await _interruptible(value)
-    return _packed("the result", value)
+            if not inspect.isawaitable(value):
+                return _packed("the result", value)
+        return _packed("the result", await _interruptible(value))
 
 
 def store(shipment: shm_payload.Shipment) -> None:

@@ -12,6 +12,7 @@ output. The message marks the end of the output.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import contextvars
 import functools
@@ -116,13 +117,12 @@ def answer_on(kernel: Any, device: torch.device) -> None:
         kernel: The kernel.
         device: The rank's device, which is made current in each thread that answers.
     """
-    shell = _Shell(kernel, this_rank().run_dir)
+    _Shell(kernel, this_rank().run_dir)  # the kernel's stream calls it
     _add_gate(kernel, kernel.control_stream, "control")
     threading.Thread(
         target=_answer_inspections, args=(device,), name="nbdist-inspect", daemon=True
     ).start()
     kernel.control_thread.io_loop.add_callback(_select, device)
-    kernel.dispatch_shell = functools.partial(_answer_main, kernel, shell)
     kernel.process_control = functools.partial(_answer_control, kernel)
 
 
@@ -158,8 +158,8 @@ def _add_gate(kernel: Any, stream: Any, channel: str) -> None:
 class _Shell:
     """The shell channel: the controller's socket, and the notebook's direct sockets.
 
-    The same callback gets the messages of all of them, and the same gate checks them,
-    except brief ones. A reply goes the way of its request.
+    The requests of all of them are answered one after another, and a reply goes the way
+    of its request. The same gate checks all messages, except brief ones.
     """
 
     def __init__(self, kernel: Any, run_dir: Path) -> None:
@@ -168,9 +168,13 @@ class _Shell:
         self._gate = _gate_of(kernel, "shell")
         self._client: list[bytes] = []
         """The notebook's address at the controller."""
-        self._take: Callable[[Opened], Any]
+        self._waiting: collections.deque[Opened] = collections.deque()
+        self._is_busy = False
+        """Whether a request is begun and not answered."""
+        self._context = contextvars.copy_context()
+        """The context variables, as the last request has left them."""
         self._directs: list[DirectSocket] = []
-        self._tasks: set[Future[Any]] = set()  # asyncio keeps weak references only
+        self._task: Future[Any] | None = None  # asyncio keeps a weak reference only
         self._receive = self._stream.on_recv
         self._stream.on_recv = self._on_recv
         self._loop = IOLoop.current()
@@ -178,17 +182,16 @@ class _Shell:
         if self._listener is not None:
             self._loop.add_handler(self._listener, self._accept, IOLoop.READ)
 
-    def _on_recv(self, callback: Callable[[Opened], Any], copy: bool = True) -> None:
+    def _on_recv(self, _callback: Any, copy: bool = True) -> None:
         """Replaces the stream's `on_recv`, which the kernel calls as it starts."""
-        self._take = callback
         self._receive(self._gate.opening(self._on_relayed), copy=copy)
 
-    def _on_relayed(self, opened: Opened) -> Any:
+    def _on_relayed(self, opened: Opened) -> None:
         for direct in list(self._directs):  # their requests were sent before
-            while self._begin_next(direct):
+            while self._take_next(direct):
                 pass
         self._client = opened.identities
-        return self._take(opened)
+        self._take(opened)
 
     def _accept(self, listener: socket.socket, _events: int) -> None:
         with contextlib.suppress(OSError):  # the notebook has ended meanwhile
@@ -197,9 +200,9 @@ class _Shell:
             self._loop.add_handler(direct, self._on_direct, IOLoop.READ)
 
     def _on_direct(self, direct: DirectSocket, _events: int) -> None:
-        self._begin_next(direct)  # if there are more, the loop calls again
+        self._take_next(direct)  # if there are more, the loop calls again
 
-    def _begin_next(self, direct: DirectSocket) -> bool:
+    def _take_next(self, direct: DirectSocket) -> bool:
         """Take one message of a direct socket. Returns whether there was one."""
         if direct not in self._directs:  # an earlier message's code has run the loop
             return False
@@ -214,7 +217,7 @@ class _Shell:
             return False
         opened = self._opened(direct, frames)
         if opened is not None:
-            carefully(self._begin, opened)
+            self._take(opened)
         return True
 
     def _opened(self, direct: DirectSocket, frames: list[memoryview]) -> Opened | None:
@@ -239,21 +242,38 @@ class _Shell:
         }
         return Opened([], message, direct, is_brief=True)
 
-    def _begin(self, opened: Opened) -> None:
-        """Answer a request, at once if no earlier one is unanswered.
+    def _take(self, opened: Opened) -> None:
+        """Answer a request as soon as the earlier ones are answered."""
+        self._waiting.append(opened)
+        self._answer_waiting()
 
-        A task costs an iteration of the event loop, which is a tenth of a small call.
-        A request therefore gets a task only when it waits.
+    def _answer_waiting(self) -> None:
+        while self._waiting and not self._is_busy:
+            carefully(self._begin, self._waiting.popleft())
+
+    def _begin(self, opened: Opened) -> None:
+        """Answer a request, in a task from its first `await` that waits.
+
+        A task costs iterations of the event loop, a tenth of a small call each.
         """
-        context = contextvars.copy_context()  # as a task has
-        request = self._take(opened)
+        self._is_busy = True
+        context = self._context.copy()
+        request = _answer_main(self._kernel, self, opened)
+
+        def end() -> None:
+            self._context, self._is_busy = context, False
+
         try:
             awaited = context.run(request.send, None)
         except StopIteration:
-            return
-        task = context.run(asyncio.ensure_future, _continued(request, awaited))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            end()
+        except BaseException:
+            end()
+            raise
+        else:
+            self._task = _task_of(_continued(request, awaited), context)
+            self._task.add_done_callback(lambda _: end())
+            self._task.add_done_callback(lambda _: self._answer_waiting())
 
     def reply(self, opened: Opened, outcome: Outcome, frames: list[Any]) -> None:
         """Send a reply; it has left when this returns."""
@@ -268,6 +288,15 @@ class _Shell:
         relayed = opened._replace(identities=self._client)
         _reply(self._kernel, self._stream, relayed, outcome, frames)
         self._stream.flush(zmq.POLLOUT)  # the next request may take long
+
+
+def _task_of(
+    work: Coroutine[Any, Any, None], context: contextvars.Context
+) -> Future[Any]:
+    """A task in a context. Python 3.10 lets it have a copy only."""
+    if sys.version_info >= (3, 11):
+        return asyncio.get_running_loop().create_task(work, context=context)
+    return context.run(asyncio.ensure_future, work)
 
 
 @types.coroutine
@@ -288,10 +317,8 @@ def _continued(
             return
 
 
-async def _answer_main(
-    kernel: Any, shell: _Shell, opened: Opened, subshell_id: str | None = None
-) -> None:
-    """Answer a request in the main thread, as the kernel's `dispatch_shell`."""
+async def _answer_main(kernel: Any, shell: _Shell, opened: Opened) -> None:
+    """Answer a request in the main thread."""
     message = opened.message
     kernel.set_parent(opened.identities, message, channel="shell")
     rank = this_rank()

@@ -167,7 +167,7 @@ def head_of(frames: Sequence[memoryview]) -> list[Any] | None:
     """
     if len(frames) < 2 or frames[0] != _BRIEF:
         return None
-    head: list[Any] = json.loads(bytes(frames[1]))
+    head: list[Any] = json.loads(str(frames[1], "utf-8"))
     return head
 
 

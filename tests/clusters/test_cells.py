@@ -17,6 +17,7 @@ from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
 from nbdist.clusters.failures import ANSI
 from nbdist.clusters.observer import Event, Quiet
 from nbdist.clusters.result import CellResult
+from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.signed_messages import Opened
 from nbdist.wire import REPLY, TELEMETRY
 from tests.cluster_processes import ClusterProcesses
@@ -287,6 +288,58 @@ def test_a_cell_runs_after_the_direct_sockets_are_closed(cluster: Cluster):
     for _ in range(3):
         assert cluster.run(len, "four", timeout_s=20) == [4] * 4
     assert all(client.direct[uuid] not in (None, before[uuid]) for uuid in before)
+
+
+def test_a_context_variable_keeps_its_value_in_the_next_cells(cluster: Cluster):
+    cluster.execute(
+        "import contextvars\n"
+        "kept = contextvars.ContextVar('kept', default='')\n"
+        "kept.set(f'of rank {rank}')"
+    )
+    cluster.execute("import asyncio\nawait asyncio.sleep(0)")
+    assert cluster.run(lambda: None) == [None] * 4
+    assert cluster["kept.get()"] == [f"of rank {rank}" for rank in range(4)]
+
+
+def test_a_request_waits_for_one_that_awaits(cluster: Cluster):
+    def the_shell() -> Any:
+        import gc
+
+        from nbdist.engine.rpc_server import _Shell
+
+        (shell,) = [each for each in gc.get_objects() if isinstance(each, _Shell)]
+        return shell
+
+    async def await_a_request() -> int:
+        import asyncio
+
+        shell = the_shell()
+        while not shell._waiting:
+            await asyncio.sleep(0.01)
+        shell.order = ["first"]
+        return len(shell._waiting)
+
+    def follow() -> list[str]:
+        return [*vars(the_shell()).pop("order"), "second"]
+
+    client = cluster._live().client
+    for info in cluster.ranks:
+        exchanges = [
+            client.send(
+                info.engine_uuid,
+                endpoints.CALL,
+                serialization.dumps((function, (), {})),
+            )
+            for function in (await_a_request, follow)
+        ]
+        answers = [exchange.reply.result(timeout=30) for exchange in exchanges]
+        first, second = (
+            serialization.loads([*map(bytearray, answer.value.frames)])
+            for answer in answers
+        )
+        assert first == 1
+        assert second == ["first", "second"]
+    assert cluster.run(len, "four", timeout_s=20) == [4] * 4
 
 
 def test_a_stream_that_a_cell_has_closed_does_not_delay_the_reply(cluster: Cluster):
