@@ -158,7 +158,7 @@ def _fraction(config: ClusterConfig, gpu: Gpu | None, per_gpu: int) -> float | N
     if gpu is None:
         return None
     if config.gpu_memory is not None:
-        return _cap(config.gpu_memory, gpu)
+        return memory_fraction(config.gpu_memory, gpu.memory)
     if per_gpu == 1 or gpu.memory is None:
         return None
     return max(1.0 / per_gpu - CONTEXT_BYTES / gpu.memory, SMALLEST_SHARE)
@@ -171,7 +171,7 @@ def _check_caps(
         return
     sharing = -(-n // len(used))
     for gpu in used:
-        fraction = _cap(config.gpu_memory, gpu)
+        fraction = memory_fraction(config.gpu_memory, gpu.memory)
         if fraction * sharing > 1.0 + 1e-9:
             whole = "memory" if gpu.memory is None else f"{gpu.memory / 2**30:.1f} GiB"
             raise UsageError(
@@ -179,20 +179,3 @@ def _check_caps(
                 f"{fraction * sharing:.2f} times the {whole} of "
                 f"{gpu.name}: at most {1 / sharing:.3g} each"
             )
-
-
-def _cap(cap: str | float, gpu: Gpu) -> float:
-    """The fraction of a GPU's memory that `--gpu-memory` allows each rank.
-
-    Raises:
-        UsageError: The cap is invalid, or a size while the memory is not known.
-    """
-    if gpu.memory is not None:
-        return memory_fraction(cap, gpu.memory)
-    try:
-        return memory_fraction(cap, 0)
-    except ZeroDivisionError:  # a size
-        raise UsageError(
-            f"--gpu-memory {cap}: the driver does not tell the memory of {gpu.name}, "
-            "so that a size is of no use: pass a fraction between 0 and 1"
-        ) from None

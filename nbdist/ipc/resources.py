@@ -92,19 +92,22 @@ def memory_available(
 
 
 def memory_fraction(
-    cap: str | float, total: int, option: str = "--gpu-memory", what: str = "card"
+    cap: str | float,
+    total: int | None,
+    option: str = "--gpu-memory",
+    what: str = "card",
 ) -> float:
     """The fraction of `total` bytes that a cap such as 0.25, "8GiB" or 2**33 allows.
 
     Args:
         cap: The cap.
-        total: The bytes of the device or machine.
+        total: The bytes of the device or machine; None if they are not known.
         option: The option that gave the cap, for an error's message.
         what: The device or machine that has the bytes, for an error's message.
 
     Raises:
         UsageError: The cap is neither a fraction in (0, 1] nor a size, or is more than
-            `total`.
+            `total`, or a size while the total is not known.
     """
     text = str(cap).strip()
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)", text)
@@ -115,10 +118,16 @@ def memory_fraction(
         )
     number = float(match[1])
     if match[2] or number > 1:
+        if total is None:
+            raise UsageError(
+                f"{option} {text} is a size, and the driver does not tell the memory "
+                f"of this {what}: pass a fraction between 0 and 1"
+            )
         number = number * UNITS[match[2].upper()] / total
     if not 0 < number <= 1:
+        whole = "memory" if total is None else f"{total / 2**30:.1f} GiB"
         raise UsageError(
-            f"{option} {text} is not within the {what}'s {total / 2**30:.1f} GiB: "
+            f"{option} {text} is not within the {what}'s {whole}: "
             "pass a fraction between 0 and 1 or a smaller size"
         )
     return number

@@ -57,7 +57,9 @@ def test_ranks_share_a_gpu_whose_memory_is_not_known():
 
     assert fractions() == {None}
     assert fractions(gpu_memory=0.25) == {0.25}
-    with pytest.raises(UsageError, match=r"does not tell the memory of Card.*fraction"):
+    with pytest.raises(
+        UsageError, match=r"does not tell the memory of this card.*fraction"
+    ):
         fractions(gpu_memory="8GiB")
     with pytest.raises(UsageError, match=r"1\.20 times the memory of Card"):
         fractions(gpu_memory=0.6)
@@ -184,6 +186,15 @@ def test_caps_are_fractions_or_sizes(cap: str | float, expected: float):
 def test_invalid_caps_are_refused(cap: str):
     with pytest.raises(UsageError, match="--gpu-memory"):
         memory_fraction(cap, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("cap", "said"), [("8GiB", "is a size"), ("0", "memory: pass")]
+)
+def test_of_an_unknown_memory_only_a_fraction_can_be_taken(cap: str, said: str):
+    assert memory_fraction("0.25", None) == 0.25
+    with pytest.raises(UsageError, match=said):
+        memory_fraction(cap, None)
 
 
 @given(
