@@ -14,7 +14,6 @@
  * library is loaded into the global scope before libmpi (ELF symbol interposition). If
  * libmpi has none of these names, or MPI was initialised before, nothing changes.
  */
-#define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 

@@ -9,7 +9,6 @@
  * memory from a descriptor. The address of a tensor comes from the tensor, after a check of its type,
  * device, dtype, size and layout.
  */
-#define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
@@ -1026,13 +1025,16 @@ static int
 log_init(CallLog *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"recorder", "group", "generation", "rank", "members", NULL};
-    PyObject *recorder;
+    PyObject *recorder, *given;
     unsigned int group, generation;
     int rank;
-    const char *members;
+    char *members;
     Py_ssize_t length;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OIIiy#", names, &recorder, &group,
-                                     &generation, &rank, &members, &length))
+    /* Not "y#": built by Python 3.13, it does not work in older versions. */
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OIIiS", names, &recorder, &group,
+                                     &generation, &rank, &given))
+        return -1;
+    if (PyBytes_AsStringAndSize(given, &members, &length) < 0)
         return -1;
     if (self->recorder) {
         PyErr_SetString(PyExc_RuntimeError, "this log is already initialised");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -349,3 +350,14 @@ def test_without_a_compiler_the_build_succeeds(tmp_path: Path) -> None:
         timeout=100,
     )
     assert not list(sources.glob("*.so"))
+
+
+def test_no_format_of_an_argument_depends_on_the_python_that_compiles():
+    """A module that Python 3.13 compiles runs in Python 3.10.
+
+    "#" means another function then. `PY_SSIZE_T_CLEAN` has chosen it before 3.13 only.
+    """
+    for source in (ROOT / "nbdist").rglob("*.c"):
+        text = source.read_text(encoding="utf-8")
+        calls = re.findall(r"Py(?:Arg_Parse|_BuildValue)\w*\([^;]*;", text)
+        assert not [call for call in calls if "#" in call], source.name
