@@ -568,9 +568,14 @@ def _read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
     with checkpoint.read(opened) as file:
         payload = io.BytesIO(file.read())
     try:
-        values: dict[str, Any] = torch.load(
-            payload, map_location=None if on_gpu else "cpu", weights_only=not trusted
-        )
+        with warnings.catch_warnings():
+            # torch 2.14 says that it checks sparse tensors. The user cannot change it.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+            values: dict[str, Any] = torch.load(
+                payload,
+                map_location=None if on_gpu else "cpu",
+                weights_only=not trusted,
+            )
     except Exception as error:  # unpickling may raise anything; the digest was right
         hint = (
             "" if trusted else "; if you trust the file, state.load(path, trusted=True)"
