@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from nbdist import CellError, Cluster
 from nbdist.clusters.observer import Event, Quiet
+from tests.processes import wait_until
 
 WORKERS, SERVER = 3, 3
 STEPS, KILLED_AT = 30, 12
@@ -85,6 +89,52 @@ def assert_trains_again(cluster: Cluster, mode: str, before: range) -> None:
     assert cluster[FLAT] == [cluster[FLAT][0]] * 4
     if mode == "sync" and len(before) == 1:  # the momentum is unchanged, too
         assert max(cluster[f"distance_to_one_process({after})"]) < 1e-5
+
+
+def test_each_worker_records_the_staleness_of_its_gradients(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Rank 2 pulls the parameters first, and pushes when the others have ended."""
+    cluster.execute(NEW.format(mode="async"))
+    cluster.push(folder=str(tmp_path))
+    slowly = """
+from pathlib import Path
+
+
+def await_files(*names):
+    end = time.monotonic() + 30
+    while not all(Path(folder, name).exists() for name in names):
+        assert time.monotonic() < end, names
+        time.sleep(0.001)
+
+
+def train_in_turns():
+    if rank != 2:
+        await_files("begun")
+        train(6)
+        Path(folder, f"ended{rank}").touch()
+        return
+    step_once(model, optimizer)
+    Path(folder, "begun").touch()
+    await_files("ended0", "ended1")
+    step_once(model, optimizer)
+
+
+strategy.run(train_in_turns)
+"""
+    cluster.execute(f"import time\n{slowly}", timeout_s=DEADLINE_S)
+
+    def recorded() -> dict[int, list[float]]:
+        series = cluster.collector.history("staleness").items()
+        return {rank: list(values) for rank, (_, values) in series}
+
+    wait_until(lambda: sum(map(len, recorded().values())) == 14, DEADLINE_S)
+    of_worker = recorded()
+    assert of_worker.keys() == {0, 1, 2}
+    assert of_worker[2] == [0, 12]
+    assert max(of_worker[0] + of_worker[1]) < 12
+    counted = cluster["dict(strategy.staleness)"][SERVER]
+    assert counted == Counter(itertools.chain(*of_worker.values()))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _HEAD, _BODY = 1, 2
-_FIELDS = 4
+_FIELDS = 5
 
 
 class Kind(IntEnum):
@@ -65,18 +65,18 @@ class Head:
     detail: int = 0
     """In REDUCE, the index of the reduction. In an answer with parameters, their slot
     (see `MessageBodies`)."""
+    staleness: int = 0
+    """In an answer to PUSH, the staleness of the gradient."""
 
     def to_tensor(self) -> Tensor:
-        """The head as an int64 tensor of 4 elements."""
-        return torch.tensor(
-            [self.kind, self.version, self.size, self.detail], device="cpu"
-        )
+        """The head as an int64 tensor with an element for each field."""
+        return torch.tensor(astuple(self), device="cpu")
 
     @classmethod
     def of(cls, tensor: Tensor) -> Head:
         """The head in a received tensor."""
-        kind, version, size, detail = tensor.tolist()
-        return cls(Kind(kind), version, size, detail)
+        kind, *others = tensor.tolist()
+        return cls(Kind(kind), *others)
 
 
 def send(

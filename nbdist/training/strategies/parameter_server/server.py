@@ -11,7 +11,6 @@ from torch import Tensor
 from nbdist.collectives import TolerantMessages
 from nbdist.errors import CollectiveAborted
 from nbdist.ipc.interrupts import defer_interrupts
-from nbdist.telemetry import internal_metrics
 from nbdist.training.strategies.flat_buffers import FlatBuffers
 from nbdist.training.strategies.parameter_server.message_bodies import MessageBodies
 from nbdist.training.strategies.parameter_server.messages import (
@@ -48,6 +47,8 @@ class _Channel:
         """Whether the worker may send more."""
         self.slot: int | None = None
         """The slot that the worker may still read, until its next message."""
+        self.staleness = 0
+        """The staleness of the worker's last gradient."""
 
     def tensors_for(self, head: Head, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors to receive the bodies into that a head announces.
@@ -151,7 +152,7 @@ class Server:
     def _handle(self, channel: _Channel, head: Head) -> None:
         worker = channel.worker
         if head.kind is Kind.PUSH:
-            internal_metrics.record(staleness=self._policy.version - head.version)
+            channel.staleness = self._policy.version - head.version
             with defer_interrupts():  # an interrupt must not divide an update
                 self._carry_out(self._policy.push(worker, head.version))
         elif head.kind is Kind.OPTIONS:
@@ -188,8 +189,10 @@ class Server:
 
     def _answer(self, worker: int, kind: Kind, extra: Tensor) -> None:
         """Send a worker the current parameters, and extra bytes."""
-        slot = self._channels[worker].slot = self._current_slot()
-        head = Head(kind, self._policy.version, size=len(extra), detail=slot)
+        channel = self._channels[worker]
+        slot = channel.slot = self._current_slot()
+        version = self._policy.version
+        head = Head(kind, version, len(extra), slot, channel.staleness)
         parameters = self._bodies.parameters(self._shard, slot)
         send(self._messages, worker, head, [*self._bodies.sent(parameters), extra])
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nbdist.collectives import TolerantMessages
 from nbdist.errors import CollectiveAborted
+from nbdist.telemetry import internal_metrics
 from nbdist.training.strategies.parameter_server.message_bodies import MessageBodies
 from nbdist.training.strategies.parameter_server.messages import (
     Head,
@@ -77,10 +78,13 @@ class Worker:
             gradients.fill([parameter.grad for parameter in shard])
             head = Head(Kind.PUSH, self.versions[number])
             send(self._messages, server, head, self._bodies.sent(gradients))
-        for number, (head, extra) in self._answers(range(len(self._servers))).items():
+        answers = self._answers(range(len(self._servers)))
+        for number, (head, extra) in answers.items():
             self._take_parameters(number, head)
             if len(extra):
                 self._keep(number, head.version, extra.numpy().tobytes())
+        stalest = max(head.staleness for head, _ in answers.values())
+        internal_metrics.record(staleness=stalest)
 
     def reduce(self, op: int, numbers: Tensor) -> Tensor:
         """Reduce float64 numbers over the workers, on the first server.
