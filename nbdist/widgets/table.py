@@ -9,7 +9,9 @@ from itertools import zip_longest
 
 __all__ = ["Table", "bytes_text", "seconds_text"]
 
-CELL = "text-align:left;padding:2px 10px;white-space:pre"
+CELL = "text-align:left;vertical-align:top;padding:2px 10px;white-space:pre"
+ALIGNED = f"{CELL};font-family:var(--jp-code-font-family,monospace)"
+"""For a cell of several lines, whose columns are aligned by spaces."""
 
 
 class Table:
@@ -59,12 +61,16 @@ class Table:
         )
         body = "".join(
             "<tr>"
-            + "".join(f'<td style="{CELL}">{html.escape(c)}</td>' for c in row)
+            + "".join(f'<td style="{_style(c)}">{html.escape(c)}</td>' for c in row)
             + "</tr>"
             for row in self._rows
         )
         head = f"<thead><tr>{head}</tr></thead>"
         return f"<table>{head}<tbody>{body}</tbody></table>{caption}"
+
+
+def _style(cell: str) -> str:
+    return ALIGNED if "\n" in cell else CELL
 
 
 def _lines_of(row: Sequence[str]) -> list[tuple[str, ...]]:

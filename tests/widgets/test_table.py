@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nbdist.widgets.table import Table, bytes_text, seconds_text
@@ -20,6 +22,14 @@ def test_names_of_users_are_escaped_in_html():
     assert "&lt;script&gt;" in shown
     assert "&lt;h&gt;" in shown
     assert "a &amp; b" in shown
+
+
+def test_the_columns_within_a_cell_of_several_lines_are_aligned_in_html():
+    shown = Table(["rank", "net"], [[0, "name  norm\na        1"]])._repr_html_()
+    one, several = re.findall(r'<td style="([^"]*)">', shown)
+    assert "monospace" in several
+    assert "monospace" not in one
+    assert "vertical-align:top" in one  # the rank is beside the first line
 
 
 def test_a_table_without_rows_still_has_its_header():
