@@ -204,7 +204,8 @@ def _summary(expression: str, comparison: Comparison) -> str:
     ranks = [rank for rank in comparison.ranks if rank not in comparison.errors]
     leaves = "1 leaf" if count == 1 else f"{count:,} leaves"
     if different:
-        notes.append(f"{len(different):,} of {leaves} differ. First, {different[0]}")
+        verb = "differs" if count == 1 else "differ"
+        notes.append(f"{len(different):,} of {leaves} {verb}. First, {different[0]}")
     elif comparison.uncompared:
         open_ = len(comparison.uncompared)
         notes.append(f"{open_:,} of {leaves} cannot be compared; the others are equal")
