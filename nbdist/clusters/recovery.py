@@ -479,14 +479,17 @@ class Newcomers:
                 if source.rank in self._registry.died:
                     return self._copy_variables(newcomers, ask)
                 return f"it has none of the variables of rank {source.rank}: {error}"
-            shipment, unpicklable = answer.value
+            shipment, unpicklable, position = answer.value
             lost |= unpicklable
             carrier = self._registry.carrier
             try:
                 shipment = carrier.here(shipment)
                 replies = {
                     info: self._registry.send(
-                        info, endpoints.ADOPT_VARIABLES, carrier.to(info.host, shipment)
+                        info,
+                        endpoints.ADOPT_VARIABLES,
+                        carrier.to(info.host, shipment),
+                        position,
                     )
                     for info in newcomers
                 }

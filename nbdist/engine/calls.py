@@ -158,7 +158,7 @@ def _packed(what: str, value: object) -> shm_payload.Shipment:
 
 def export_variables(
     skip: Collection[str] = (),
-) -> tuple[shm_payload.Shipment, dict[str, str]]:
+) -> tuple[shm_payload.Shipment, dict[str, str], tuple[int, int]]:
     """Pack the user's variables that can be pickled in time.
 
     They are pickled together, so that an optimizer still refers to its model's
@@ -168,7 +168,8 @@ def export_variables(
         skip: Names that are left out.
 
     Returns:
-        The variables, and the reason for each one that could not be packed, by name.
+        The variables, the reason for each one that could not be packed, by name, and
+        this rank's `Recorder.position`.
 
     Raises:
         TransferError: It was interrupted; the message names the step.
@@ -192,11 +193,19 @@ def export_variables(
             del good[limits.name]
             bad[limits.name] = str(error)
         else:
-            return shm_payload.load(frames, rank.run_dir), bad
+            shipment = shm_payload.load(frames, rank.run_dir)
+            return shipment, bad, rank.recorder.position
 
 
-def adopt_variables(shipment: shm_payload.Shipment) -> tuple[str, str] | None:
+def adopt_variables(
+    shipment: shm_payload.Shipment, position: tuple[int, int]
+) -> tuple[str, str] | None:
     """Take the variables of another rank: all of them, or none.
+
+    Args:
+        shipment, position: As `export_variables` returns them. The steps of the values
+            that this rank logs continue there, so that the monitor shows the ranks at
+            the same steps.
 
     Returns:
         None if all were taken; else the name of a variable that could not be unpickled
@@ -215,6 +224,7 @@ def adopt_variables(shipment: shm_payload.Shipment) -> tuple[str, str] | None:
         return limits.name, str(error)
     ddp_modules.settle()
     rank.shell.push(values)
+    rank.recorder.continue_from(position)
     return None
 
 

@@ -201,8 +201,7 @@ def variables() -> Shipment:
 
     The main thread may be blocked in MPI.
     """
-    shipment, _lost = export_variables()
-    return shipment
+    return export_variables()[0]
 
 
 def defer() -> Any:

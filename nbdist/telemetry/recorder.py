@@ -198,6 +198,15 @@ class Recorder:
         """The step of the next `log` without `step`."""
         return self._next_step
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The steps of the next `log` without `step`, and of `record_internal`."""
+        return self._next_step, self._internal_step
+
+    def continue_from(self, position: tuple[int, int]) -> None:
+        """Continue the steps of another rank, whose `position` this was."""
+        self._next_step, self._internal_step = position
+
     def record(self, entry: _Draft | DeviceSample | Mark) -> None:
         """Queue one record for the next batch."""
         with self._lock:

@@ -85,6 +85,30 @@ def test_what_happens_to_the_ranks_is_marked(cluster: Cluster, rank: int) -> Non
     assert last == f"commit {cluster['state.commits'][0]}"
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_replaced_logs_at_the_steps_of_the_others(
+    cluster: Cluster, rank: int
+) -> None:
+    cluster.collector.clear()
+    cluster.execute(
+        "alone = step_of\n"
+        "def step_of(state, ddp, indices):\n"
+        "    nbdist.log(committed=state.step)\n"
+        "    return alone(state, ddp, indices)"
+    )
+    cluster.execute("nbdist.log(committed=0, step=1000)")
+    cluster.execute(f"if rank == {rank}: events = [(7, 'forward', die)]")
+    cluster.execute(TRAIN, timeout_s=60)
+
+    def ends() -> list[tuple[float, float]]:
+        series = cluster.collector.history("committed").values()
+        return [(steps[-1], values[-1]) for steps, values in series]
+
+    # The step in which the rank died is logged twice on the others.
+    expected = [(1000.0 + STEPS + 1, STEPS - 1.0)] * 4
+    wait_until(lambda: ends() == expected, 30, lambda: str(ends()))
+
+
 def test_a_rank_whose_cuda_context_has_failed_is_replaced(
     cluster: Cluster, reference: Any, notes: list[str]
 ) -> None:

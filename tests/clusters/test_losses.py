@@ -179,6 +179,23 @@ def test_a_rank_that_is_replaced_on_request_is_not_reported_as_dead(
     assert "has died with SIGKILL" in notes[-1]
 
 
+def test_a_rank_that_is_replaced_logs_at_the_steps_of_the_others(
+    cluster: Cluster,
+) -> None:
+    cluster.execute("nbdist.log(resumed=1.0, step=100)")
+    os.kill(cluster.ranks[2].pid, signal.SIGKILL)
+    wait_until(lambda: 2 in cluster.died(), DEADLINE_S)
+    cluster.execute("nbdist.log(resumed=2.0)")
+
+    def last_steps() -> list[float]:
+        series = cluster.collector.history("resumed").values()
+        return [steps[-1] for steps, _ in series]
+
+    wait_until(
+        lambda: last_steps() == [101.0] * 3, DEADLINE_S, lambda: str(last_steps())
+    )
+
+
 # -- all ranks ---------------------------------------------------------------------
 
 
