@@ -265,15 +265,14 @@ class _Shell:
 
         try:
             awaited = context.run(request.send, None)
-        except StopIteration:
+            self._task = _task_of(request, awaited, context)
+            self._task.add_done_callback(lambda _: end())
+            self._task.add_done_callback(lambda _: self._answer_waiting())
+        except StopIteration:  # it has ended
             end()
         except BaseException:
             end()
             raise
-        else:
-            self._task = _task_of(_continued(request, awaited), context)
-            self._task.add_done_callback(lambda _: end())
-            self._task.add_done_callback(lambda _: self._answer_waiting())
 
     def reply(self, opened: Opened, outcome: Outcome, frames: list[Any]) -> None:
         """Send a reply; it has left when this returns."""
@@ -291,12 +290,19 @@ class _Shell:
 
 
 def _task_of(
-    work: Coroutine[Any, Any, None], context: contextvars.Context
+    begun: Coroutine[Any, Any, Any], awaited: Any, context: contextvars.Context
 ) -> Future[Any]:
-    """A task in a context. Python 3.10 lets it have a copy only."""
+    """A task that continues a coroutine, which has begun and awaits something.
+
+    Python 3.10 lets a task have a copy of a context only.
+    """
+
+    async def work() -> None:  # from Python 3.12 on, no generator can be a task
+        await _continued(begun, awaited)
+
     if sys.version_info >= (3, 11):
-        return asyncio.get_running_loop().create_task(work, context=context)
-    return context.run(asyncio.ensure_future, work)
+        return asyncio.get_running_loop().create_task(work(), context=context)
+    return context.run(asyncio.ensure_future, work())
 
 
 @types.coroutine
