@@ -7,7 +7,7 @@ and a value that is unavailable is None.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +36,7 @@ __all__ = [
     "InputRequest",
     "Join",
     "LeafComparison",
+    "LeafDigest",
     "Mark",
     "MarkKind",
     "MemoryReport",
@@ -603,6 +604,20 @@ class MemoryReport:
 
 
 @dataclass(frozen=True)
+class LeafDigest:
+    """One leaf of one rank's value."""
+
+    name: str
+    """Such as "model.layers.3.weight"; different for each leaf of the value."""
+    form: str
+    """dtype, shape and kind of device, or type."""
+    digest: bytes | str
+    """Equal for equal contents. A text says why the leaf cannot be compared."""
+    text: str = ""
+    """A short text of a plain value."""
+
+
+@dataclass(frozen=True)
 class LeafComparison:
     """One leaf of the ranks' values: a tensor, an array or a plain value."""
 
@@ -659,6 +674,30 @@ class Comparison:
     leaves: tuple[LeafComparison, ...]
     errors: dict[int, str]
     """Why a rank has no value."""
+    were_busy: bool = False
+    """Whether a rank was busy. The differences of tensors are then not measured."""
+
+    @classmethod
+    def of(
+        cls,
+        values: Mapping[int, Sequence[LeafDigest]],
+        errors: Mapping[int, str],
+        *,
+        were_busy: bool = False,
+    ) -> Comparison:
+        """Compare the leaves of all ranks by their digests.
+
+        Args:
+            values: The leaves of each rank that has a value.
+            errors: As the attribute.
+        """
+        tables = {
+            rank: {leaf.name: leaf for leaf in leaves}
+            for rank, leaves in values.items()
+        }
+        names = dict.fromkeys(name for table in tables.values() for name in table)
+        leaves = tuple(_compared(name, tables) for name in names)
+        return cls(tuple(sorted({*values, *errors})), leaves, dict(errors), were_busy)
 
     @property
     def differing(self) -> list[LeafComparison]:
@@ -669,6 +708,32 @@ class Comparison:
     def uncompared(self) -> list[LeafComparison]:
         """The leaves that cannot be compared."""
         return [leaf for leaf in self.leaves if leaf.uncompared]
+
+
+def _compared(
+    name: str, tables: Mapping[int, Mapping[str, LeafDigest]]
+) -> LeafComparison:
+    groups: dict[object, list[int]] = {}
+    forms: dict[str, None] = {}
+    texts: dict[int, str] = {}
+    uncompared = ""
+    for rank, table in tables.items():
+        leaf = table.get(name)
+        if leaf is not None and isinstance(leaf.digest, str):
+            uncompared = uncompared or leaf.digest
+        groups.setdefault(leaf and (leaf.form, leaf.digest), []).append(rank)
+        forms["missing" if leaf is None else leaf.form] = None
+        texts[rank] = "" if leaf is None else leaf.text
+    # Those that most ranks agree with are first.
+    ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+    values = tuple(texts[ranks[0]] for ranks in ordered)
+    return LeafComparison(
+        name,
+        " | ".join(forms),
+        tuple(map(tuple, ordered)),
+        uncompared,
+        values=values if len(ordered) > 1 and any(values) else (),
+    )
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -81,6 +81,7 @@ from nbdist.wire import (
     Comparison,
     ElasticCall,
     Failure,
+    LeafDigest,
     MemoryReport,
     RankInfo,
     Resume,
@@ -1873,14 +1874,21 @@ class Cluster:
         1.5 s at most. The text of a value then says if it has failed. The value is None
         for a rank that does not answer.
         """
+        answers = self._ask_if_busy(endpoints.LOOK, expression)
+        return {**self.shown(expression)} if answers is None else answers
+
+    def _ask_if_busy(self, target: str, *args: object) -> dict[int, Any] | None:
+        """Call an endpoint on the living ranks, if one is busy; None if none is.
+
+        The answer of a rank that does not answer is None.
+        """
         states = self.status()
         living = [info.rank for info in self.ranks]
         doing = {rank: (states[rank] or {}).get("what", "") for rank in living}
         if not any(what is not None for what in doing.values()):
-            return {**self.shown(expression)}
+            return None
         answering = [rank for rank in living if states[rank] is not None]
-        answers = self._ask(endpoints.LOOK, expression, ranks=answering)
-        return dict.fromkeys(living) | answers
+        return dict.fromkeys(living) | self._ask(target, *args, ranks=answering)
 
     def compare(self, expression: str, *, timeout_s: float | None = None) -> Comparison:
         """Compare the values of an expression on all ranks, bit for bit.
@@ -1888,6 +1896,10 @@ class Cluster:
         The ranks exchange digests of all leaves of the value, such as the parameters of
         a model. They measure the first leaves that differ, which are sent from one rank
         to the others.
+
+        If a rank is busy, another thread of each rank computes the digests, for 1.5 s
+        at most, and the differences of tensors are not measured. The ranks may be at
+        different steps then.
 
         Args:
             expression: A variable's name or another Python expression.
@@ -1897,6 +1909,9 @@ class Cluster:
             CellTimeout, CellInterrupted: All ranks were interrupted.
             RankDied: A rank has died meanwhile.
         """
+        seen = self._ask_if_busy(endpoints.LEAVES, expression)
+        if seen is not None:
+            return _compared_by_digests(seen)
         what = f"compare {expression}"
         target = endpoints.COMPARE
         answers = self._call(
@@ -1993,6 +2008,17 @@ def _several_hosts(config: ClusterConfig) -> Hosts | None:
     from nbdist.clusters.hosts.hosts import Hosts
 
     return Hosts(slots, config)
+
+
+def _compared_by_digests(
+    answers: Mapping[int, tuple[list[LeafDigest], str] | None],
+) -> Comparison:
+    """Compare the answers of `endpoints.LEAVES`."""
+    silent: tuple[list[LeafDigest], str] = [], "it does not answer"
+    seen = {rank: answer or silent for rank, answer in answers.items()}
+    errors = {rank: why for rank, (_, why) in seen.items() if why}
+    values = {rank: leaves for rank, (leaves, why) in seen.items() if not why}
+    return Comparison.of(values, errors, were_busy=True)
 
 
 def _is_death(error: Exception) -> bool:

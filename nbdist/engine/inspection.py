@@ -25,9 +25,17 @@ from nbdist.engine.rank import this_rank
 from nbdist.errors import encodable, text_of
 from nbdist.training.digest import combined, digests_of
 from nbdist.training.leaves import Deadline, TooSlow, is_dataframe, leaves_of
-from nbdist.wire import MemoryReport, Shown, Variable
+from nbdist.training.replicas import described_leaves
+from nbdist.wire import LeafDigest, MemoryReport, Shown, Variable
 
-__all__ = ["digest_in_full", "look", "memory_report", "text_in_full", "variables"]
+__all__ = [
+    "digest_in_full",
+    "leaves",
+    "look",
+    "memory_report",
+    "text_in_full",
+    "variables",
+]
 
 T = TypeVar("T")
 
@@ -115,6 +123,30 @@ def _look(expression: str, limit_s: float) -> Shown:
         except TooSlow as error:
             digest, why = "", str(error)
         return Shown(text, digest, why, rows)
+
+
+def leaves(expression: str) -> tuple[list[LeafDigest], str]:
+    """The leaves of an expression's value, on a rank whose main thread may be busy.
+
+    The expression is evaluated as in `look`.
+
+    Returns:
+        The leaves, and why there are none; "" if there are.
+    """
+    try:
+        with _quick_switches():
+            return _aside.call(_leaves, expression, limit_s=BUSY_LIMITS_S[1]), ""
+    except Exception as error:  # noqa: BLE001 - a user's expression may raise anything
+        return [], encodable(text_of(error))
+
+
+def _leaves(expression: str, limit_s: float) -> list[LeafDigest]:
+    deadline = Deadline(limit_s)
+    shell = this_rank().shell
+    with _stream_of_its_own():
+        value = eval(expression, shell.user_global_ns, shell.user_ns)
+        found = leaves_of(expression, value, deadline)
+        return described_leaves(found, digests_of(found, deadline))
 
 
 def memory_report(count: int) -> MemoryReport:

@@ -62,6 +62,7 @@ __all__ = ["RankSession", "answer_on", "describe", "function_of", "refused"]
 MAY_TAKE_SECONDS = {
     endpoints.COMPLETE,
     endpoints.DESCRIBE,
+    endpoints.LEAVES,
     endpoints.LOOK,
     endpoints.PROFILE_COLLECT,
     endpoints.MEMORY_REPORT,

@@ -29,6 +29,7 @@ __all__ = [
     "HOLD_TIMEOUTS",
     "INPUT_REPLY",
     "INTERRUPT",
+    "LEAVES",
     "LOOK",
     "MEMORY",
     "MEMORY_REPORT",
@@ -92,6 +93,7 @@ ELASTIC_VARIABLES = "nbdist.engine.elastic:variables"
 ELASTIC_WANT_RESIZE = "nbdist.engine.elastic:want_resize"
 ELASTIC_WANT_SAVE = "nbdist.engine.elastic:want_save"
 
+LEAVES = "nbdist.engine.inspection:leaves"
 LOOK = "nbdist.engine.inspection:look"
 MEMORY_REPORT = "nbdist.engine.inspection:memory_report"
 VARIABLES = "nbdist.engine.inspection:variables"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,9 +25,9 @@ from nbdist.errors import ReplicasDiffer, UsageError
 from nbdist.training.digest import combined, digests_of, octets_of
 from nbdist.training.leaves import Leaf, leaves_of
 from nbdist.training.validation import whole_number
-from nbdist.wire import Comparison, LeafComparison, format_ranks
+from nbdist.wire import Comparison, LeafComparison, LeafDigest, format_ranks
 
-__all__ = ["check_replicas", "compare"]
+__all__ = ["check_replicas", "compare", "described_leaves"]
 
 MEASURED_LEAVES = 20
 """The most leaves whose differences are measured, because each is sent."""
@@ -136,87 +136,51 @@ def _agree(digest: bytes, is_refused: bool, group: Group) -> bool:
     return not refusing and all(torch.equal(row, mine) for row in rows)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One leaf of one rank."""
-
-    name: str
-    form: str
-    digest: bytes | str
-
-
 def _compared(
     leaves: Sequence[Leaf],
     digests: Sequence[bytes | str],
     error: str,
     group: Group,
 ) -> Comparison:
-    mine = [
-        _Entry(name, leaf.form, digest)
-        for name, leaf, digest in zip(_unique(leaves), leaves, digests, strict=True)
-    ]
-    gathered = all_gather_object((error, mine), group=group)
+    described = described_leaves(leaves, digests)
+    gathered = all_gather_object((error, described), group=group)
     errors = {r: e for r, (e, _) in zip(group.ranks, gathered, strict=True) if e}
-    tables = {
-        rank: {entry.name: entry for entry in entries}
-        for rank, (e, entries) in zip(group.ranks, gathered, strict=True)
-        if not e
-    }
-    by_name = dict(zip(_unique(leaves), leaves, strict=True))
-    names = dict.fromkeys(name for table in tables.values() for name in table)
+    values = {r: v for r, (e, v) in zip(group.ranks, gathered, strict=True) if not e}
+    comparison = Comparison.of(values, errors)
+    mine = dict(zip((each.name for each in described), leaves, strict=True))
     found = []
     left = MEASURED_LEAVES
-    for name in names:
-        result = _of_one_leaf(name, tables)
+    for result in comparison.leaves:
         if not result.uncompared and len(result.groups) > 1 and left:
             left -= 1
-            has_all = len(tables) == group.size
-            result = _measured(result, by_name.get(name), has_all, group)
+            leaf = mine.get(result.name)
+            if not errors and " | " not in result.form and leaf is not None:
+                result = _measured(result, leaf, group)
         found.append(result)
-    return Comparison(tuple(group.ranks), tuple(found), errors)
+    return replace(comparison, leaves=tuple(found))
 
 
-def _unique(leaves: Sequence[Leaf]) -> list[str]:
-    """The leaves' names. A name that occurs again gets a number."""
+def described_leaves(
+    leaves: Sequence[Leaf], digests: Sequence[bytes | str]
+) -> list[LeafDigest]:
+    """The leaves for a comparison. A name that occurs again gets a number."""
     counts: Counter[str] = Counter()
-    names = []
-    for leaf in leaves:
+    described = []
+    for leaf, digest in zip(leaves, digests, strict=True):
         counts[leaf.name] += 1
         count = counts[leaf.name]
-        names.append(leaf.name if count == 1 else f"{leaf.name} ({count})")
-    return names
+        name = leaf.name if count == 1 else f"{leaf.name} ({count})"
+        described.append(LeafDigest(name, leaf.form, digest, _value(leaf)))
+    return described
 
 
-def _of_one_leaf(name: str, tables: dict[int, dict[str, _Entry]]) -> LeafComparison:
-    """The ranks with equal values of one leaf; the ranks that most agree with first."""
-    groups: dict[object, list[int]] = {}
-    forms: dict[str, None] = {}
-    uncompared = ""
-    for rank, table in tables.items():
-        entry = table.get(name)
-        if entry is not None and isinstance(entry.digest, str):
-            uncompared = uncompared or entry.digest
-        groups.setdefault(entry and (entry.form, entry.digest), []).append(rank)
-        forms["missing" if entry is None else entry.form] = None
-    ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
-    return LeafComparison(
-        name, " | ".join(forms), tuple(map(tuple, ordered)), uncompared
-    )
-
-
-def _measured(
-    result: LeafComparison, leaf: Leaf | None, has_all: bool, group: Group
-) -> LeafComparison:
-    """The differences of a leaf. All ranks call this in the same order."""
-    root = result.groups[0][0]
-    numbers = None if leaf is None else _numbers(leaf)
-    if " | " in result.form or not has_all or leaf is None:
-        texts = all_gather_object("" if leaf is None else _value(leaf), group=group)
-        return _with_values(result, texts, group)
+def _measured(result: LeafComparison, leaf: Leaf, group: Group) -> LeafComparison:
+    """The differences of a leaf of one form. All ranks call this in the same order."""
+    numbers = _numbers(leaf)
     if numbers is None:
-        return _with_values(result, all_gather_object(_value(leaf), group=group), group)
+        return result
     theirs = numbers.clone(memory_format=torch.contiguous_format)
-    broadcast(octets_of(theirs), root, group=group)
+    broadcast(octets_of(theirs), result.groups[0][0], group=group)
     gathered = all_gather_object(_distance(numbers, theirs), group=group)
     far = [each for each in gathered if each.count]
     return LeafComparison(
@@ -228,14 +192,6 @@ def _measured(
         index=min(each.index for each in far),
         largest=max((each.largest for each in far), key=_nan_first),
     )
-
-
-def _with_values(
-    result: LeafComparison, texts: Sequence[str], group: Group
-) -> LeafComparison:
-    by_rank = dict(zip(group.ranks, texts, strict=True))
-    values = tuple(by_rank[ranks[0]] for ranks in result.groups)
-    return LeafComparison(result.name, result.form, result.groups, values=values)
 
 
 @dataclass(frozen=True)

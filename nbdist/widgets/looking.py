@@ -212,6 +212,11 @@ def _summary(expression: str, comparison: Comparison) -> str:
     elif ranks:
         where = f"rank {format_ranks(ranks)}"
         notes.append(f"{expression} is equal on {where}, bit for bit, in {leaves}")
+    if comparison.were_busy and different:
+        notes.append(
+            "a rank was busy: the ranks may have been at different steps, and the "
+            "differences of tensors were not measured"
+        )
     return "\n".join(notes)
 
 

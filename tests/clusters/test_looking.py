@@ -102,8 +102,13 @@ def test_status_and_stacks_show_the_position_of_busy_ranks(
             assert "busy: In[31] for" in line
             assert "line 4" in line or place in line
         assert "idle" in status[5]
+        begin = "rank 0-2:\n  In[31] line 4, in <module>\n    "
+        wait_until(  # a rank may be on the way into the barrier
+            lambda: session.stacks_text().startswith(begin),
+            DEADLINE_S,
+            session.stacks_text,
+        )
         stacks = within(DEADLINE_S, session.stacks_text)
-        assert stacks.startswith("rank 0-2:\n  In[31] line 4, in <module>\n    ")
         assert stacks.endswith("rank 3:\n  idle")
         full = within(DEADLINE_S, lambda: session.stacks_text(everything=True))
         assert "nbdist/engine/cells.py" in full
@@ -394,6 +399,39 @@ def test_a_rank_that_does_not_answer_is_named_in_time(
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: cluster.status()[1] is not None, DEADLINE_S)
     assert cluster["rank"] == [0, 1, 2, 3]
+
+
+def test_busy_ranks_are_compared_without_a_measurement(
+    cluster: Cluster, session: Session
+):
+    cluster.execute(
+        "import time\ntorch.manual_seed(0)\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))\n"
+        "optimizer = torch.optim.Adam(model.parameters())\n"
+        "class Slow:\n    def __reduce__(self): time.sleep(60)\n"
+        "slow = Slow()\n"
+        "if rank == 2:\n    with torch.no_grad(): model[0].weight[1, 2] += 0.5\n"
+        "numbers = {'epoch': 3, 'loss': 0.5 + (rank == 1)}"
+    )
+    with running(cluster, "while True: pass", [0, 3]):
+        (weight,) = cluster.compare("model").differing
+        assert (weight.name, weight.count) == ("model.0.weight", None)
+        assert weight.groups == ((0, 1, 3), (2,))
+        (loss,) = cluster.compare("numbers").differing
+        assert loss.groups == ((0, 2, 3), (1,))
+        assert loss.difference == "0.5 on rank 0,2-3, 1.5 on rank 1"
+        assert not cluster.compare("optimizer.defaults").differing
+        table = str(session.diff_table("model"))
+        assert "1 of 8 leaves differ. First, model.0.weight differs on rank 2" in table
+        assert "were not measured" in table
+        missing = cluster.compare("missing")
+        assert missing.errors.keys() == {0, 1, 2, 3}
+        assert "'missing' is not defined" in missing.errors[0]
+        begin = time.monotonic()
+        assert "longer than 1.5 s" in cluster.compare("slow").errors[3]
+        assert time.monotonic() - begin < 10
+    (weight,) = cluster.compare("model").differing
+    assert weight.index == (1, 2)
 
 
 def test_completions_come_from_rank_0(cluster: Cluster, session: Session):
