@@ -274,9 +274,9 @@ class Watch:
             self._finite_at = copy.step.number
             return
         self.close()
-        report = _report(copy.step.number, bad, self._finite_at)
-        internal_metrics.mark("nan", report)
-        raise NotFinite(report)
+        found = _description(bad)
+        internal_metrics.mark("nan", found)  # the monitor has steps of its own
+        raise NotFinite(_report(copy.step.number, found, self._finite_at))
 
 
 _watches: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()
@@ -311,12 +311,17 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-def _report(number: int, bad: list[tuple[str, float]], finite_at: int) -> str:
+def _description(bad: list[tuple[str, float]]) -> str:
     (name, magnitude), *others = bad
     kind = "infinite values" if magnitude == INFINITE else "NaNs"
-    text = f"step {number}: {name} has {kind}"
+    text = f"{name} has {kind}"
     if others:
         text += f", the first of {len(bad)} such values; the next is {others[0][0]}"
+    return text
+
+
+def _report(number: int, found: str, finite_at: int) -> str:
+    text = f"step {number}: {found}"
     if finite_at == number - 1:
         return text
     before = (

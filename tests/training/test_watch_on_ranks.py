@@ -49,7 +49,7 @@ def test_the_rank_whose_gradient_was_first_is_named(cluster: Cluster, rank: int)
     what = "the gradient of parameter module.2.weight has NaNs"
     assert (first, named) == ("3", (f"rank {rank}", what)), error
     marks = map(str, cluster.collector.marks)
-    assert f"rank {rank}: step 3: {what}" in list(marks)
+    assert f"rank {rank}: {what}" in list(marks)
     cluster.execute("x = torch.ones(1); nbdist.all_reduce(x); assert x.item() == 4")
 
 
