@@ -276,6 +276,31 @@ while time.monotonic() < end:
     cluster.execute(SUM)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_c_code_holds_is_replaced_alone(
+    cluster: Cluster, rank: int
+) -> None:
+    """No thread of Python runs on that rank, and no signal ends the call."""
+    cluster.execute("mine = rank")
+    pids = [info.pid for info in cluster.ranks]
+    held = f"""
+import ctypes
+mutex = ctypes.create_string_buffer(64)
+if rank == {rank}:
+    with_gil = ctypes.PyDLL(None)
+    with_gil.pthread_mutex_lock(mutex)
+    with_gil.pthread_mutex_lock(mutex)
+"""
+    with pytest.raises(CellError) as late:
+        cluster.execute(held, timeout_s=0.5)
+    assert f"%dist_restart -r {rank}" in str(late.value)
+    cluster.replace([rank])
+    others = [each for each in range(3) if each != rank]
+    assert [r for r in range(3) if cluster.ranks[r].pid == pids[r]] == others
+    assert [cluster["mine"][each] for each in others] == others
+    cluster.execute(SUM)
+
+
 def test_without_replacement_dead_ranks_are_not_started_again(cluster: Cluster) -> None:
     with Cluster(n=2, device="cpu", threads=1, on_failure="shrink") as two:
         kill_all(two)
