@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import filecmp
 import gc
 import importlib
 import importlib.util
@@ -301,15 +302,24 @@ def _site_files() -> Iterator[str]:
 
 
 class _Shadows:
-    """Finds modules on a rank's path that would hide a module imported here."""
+    """Finds modules on a rank's path that would hide a module imported here.
+
+    A copy of the imported module's file hides nothing. torch 2.7, for example, writes
+    such a module to a temporary folder of each process, and adds the folder to the
+    path.
+    """
 
     def __init__(self) -> None:
         self._known = {os.path.realpath(folder) for folder in sys.path}
-        self._names = {
+        names = {
             name.partition(".")[0]
             for name, module in sys.modules.items()
             if getattr(module, "__file__", None)
         } - {"nbdist"}  # a rank imports it from the same folder in any case
+        self._files = {
+            name: getattr(sys.modules.get(name), "__file__", None) for name in names
+        }
+        """The file of each module here by its name; None for a namespace package."""
 
     def found(self, request: Request) -> str | None:
         """The path of such a module on the rank's path; None if there is none."""
@@ -321,8 +331,10 @@ class _Shadows:
             with contextlib.suppress(OSError):  # no such folder
                 for entry in os.listdir(path):
                     name, _, suffix = entry.partition(".")
-                    if name in self._names and _is_module(path, entry, suffix):
-                        return os.path.join(path, entry)
+                    if name in self._files and _is_module(path, entry, suffix):
+                        found = os.path.join(path, entry)
+                        if not _is_copy(found, self._files[name]):
+                            return found
         return None
 
 
@@ -334,6 +346,13 @@ def _is_module(folder: str, entry: str, suffix: str) -> bool:
     if suffix:
         return suffix == "py" or suffix.endswith("so")
     return os.path.exists(os.path.join(folder, entry, "__init__.py"))
+
+
+def _is_copy(entry: str, imported: str | None) -> bool:
+    """Whether an entry of a folder is a file with the content of an imported one."""
+    if imported is None or not os.path.isfile(entry):
+        return False
+    return filecmp.cmp(entry, imported, shallow=False)
 
 
 # -- the servers -------------------------------------------------------------------

@@ -597,12 +597,26 @@ def test_a_module_of_the_user_is_not_replaced_by_a_preloaded_module(
 ) -> None:
     import decorator  # ipyparallel imports it
 
-    shutil.copy(decorator.__file__, tmp_path / "decorator.py")
+    text = Path(decorator.__file__).read_text()
+    (tmp_path / "decorator.py").write_text(f"{text}\nis_mine = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     fork_server_client.prepare(os.environ)
     with Cluster(1, device="cpu") as cluster:
         (how,) = started(cluster)
         assert str(tmp_path / "decorator.py") in how
+        cluster.execute("import decorator; assert decorator.is_mine")
+
+
+def test_a_copy_of_a_preloaded_module_on_the_path_prevents_no_fork(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import decorator
+
+    shutil.copy(decorator.__file__, tmp_path / "decorator.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fork_server_client.prepare(os.environ)
+    with Cluster(1, device="cpu") as cluster:
+        assert started(cluster) == [FORKED]
 
 
 @pytest.mark.not_forked
