@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.call_supervisor import CallSupervisor
     from nbdist.clusters.collective_history import CollectiveHistory
     from nbdist.clusters.elastic import Elastic
+    from nbdist.clusters.hosts.batch_job import BatchJob
     from nbdist.clusters.hosts.discovery import HostDiscovery
     from nbdist.clusters.hosts.hosts import Hosts
     from nbdist.clusters.ipp_client import Answer
@@ -391,8 +392,7 @@ class Cluster:
         if self._hosts is None:
             return
         if self._hosts.job is not None:
-            assert self._elastic is not None
-            self._hosts.job.watch(self._tell, self._elastic.save, self._hosts.leave_job)
+            self._watch_job(self._hosts, self._hosts.job)
         script = self.config.host_discovery
         if script is None:
             return
@@ -405,6 +405,18 @@ class Cluster:
                 self._adopt_discovered()
 
         self._discovery = HostDiscovery(script, self._hosts.listed, adopt, self._tell)
+
+    def _watch_job(self, hosts: Hosts, job: BatchJob) -> None:
+        """Save what can be saved when the job of the hosts ends."""
+        elastic = self._elastic
+        assert elastic is not None
+
+        def leave() -> None:
+            # A run commits in the seconds until the system ends its ranks.
+            if not (job.holds_processes and elastic.is_running):
+                hosts.leave_job()
+
+        job.watch(hosts.await_signal, self._tell, elastic.save, leave)
 
     def _adopt_discovered(self) -> None:
         """Change the world to the hosts that were discovered, if they have changed."""

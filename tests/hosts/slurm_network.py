@@ -145,6 +145,6 @@ ReturnToService=2
 KillWait=5
 MpiDefault=none
 NodeName={nodes} CPUs=2 State=UNKNOWN
-PartitionName=debug Nodes={nodes} Default=YES PriorityTier=1 State=UP
+PartitionName=debug Nodes={nodes} Default=YES PriorityTier=1 State=UP GraceTime=20
 PartitionName=urgent Nodes={nodes} PriorityTier=2 State=UP
 """

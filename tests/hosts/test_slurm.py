@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 
@@ -26,25 +27,29 @@ def started(**options):
 def printed(code):
     return [each.stdout.strip() for each in cluster.execute(code)]
 """
-COMMITS = """
-import os, tempfile, time
-with tempfile.TemporaryDirectory() as folder:
-    path = folder + "/run.state"
-    state = nbdist.elastic.State(path=path, save_every=10**6, step=0, seen=0)
 
-    @nbdist.elastic.run
-    def train(state):
-        while state.step < 50:
-            if os.path.exists(path) and not state.seen:
-                state.seen = state.step
-            state.step += 1
-            time.sleep(0.02)
-            state.commit()
 
-    train(state)
-    print(state.seen)
+def commits(path: str, steps: int) -> str:
+    """A run that prints on rank 0 by which commit its file was there; 0 for none."""
+    return f"""
+import os, time
+path = {path!r}
+state = nbdist.elastic.State(path=path, save_every=10**6, step=0, seen=0)
+
+@nbdist.elastic.run
+def train(state):
+    while state.step < {steps}:
+        if os.path.exists(path) and not state.seen:
+            state.seen = state.step
+        state.step += 1
+        time.sleep(0.02)
+        state.commit()
+
+train(state)
+print(state.seen)
 """
-"""Prints the commit by which the state's file was there, on rank 0; 0 for none."""
+
+
 SUM = "x = torch.ones(5) * (rank + 1); nbdist.all_reduce(x); print(int(x[0]))"
 
 
@@ -140,10 +145,61 @@ def test_the_time_limit_is_told_before_it_comes(slurm: Slurm, console: Console):
         "while not notes and time.monotonic() < end: time.sleep(0.05)"
     )
     console.result()
-    assert "at its time limit" in console.value("notes[-1]")
-    saved = console.value(f"printed({COMMITS!r})[0]")
+    assert "Slurm ends job" in console.value("notes[-1]")
+    saved = console.value(f"printed({commits('/tmp/limit.state', 50)!r})[0]")
     assert 0 < int(saved) < 50
     console.do("cluster.stop()")
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGUSR1"])
+def test_ranks_commit_at_a_signal_and_go_on(
+    slurm: Slurm, console: Console, signal_name: str
+):
+    console.do("cluster = started(n=2, nnodes='2')")
+    job = slurm.run("squeue", "-h", "-o", "%i")
+    code = commits(f"/tmp/{signal_name}.state", 500)
+    console.begin(f"seen = printed({code!r})")
+    slurm.run("scancel", f"--signal={signal_name}", job)
+    console.result()
+    assert 0 < int(console.value("seen[0]")) < 500, console.value("notes")
+    assert f"Slurm has sent {signal_name} to job {job}" in console.value("notes[0]")
+    assert console.value(f"printed({SUM!r})") == ["3"] * 2
+    console.do("cluster.stop()")
+
+
+def test_a_pre_empted_job_commits_in_its_grace_time(slurm: Slurm, console: Console):
+    console.do("cluster = started(n=2, nnodes='2')")
+    console.begin(f"seen = printed({commits('/tmp/preempted.state', 300)!r})")
+    slurm.submit("urgent")
+    console.result()
+    assert 0 < int(console.value("seen[0]")) < 300
+    (note,) = console.value("notes")
+    assert "Slurm has sent SIGTERM" in note
+    found = re.search(r"which ends in (\d+) s", note)
+    assert found, note
+    assert 10 < int(found[1]) <= 20
+    raised = console.error("cluster.execute('import time; time.sleep(100)')")
+    assert "rank 0" in raised
+
+
+def test_a_cancelled_run_commits_before_it_ends(
+    slurm: Slurm, console: Console, hosts: HostNetwork
+):
+    console.do("cluster = started(n=2, nnodes='2', on_failure='stop')")
+    code = commits("/tmp/cancelled.state", 10**6)
+    code = code.replace("\ntrain(", "\nopen('/tmp/began', 'w'); train(")
+    console.begin(
+        f"try: cluster.execute({code!r})\n"
+        "except nbdist.errors.NbdistError as error: raised = str(error)"
+    )
+    began = ("test", "-e", "/tmp/began")
+    run = hosts["b"].run
+    wait_until(lambda: run(*began, check=False).returncode == 0, 60.0, str)
+    slurm.run("scancel", slurm.run("squeue", "-h", "-o", "%i"))
+    console.result()
+    assert "rank 0" in console.value("raised")
+    assert "Slurm ends job" in console.value("notes[-1]")
+    run("test", "-s", "/tmp/cancelled.state")
 
 
 def test_a_drained_node_keeps_its_ranks_and_gets_no_others(
@@ -175,7 +231,7 @@ def test_a_job_at_its_time_limit_takes_its_ranks(slurm: Slurm, console: Console)
     raised, notes = console.value("raised"), console.value("notes")
     assert "rank 0" in raised
     assert "srun" in raised
-    assert any("at its time limit" in note for note in notes)
+    assert any("s: pull or save what you need" in note for note in notes)
     assert slurm.run("squeue", "-h", "-t", "R", "-o", "%i") == ""
 
 

@@ -13,7 +13,8 @@ The agent opens channels to the controller, which the ranks reach by sockets of 
 names in the run folder of this host, and to the launcher's port.
 
 When the stream ends, or was silent for SECONDS, all processes of the cluster on this
-host are ended, and its files are removed.
+host are ended, and its files are removed. In a step of Slurm, `job_step` keeps Slurm's
+signals from the agent and its ranks; the notebook asks which have come.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from functools import partial
 
 from nbdist.clusters.hosts.answers import Answers
+from nbdist.clusters.hosts.job_step import JobStep
 from nbdist.clusters.hosts.local_world import LocalWorld
 from nbdist.clusters.hosts.rank_service import serve_rank
 from nbdist.ipc.channels import Channels
@@ -45,17 +47,21 @@ class Agent:
         host: The name of this host in the cluster's list.
         source, sink: The stream's descriptors.
         timeout_s: Seconds of silence after which the stream has been cut.
+        step: The step of a job that the agent runs in.
     """
 
-    def __init__(self, host: str, source: int, sink: int, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, source: int, sink: int, timeout_s: float, step: JobStep
+    ) -> None:
         self._channels = Channels(
             source, sink, self._accept, is_first=False, timeout_s=timeout_s
         )
         self._world = LocalWorld(host, self._relay, self.end_soon)
         self._services: dict[str, Callable[[socket.socket], None]] = {
-            "ask": Answers(self._world).serve,
+            "ask": Answers(self._world, step).serve,
             "rank": partial(serve_rank, self._world),
         }
+        step.watch(self._channels, self.end_soon)
 
     def run(self) -> None:
         """Serve until the stream ends, then end all that was started."""
@@ -99,12 +105,13 @@ class Agent:
 def main() -> None:
     """Serve the link at standard input and output."""
     host, seconds = sys.argv[1:]
+    step = JobStep()
     source, sink = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what other code prints must not be in the stream
     name_process(f"nbdist agent of {host}")
-    agent = Agent(host, source, sink, float(seconds))
+    agent = Agent(host, source, sink, float(seconds), step)
     os.write(sink, GREETING)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, lambda *_: agent.end_soon())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.clusters.hosts.folder_sync import FolderCopy
+from nbdist.clusters.hosts.job_step import JobStep
 from nbdist.clusters.hosts.local_world import LocalWorld
 from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.hosts.reach import (
@@ -63,10 +64,14 @@ class Answers:
     Args:
         world: This host's part of the cluster; None on the notebook's host, where the
             requests that need none are called as methods.
+        step: The step of a job that the agent runs in; None on the notebook's host.
     """
 
-    def __init__(self, world: LocalWorld | None) -> None:
+    def __init__(
+        self, world: LocalWorld | None = None, step: JobStep | None = None
+    ) -> None:
         self._may_be_world = world
+        self._step = step
         self._probes: list[socket.socket] = []
         """Ports that are open while the hosts try to reach each other."""
 
@@ -125,6 +130,11 @@ class Answers:
     def connect_controller(self, connection: dict[str, Any]) -> None:
         """See `LocalWorld.connect_controller`."""
         self._world.connect_controller(connection)
+
+    def await_signal(self, seconds: float) -> str | None:
+        """Wait for a signal of the batch system; see `JobStep.await_signal`."""
+        assert self._step is not None
+        return self._step.await_signal(seconds)
 
     def put(self, body: Iterator[bytes], size: int) -> str:
         """Write the file of a shipment. Returns its path."""
@@ -198,6 +208,7 @@ REQUESTS: dict[str, Callable[..., Any]] = {
         Answers.reach,
         Answers.begin,
         Answers.connect_controller,
+        Answers.await_signal,
         Answers.put,
         Answers.fetch,
         Answers.remove,

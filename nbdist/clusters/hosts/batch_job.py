@@ -31,7 +31,7 @@ POLL_S = 1.0
 WATCH_S = 5.0
 """Seconds between two looks at a job that runs."""
 NOTICES_S = (120, 30)
-"""Seconds before its end at which a job's end is announced."""
+"""Seconds before its end at which a job's end is announced, if no signal does."""
 WAITING = """idle=0
 while [ $idle -lt 4 ]; do
   sleep 30
@@ -68,8 +68,8 @@ class BatchJob(ABC):
     command: ClassVar[str]
     """The command that submits a job."""
     holds_processes: ClassVar[bool] = False
-    """Whether the system ends all processes that `shell` has started when it ends the
-    job."""
+    """Whether the system ends all processes that `shell` has started, some seconds
+    after it has ended the job."""
 
     def __init__(self, config: ClusterConfig) -> None:
         if shutil.which(self.command) is None:
@@ -169,18 +169,24 @@ class BatchJob(ABC):
 
     def watch(
         self,
+        await_signal: Callable[[float], str | None],
         on_note: Callable[[str], None],
         on_ending: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         """Say when the job is about to end, and when it has ended.
 
+        The functions are called from one thread.
+
         Args:
-            on_note: Called with what to tell the user, from a thread.
-            on_ending: Called at each of `NOTICES_S`, from a thread.
-            on_end: Called when the job has ended, from a thread.
+            await_signal: Waits for so many seconds for a signal of the system to the
+                job's processes. Returns its name, or None.
+            on_note: Called with what to tell the user.
+            on_ending: Called when the job is about to end: at a signal, and at each of
+                `NOTICES_S`.
+            on_end: Called when the job has ended.
         """
-        self._watcher = _Watcher(self, on_note, on_ending, on_end)
+        self._watcher = _Watcher(self, await_signal, on_note, on_ending, on_end)
 
     def _slots(self) -> list[HostSlots]:
         """The hosts of the job, and the number of ranks on each."""
@@ -234,17 +240,19 @@ class BatchJob(ABC):
 
 
 class _Watcher:
-    """Looks at a job that runs, on a thread."""
+    """Looks at a job that runs, on a thread; see `BatchJob.watch`."""
 
     def __init__(
         self,
         job: BatchJob,
+        await_signal: Callable[[float], str | None],
         on_note: Callable[[str], None],
         on_ending: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._job, self._id = job, job.id
+        self._job, self._id, self._await_signal = job, job.id, await_signal
         self._on_note, self._on_ending, self._on_end = on_note, on_ending, on_end
+        self._announced = 0
         self._ended = threading.Event()
         thread = threading.Thread(target=self._run, name="nbdist-job", daemon=True)
         thread.start()
@@ -254,29 +262,43 @@ class _Watcher:
         self._ended.set()
 
     def _run(self) -> None:
-        announced = 0
-        name = f"{self._job.system} ends job {self._id}"
-        while not self._ended.wait(WATCH_S):
+        while not self._ended.is_set():
+            signal = self._await_signal(WATCH_S)
+            if self._ended.is_set():
+                return
+            if signal is not None:
+                self._on_ending()  # first: there may be little time
             try:
                 state = self._job.look()
             except StartError:  # the system restarts, or is too busy to answer
                 continue
             if self._ended.is_set():
                 return
-            left = state.seconds_left
             if state.phase != "runs":
-                self._on_note(f"{name}: {state.text}")
+                self._on_ending()
+                self._on_note(f"{self._job.system} ends job {self._id}: {state.text}")
                 self._on_end()
                 return
-            due = 0 if left is None else sum(left <= notice for notice in NOTICES_S)
-            if due > announced:
-                if not announced:
-                    self._on_note(
-                        f"{name} in {left} s, at its time limit: pull or save what you "
-                        "need; an elastic run writes its next commit to a file"
-                    )
-                announced = due
-                self._on_ending()
+            self._announce(signal, state.seconds_left)
+
+    def _announce(self, signal: str | None, left: int | None) -> None:
+        """Tell the user that the job ends soon, unless it was told."""
+        due = 0 if left is None else sum(left <= notice for notice in NOTICES_S)
+        before, self._announced = self._announced, max(due, self._announced)
+        if due > before:
+            self._on_ending()
+        system, job = self._job.system, self._id
+        if signal is not None:
+            when = "" if left is None else f", which ends in {left} s"
+            what = f"{system} has sent {signal} to job {job}{when}"
+        elif due > before == 0:
+            what = f"{system} ends job {job} in {left} s"
+        else:
+            return
+        self._on_note(
+            f"{what}: pull or save what you need; an elastic run writes its next "
+            "commit to a file"
+        )
 
 
 def output_of(*argv: str, codes: Mapping[int, str] | None = None) -> str:

@@ -535,14 +535,29 @@ class Hosts:
 
         _of_all(self._connected, ask)
 
+    def await_signal(self, seconds: float) -> str | None:
+        """Wait for a signal of the batch system to the processes of the job.
+
+        Returns:
+            Its name; None if none has come within `seconds`, or no host can hear one.
+        """
+        for host in self._connected:
+            with contextlib.suppress(ClusterError):  # it was lost
+                name: str | None = host.ask(
+                    "await_signal", seconds=seconds, timeout_s=seconds + END_TIMEOUT_S
+                )
+                return name
+        time.sleep(seconds)
+        return None
+
     def leave_job(self) -> None:
         """End the links to the hosts of a job that has ended.
 
-        A batch system does not end processes that ssh has started.
+        A batch system does not end processes that ssh has started, and those that it
+        does end have some time until then.
         """
-        if self.job is not None and not self.job.holds_processes:
-            for host in self._connected:
-                host.disconnect()
+        for host in self._connected:
+            host.disconnect()
 
     def take_commits(self, folder: Path) -> list[Path]:
         """Copy the last commits of an elastic run that other hosts have.

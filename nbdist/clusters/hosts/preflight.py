@@ -55,7 +55,7 @@ class Preflight:
         self._others = {host.name: host for host in others}
         self._here, self._order, self._interface = here, order, interface
         self._fixed = addresses
-        self._own = Answers(None)
+        self._own = Answers()
         self.problems: dict[str, Problem] = {}
         """Why a host cannot take part, by its name."""
         self.facts: dict[str, dict[str, Any]] = {}

@@ -6,10 +6,12 @@ is a step of the job. Inside an allocation, such as that of salloc, no job is su
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 from collections.abc import Sequence
+from datetime import datetime
 
 from nbdist.clusters.hosts.batch_job import BatchJob, JobState, output_of, seconds_of
 from nbdist.clusters.hosts.host_list import nodes_of
@@ -89,11 +91,12 @@ class SlurmJob(BatchJob):
         )
 
     def look(self) -> JobState:
-        text, _, left = self._ask("%T|%L").partition("|")
+        text, _, times = self._ask("%T|%L|%e").partition("|")
         if text in ("PENDING", "CONFIGURING"):
             return JobState("waits", text)
         if text == "RUNNING":
-            return JobState("runs", text, seconds_of(left))
+            left, _, end = times.partition("|")
+            return JobState("runs", text, _seconds_left(left, end))
         return JobState("ended", text)
 
     def place(self, state: JobState) -> str:
@@ -131,6 +134,20 @@ class SlurmJob(BatchJob):
         return output_of(
             "squeue", "--noheader", f"--jobs={self.id}", f"--format={fields}"
         ).strip()
+
+
+def _seconds_left(left: str, end: str) -> int | None:
+    """The seconds until a job's end, which may come before its time limit.
+
+    Args:
+        left: The time until its limit.
+        end: When it ends, which is changed when the job is pre-empted.
+    """
+    found = [] if (seconds := seconds_of(left)) is None else [seconds]
+    with contextlib.suppress(ValueError):  # it has no end
+        until = datetime.fromisoformat(end) - datetime.now()
+        found.append(max(0, round(until.total_seconds())))
+    return min(found, default=None)
 
 
 def _length(span: str) -> int:
