@@ -11,8 +11,8 @@ from benchmarks import report
 
 HERE = Path(__file__).parent
 HELPERS = {
-    "__init__", "__main__", "cost", "footprint", "machine", "measure", "peer", "report",
-    "scaling", "ways",
+    "__init__", "__main__", "cost", "footprint", "lone_ranks", "machine", "measure",
+    "peer", "report", "scaling", "ways",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import report
@@ -22,7 +23,7 @@ COLUMNS = (
     "start", "cell", "call", "printed line", "status", "push 1 MB", "interrupt",
     "all-reduce 4 B", "all-reduce 1 MB", "barrier", "stop",
 )  # fmt: skip
-PROGRAM = """
+BEGIN = """
 import json, os, statistics, sys, threading, time
 import psutil
 import nbdist
@@ -76,6 +77,9 @@ median("printed line", lambda: cluster.execute("print(rank)"))
 median("status", cluster.status)
 data = os.urandom(10**6)
 median("push 1 MB", lambda: cluster.push(data=data), 3)
+"""
+"""A program: the cluster, and what the notebook does with it."""
+COLLECTIVES = """
 SETUP = '''
 import time
 def timed(n, rounds):
@@ -101,6 +105,8 @@ def of_ranks(name, code):
 of_ranks("all-reduce 4 B", "timed(1, 20)")
 of_ranks("all-reduce 1 MB", "timed(250_000, 5)")
 of_ranks("barrier", "crossed(20)")
+"""
+END = """
 began, ended = [], []
 interrupted()
 found["interrupt"] = ended[0] - began[0]
@@ -111,6 +117,11 @@ found["processes"] = len(below)
 once("stop", cluster.stop)
 print(json.dumps(found))
 """
+NOTE = (
+    "Interrupt: from `cluster.interrupt` to the error of the cell. Memory is the PSS "
+    "of the notebook's process and of all below it. The exponent is that between the "
+    "fewest and the most ranks."
+)
 
 
 def main() -> None:
@@ -118,28 +129,44 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     results = {}
     for n in parser.parse_args().sizes:
-        results[n] = json.loads(printed_by(PROGRAM, LIMIT_S, str(n)).splitlines()[-1])
+        results[n] = measured(BEGIN + COLLECTIVES + END, n)
         print(n, results[n], flush=True)
     report.save("world_size", results, text_of(results))
 
 
+def measured(program: str, n: int, **variables: str) -> dict[str, float]:
+    """The seconds of each operation with `n` ranks, and "PSS" in bytes.
+
+    Args:
+        program: `BEGIN`, other parts, and `END`.
+        variables: Environment variables to add.
+    """
+    found: dict[str, float] = json.loads(
+        printed_by(program, LIMIT_S, str(n), env=variables)
+    )
+    return found
+
+
 def text_of(results: dict[int, dict[str, Any]]) -> str:
     """A row for each operation, and how its time grows from the fewest to the most."""
+    return table_of(results, COLUMNS) + (
+        "\n\nStart and stop once; else the median of 8 to 20. The times of collectives "
+        f"are those of the slowest rank. {NOTE}"
+    )
+
+
+def table_of(results: dict[int, dict[str, Any]], columns: Sequence[str]) -> str:
+    """The operations' times, and the memory."""
     sizes = sorted(results)
     header = ["seconds", *(f"{n} ranks" for n in sizes), "grows as"]
     rows = []
-    for name in COLUMNS:
+    for name in columns:
         found = [results[n][name] for n in sizes]
         row = [name, *(f"{each:.3g}" for each in found)]
         rows.append([*row, f"n^{exponent(sizes, found):.1f}"])
     memory = [results[n]["PSS"] / 1e6 for n in sizes]
     rows.append(["memory (MB)", *(f"{each:.0f}" for each in memory), ""])
-    return report.table(header, rows) + (
-        "\n\nStart and stop once; else the median of 8 to 20. The times of collectives "
-        "are those of the slowest rank. Interrupt: from `cluster.interrupt` to the "
-        "error of the cell. Memory is the PSS of the notebook's process and of "
-        "all below it. The exponent is that between the fewest and the most ranks."
-    )
+    return report.table(header, rows)
 
 
 def exponent(sizes: list[int], seconds: list[float]) -> float:

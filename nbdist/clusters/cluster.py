@@ -116,6 +116,10 @@ LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
 STOP_TIMEOUT_S = 5.0
 """Seconds that `stop` waits for a call in the background to end."""
+END_TIMEOUT_S = 10.0
+END_RANK_TIMEOUT_S = 0.1
+"""Seconds in which the processes of a cluster end, and those for each rank: hundreds of
+ranks share a few cores."""
 PROFILE_TIMEOUT_S = 60.0
 """Seconds in which a rank writes its trace."""
 SILENT_WAIT_S = 0.2
@@ -456,7 +460,8 @@ class Cluster:
             started.client.close()
             if started.hosts is not None:
                 started.hosts.end()
-            started.process_supervisor.close()
+            limit_s = END_TIMEOUT_S + len(self._assignments) * END_RANK_TIMEOUT_S
+            started.process_supervisor.close(limit_s)
             self.comms.keep(set())
 
     def leave(self) -> None:
