@@ -42,6 +42,10 @@ T = TypeVar("T")
 TEXT_LIMIT = 60
 HISTOGRAM_BINS = 9
 MOST_PARAMETERS = 100
+SPARSE = {
+    torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr,
+    torch.sparse_bsc,
+}  # fmt: skip
 BARS = " ▁▂▃▄▅▆▇█"
 UNINTERESTING = (types.ModuleType, types.FunctionType, type)
 IDLE_LIMITS_S = 2.0, 8.0
@@ -381,13 +385,33 @@ def _text_of(value: Any) -> str:
 
 
 def _norm_of_tensor(tensor: torch.Tensor) -> str:
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        return ""
+    if tensor.is_meta:
+        return "no values"
+    if tensor.layout in SPARSE:
+        if tensor.layout == torch.sparse_coo and not tensor.is_coalesced():
+            return f"sparse, {tensor._nnz():,} values, some perhaps of one index"
+        values = tensor.values()
+        return f"sparse, {values.numel():,} values, {_norm_of_tensor(values)}"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
     if tensor.numel() == 1:
         return (
             f"{tensor.item():.6g}" if tensor.dtype != torch.bool else str(tensor.item())
         )
-    return f"norm {_norm(tensor):.6g}"
+    norm = _norm(tensor)
+    if math.isfinite(norm):
+        return f"norm {norm:.6g}"
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
+    nans, infinities = tensor.isnan().sum().item(), tensor.isinf().sum().item()
+    return _norm_with_counts(norm, nans, infinities)
+
+
+def _norm_with_counts(norm: float, nans: float, infinities: float) -> str:
+    """A norm that is no finite number, and why."""
+    return f"norm {norm:.6g} ({nans} nan, {infinities} inf)"
 
 
 def _norm(tensor: torch.Tensor) -> float:
@@ -406,7 +430,10 @@ def _norm_of_array(array: np.ndarray[Any, Any]) -> str:
     if array.size == 1:
         return f"{array.item():.6g}" if array.dtype.kind in "iuf" else str(array.item())
     wide = np.complex128 if array.dtype.kind == "c" else np.float64
-    return f"norm {np.linalg.norm(array.ravel().astype(wide)):.6g}"
+    norm = float(np.linalg.norm(array.ravel().astype(wide)))
+    if math.isfinite(norm):
+        return f"norm {norm:.6g}"
+    return _norm_with_counts(norm, np.isnan(array).sum(), np.isinf(array).sum())
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from nbdist.engine import (
     shell_commands,
     standard_input,
     text_bars,
+    torch_loaders,
 )
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
@@ -165,6 +166,7 @@ class _Engine(BareApplication, IPEngine):  # type: ignore[misc]
         rpc_server.answer_on(kernel, self.device)
         elastic.install_coordinator()
         register_optimizer_step_post_hook(_count_step)
+        torch_loaders.follow(recorder.loops)
         splitter = main_thread.splitter()
         self.sampler = Sampler(
             recorder,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, SupportsIndex
 
 from nbdist.errors import UsageError
+from nbdist.telemetry.loops import Loops
 from nbdist.telemetry.scalars import Deferred, capture
 from nbdist.wire import (
     Batch,
@@ -80,6 +81,8 @@ class Recorder:
         """The step of the last `log` in this cell."""
         self._optimizer_steps: Counter[int] = Counter()
         """The steps of each optimizer in this cell."""
+        self.loops = Loops()
+        """Gives the progress where neither `log` nor `count_batches` does."""
         self._total: int | None = None
         self._progress: StepProgress | None = None
         self._buffer: deque[_Draft | DeviceSample | Mark] = deque(maxlen=capacity)
@@ -177,6 +180,7 @@ class Recorder:
     def end_loops(self) -> None:
         """Forget the progress, because the cell that had the loop has ended."""
         self._total = self._progress = self._logged = None
+        self.loops.clear()
         self._optimizer_steps = Counter()
         self._shares_step = 0
 
@@ -274,7 +278,7 @@ class Recorder:
                 self._sequence,
                 dropped,
                 records,
-                self._progress,
+                self._progress or self.loops.progress(),
                 self.step,
             )
         )

@@ -9,8 +9,10 @@ from itertools import zip_longest
 
 __all__ = ["Table", "bytes_text", "seconds_text"]
 
-CELL = "text-align:left;vertical-align:top;padding:2px 10px;white-space:pre"
-ALIGNED = f"{CELL};font-family:var(--jp-code-font-family,monospace)"
+CELL = "text-align:left;vertical-align:top;padding:2px 10px;white-space:pre-wrap"
+ALIGNED = (
+    f"{CELL.removesuffix('-wrap')};font-family:var(--jp-code-font-family,monospace)"
+)
 """For a cell of several lines, whose columns are aligned by spaces."""
 
 

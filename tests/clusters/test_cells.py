@@ -874,6 +874,46 @@ def test_a_cell_that_times_out_is_marked(cluster: Cluster):
     assert str(cluster.collector.marks[-1]) == "In[77] timed out"
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_over_a_dataloader_has_a_remaining_time(cluster: Cluster, workers: int):
+    cell = cluster.execute(
+        "import time\n"
+        "def loader(n):\n"
+        "    data = torch.utils.data.TensorDataset(torch.zeros(n))\n"
+        f"    return torch.utils.data.DataLoader(data, num_workers={workers})\n"
+        "for batch in loader(500):\n"
+        "    for _ in loader(3): pass\n"  # a loop that ends within it
+        "    time.sleep(0.02)\n",
+        wait=False,
+    )
+
+    def is_known() -> bool:
+        eta = cluster.collector.snapshot().eta
+        return eta is not None and eta.total == 500 and eta.left_s is not None
+
+    wait_until(is_known, 30, lambda: str(cluster.collector.snapshot().eta))
+    cell.interrupt()
+    with pytest.raises(CellInterrupted):
+        cell.result(20)
+    cluster.execute("nbdist.log(done=1)")
+    assert cluster.collector.snapshot().eta is None
+
+
+def test_a_loop_without_an_end_has_no_remaining_time(cluster: Cluster):
+    cluster.execute(
+        "class Endless(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self): return iter(range(10))\n"
+        "    def __len__(self): raise AssertionError('torch notes who asks')\n"
+        "class Sampler(torch.utils.data.Sampler):\n"
+        "    def __init__(self): pass\n"
+        "    def __iter__(self): return iter(range(3))\n"
+        "for _ in torch.utils.data.DataLoader(Endless()): pass\n"
+        "for _ in torch.utils.data.DataLoader([1, 2, 3], sampler=Sampler()): pass\n"
+        "nbdist.log(done=1)"
+    )
+    assert cluster.collector.snapshot().eta is None
+
+
 @pytest.mark.parametrize("slow", [0, 3])
 def test_the_remaining_time_is_that_of_the_slowest_rank(cluster: Cluster, slow: int):
     cell = cluster.execute(

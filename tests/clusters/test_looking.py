@@ -196,6 +196,35 @@ def test_a_value_that_cannot_be_printed_is_an_error(cluster: Cluster):
     cluster.execute("del deep")
 
 
+def test_each_tensor_has_a_text(cluster: Cluster):
+    cluster.execute(
+        "import warnings, numpy as np\n"
+        "warnings.simplefilter('ignore')\n"
+        "coo = (torch.eye(3) * 2).to_sparse()\n"
+        "csr = torch.eye(2).to_sparse_csr()\n"
+        "twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,))\n"
+        "empty = torch.zeros(2, 2).to_sparse()\n"
+        "quantized = torch.quantize_per_tensor("
+        "torch.tensor([3.0, 4.0]), 1.0, 0, torch.qint8)\n"
+        "meta = torch.empty(2, device='meta')\n"
+        "bad = torch.tensor([1.0, float('nan'), float('inf'), float('nan')])\n"
+        "small = bad.to(torch.float8_e5m2)\n"
+        "array = bad.numpy()"
+    )
+    described = {v.name: v.value for v in cluster.variables()[0] or []}
+    counts = "norm nan (2 nan, 1 inf)"
+    expected = {
+        "coo": "sparse, 3 values, norm 3.4641",
+        "csr": "sparse, 2 values, norm 1.41421",
+        "twice": "sparse, 2 values, some perhaps of one index",
+        "empty": "sparse, 0 values, norm 0",
+        "quantized": "norm 5",
+        "meta": "no values",
+        **dict.fromkeys(("bad", "small", "array"), counts),
+    }
+    assert {name: described[name] for name in expected} == expected
+
+
 def rows_of(table: object) -> dict[str, list[str]]:
     """The ranks of each row of a table of variables, by name."""
     rows: dict[str, list[str]] = {}
