@@ -1973,10 +1973,13 @@ class Cluster:
             CellError: The rank has died meanwhile. It is replaced, as after a cell.
             CellInterrupted: The interrupt button was pressed.
         """
-        chosen = self.failed_rank(rank)
+        self._debug(self.failed_rank(rank), observer=observer)
+
+    def _debug(self, rank: int, *, observer: Observer = QUIET) -> None:
+        """Open pdb on a rank, as `debug` does."""
         target, what = endpoints.POST_MORTEM, "%dist_debug"
         try:
-            self._call(target, (), [chosen], what, observer=observer)
+            self._call(target, (), [rank], what, observer=observer)
         except CellError as error:
             self._recover_after(error)
             raise

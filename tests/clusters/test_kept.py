@@ -32,7 +32,7 @@ from nbdist.errors import (
     NotRunning,
     UsageError,
 )
-from tests.debugger_sessions import debug_at_random
+from tests.debugger_sessions import debug_at_random, killing
 from tests.processes import Footprint, runs, wait_until
 from tests.scripted_user import Answer, Scripted, end_of_input, press
 
@@ -285,6 +285,21 @@ def user(kept: KeptCluster) -> Scripted:
     """Answers for the user of the notebook that is attached."""
     kept.reader = reader = Scripted()
     return reader
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_in_its_post_mortem_is_replaced(
+    kept: KeptCluster, user: Scripted, rank: int
+):
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        kept.execute(f"1 / (rank - {rank})")
+    before = {info.rank: info.pid for info in kept.infos}
+    user.give("p rank", killing(kept, user))
+    with pytest.raises(CellError, match=f"rank {rank} .*SIGKILL"):
+        kept.debug()
+    after = {info.rank: info.pid for info in kept.infos}
+    assert {r for r in after if after[r] != before[r]} == {rank}
+    assert kept.run(lambda: 1) == [1, 1]
 
 
 def test_a_debugger_on_a_rank_asks_in_the_notebook(kept: KeptCluster, user: Scripted):

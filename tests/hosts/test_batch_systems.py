@@ -155,7 +155,8 @@ def test_a_job_that_ends_takes_its_ranks(
     hosts["laptop"].run("sh", "-c", f"{variables} {delete} 41")
     console.result()
     assert "rank 0" in console.value("raised")
-    assert "ends job 41" in console.value("' '.join(notes)")
+    # Where the system ends the ranks itself, its state is seen after their end.
+    wait_until(lambda: "ends job 41" in console.value("' '.join(notes)"), 20.0, str)
     console.do("cluster.stop()")
     wait_until(lambda: is_unused(hosts), 20.0, str)
 

@@ -539,15 +539,20 @@ class Hosts:
         """Wait for a signal of the batch system to the processes of the job.
 
         Returns:
-            Its name; None if none has come within `seconds`, or no host can hear one.
+            Its name; None if none has come within `seconds`, or a host was lost.
         """
-        for host in self._connected:
-            with contextlib.suppress(ClusterError):  # it was lost
-                name: str | None = host.ask(
-                    "await_signal", seconds=seconds, timeout_s=seconds + END_TIMEOUT_S
-                )
-                return name
-        time.sleep(seconds)
+        host = next(iter(self._connected), None)
+        if host is None:
+            time.sleep(seconds)
+            return None
+        limit_s = seconds + END_TIMEOUT_S
+        with contextlib.suppress(
+            ClusterError
+        ):  # it was lost: perhaps the job has ended
+            name: str | None = host.ask(
+                "await_signal", seconds=seconds, timeout_s=limit_s
+            )
+            return name
         return None
 
     def leave_job(self) -> None:

@@ -453,6 +453,10 @@ class KeptCluster(Cluster):
         )
         return values
 
+    def _debug(self, rank: int, *, observer: Observer = QUIET) -> None:
+        self._await_background()
+        self._request("_debug", rank, observer=observer)
+
     def _synchronize(self) -> None:
         """Do nothing, because the server does it."""
 
