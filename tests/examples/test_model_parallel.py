@@ -5,9 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import pytest
+import torch
+
 WAYS = ("one process", "data parallel", "pipeline", "tensor parallel")
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.8",
+    reason="parallelize_module of torch 2.7 applies a plan of nested names wrongly",
+)
 def test_every_parallel_training_equals_one_process(
     run_example: Callable[[str], str],
 ) -> None:

@@ -137,7 +137,7 @@ class OwnStep(keras.Sequential):  # type: ignore[misc]
             gradients = [gradient * 0.5 for gradient in gradients]
         with torch.no_grad():
             self.optimizer.apply(gradients, variables)
-        return {"loss": loss}
+        return {"loss": loss.detach()}
 
 
 @case

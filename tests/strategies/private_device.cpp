@@ -78,7 +78,11 @@ REGISTER_ALLOCATOR(DEVICE, &allocator);
 std::atomic<int> waits{0};
 
 // Work is done when its call returns: a wait for it is only counted.
-struct Guard : c10::impl::NoOpDeviceGuardImpl<DEVICE> {
+struct Guard : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return DEVICE; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::Device getDevice() const override { return {DEVICE, 0}; }
   c10::Device exchangeDevice(c10::Device) const override { return {DEVICE, 0}; }
   c10::Stream getStream(c10::Device) const noexcept override {

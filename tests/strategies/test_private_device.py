@@ -80,6 +80,10 @@ def test_a_message_arrives(found: list[dict[str, Any]]) -> None:
     assert found[1]["messages"] == [7.0, 7.0, 7.0]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.8",
+    reason="torch 2.7 waits for no device that is initialised without its module",
+)
 def test_an_asynchronous_call_waits_for_the_device(found: list[dict[str, Any]]) -> None:
     assert [here["waits"] for here in found] == [2, 2]  # before and after
 

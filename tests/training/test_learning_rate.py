@@ -37,6 +37,8 @@ def test_scaling_after_a_scheduler_was_made_is_refused():
         scale_lr(late, 4)
 
 
+# SequentialLR of torch 2.7 gives an epoch to the schedules.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_the_rate_rises_linearly_and_another_schedule_follows():
     scaled = optimizer()
     scale_lr(scaled, 4)
