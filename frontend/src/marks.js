@@ -4,7 +4,7 @@
 // last, so that it divides the values from before it from those after it.
 
 const REACH_PX = 6;
-/** In the order of painting: a death hides what follows it at the same step. */
+/** In the order of painting, in which what has followed a death comes before it. */
 const COLOURS = {
   commit: null, replaced: "#009E73", resized: "#009E73", restarted: "#009E73",
   interrupted: "#E69F00", nan: "#CC79A7", lost: "#D55E00",
@@ -28,27 +28,52 @@ export function near(plot, placed, left) {
   return placed.filter((mark) => Math.abs(plot.valToPos(mark.x, "x") - left) <= REACH_PX);
 }
 
-/** Draws the placed marks that are within the chart: a line, and a flag unless it is a commit's. */
+/**
+ * Draws the placed marks that are within the chart: a line, and a flag unless it is a commit's.
+ *
+ * Where marks of several kinds are at one step, the flags lie below each other, and dashes show
+ * the line of each.
+ */
 export function paint(plot, placed, theme) {
   const { ctx, bbox } = plot;
   const scale = devicePixelRatio;
   const { min, max } = plot.scales.x;
   ctx.save();
-  const ordered = [...placed].sort((a, b) => KINDS.indexOf(a.kind) - KINDS.indexOf(b.kind));
-  for (const { kind, x } of ordered) {
-    if (x < min || x > max) continue;
-    const left = Math.round(plot.valToPos(x, "x", true));
+  const shown = placed.filter(({ x }) => x >= min && x <= max);
+  const columns = shown.map((mark) => ({ ...mark, left: Math.round(plot.valToPos(mark.x, "x", true)) }));
+  for (const { kind, left, above } of stacked(columns)) {
     ctx.strokeStyle = ctx.fillStyle = COLOURS[kind] ?? theme.text;
     ctx.lineWidth = scale;
     ctx.globalAlpha = kind === "commit" ? 0.35 : 1;
-    ctx.setLineDash(kind === "commit" ? [scale, 3 * scale] : []);
+    ctx.setLineDash(kind === "commit" ? [scale, 3 * scale] : above ? [6 * scale, 6 * scale] : []);
     ctx.beginPath();
     ctx.moveTo(left, bbox.top);
     ctx.lineTo(left, bbox.top + bbox.height);
     ctx.stroke();
-    if (kind !== "commit") flag(ctx, left, bbox.top, 5 * scale);
+    if (kind !== "commit") flag(ctx, left, bbox.top + above * 9 * scale, 5 * scale);
   }
   ctx.restore();
+}
+
+/**
+ * The marks in the order of painting, one of each kind in a column.
+ *
+ * @param columns - Marks with the position `left` of their column.
+ * @returns The marks with `above`, the number of flags that lie above theirs.
+ */
+export function stacked(columns) {
+  const kinds = new Map();
+  const ordered = [...columns].sort((a, b) => KINDS.indexOf(a.kind) - KINDS.indexOf(b.kind));
+  const first = ordered.filter(({ kind, left }) => {
+    const here = kinds.get(left) ?? kinds.set(left, new Set()).get(left);
+    return !here.has(kind) && here.add(kind);
+  });
+  const flags = new Map();
+  return first.map((mark) => {
+    const above = flags.get(mark.left) ?? 0;
+    if (mark.kind !== "commit") flags.set(mark.left, above + 1);
+    return { ...mark, above };
+  });
 }
 
 function flag(ctx, left, top, size) {

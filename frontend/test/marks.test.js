@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { placeBySteps, placeByTime } from "../src/marks.js";
+import { placeBySteps, placeByTime, stacked } from "../src/marks.js";
 import { Store } from "../src/store.js";
 import { rows, update } from "./messages.js";
 
@@ -32,4 +32,15 @@ test("the values of a rank that has left do not attract later marks", () => {
 test("over time, a mark after the last value lies at the end", () => {
   const one = metric([[0, rows([5, 4, 3])]]);
   assert.deepEqual(steps(placeByTime([at(999), at(1001.5), at(1010)], one, 1000, 2)), [1.5, 2]);
+});
+
+test("marks of several kinds at one step are all seen", () => {
+  const marks = [
+    { kind: "lost", left: 7 }, { kind: "lost", left: 7 }, { kind: "replaced", left: 7 },
+    { kind: "commit", left: 7 }, { kind: "lost", left: 9 },
+  ];
+  assert.deepEqual(
+    stacked(marks).map(({ kind, left, above }) => [kind, left, above]),
+    [["commit", 7, 0], ["replaced", 7, 0], ["lost", 7, 1], ["lost", 9, 0]],
+  );
 });

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from statistics import median
 
@@ -34,7 +34,7 @@ MARK_COLOURS: dict[MarkKind, str] = {
     "restarted": "#009E73", "interrupted": "#E69F00", "nan": "#CC79A7",
     "lost": "#D55E00",
 }  # fmt: skip
-"""In the order of painting: a death hides what follows it at the same step."""
+"""In the order of painting, in which what has followed a death comes before it."""
 
 
 def picture(
@@ -139,11 +139,21 @@ def _events(placed: Placed) -> str:
     return f"<ul>{rows}</ul>" if rows else ""
 
 
-def _mark_line(axes: _Axes, step: float, mark: Mark) -> str:
-    colour = MARK_COLOURS[mark.kind]
-    if mark.kind == "commit":
-        return axes.upright(step, f'stroke="{colour}" stroke-dasharray="1 3"')
-    return axes.upright(step, f'stroke="{colour}"')
+def _mark_lines(axes: _Axes, placed: Placed) -> Iterator[str]:
+    """A line for each kind of mark at a step. Dashes show the line below."""
+    order = list(MARK_COLOURS)
+    solid: set[float] = set()
+    kinds = {(order.index(mark.kind), step) for step, mark in placed}
+    for number, step in sorted(kinds):
+        kind = order[number]
+        style = f'stroke="{MARK_COLOURS[kind]}"'
+        if kind == "commit":
+            style += ' stroke-dasharray="1 3"'
+        elif step in solid:
+            style += ' stroke-dasharray="6 6"'
+        else:
+            solid.add(step)
+        yield axes.upright(step, style)
 
 
 def _svg(metric: str, deltas: list[SeriesDelta], placed: Placed, log: bool) -> str:
@@ -157,9 +167,7 @@ def _svg(metric: str, deltas: list[SeriesDelta], placed: Placed, log: bool) -> s
             _polyline(axes, _thin(curve), COLOURS[delta.rank % len(COLOURS)])
             for delta, curve in zip(deltas, curves, strict=True)
         ]
-    order = list(MARK_COLOURS)
-    ordered = sorted(placed, key=lambda each: order.index(each[1].kind))
-    shapes += [_mark_line(axes, step, mark) for step, mark in ordered]
+    shapes += _mark_lines(axes, placed)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="11" fill="#333">'

@@ -31,6 +31,15 @@ collector.set_ranks(
     for r in range(N)
 )
 
+MARKS = {{
+    60: [("lost", "rank 2 (pid 9 on node0) has died with SIGKILL", (2,)),
+         ("replaced", "rank 2 was replaced", (2,))],
+    80: [("interrupted", "In[2] was interrupted")],
+    90: [("restarted", "all ranks were started again")],
+    110: [("resized", "the world has 4 ranks")],
+    130: [("nan", "loss is nan", (1,))],
+}}
+
 def records(rank, step, now):
     noise = 0.06 * math.sin(12.9898 * step + 78.233 * rank)
     late = 0.2 if rank == N - 1 and step > 60 else 0.0
@@ -38,9 +47,8 @@ def records(rank, step, now):
     yield Sample(rank, step, now, {{"loss": loss, "lr": 0.1 * 0.99**step}})
     if rank == 0 and step % 40 == 30:
         yield Mark(now, "commit", f"commit {{step // 40 + 1}}")
-    if rank == 0 and step == 60:
-        yield Mark(now, "lost", "rank 2 (pid 9 on node0) has died with SIGKILL", (2,))
-        yield Mark(now + 0.01, "replaced", "rank 2 was replaced", (2,))
+    for delay, mark in enumerate(MARKS.get(step, ()) if rank == 0 else ()):
+        yield Mark(now + delay / 100, *mark)
     if step % 10 == 0:
         used = (40 + rank % 8 + step // 40) * 2**30
         busy = 80 + 15 * math.sin(step / 30 + rank)
@@ -79,6 +87,13 @@ while not stop.exists():  # this cell keeps the kernel busy
 paced.set()
 thread.join()
 """
+EVENTS = [
+    "step 60: rank 2 (pid 9 on node0) has died with SIGKILL",
+    "step 60: rank 2 was replaced", "step 80: In[2] was interrupted",
+    "step 90: all ranks were started again", "step 110: the world has 4 ranks",
+    "step 130: rank 1: loss is nan",
+]  # fmt: skip
+"""What the monitor says of the marks but those of commits."""
 AXE = ROOT / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
 SEQUENCE = "Number(document.querySelector('.nbdist-monitor')?.dataset.sequence)"
 PIXELS = "document.querySelector('.nbdist-monitor canvas').toDataURL()"
@@ -152,6 +167,22 @@ def test_a_mark_is_described_beside_it(lab: Lab, tmp_path: Path) -> None:
     assert "rank 2 was replaced" in shown
     assert "SIGKILL" in (page.locator(PLANE).get_attribute("aria-valuetext") or "")
     lab.screenshot("monitor-marks")
+
+
+def test_every_kind_of_mark_is_there_again_after_a_reload(
+    lab: Lab, tmp_path: Path
+) -> None:
+    run = Run(lab, tmp_path / "stop", ranks=4)
+    events = lab.page.locator(".nbdist-monitor ul[aria-label=Events] li")
+
+    def shown() -> list[str]:
+        return [each for each in events.all_text_contents() if "commit" not in each]
+
+    assert shown() == EVENTS
+    lab.reload(run.path)
+    lab.wait(f"() => {step_shown()} >= 160", timeout=60)
+    assert shown() == EVENTS
+    run.end()
 
 
 def test_the_view_answers_while_a_cell_blocks(lab: Lab, tmp_path: Path) -> None:
@@ -281,4 +312,6 @@ def test_a_saved_notebook_shows_the_picture(lab: Lab, tmp_path: Path) -> None:
     lab.close_notebook()
     lab.show_notebook(run.path)
     lab.page.locator(still).wait_for(state="visible")
+    saved = run.path.read_text()
+    assert [each for each in EVENTS if f"<li>{each}</li>" not in saved] == []
     lab.screenshot("monitor-saved")

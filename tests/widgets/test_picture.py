@@ -94,6 +94,25 @@ def test_marks_are_drawn_at_the_step_before_them() -> None:
     assert "#E69F00" not in lines, "it was before the first value"
 
 
+def test_marks_of_two_kinds_at_one_step_are_both_seen() -> None:
+    made = Collector()
+    records = [Sample(0, step, 10.0 + step, {"loss": 1.0}) for step in range(3)]
+    marks = [
+        Mark(11.5, "lost", "rank 1 has died", (1,)),
+        Mark(11.6, "replaced", "rank 1 was replaced", (1,)),
+        Mark(11.7, "lost", "rank 2 has died", (2,)),
+    ]
+    made.receive(Batch(0, "source", 0, 0, (*records, *marks)))
+    html = picture(made.snapshot(), ["loss"])
+    paths = [p.attrib for p in chart(html).findall(f"{SVG}path")]
+    lines = [p for p in paths if p["stroke"] in ("#009E73", "#D55E00")]
+    assert len({p["d"] for p in lines}) == 1
+    assert [(p["stroke"], p.get("stroke-dasharray")) for p in lines] == [
+        ("#009E73", None), ("#D55E00", "6 6")
+    ]  # fmt: skip
+    assert html.count("<li>") == 3
+
+
 def test_names_are_escaped() -> None:
     evil = collector(1, [1.0], metric="<script>&\"'")
     html = picture(evil.snapshot(), ["<script>&\"'"])
