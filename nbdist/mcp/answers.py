@@ -132,6 +132,8 @@ class Comparison(Answer):
     """Those that differ or cannot be compared."""
     errors: dict[int, str]
     """Why a rank has no value."""
+    were_busy: bool
+    """Whether a cell ran: the values may then be of different moments."""
 
 
 class Call(Answer):

@@ -133,12 +133,12 @@ class Tools:
     def diff(self, expression: str) -> answers.Comparison:
         """Compare a value on all ranks, such as a model, bit for bit.
 
-        The ranks must be idle.
+        While a cell runs, the answer does not say by how much values differ.
 
         Args:
             expression: Such as model.
         """
-        with self._idle_cluster() as cluster:
+        with self._cluster() as cluster:
             self._check(expression)
             found = cluster.compare(expression)
             return answers.Comparison(
@@ -158,6 +158,7 @@ class Tools:
                     if not leaf.is_equal
                 ],
                 errors=found.errors,
+                were_busy=found.were_busy,
             )
 
     def collectives(self, count: int = 20) -> answers.Collectives:

@@ -180,12 +180,11 @@ def test_the_ranks_are_looked_at_while_a_notebook_runs_a_cell(cluster: str, ask:
         parted = ask("collectives")["parted"]
         assert (parted["missing"], parted["waiting"]) == ([1], [0, 2])
         assert ask("inspect", expression="world_size")["values"][0]["value"] == "3"
-        for tool, arguments in (
-            ("diff", {"expression": "rank"}),
-            ("run", {"code": "x = 1"}),
-        ):
-            with pytest.raises(AssertionError, match=r"busy with In\[7\]"):
-                ask(tool, **arguments)
+        compared = ask("diff", expression="rank")
+        assert compared["were_busy"]
+        assert compared["different"][0]["groups"] == [[0], [1], [2]]
+        with pytest.raises(AssertionError, match=r"busy with In\[7\]"):
+            ask("run", code="x = 1")
         assert "is interrupted" in ask("interrupt")["result"]
         with pytest.raises(nbdist.CellError):
             running.result(20)
