@@ -7,6 +7,7 @@ hosts that the job has got as it reaches other hosts. Inside a job, no job is su
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import re
 import shutil
@@ -16,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from nbdist.clusters.hosts.host_list import HostSlots
 from nbdist.clusters.hosts.remote_shell import RemoteShell, Ssh
@@ -28,6 +29,8 @@ __all__ = ["BatchJob", "JobState", "output_of", "seconds_of"]
 COMMAND_TIMEOUT_S = 20.0
 POLL_S = 1.0
 """Seconds between two looks at the queue."""
+END_WITHIN_S = 60.0
+"""Seconds in which a system ends the processes of a job."""
 WATCH_S = 5.0
 """Seconds between two looks at a job that runs."""
 NOTICES_S = (120, 30)
@@ -45,8 +48,8 @@ two minutes, as when the notebook's host has lost power."""
 class JobState(NamedTuple):
     """What a batch system says about a job."""
 
-    phase: str
-    """"waits", "runs" or "ended"."""
+    phase: Literal["waits", "runs", "ends", "ended"]
+    """A job that "ends" still has processes."""
     text: str
     """The state in the system's own words."""
     seconds_left: int | None = None
@@ -145,7 +148,7 @@ class BatchJob(ABC):
             self.id = self.submit()
         try:
             while (state := self.look()).phase != "runs":
-                if state.phase == "ended":
+                if state.phase != "waits":
                     raise StartError(
                         f"{self.system}'s job {self.id} ended before it ran: "
                         f"{state.text or 'it is no longer in the queue'}"
@@ -184,7 +187,7 @@ class BatchJob(ABC):
             on_note: Called with what to tell the user.
             on_ending: Called when the job is about to end: at a signal, and at each of
                 `NOTICES_S`.
-            on_end: Called when the job has ended.
+            on_end: Called when the job ends.
         """
         self._watcher = _Watcher(self, await_signal, on_note, on_ending, on_end)
 
@@ -250,7 +253,8 @@ class _Watcher:
         on_ending: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._job, self._id, self._await_signal = job, job.id, await_signal
+        self._job = copy.copy(job)  # it keeps the number of the job
+        self._await_signal = await_signal
         self._on_note, self._on_ending, self._on_end = on_note, on_ending, on_end
         self._announced = 0
         self._ended = threading.Event()
@@ -275,11 +279,21 @@ class _Watcher:
             if self._ended.is_set():
                 return
             if state.phase != "runs":
-                self._on_ending()
-                self._on_note(f"{self._job.system} ends job {self._id}: {state.text}")
-                self._on_end()
+                self._follow_end(state)
                 return
             self._announce(signal, state.seconds_left)
+
+    def _follow_end(self, state: JobState) -> None:
+        """Have the ranks saved and ended, and tell the user how the job has ended."""
+        self._on_ending()
+        self._on_end()
+        until = time.monotonic() + END_WITHIN_S
+        while state.phase == "ends" and time.monotonic() < until:
+            time.sleep(POLL_S)  # batch systems have no event for it
+            with contextlib.suppress(StartError):  # it is too busy to answer
+                state = self._job.look()
+        why = state.text or "it is no longer in the queue"
+        self._on_note(f"{self._job.system} ends job {self._job.id}: {why}")
 
     def _announce(self, signal: str | None, left: int | None) -> None:
         """Tell the user that the job ends soon, unless it was told."""
@@ -287,18 +301,22 @@ class _Watcher:
         before, self._announced = self._announced, max(due, self._announced)
         if due > before:
             self._on_ending()
-        system, job = self._job.system, self._id
+        system, job = self._job.system, self._job.id
         if signal is not None:
-            when = "" if left is None else f", which ends in {left} s"
+            when = "" if left is None else f", which ends in {_duration(left)}"
             what = f"{system} has sent {signal} to job {job}{when}"
-        elif due > before == 0:
-            what = f"{system} ends job {job} in {left} s"
+        elif left is not None and due > before == 0:
+            what = f"{system} ends job {job} in {_duration(left)}"
         else:
             return
         self._on_note(
             f"{what}: pull or save what you need; an elastic run writes its next "
             "commit to a file"
         )
+
+
+def _duration(seconds: int) -> str:
+    return f"{seconds} s" if seconds < 600 else f"{seconds // 60} min"
 
 
 def output_of(*argv: str, codes: Mapping[int, str] | None = None) -> str:

@@ -561,8 +561,9 @@ class Hosts:
         A batch system does not end processes that ssh has started, and those that it
         does end have some time until then.
         """
+        assert self.job is not None
         for host in self._connected:
-            host.disconnect()
+            host.disconnect(f"{self.job.system} ends job {self.job.id}")
 
     def take_commits(self, folder: Path) -> list[Path]:
         """Copy the last commits of an elastic run that other hosts have.

@@ -34,6 +34,8 @@ class RemoteHost:
         self._supervisor: SupervisorClient | None = None
         self._count = 0
         """The number of links that were started."""
+        self._why_left = ""
+        """Why this side has ended the link; "" if it has not, or without a reason."""
 
     @property
     def _program(self) -> str:
@@ -51,6 +53,7 @@ class RemoteHost:
         if supervisor is not self._supervisor:
             self._supervisor, self._count = supervisor, 0
         self._count += 1
+        self._why_left = ""
         for path in (link_socket, lost_file):
             path(supervisor.run_dir, self.name).unlink(missing_ok=True)
         agent = ["nbdist.clusters.hosts.agent", self.name, f"{silence_s:g}"]
@@ -61,8 +64,13 @@ class RemoteHost:
         ]
         supervisor.start_apart(self._program, [*link, *command])
 
-    def disconnect(self) -> None:
-        """End the link, without a wait. The agent ends what it has started."""
+    def disconnect(self, why: str = "") -> None:
+        """End the link, without a wait. The agent ends what it has started.
+
+        Args:
+            why: What `why_lost` is to say; "" for what the link says.
+        """
+        self._why_left = why
         if self._supervisor is not None:
             self._supervisor.stop([self._program])
             with contextlib.suppress(OSError):  # the cluster has ended
@@ -98,6 +106,8 @@ class RemoteHost:
     @property
     def why_lost(self) -> str:
         """Why the host was lost after it was connected; "" if it was not."""
+        if self._why_left:
+            return self._why_left
         try:
             why = lost_file(self._run_dir, self.name).read_text()
         except OSError:

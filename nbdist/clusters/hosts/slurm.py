@@ -32,6 +32,9 @@ done
 """
 """What the job runs. It ends when no host has been in use for two minutes, as when the
 notebook's host has lost power."""
+RUNS = ("RUNNING", "SIGNALING", "STOPPED", "SUSPENDED", "RESIZING")
+NO_LIMIT_S = 300 * 86400
+"""Slurm has a job without a limit end in a year."""
 OF_A_TASK = ("NTASKS", "NPROCS", "PROCID", "LOCALID", "NODEID", "TASK_PID")
 """Variables of `srun` from which libraries would derive another rank and size."""
 
@@ -94,10 +97,10 @@ class SlurmJob(BatchJob):
         text, _, times = self._ask("%T|%L|%e").partition("|")
         if text in ("PENDING", "CONFIGURING"):
             return JobState("waits", text)
-        if text == "RUNNING":
+        if text in RUNS:
             left, _, end = times.partition("|")
             return JobState("runs", text, _seconds_left(left, end))
-        return JobState("ended", text)
+        return JobState("ends" if text == "COMPLETING" else "ended", text)
 
     def place(self, state: JobState) -> str:
         """The job's place in the queue, and why it waits."""
@@ -130,9 +133,10 @@ class SlurmJob(BatchJob):
         return cores
 
     def _ask(self, fields: str) -> str:
-        """Fields of the job, as squeue formats them; "" if it is no longer listed."""
+        """Fields of the job, as squeue formats them; "" if Slurm has forgotten it."""
+        job = f"--jobs={self.id}"
         return output_of(
-            "squeue", "--noheader", f"--jobs={self.id}", f"--format={fields}"
+            "squeue", "--noheader", "--states=all", job, f"--format={fields}"
         ).strip()
 
 
@@ -147,7 +151,7 @@ def _seconds_left(left: str, end: str) -> int | None:
     with contextlib.suppress(ValueError):  # it has no end
         until = datetime.fromisoformat(end) - datetime.now()
         found.append(max(0, round(until.total_seconds())))
-    return min(found, default=None)
+    return min((each for each in found if each < NO_LIMIT_S), default=None)
 
 
 def _length(span: str) -> int:
