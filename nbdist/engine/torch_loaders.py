@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from operator import attrgetter
@@ -26,12 +27,9 @@ def follow(loops: Loops) -> None:
         iterator = make(self)
         # torch warns of a dataset whose length was asked and is wrong.
         if not isinstance(self.dataset, IterableDataset):
-            try:
-                total = len(self)
-            except (TypeError, NotImplementedError):  # a sampler without an end
-                return iterator
-            if hasattr(iterator, "_num_yielded"):
-                loops.begin(iterator, _DONE, total)
+            # A user's sampler may have no length, and raise anything.
+            with contextlib.suppress(Exception):
+                loops.begin(iterator, _DONE, len(self))
         return iterator
 
     DataLoader.__iter__ = begin  # type: ignore[method-assign]

@@ -907,7 +907,10 @@ def test_a_loop_without_an_end_has_no_remaining_time(cluster: Cluster):
         "class Sampler(torch.utils.data.Sampler):\n"
         "    def __init__(self): pass\n"
         "    def __iter__(self): return iter(range(3))\n"
+        "class Unknown(Sampler):\n"
+        "    def __len__(self): return self.not_set_yet\n"
         "for _ in torch.utils.data.DataLoader(Endless()): pass\n"
+        "for _ in torch.utils.data.DataLoader([1, 2, 3], sampler=Unknown()): pass\n"
         "for _ in torch.utils.data.DataLoader([1, 2, 3], sampler=Sampler()): pass\n"
         "nbdist.log(done=1)"
     )
