@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import os
@@ -35,6 +36,19 @@ _PYTHONS_OWN: dict[signal.Signals, Any] = {
 
 INSIST_S = 0.05
 INSIST_TIMES = 100
+
+
+class _Repeat:
+    """The operator `-` makes the handler of SIGINT run when the caller goes on.
+
+    Python looks for signals after each call, but not after an operator. An interrupt in
+    `sys.unraisablehook` would be dropped as well.
+    """
+
+    __neg__: Any = _thread.interrupt_main
+
+
+_REPEAT = _Repeat()
 
 
 class Overdue(KeyboardInterrupt):
@@ -281,9 +295,12 @@ class Interrupts:
             os.kill(os.getpid(), signal.SIGINT)
 
     def _on_unraisable(self, dropped: Any) -> None:
-        """Repeat an interrupt that Python drops because a destructor raised it."""
+        """Repeat an interrupt that Python drops because a destructor raised it.
+
+        It is raised where the destructor was called.
+        """
         if dropped.exc_type is KeyboardInterrupt:
-            self._signal()
+            _ = -_REPEAT
         elif dropped.exc_type is Overdue:
             pass  # `_tick` raises it again
         else:

@@ -49,6 +49,24 @@ BLOCKED = {
         "if rank: nbdist.comm().allreduce(rank)\nelse: import time; time.sleep(60)"
     ),
     "one rank only": "if rank == 2:\n    while True: pass",
+    "a destructor": (
+        "import time\n"
+        "class Slow:\n"
+        "    def __del__(self): time.sleep(0.2)\n"
+        "while True: Slow()"
+    ),
+    "many destructors": (
+        "class Slow:\n"
+        "    def __del__(self): sum(range(10**6))\n"
+        "while True:\n"
+        "    several = [Slow() for _ in range(100)]\n"
+        "    del several"
+    ),
+    "the workers of a DataLoader": (
+        "loader = torch.utils.data.DataLoader(range(3), num_workers=1)\n"
+        "while True:\n"
+        "    for _ in loader: pass"
+    ),
     "a context that cleans up": (
         "import contextlib, time\n"
         "with contextlib.ExitStack() as stack:\n"
