@@ -29,11 +29,16 @@ def printed(code):
 """
 
 
+STATES = "/tmp/slurm-states"
+"""The folder of the files of the tests' runs, on each host."""
+
+
 def commits(path: str, steps: int) -> str:
     """A run that prints on rank 0 by which commit its file was there; 0 for none."""
     return f"""
 import os, time
 path = {path!r}
+os.makedirs({STATES!r}, exist_ok=True)
 state = nbdist.elastic.State(path=path, save_every=10**6, step=0, seen=0)
 
 @nbdist.elastic.run
@@ -64,11 +69,13 @@ def slurm(_network: HostNetwork) -> Iterator[Slurm]:
 
 
 @pytest.fixture
-def console(slurm: Slurm) -> Iterator[Console]:
+def console(slurm: Slurm, hosts: HostNetwork) -> Iterator[Console]:
     with slurm.console() as console:
         console.do(START)
         yield console
     slurm.empty()
+    for name in ("b", "c"):
+        hosts[name].run("sh", "-c", f"rm -rf {STATES}")
 
 
 def test_a_job_is_submitted_and_cancelled(slurm: Slurm, console: Console):
@@ -146,7 +153,8 @@ def test_the_time_limit_is_told_before_it_comes(slurm: Slurm, console: Console):
     )
     console.result()
     assert "Slurm ends job" in console.value("notes[-1]")
-    saved = console.value(f"printed({commits('/tmp/limit.state', 50)!r})[0]")
+    code = commits(f"{STATES}/limit.state", 50)
+    saved = console.value(f"printed({code!r})[0]")
     assert 0 < int(saved) < 50
     console.do("cluster.stop()")
 
@@ -157,7 +165,7 @@ def test_ranks_commit_at_a_signal_and_go_on(
 ):
     console.do("cluster = started(n=2, nnodes='2')")
     job = slurm.run("squeue", "-h", "-o", "%i")
-    code = commits(f"/tmp/{signal_name}.state", 500)
+    code = commits(f"{STATES}/{signal_name}.state", 500)
     console.begin(f"seen = printed({code!r})")
     slurm.run("scancel", f"--signal={signal_name}", job)
     console.result()
@@ -171,7 +179,8 @@ def test_ranks_commit_at_a_signal_and_go_on(
 
 def test_a_pre_empted_job_commits_in_its_grace_time(slurm: Slurm, console: Console):
     console.do("cluster = started(n=2, nnodes='2')")
-    console.begin(f"seen = printed({commits('/tmp/preempted.state', 300)!r})")
+    code = commits(f"{STATES}/preempted.state", 300)
+    console.begin(f"seen = printed({code!r})")
     slurm.submit("urgent")
     console.result()
     assert 0 < int(console.value("seen[0]")) < 300
@@ -190,20 +199,20 @@ def test_a_cancelled_run_commits_before_it_ends(
     slurm: Slurm, console: Console, hosts: HostNetwork
 ):
     console.do("cluster = started(n=2, nnodes='2', on_failure='stop')")
-    code = commits("/tmp/cancelled.state", 10**6)
-    code = code.replace("\ntrain(", "\nopen('/tmp/began', 'w'); train(")
+    code = commits(f"{STATES}/cancelled.state", 10**6)
+    code = code.replace("\ntrain(", f"\nopen('{STATES}/began', 'w'); train(")
     console.begin(
         f"try: cluster.execute({code!r})\n"
         "except nbdist.errors.NbdistError as error: raised = str(error)"
     )
-    began = ("test", "-e", "/tmp/began")
+    began = ("test", "-e", f"{STATES}/began")
     run = hosts["b"].run
     wait_until(lambda: run(*began, check=False).returncode == 0, 60.0, str)
     slurm.run("scancel", slurm.run("squeue", "-h", "-o", "%i"))
     console.result()
     assert "rank 0" in console.value("raised")
     wait_until(lambda: "CANCELLED" in console.value("str(notes)"), 30.0, str)
-    run("test", "-s", "/tmp/cancelled.state")
+    run("test", "-s", f"{STATES}/cancelled.state")
 
 
 def test_a_drained_node_keeps_its_ranks_and_gets_no_others(
