@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         rocm_built as rocm_built,
         shutdown as shutdown,
         size as size,
+        start_timeline as start_timeline,
+        stop_timeline as stop_timeline,
     )
     from nbdist.horovod.ops.allgather import (
         allgather as allgather,
@@ -119,7 +121,7 @@ else:
             "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
             "local_rank", "local_size", "mpi_built", "mpi_enabled",
             "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "shutdown",
-            "size",
+            "size", "start_timeline", "stop_timeline",
         ),
         "nbdist.horovod.reduce_ops": (
             "Adasum", "Average", "Max", "Min", "Product", "Sum",

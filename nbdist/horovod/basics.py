@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import nbdist
 from nbdist.collectives import default_group
 from nbdist.errors import WrongProcess
 from nbdist.horovod import process_sets as sets
+from nbdist.horovod import timeline
 from nbdist.horovod.process_sets import ProcessSet, add_process_set
 
 __all__ = [
@@ -35,6 +38,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
@@ -65,6 +70,9 @@ def init(
     if process_sets is not None and not isinstance(process_sets, str):
         for each in process_sets:
             add_process_set(each)
+    path = os.environ.get("HOROVOD_TIMELINE")
+    if path and path != "DYNAMIC" and timeline.running() is None:
+        start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES") == "1")
 
 
 def _ranks_of(comm: Any) -> list[int]:
@@ -76,6 +84,7 @@ def _ranks_of(comm: Any) -> list[int]:
 def shutdown() -> None:
     """Leave the world. Calls under way end with an error. Safe to call twice."""
     sets.end()
+    timeline.stop()
 
 
 def is_initialized() -> bool:
@@ -147,6 +156,35 @@ def _peers() -> list[int]:
         if hosts[:peer].count(host) == local:
             found.append(peer)
     return found
+
+
+# -- the timeline ----------------------------------------------------------------------
+
+
+def start_timeline(
+    file_path: str | os.PathLike[str], mark_cycles: bool = False
+) -> None:
+    """Write a trace of rank 0's calls from now on. Perfetto shows the file.
+
+    A call has two spans: `NEGOTIATE_ALLREDUCE`, for instance, from its submission until
+    all ranks have made it, and `ALLREDUCE`. A reduction whose ranks share memory waits
+    for them within the second one. On the other ranks this does nothing. A timeline
+    that is being written ends. `init` starts the one that $HOROVOD_TIMELINE names.
+
+    Args:
+        file_path: The file. One that exists is replaced.
+        mark_cycles: Whether to mark the turns of the thread that makes the calls.
+
+    Raises:
+        UsageError: `init` was not called, or rank 0 cannot write the file.
+    """
+    if rank() == 0:
+        timeline.start(Path(file_path), mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the timeline. Safe to call without one. `shutdown` calls this too."""
+    timeline.stop()
 
 
 # -- available libraries ---------------------------------------------------------------

@@ -32,6 +32,7 @@ from nbdist.horovod.negotiation import (
     needs_all,
     nothing_in_common,
 )
+from nbdist.horovod.timeline import running
 
 __all__ = ["Coordinator"]
 
@@ -196,6 +197,9 @@ class Coordinator:
     def _step(self) -> None:
         """Make this rank's oldest call, or all calls that the ranks have in common."""
         self._refresh()
+        timeline = running()
+        if timeline is not None:
+            timeline.mark_cycle()
         request = next(iter(self._pending.values()), None)
         if request is None:
             return
@@ -214,10 +218,12 @@ class Coordinator:
             CollectiveMismatch: The ranks' calls differ. The call is still pending.
         """
         error: BaseException | None = None
+        timeline = running()
+        record = None if timeline is None else timeline.call(request)
         try:
             self.group.run(
                 request.kind,
-                request.body,
+                request.body if record is None else record.timed(request.body),
                 has_barrier=request.has_barrier,
                 call_site=request.call_site,
             )
@@ -225,6 +231,8 @@ class Coordinator:
             raise
         except BaseException as failure:  # noqa: BLE001 - the waiter raises it
             error = failure
+        if record is not None:
+            record.end(error)
         self._finish(request, error)
         if self.group.broken:
             assert error is not None

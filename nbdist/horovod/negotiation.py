@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class Request:
         "kind",
         "name",
         "reduces",
+        "submitted_ns",
     )
 
     def __init__(
@@ -111,6 +113,7 @@ class Request:
         self.has_barrier, self.reduces = has_barrier, reduces
         self.handle = Handle(kind.operation, on_leave)
         self.body = body
+        self.submitted_ns = time.perf_counter_ns()
         self.call_site: CallSite = find_call_site(sys._getframe())
 
     def use_gpu(self, gpu: torch.device | None) -> None:

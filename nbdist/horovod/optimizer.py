@@ -88,9 +88,10 @@ def DistributedOptimizer(
             f"gradient_predivide_factor={gradient_predivide_factor} with op={op}: it "
             "applies only to op=hvd.Average"
         )
-    _check_names(optimizer, named_parameters)
+    names = _names(optimizer, named_parameters)
     if op is Adasum:
         adasum = _of_subclass(optimizer, _Adasum)
+        vars(adasum).update(_parameter_names=names)
         _Adasum.prepare(adasum, compression, backward_passes_per_step, process_set)
         return adasum
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -102,6 +103,7 @@ def DistributedOptimizer(
     )
     distributed = _of_subclass(optimizer, _Distributed)
     vars(distributed).update(
+        _parameter_names=names,
         _reducer=GradientReducer(
             parameters,
             reduction,
@@ -281,9 +283,14 @@ def _of_subclass(optimizer: Optimizer, behaviour: type) -> Optimizer:
     return distributed
 
 
-def _check_names(optimizer: torch.optim.Optimizer, named: Named | None) -> None:
+def _names(optimizer: torch.optim.Optimizer, named: Named | None) -> dict[Tensor, str]:
+    """The name of each parameter, which Horovod has in `optimizer._parameter_names`."""
     if named is None:
-        return
+        return {
+            parameter: f"allreduce.noname.{group_at}.{at}"
+            for group_at, group in enumerate(optimizer.param_groups)
+            for at, parameter in enumerate(group["params"])
+        }
     pairs = list(named)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise UsageError(
@@ -306,6 +313,7 @@ def _check_names(optimizer: torch.optim.Optimizer, named: Named | None) -> None:
             f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of "
             f"the shapes {unnamed[:5]}: name all, or leave named_parameters out"
         )
+    return {parameter: name for name, parameter in pairs}
 
 
 def _bucket_bytes(threshold: int | None) -> int:

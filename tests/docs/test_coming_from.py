@@ -73,7 +73,7 @@ ROWS: dict[str, Check] = {
     "test_a_rank_dies_and_is_replaced",
     "stall checks": "tests/clusters/test_stall_detector.py",
     "horovodrun --min-np": "tests/clusters/test_membership.py",
-    "HOROVOD_TIMELINE": MISSING,
+    "HOROVOD_TIMELINE": HOROVOD,
     # torchrun
     "torchrun --nproc-per-node": f"{SCRIPT}:test_a_torchrun_script_trains_digits",
     "RANK`, `WORLD_SIZE": Cell(

@@ -7,13 +7,19 @@ small whole numbers, so that every sum is exact in all dtypes.
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import nbdist
 import nbdist.horovod as hvd
 from nbdist.errors import (
     CollectiveMismatch,
@@ -799,3 +805,80 @@ def optimizer_state_is_broadcast_by_value() -> None:
                     state["state"], states[0]["state"], check_device=False
                 )
             assert states[0]["param_groups"][0]["lr"] == (0.7 if used else 0.1)
+
+
+# -- the timeline ----------------------------------------------------------------------
+
+
+@case
+def timeline() -> None:
+    with TemporaryDirectory() as folder:
+        first, second = Path(folder, "first.json"), Path(folder, "second.json")
+        hvd.start_timeline(first, mark_cycles=True)
+        hvd.allreduce(torch.ones(3, 2), name="early")
+        handles = [hvd.broadcast_async(torch.ones(5), 0, name=x) for x in "ab"]
+        for handle in handles:
+            hvd.synchronize(handle)
+        hvd.start_timeline(str(second))  # ends the first one
+        if hvd.size() > 1:
+            with pytest.raises(CollectiveMismatch):
+                hvd.allreduce(torch.ones(2 + hvd.rank() % 2, 2), name="late")
+        hvd.allgather(torch.ones(1), name="late")
+        hvd.stop_timeline()
+        hvd.stop_timeline()  # once more: nothing happens
+        hvd.allreduce(torch.ones(1), name="never")
+        if hvd.rank() > 0:
+            assert not list(Path(folder).iterdir())
+            return
+        text = first.read_text() + second.read_text()
+        assert "never" not in text
+        assert "CYCLE_START" in first.read_text()
+        assert "CYCLE_START" not in second.read_text()
+        for path, calls in (
+            (first, {"allreduce.early": "float32 [3, 2]"} | dict.fromkeys(
+                ("broadcast.a", "broadcast.b"), "float32 [5]")),
+            (second, {"allgather.late": "float32 [-1]"}),
+        ):  # fmt: skip
+            check_spans(json.loads(path.read_text()), calls)
+
+
+def check_spans(events: list[dict[str, Any]], calls: dict[str, str]) -> None:
+    """Check that each call has two spans, one directly after the other."""
+    assert events[0]["args"]["start_time_since_epoch_in_micros"] > 1.6e15
+    rows = {x["args"]["name"]: x["pid"] for x in events if x["name"] == "process_name"}
+    for call, kind in calls.items():
+        waits, moves = (x for x in events if x["pid"] == rows[call] and x["ph"] == "X")
+        operation = call.partition(".")[0].upper()
+        assert (waits["name"], moves["name"]) == (f"NEGOTIATE_{operation}", operation)
+        found = f"{moves['args']['dtype']} {moves['args']['shape']}"
+        assert found == kind, (found, kind)
+        assert waits["ts"] >= 0
+        assert waits["dur"] > 0
+        assert moves["dur"] > 0
+        assert abs(waits["ts"] + waits["dur"] - moves["ts"]) < 0.01
+
+
+@case
+def a_timeline_of_the_environment() -> None:
+    hvd.shutdown()
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "missing", "timeline.json")
+        os.environ["HOROVOD_TIMELINE"] = str(path)
+        try:
+            if nbdist.rank() == 0:
+                with pytest.raises(UsageError, match="missing"):
+                    hvd.init()
+                path.parent.mkdir()
+            else:
+                hvd.init()
+            hvd.shutdown()
+            hvd.init()
+            hvd.allreduce(torch.ones(1), name="seen")
+            hvd.shutdown()
+        finally:
+            del os.environ["HOROVOD_TIMELINE"]
+        assert path.exists() == (nbdist.rank() == 0)
+        if path.exists():
+            assert "allreduce.seen" in path.read_text()
+            json.loads(path.read_text())
+    hvd.init()

@@ -23,6 +23,7 @@ CASES = [
     "mismatches_name_the_calls", "bad_arguments_are_refused", "join_contributes_zeros",
     "calls_that_cannot_continue_without_a_joined_rank", "process_sets", "objects",
     "parameters_are_broadcast", "optimizer_state_is_broadcast_by_value",
+    "timeline", "a_timeline_of_the_environment",
 ]  # fmt: skip
 
 

@@ -42,14 +42,10 @@ PYTORCH: dict[str, dict[str, str]] = {
 }
 """Reasons by file and case, for `pytorch`."""
 
-_BEFORE_INIT = "reads mpiexec's variables before hvd.init, as under mpiexec"
-
 HOROVOD: dict[str, dict[str, str]] = {
     "parallel/test_torch.py": {
         "TorchTests.test_broadcast_state_no_grad": "reads the zero gradients that "
         "Horovod's broadcast_optimizer_state leaves; nbdist's changes none",
-        "TorchTests.test_optimizer_no_named_parameters": "reads a private attribute",
-        "TorchTests.test_timeline_api": "start_timeline is missing",
     },
 }
 """Reasons by file and case, for `horovod`, on any number of ranks."""
@@ -72,10 +68,6 @@ HOROVOD_ON_ONE: dict[str, dict[str, str]] = {
 """Further reasons, on one rank."""
 
 HOROVOD_ON_SEVERAL: dict[str, dict[str, str]] = {
-    "parallel/test_torch.py": {
-        "TorchTests.test_horovod_rank": _BEFORE_INIT,
-        "TorchTests.test_horovod_size": _BEFORE_INIT,
-    },
     "single/test_torch_elastic.py": {
         "TorchElasticTests.test_elastic_sampler": "is of one rank: record_batch counts "
         "the batches of all ranks, in Horovod too",

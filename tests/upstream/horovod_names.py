@@ -55,6 +55,7 @@ def run(case: unittest.TestCase, *, n: int) -> Outcome:
     os.environ |= {
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
+        "HOROVOD_SIZE": str(n),  # as horovodrun sets it
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_ports(1)[0]),
     }
@@ -74,7 +75,8 @@ def run(case: unittest.TestCase, *, n: int) -> Outcome:
 
 
 def _run_rank(case: unittest.TestCase, rank: int) -> Outcome:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    ranks = ("RANK", "LOCAL_RANK", "HOROVOD_RANK")  # the last one is horovodrun's
+    os.environ |= {name: str(rank) for name in ranks}
     outcome = run_here(case)
     if outcome.kind != FAILED:
         atexit._run_exitfuncs()  # a forked process has none by itself
