@@ -174,17 +174,25 @@ class Lab:
             """
         )
 
-    def open_page(self, path: Path) -> None:
-        """Open an existing notebook. This does not wait for its kernel."""
+    def open_page(self, path: Path, *, kernel: bool = True) -> None:
+        """Open an existing notebook. This does not wait for its kernel.
+
+        Args:
+            path: The notebook.
+            kernel: Whether a kernel is started.
+        """
         self._run(
             """
             await jupyterapp.restored;
-            const panel = await jupyterapp.commands.execute(
-              'docmanager:open', { path: argument, factory: 'Notebook' });
+            const panel = await jupyterapp.commands.execute('docmanager:open', {
+              path: argument.path,
+              factory: 'Notebook',
+              kernelPreference: { shouldStart: argument.kernel },
+            });
             await panel.context.ready;
             window.nbdistTest = { panel, runs: {} };
             """,
-            path.name,
+            {"path": path.name, "kernel": kernel},
         )
 
     def save(self) -> None:
@@ -275,7 +283,7 @@ class Lab:
             """
             const panel = window.nbdistTest?.panel;
             if (!panel || panel.isDisposed) return;
-            await panel.context.save();
+            if (panel.context.model.dirty) await panel.context.save();
             await panel.sessionContext.shutdown();
             panel.dispose();
             """
@@ -308,8 +316,14 @@ class Notebook7(Lab):
     def __init__(self, server: LabServer, page: Page) -> None:
         super().__init__(server, page, "tree")
 
-    def open_page(self, path: Path) -> None:
-        """Open an existing notebook. This does not wait for its kernel."""
+    def open_page(self, path: Path, *, kernel: bool = True) -> None:
+        """Open an existing notebook. This does not wait for its kernel.
+
+        Raises:
+            NotImplementedError: Without a kernel. Notebook 7 starts one.
+        """
+        if not kernel:
+            raise NotImplementedError("Notebook 7 starts a kernel")
         if not self.page.url.endswith(f"/notebooks/{path.name}"):
             self._load(f"notebooks/{path.name}")
         self.wait("() => jupyterapp.shell.currentWidget?.context !== undefined")

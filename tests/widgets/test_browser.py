@@ -6,11 +6,15 @@ Screenshots are in out/screenshots/.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from playwright.sync_api import Browser
 
-from tests.jupyterlab_driver import ROOT, Lab
+from tests.jupyterlab_driver import ROOT, SCREENSHOTS, Lab
 from tests.processes import wait_until
 
 SETUP = """
@@ -304,14 +308,65 @@ def test_many_ranks_are_drawn_as_a_band(lab: Lab, tmp_path: Path, theme: str) ->
     run.end()
 
 
+STILL = "img[src^='data:image/svg']"
+
+
 def test_a_saved_notebook_shows_the_picture(lab: Lab, tmp_path: Path) -> None:
     run = Run(lab, tmp_path / "stop", ranks=4, at_once=200)
-    still = "img[src^='data:image/svg']"
-    assert not lab.page.locator(still).is_visible()
+    assert not lab.page.locator(STILL).is_visible()
     run.end()
     lab.close_notebook()
     lab.show_notebook(run.path)
-    lab.page.locator(still).wait_for(state="visible")
+    see_still(lab, "monitor-saved")
     saved = run.path.read_text()
     assert [each for each in EVENTS if f"<li>{each}</li>" not in saved] == []
-    lab.screenshot("monitor-saved")
+    lab.close_notebook()
+
+    lab.open_page(run.path, kernel=False)
+    see_still(lab, "monitor-saved-no-kernel")
+    assert lab.page.evaluate(KERNEL) is None
+    lab.close_notebook()
+
+    received = sent_by_another(run.path)
+    lab.open_page(received, kernel=False)
+    see_still(lab, "monitor-saved-untrusted")
+    assert not lab.page.evaluate(TRUSTED)
+
+
+def see_still(lab: Lab, name: str) -> None:
+    """Wait until the page shows the picture, and save a screenshot of it."""
+    lab.page.locator(STILL).wait_for(state="visible")
+    lab.page.locator(STILL).scroll_into_view_if_needed()
+    lab.screenshot(name)
+
+
+KERNEL = "nbdistTest.panel.sessionContext.session?.kernel ?? null"
+TRUSTED = "nbdistTest.panel.content.widgets[0].model.trusted"
+
+
+def sent_by_another(notebook: Path) -> Path:
+    """A copy of a notebook that the server has not seen, and does not trust."""
+    content = nbformat.read(notebook, as_version=4)
+    content.cells.append(nbformat.v4.new_markdown_cell("A greeting."))
+    copy = notebook.with_name("received.ipynb")
+    nbformat.write(content, copy)
+    return copy
+
+
+def test_a_page_of_nbconvert_shows_the_picture(
+    lab: Lab, lab_browser: Browser, tmp_path: Path
+) -> None:
+    run = Run(lab, tmp_path / "stop", ranks=4, at_once=200)
+    run.end()
+    lab.save()
+    subprocess.run(
+        [sys.executable, "-m", "nbconvert", "--to", "html", run.path,
+         "--output-dir", tmp_path],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    page = lab_browser.new_page(viewport={"width": 1200, "height": 900})
+    page.goto((tmp_path / run.path.name).with_suffix(".html").as_uri())
+    page.locator(STILL).wait_for(state="visible")
+    page.locator(STILL).scroll_into_view_if_needed()
+    page.screenshot(path=SCREENSHOTS / "monitor-nbconvert.png")
+    page.close()
