@@ -248,6 +248,10 @@ class IppClient:
         """Fail every exchange with an engine that has ended."""
         self._client.fail(engine_uuid, error)
 
+    def forget(self, exchange: Exchange) -> None:
+        """Wait no longer for the reply."""
+        self._client.forget(exchange)
+
     def close(self) -> None:
         """Close the connection. A second close does nothing."""
         self._client.close(linger=0)
@@ -429,6 +433,9 @@ class _Client(Client):  # type: ignore[misc]
             while self._take_next(uuid, direct):  # the engine may have answered at last
                 pass
         exchange.fail(error)
+        self.forget(exchange)
+
+    def forget(self, exchange: Exchange) -> None:
         with self._exchanges_lock:
             self._exchanges.pop(exchange.key, None)
 
@@ -439,8 +446,7 @@ class _Client(Client):  # type: ignore[misc]
 
     def _forget_finished(self, exchange: Exchange) -> None:
         if exchange.reply.done():
-            with self._exchanges_lock:
-                self._exchanges.pop(exchange.key, None)
+            self.forget(exchange)
 
     def _on_reply(self, message: Message) -> None:
         parent = message["parent_header"].get("msg_id", "")

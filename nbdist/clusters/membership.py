@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from nbdist.clusters.greeting import Greeting
 from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.clusters.startup_status import StartupStatus
@@ -234,16 +235,11 @@ class _Attempt:
             reply.add_done_callback(self._on_reply)
         with self._registry.client.on_registration(self._changed.set):
             self._wait(lambda: len(self._arrived()) >= len(self._statuses))
-        hellos = [
-            self._registry.client.send(uuid, endpoints.STATUS).reply
-            for uuid in self._arrived()
-        ]
-        for hello in hellos:
-            hello.add_done_callback(self._on_reply)
-        answers = [*self._replies.values(), *hellos]
-        self._wait(lambda: all(map(Future.done, answers)))
+        greeting = Greeting(self._registry.client, self._arrived(), self._changed.set)
+        answers = self._replies.values()
+        self._wait(lambda: greeting.is_answered() and all(map(Future.done, answers)))
         stayed = [reply.result().value for reply in self._replies.values()]
-        newcomers = [_value(hello)["info"] for hello in hellos]
+        newcomers = [_value(reply) for reply in greeting.replies()]
         return [info for info in stayed if info is not None], newcomers
 
     def cancel(self, error: BaseException) -> None:

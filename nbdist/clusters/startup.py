@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbdist.clusters import fork_server_client
+from nbdist.clusters.greeting import Greeting
 from nbdist.clusters.launchers.base import Launcher
 from nbdist.clusters.startup_status import (
     EXIT_REPORT_TIMEOUT_S,
@@ -24,7 +24,7 @@ from nbdist.clusters.startup_status import (
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import File, ForkConfig, rank_variables
 from nbdist.errors import ClusterError, StartError
-from nbdist.ipc import endpoints, private_files, rank_parent
+from nbdist.ipc import private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.fork_messages import SOCKET, STARTED
 from nbdist.ipc.ports import confine
@@ -284,12 +284,9 @@ class _Start:
         self._wait(all_here, timeout_s)
 
     def _greet(self, client: IppClient, timeout_s: float) -> list[RankInfo]:
-        uuids = client.engines().values()
-        hellos = [client.send(uuid, endpoints.STATUS).reply for uuid in uuids]
-        for hello in hellos:
-            hello.add_done_callback(lambda _: self._changed.set())
-        self._wait(lambda: all(map(Future.done, hellos)), timeout_s)
-        infos = [hello.result().value["info"] for hello in hellos]
+        greeting = Greeting(client, client.engines().values(), self._changed.set)
+        self._wait(greeting.is_answered, timeout_s)
+        infos = [reply.result().value for reply in greeting.replies()]
         return sorted(infos, key=lambda info: info.rank)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:

@@ -21,7 +21,7 @@ from nbdist.errors import TransferError, text_of
 from nbdist.ipc import serialization, shm_payload
 from nbdist.training import replicas
 from nbdist.training.leaves import Deadline, TooSlow
-from nbdist.wire import Comparison, Shown
+from nbdist.wire import Comparison, RankInfo, Shown
 
 __all__ = [
     "adopt_variables",
@@ -29,6 +29,7 @@ __all__ = [
     "compare",
     "export_variables",
     "fetch",
+    "greet",
     "show",
     "store",
 ]
@@ -42,6 +43,13 @@ OWN_NAMES = ("rank", "world_size", "local_rank", "device")
 """Names of a cell whose values differ between ranks."""
 COMPARISON_LIMIT_S = 10.0
 """Seconds after which an expression's value is shown without a comparison."""
+
+
+def greet() -> RankInfo:
+    """What this rank is, after a message to those that follow its output."""
+    rank = this_rank()
+    rank.shell.kernel._publish_status("busy", "shell")
+    return rank.info
 
 
 # -- functions and single values -------------------------------------------------------

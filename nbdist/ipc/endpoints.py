@@ -26,6 +26,7 @@ __all__ = [
     "END",
     "EXPORT_VARIABLES",
     "FETCH",
+    "GREET",
     "HOLD_TIMEOUTS",
     "INPUT_REPLY",
     "INTERRUPT",
@@ -59,6 +60,7 @@ CALL = "nbdist.engine.calls:call"
 COMPARE = "nbdist.engine.calls:compare"
 EXPORT_VARIABLES = "nbdist.engine.calls:export_variables"
 FETCH = "nbdist.engine.calls:fetch"
+GREET = "nbdist.engine.calls:greet"
 SHOW = "nbdist.engine.calls:show"
 STORE = "nbdist.engine.calls:store"
 
