@@ -25,6 +25,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc.fork_messages import FORKED
 from nbdist.widgets import looking
+from nbdist.widgets.grid import Grid
 from nbdist.widgets.table import Table, bytes_text, seconds_text
 from nbdist.wire import format_ranks
 
@@ -912,7 +913,7 @@ class Session:
         """The ranks' variables by name. Equal values share a row."""
         return looking.variables_table(self.cluster.variables(pattern))
 
-    def inspect_table(self, expression: str) -> Table:
+    def inspect_table(self, expression: str) -> Table | Grid:
         """The value of an expression on all ranks. Equal values share a row."""
         return looking.values_table(expression, self.cluster.look(expression))
 

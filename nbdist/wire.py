@@ -570,6 +570,8 @@ class Shown:
     rows: tuple[str, ...] = ()
     """If the last lines of the text are the rows of a table, the digest of each row; ""
     for a row that cannot be compared."""
+    image: str = ""
+    """A PNG in base64, of a value that has one, such as a figure."""
 
 
 @dataclass(frozen=True)

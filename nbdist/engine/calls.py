@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbdist.engine import ddp_modules
-from nbdist.engine.inspection import digest_in_full, text_in_full
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import step, transfer_step
+from nbdist.engine.value_digest import digest_in_full
+from nbdist.engine.value_text import in_full
 from nbdist.errors import TransferError, text_of
 from nbdist.ipc import serialization, shm_payload
 from nbdist.training import replicas
@@ -93,17 +94,17 @@ def fetch(expression: str) -> shm_payload.Shipment:
 
 
 def show(expression: str) -> Shown:
-    """An expression's value as text, as `text_in_full`, and its digest."""
+    """An expression's value, as of `in_full`, and its digest."""
     value = _evaluate(expression)
     with step(f"printing {expression!r}"):
-        text, rows = text_in_full(value, Deadline(COMPARISON_LIMIT_S))
+        text, rows, image = in_full(value, Deadline(COMPARISON_LIMIT_S))
     with step(f"comparing {expression!r}"):
         try:
             deadline = Deadline(COMPARISON_LIMIT_S)
             digest, why = digest_in_full(expression, value, deadline)
         except TooSlow as error:
             digest, why = "", str(error)
-    return Shown(text, digest, why, rows)
+    return Shown(text, digest, why, rows, image)
 
 
 def compare(expression: str) -> Comparison:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fnmatch
-import math
-import reprlib
 import sys
 import threading
 import time
@@ -22,31 +20,23 @@ import torch
 from nbdist.engine import control_handlers
 from nbdist.engine.live_tensors import live_tensors
 from nbdist.engine.rank import this_rank
+from nbdist.engine.value_digest import digest_in_full, digest_of
+from nbdist.engine.value_text import in_full, short_text
 from nbdist.errors import encodable, text_of
-from nbdist.training.digest import combined, digests_of
+from nbdist.training.digest import digests_of
 from nbdist.training.leaves import Deadline, TooSlow, is_dataframe, leaves_of
 from nbdist.training.replicas import described_leaves
 from nbdist.wire import LeafDigest, MemoryReport, Shown, Variable
 
 __all__ = [
-    "digest_in_full",
     "leaves",
     "look",
     "memory_report",
-    "text_in_full",
     "variables",
 ]
 
 T = TypeVar("T")
 
-TEXT_LIMIT = 60
-HISTOGRAM_BINS = 9
-MOST_PARAMETERS = 100
-SPARSE = {
-    torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr,
-    torch.sparse_bsc,
-}  # fmt: skip
-BARS = " ▁▂▃▄▅▆▇█"
 UNINTERESTING = (types.ModuleType, types.FunctionType, type)
 IDLE_LIMITS_S = 2.0, 8.0
 BUSY_LIMITS_S = 1.0, 1.5
@@ -62,11 +52,6 @@ SWITCH_S = 0.0002
 Python's 5 ms pass at each operation of torch, which releases the GIL. A model has
 hundreds of tensors.
 """
-
-_short = reprlib.Repr()
-_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
-_short.maxstring = _short.maxother = _short.maxlong = 2 * TEXT_LIMIT
-_short.maxlevel = 3
 
 
 def variables(pattern: str = "*") -> list[Variable]:
@@ -121,12 +106,12 @@ def _look(expression: str, limit_s: float) -> Shown:
     shell = this_rank().shell
     with _stream_of_its_own():
         value = eval(expression, shell.user_global_ns, shell.user_ns)
-        text, rows = text_in_full(value, deadline)
+        text, rows, image = in_full(value, deadline, images=False)
         try:
             digest, why = digest_in_full(expression, value, deadline)
         except TooSlow as error:
             digest, why = "", str(error)
-        return Shown(text, digest, why, rows)
+        return Shown(text, digest, why, rows, image)
 
 
 def leaves(expression: str) -> tuple[list[LeafDigest], str]:
@@ -169,148 +154,6 @@ def memory_report(count: int) -> MemoryReport:
         tuple(held.largest(count)),
         held.note,
     )
-
-
-def text_in_full(value: object, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
-    """A value as IPython prints it, and the digests of the rows of a table in it.
-
-    A tensor has a line with its statistics, and a module a table of its parameters. The
-    table ends where the deadline passes.
-
-    Raises:
-        Exception: The value's `__repr__` has raised.
-    """
-    bundle, _metadata = this_rank().shell.display_formatter.format(value)
-    # IPython gives no text where `repr` raises. This call raises the same error.
-    text = encodable(bundle.get("text/plain") or repr(value))
-    with contextlib.suppress(RuntimeError):  # torch lacks it for some dtypes
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
-            text += f"\n{_statistics(value.detach())}"
-    rows: tuple[str, ...] = ()
-    if isinstance(value, torch.nn.Module):
-        table, rows = _parameter_table(value, deadline)
-        text += table
-    return text, rows
-
-
-def digest_in_full(name: str, value: object, deadline: Deadline) -> tuple[str, str]:
-    """As `digest_of`, with the gradients of a module, whose norms `text_in_full` shows.
-
-    Raises:
-        TooSlow: The deadline has passed.
-    """
-    if isinstance(value, torch.nn.Module):
-        gradients = {each: p.grad for each, p in value.named_parameters()}
-        return digest_of(name, (value, gradients), deadline)
-    return digest_of(name, value, deadline)
-
-
-@torch.no_grad()
-def _parameter_table(
-    module: torch.nn.Module, deadline: Deadline
-) -> tuple[str, tuple[str, ...]]:
-    """A table of a module's parameters and their gradients, and each row's digest.
-
-    A sharded parameter has the norm of this rank's shard.
-    """
-    parameters = list(module.named_parameters())
-    rows: list[tuple[str, ...]] = []
-    digests: list[str] = []
-    with contextlib.suppress(TooSlow):
-        for name, parameter in parameters[:MOST_PARAMETERS]:
-            digest, _why = digest_of(name, (parameter, parameter.grad), deadline)
-            rows.append((name, *_norms(parameter)))
-            digests.append(digest)
-    if not rows:
-        return "", ()
-    table = [("parameter", "shape", "norm", "norm of gradient"), *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        name.ljust(widths[0])
-        + "".join(
-            f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)
-        )
-        for name, *rest in table
-    ]
-    if len(rows) < len(parameters):
-        lines.insert(0, f"the first {len(rows)} of {len(parameters):,} parameters:")
-    return "\n\n" + "\n".join(map(str.rstrip, lines)), tuple(digests)
-
-
-def _norms(parameter: torch.nn.Parameter) -> tuple[str, str, str]:
-    """A parameter's shape, norm and gradient's norm."""
-    if torch.nn.parameter.is_lazy(parameter):
-        return "not known yet", "", ""
-    shape = "×".join(map(str, parameter.shape)) or "scalar"
-    if not parameter.requires_grad:
-        return shape, _norm_text(parameter), "frozen"
-    gradient = "none" if parameter.grad is None else _norm_text(parameter.grad)
-    return shape, _norm_text(parameter), gradient
-
-
-def _norm_text(tensor: torch.Tensor) -> str:
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    try:
-        return f"{_norm(local.detach()):.6g}"
-    except RuntimeError:  # torch lacks it for some layouts and dtypes
-        return "?"
-
-
-@torch.no_grad()
-def _statistics(tensor: torch.Tensor) -> str:
-    """One line: form, minimum, maximum, mean, norm, NaNs, infinities and histogram."""
-    shape = "×".join(map(str, tensor.shape))
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    form = f"{dtype} {shape} {tensor.device}"
-    if tensor.layout != torch.strided or tensor.is_complex():
-        return form
-    numbers = tensor.reshape(-1)
-    if tensor.dtype == torch.float16 or not tensor.is_floating_point():
-        numbers = numbers.to(
-            torch.float64 if numbers.numel() < 2**20 else torch.float32
-        )
-    elif tensor.element_size() < 4:
-        numbers = numbers.float()
-    nans, infinities = numbers.isnan().sum().item(), numbers.isinf().sum().item()
-    finite = numbers[numbers.isfinite()] if nans or infinities else numbers
-    counts = f"{nans} nan, {infinities} inf"
-    if not finite.numel():
-        return f"{form}, {counts}"
-    low, high = (each.item() for each in finite.aminmax())
-    mean = finite.mean(dtype=torch.float64).item()
-    norm = torch.linalg.vector_norm(finite, dtype=torch.float64).item()
-    bars = ""
-    if low < high:
-        histogram = torch.histc(finite, HISTOGRAM_BINS, low, high).tolist()
-        bars = "  " + "".join(
-            BARS[math.ceil(each / max(histogram) * (len(BARS) - 1))]
-            for each in histogram
-        )
-    return (
-        f"{form}, min {low:.6g}, max {high:.6g}, mean {mean:.6g}, norm {norm:.6g}, "
-        f"{counts}{bars}"
-    )
-
-
-def digest_of(name: str, value: object, deadline: Deadline) -> tuple[str, str]:
-    """A value's digest, and why it cannot be compared; "" if it can.
-
-    Two values are equal, bit for bit, if both can be compared and the digests agree.
-
-    Raises:
-        TooSlow: The deadline has passed.
-    """
-    try:
-        leaves = leaves_of(name, value, deadline)
-        digests = digests_of(leaves, deadline)
-    except (MemoryError, RuntimeError) as error:
-        return "", text_of(error)
-    why = ""
-    for leaf, digest in zip(leaves, digests, strict=True):
-        if isinstance(digest, str):
-            why = digest if leaf.name == name else f"{leaf.name}: {digest}"
-            break
-    return combined(leaves, digests).hex(), encodable(why)
 
 
 def _is_large(value: object) -> bool:
@@ -361,79 +204,7 @@ def _form(value: Any) -> tuple[tuple[int, ...] | None, str, str]:
 def _text(value: Any, limit_s: float) -> str:
     """A short text of a value, or the norm of a tensor or array."""
     with _stream_of_its_own():
-        return _text_of(value)
-
-
-def _text_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return _norm_of_tensor(value.detach())
-    if isinstance(value, np.ndarray):
-        return _norm_of_array(value)
-    if isinstance(value, torch.nn.Module):
-        parameters = sum(p.numel() for p in value.parameters())
-        return f"{type(value).__name__}, {parameters:,} parameters"
-    if is_dataframe(value):
-        return ""
-    try:
-        text = _short.repr(value)
-    except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything
-        return f"<repr failed: {type(error).__name__}>"
-    if " at 0x" in text:  # an object's address says nothing of its value
-        text = object.__repr__(value).split(" at 0x")[0] + ">"
-    text = encodable(" ".join(text.split()))
-    return text if len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 1] + "…"
-
-
-def _norm_of_tensor(tensor: torch.Tensor) -> str:
-    if tensor.is_meta:
-        return "no values"
-    if tensor.layout in SPARSE:
-        if tensor.layout == torch.sparse_coo and not tensor.is_coalesced():
-            return f"sparse, {tensor._nnz():,} values, some perhaps of one index"
-        values = tensor.values()
-        return f"sparse, {values.numel():,} values, {_norm_of_tensor(values)}"
-    if tensor.layout != torch.strided:
-        return str(tensor.layout).removeprefix("torch.")
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    if tensor.numel() == 1:
-        return (
-            f"{tensor.item():.6g}" if tensor.dtype != torch.bool else str(tensor.item())
-        )
-    norm = _norm(tensor)
-    if math.isfinite(norm):
-        return f"norm {norm:.6g}"
-    if tensor.element_size() == 1:
-        tensor = tensor.float()
-    nans, infinities = tensor.isnan().sum().item(), tensor.isinf().sum().item()
-    return _norm_with_counts(norm, nans, infinities)
-
-
-def _norm_with_counts(norm: float, nans: float, infinities: float) -> str:
-    """A norm that is no finite number, and why."""
-    return f"norm {norm:.6g} ({nans} nan, {infinities} inf)"
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor = tensor.float()  # torch has no arithmetic for 8-bit floats
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    flat = tensor.reshape(-1)
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        flat = flat.to(wide)
-    return float(torch.linalg.vector_norm(flat, dtype=wide).item())
-
-
-def _norm_of_array(array: np.ndarray[Any, Any]) -> str:
-    if array.dtype.kind not in "biufc":
-        return ""
-    if array.size == 1:
-        return f"{array.item():.6g}" if array.dtype.kind in "iuf" else str(array.item())
-    wide = np.complex128 if array.dtype.kind == "c" else np.float64
-    norm = float(np.linalg.norm(array.ravel().astype(wide)))
-    if math.isfinite(norm):
-        return f"norm {norm:.6g}"
-    return _norm_with_counts(norm, np.isnan(array).sum(), np.isinf(array).sum())
+        return short_text(value)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,10 @@ from typing import Any
 
 from nbdist.wire import format_ranks
 
-__all__ = ["fits_grid", "grid"]
+__all__ = ["Content", "Grid", "fits_grid", "grid"]
 
 Content = dict[str, Any]
+"""The content of a message that displays something."""
 
 BINARY_IMAGES = ("image/png", "image/jpeg")
 SVG = "image/svg+xml"
@@ -56,6 +57,23 @@ def grid(displays: Sequence[tuple[Sequence[int], Content]]) -> dict[str, str]:
         HTML: f'<div style="{GRID}">{"".join(cells)}</div>',
         "text/plain": "\n".join(texts),
     }
+
+
+class Grid:
+    """A grid that is displayed as it is, with lines of text below it."""
+
+    def __init__(
+        self, displays: Sequence[tuple[Sequence[int], Content]], notes: Sequence[str]
+    ) -> None:
+        """As `grid`."""
+        self._bundle, self._notes = grid(displays), notes
+
+    def __repr__(self) -> str:
+        return "\n".join([self._bundle["text/plain"], *self._notes])
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<div>{escape(each)}</div>" for each in self._notes)
+        return self._bundle[HTML] + notes
 
 
 def _html(content: Content) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from html import escape
 from typing import TypeVar
 
+from nbdist.widgets.grid import Content, Grid
 from nbdist.widgets.table import Table, bytes_text
 from nbdist.wire import (
     Comparison,
@@ -57,8 +59,10 @@ def variables_table(answers: Mapping[int, Sequence[Variable] | None]) -> Table:
     return Table(header, rows, "\n".join(notes))
 
 
-def values_table(expression: str, shown: Mapping[int, Shown | None]) -> Table:
+def values_table(expression: str, shown: Mapping[int, Shown | None]) -> Table | Grid:
     """The value of an expression on the ranks. Equal values share a row.
+
+    If a value has an image, as a figure has, the values are in a grid.
 
     Args:
         shown: The value of each rank; None for a rank that does not answer.
@@ -72,7 +76,17 @@ def values_table(expression: str, shown: Mapping[int, Shown | None]) -> Table:
     reasons = dict.fromkeys(each.uncompared for _, each in groups if each.uncompared)
     notes = [f"not compared: {why}" for why in reasons]
     notes += _silence(shown)
+    if any(each.image for _, each in groups):
+        return Grid([(ranks, _display(each)) for ranks, each in groups], notes)
     return Table(["ranks", expression], rows, "\n".join(notes))
+
+
+def _display(shown: Shown) -> Content:
+    """A value with an image, or without, as a front end displays it."""
+    if shown.image:
+        return {"data": {"image/png": shown.image, "text/plain": shown.text}}
+    text = f"<pre>{escape(shown.text)}</pre>"
+    return {"data": {"text/html": text, "text/plain": shown.text}}
 
 
 def _with_differences(shown: Sequence[Shown]) -> list[str]:

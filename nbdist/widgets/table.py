@@ -10,9 +10,10 @@ from itertools import zip_longest
 __all__ = ["Table", "bytes_text", "seconds_text"]
 
 CELL = "text-align:left;vertical-align:top;padding:2px 10px;white-space:pre-wrap"
-ALIGNED = (
-    f"{CELL.removesuffix('-wrap')};font-family:var(--jp-code-font-family,monospace)"
-)
+UNBROKEN = CELL.removesuffix("-wrap")
+"""For a cell of a few words, such as a number with its unit."""
+UNBROKEN_LENGTH = 16
+ALIGNED = f"{UNBROKEN};font-family:var(--jp-code-font-family,monospace)"
 """For a cell of several lines, whose columns are aligned by spaces."""
 
 
@@ -54,7 +55,8 @@ class Table:
         return "\n".join(line.rstrip() for line in [*lines, self._caption] if line)
 
     def _repr_html_(self) -> str:
-        caption = f"<div>{html.escape(self._caption)}</div>" if self._caption else ""
+        lines = self._caption.splitlines()
+        caption = "".join(f"<div>{html.escape(line)}</div>" for line in lines)
         if self._is_caption:
             return caption
         head = "".join(
@@ -72,7 +74,9 @@ class Table:
 
 
 def _style(cell: str) -> str:
-    return ALIGNED if "\n" in cell else CELL
+    if "\n" in cell:
+        return ALIGNED
+    return UNBROKEN if len(cell) <= UNBROKEN_LENGTH else CELL
 
 
 def _lines_of(row: Sequence[str]) -> list[tuple[str, ...]]:

@@ -39,12 +39,17 @@ class AllPrinted(Quiet):
 
 @contextmanager
 def running(cluster: Cluster, code: str, ranks: list[int]) -> Iterator[None]:
-    """Run the cell in another thread, and interrupt it at the end of the block."""
+    """Run the cell in another thread, and interrupt it at the end of the block.
+
+    The block begins when every rank has printed what the cell prints, or else 1.
+    """
     all_printed = AllPrinted(len(ranks))
+
+    begun = code if "print(1)" in code else f"print(1)\n{code}"
 
     def run() -> None:
         with pytest.raises(CellError):
-            cluster.execute(f"print(1)\n{code}", ranks, number=31, observer=all_printed)
+            cluster.execute(begun, ranks, number=31, observer=all_printed)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -308,15 +313,98 @@ def test_inspect_keeps_the_form_of_tensors(cluster: Cluster, session: Session):
     lines = str(session.inspect_table("x")).splitlines()
     assert lines[2] == "0-3    tensor([[0., 1., 2.],"
     assert lines[3] == f"               [3., 4., inf]]{end}"
-    assert lines[4].strip() == (
-        f"float32 2×3 {device}, min 0, max 4, mean 2, norm 5.47723, 0 nan, 1 inf"
-        "  █ █ █ █ █"
-    )
+    assert lines[4].strip() == f"float32 2×3 {device}  █ █ █ █ █"
+    assert lines[5].strip() == "min 0, max 4, mean 2, norm 5.47723, 0 nan, 1 inf"
     assert "white-space:pre" in session.inspect_table("x")._repr_html_()
     whole = str(session.inspect_table("whole"))
-    assert f"int64 4 {device}, min 0, max 3, mean 1.5" in whole
+    assert f"int64 4 {device}" in whole
+    assert "min 0, max 3, mean 1.5" in whole
     for name in ("nothing", "flag", "half", "parts", "x.to_sparse()"):
         assert session.inspect_table(name)
+
+
+OBJECTS = """
+import dataclasses, threading
+from torch.utils.data.distributed import DistributedSampler
+
+@dataclasses.dataclass
+class Config:
+    rate: float
+    name: str = "base"
+    hidden: int = dataclasses.field(default=0, repr=False)
+
+class Plain:
+    def __init__(self):
+        self.items, self.weight, self._own = [1, 2], torch.full((2, 2), 3.0), 1
+
+class Pretty(Plain):
+    def _repr_pretty_(self, printer, cycle):
+        printer.text("as it likes")
+
+class Locked(Plain):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+config = Config(0.1 * (1 + (rank == 2)))
+sampler = DistributedSampler(range(10), 4, rank)
+plain, pretty, locked, empty = Plain(), Pretty(), Locked(), object()
+model = torch.nn.Linear(3, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+model.weight.grad = torch.full((4, 3), 1.0 + (rank == 1))
+optimizer.step()
+"""
+
+
+def test_inspect_has_a_row_for_each_attribute_of_an_object(
+    cluster: Cluster, session: Session
+):
+    cluster.execute(OBJECTS)
+
+    def shown(expression: str) -> str:
+        return re.sub(r" +", " ", str(session.inspect_table(expression)))
+
+    def check() -> None:
+        config = shown("config")
+        assert "0-1,3 Config\n rate 0.1 differs\n name 'base'\n" in config
+        assert "2 Config\n rate 0.2 differs\n name 'base'" in config
+        sampler = shown("sampler")
+        for rank in range(4):
+            assert f" rank {rank} differs\n" in sampler
+        assert sampler.count(" num_replicas 4\n") == 4
+        assert "items [1, 2]\n weight float32 2×2, norm 6" in shown("plain")
+        assert "as it likes" in shown("pretty")
+        assert "lock <_thread.lock object>" in shown("locked")
+        assert "not compared" in shown("locked")
+        assert "<object at 0x" in shown("empty")
+        state = shown("optimizer")
+        assert "parameter shape momentum_buffer\n" in state
+        assert "model.weight 4×3 3.4641 differs\n" in state
+        assert "model.weight 4×3 6.9282 differs" in state
+        assert "parameter shape" not in shown("fresh")
+
+    check()
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        within(DEADLINE_S, check)
+
+
+def test_inspect_has_figures_in_a_grid(cluster: Cluster, session: Session):
+    cluster.execute(
+        "import matplotlib.pyplot as plt\n"
+        "figure, axes = plt.subplots(figsize=(2, 1))\n"
+        "axes.plot([rank // 2, 1])\nplt.close(figure)"
+    )
+    html = session.inspect_table("figure")._repr_html_()
+    assert re.findall(r"\[([-\d,]+)\]</div><img src=\"data:image/png", html) == [
+        "0-1", "2-3"
+    ]  # fmt: skip
+    assert "[2-3] <Figure size 200x100" in str(session.inspect_table("figure"))
+    some = session.inspect_table("figure if rank else None")._repr_html_()
+    assert "<pre>None</pre>" in some
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        busy = within(DEADLINE_S, lambda: session.inspect_table("figure"))
+    assert "<Figure size 200x100" in busy
 
 
 def test_inspect_has_a_row_for_each_parameter_of_a_module(

@@ -1,0 +1,381 @@
+"""A rank's values as text: in full for `%dist_inspect`, short for `%dist_vars`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import itertools
+import math
+import reprlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nbdist.engine.rank import this_rank
+from nbdist.engine.value_digest import digest_of
+from nbdist.errors import encodable
+from nbdist.training.leaves import Deadline, TooSlow, is_dataframe
+
+__all__ = ["InFull", "in_full", "short_text"]
+
+TEXT_LIMIT = 60
+HISTOGRAM_BINS = 9
+MOST_ROWS = 100
+"""The most parameters or attributes in a table."""
+PNG = "image/png"
+SPARSE = {
+    torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr,
+    torch.sparse_bsc,
+}  # fmt: skip
+BARS = " ▁▂▃▄▅▆▇█"
+
+_short = reprlib.Repr()
+_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
+_short.maxstring = _short.maxother = _short.maxlong = 2 * TEXT_LIMIT
+_short.maxlevel = 3
+
+
+class InFull(NamedTuple):
+    """A value as it is shown."""
+
+    text: str
+    rows: tuple[str, ...] = ()
+    """If the last lines of the text are the rows of a table, the digest of each row."""
+    image: str = ""
+    """A PNG in base64, of a value that has one, such as a figure."""
+
+
+def in_full(value: object, deadline: Deadline, *, images: bool = True) -> InFull:
+    """A value as IPython prints it, and more of what torch and dataclasses hold.
+
+    A tensor has its statistics, a module a table of its parameters, and an optimizer
+    one of its state. An object whose `repr` is Python's own, and one of a dataclass,
+    has a table of its attributes. A table of numbers ends where the deadline passes.
+
+    Args:
+        images: Whether the value's image is made, which takes a while.
+
+    Raises:
+        Exception: The value's `__repr__` has raised.
+    """
+    if _has_only_attributes(value):
+        return _with_table(type(value).__name__, _attributes(value), deadline)
+    forms = {"text/plain", *((PNG,) if images else ())}
+    bundle, _metadata = this_rank().shell.display_formatter.format(value, forms)
+    # IPython gives no text where `repr` raises. This call raises the same error.
+    text = encodable(bundle.get("text/plain") or repr(value))
+    with contextlib.suppress(RuntimeError):  # torch lacks it for some dtypes
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            text += f"\n{_statistics(value.detach())}"
+    if isinstance(value, torch.nn.Module):
+        return _with_table(f"{text}\n", _parameters(value), deadline)
+    if isinstance(value, torch.optim.Optimizer):
+        return _with_table(f"{text}\n", _optimizer_state(value), deadline)
+    image = bundle.get(PNG, "")
+    if isinstance(image, bytes):
+        image = base64.b64encode(image).decode()
+    return InFull(text, image=image)
+
+
+# -- tables ----------------------------------------------------------------------------
+
+
+class _Row(NamedTuple):
+    """A row of a table."""
+
+    cells: tuple[str, ...]
+    values: object
+    """What the row shows, to be compared with the other ranks' rows."""
+
+
+class _Table(NamedTuple):
+    header: tuple[str, ...]
+    """Empty for a table without one."""
+    rows: Iterator[_Row]
+    total: int
+    """The number of rows, if all are shown."""
+    what: str
+    """What a row shows, in plural."""
+    numbers: bool
+    """Whether the columns but for the first one have numbers."""
+
+
+@torch.no_grad()
+def _with_table(text: str, table: _Table, deadline: Deadline) -> InFull:
+    """A text with a table below it, and the digest of each row."""
+    rows: list[tuple[str, ...]] = []
+    digests: list[str] = []
+    is_late = False
+    for row in itertools.islice(table.rows, MOST_ROWS):
+        digest = ""
+        if not is_late:
+            try:
+                found, why = digest_of(row.cells[0], row.values, deadline)
+                digest = "" if why else found
+            except TooSlow:
+                is_late = True
+        if is_late and table.numbers:  # which take long too
+            break
+        rows.append(row.cells)
+        digests.append(digest)
+    if not rows:
+        return InFull(text.rstrip("\n"))
+    if table.header:
+        lines = _aligned([table.header, *rows], table.numbers)
+    else:
+        lines = [f"  {line}" for line in _aligned(rows, table.numbers)]
+    if len(rows) < table.total:
+        lines.insert(0, f"the first {len(rows)} of {table.total:,} {table.what}:")
+    return InFull("\n".join([text, *lines]), tuple(digests))
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], numbers: bool) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    adjust = str.rjust if numbers else str.ljust
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *map(adjust, rest, widths[1:])]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _parameters(module: torch.nn.Module) -> _Table:
+    """A module's parameters and their gradients.
+
+    A sharded parameter has the norm of this rank's shard.
+    """
+    parameters = list(module.named_parameters())
+    rows = (
+        _Row((name, *_norms(parameter)), (parameter, parameter.grad))
+        for name, parameter in parameters
+    )
+    header = "parameter", "shape", "norm", "norm of gradient"
+    return _Table(header, rows, len(parameters), "parameters", numbers=True)
+
+
+def _norms(parameter: torch.nn.Parameter) -> tuple[str, str, str]:
+    """A parameter's shape, norm and gradient's norm."""
+    if torch.nn.parameter.is_lazy(parameter):
+        return "not known yet", "", ""
+    shape = _shape_text(parameter)
+    if not parameter.requires_grad:
+        return shape, _norm_text(parameter), "frozen"
+    gradient = "none" if parameter.grad is None else _norm_text(parameter.grad)
+    return shape, _norm_text(parameter), gradient
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> _Table:
+    """What an optimizer keeps of each parameter: norms of tensors, and numbers."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    state = {key: dict(each) for key, each in list(optimizer.state.items())}
+    names = _names_of_parameters()
+    keys = list(dict.fromkeys(key for each in state.values() for key in each))
+    rows = (
+        _Row(
+            (
+                names.get(id(parameter), str(index)),
+                _shape_text(parameter),
+                *(_state_text(own.get(key)) for key in keys),
+            ),
+            own,
+        )
+        for index, parameter in enumerate(parameters)
+        if (own := state.get(parameter)) is not None
+    )
+    header = "parameter", "shape", *map(str, keys)
+    return _Table(header, rows, len(state), "parameters", numbers=True)
+
+
+def _names_of_parameters() -> dict[int, str]:
+    """The names of the parameters of the user's modules, by id."""
+    names: dict[int, str] = {}
+    for name, value in list(this_rank().shell.user_ns.items()):
+        if isinstance(value, torch.nn.Module) and not name.startswith("_"):
+            for own, parameter in value.named_parameters():
+                names.setdefault(id(parameter), f"{name}.{own}")
+    return names
+
+
+def _state_text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, torch.Tensor) and value.numel() > 1:
+        return _norm_text(value)
+    return short_text(value)
+
+
+def _has_only_attributes(value: object) -> bool:
+    """Whether a value's own text says less than its attributes."""
+    kind = type(value)
+    if isinstance(value, (type, torch.nn.Module, torch.optim.Optimizer)):
+        return False
+    if any(hasattr(kind, name) for name in ("_repr_pretty_", "_repr_png_")):
+        return False
+    if dataclasses.is_dataclass(kind):
+        parameters = getattr(kind, "__dataclass_params__", None)
+        return bool(parameters and parameters.repr) and bool(dataclasses.fields(kind))
+    return kind.__repr__ is object.__repr__ and bool(_public_attributes(value))
+
+
+def _public_attributes(value: object) -> dict[str, object]:
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return {
+        name: each
+        for name, each in dict(attributes).items()
+        if isinstance(name, str) and not name.startswith("_")
+    }
+
+
+def _attributes(value: Any) -> _Table:
+    """A value's attributes, or the fields of a dataclass."""
+    if dataclasses.is_dataclass(value):
+        names = [each.name for each in dataclasses.fields(value) if each.repr]
+        attributes = {name: getattr(value, name, None) for name in names}
+    else:
+        attributes = _public_attributes(value)
+    rows = (
+        _Row((name, _attribute_text(each)), each) for name, each in attributes.items()
+    )
+    return _Table((), rows, len(attributes), "attributes", numbers=False)
+
+
+def _attribute_text(value: Any) -> str:
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {_shape_text(value)}, {short_text(value)}"
+    if is_dataframe(value):
+        return f"{type(value).__name__} {_shape_text(value)}"
+    return short_text(value)
+
+
+# -- short texts ----------------------------------------------------------------------
+
+
+def short_text(value: Any) -> str:
+    """A text of at most 60 characters; the norm of a tensor or array."""
+    if isinstance(value, torch.Tensor):
+        return _norm_of_tensor(value.detach())
+    if isinstance(value, np.ndarray):
+        return _norm_of_array(value)
+    if isinstance(value, torch.nn.Module):
+        parameters = sum(p.numel() for p in value.parameters())
+        return f"{type(value).__name__}, {parameters:,} parameters"
+    if is_dataframe(value):
+        return ""
+    try:
+        text = _short.repr(value)
+    except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything
+        return f"<repr failed: {type(error).__name__}>"
+    if " at 0x" in text:  # an object's address says nothing of its value
+        text = object.__repr__(value).split(" at 0x")[0] + ">"
+    text = encodable(" ".join(text.split()))
+    return text if len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 1] + "…"
+
+
+# -- tensors ---------------------------------------------------------------------------
+
+
+def _shape_text(tensor: Any) -> str:
+    return "×".join(map(str, tensor.shape)) or "scalar"
+
+
+def _norm_text(tensor: torch.Tensor) -> str:
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    try:
+        return f"{_norm(local.detach()):.6g}"
+    except RuntimeError:  # torch lacks it for some layouts and dtypes
+        return "?"
+
+
+@torch.no_grad()
+def _statistics(tensor: torch.Tensor) -> str:
+    """Two lines: form and histogram; minimum, maximum, mean, norm, NaNs, infinities."""
+    shape = "×".join(map(str, tensor.shape))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    form = f"{dtype} {shape} {tensor.device}"
+    if tensor.layout != torch.strided or tensor.is_complex():
+        return form
+    numbers = tensor.reshape(-1)
+    if tensor.dtype == torch.float16 or not tensor.is_floating_point():
+        numbers = numbers.to(
+            torch.float64 if numbers.numel() < 2**20 else torch.float32
+        )
+    elif tensor.element_size() < 4:
+        numbers = numbers.float()
+    nans, infinities = numbers.isnan().sum().item(), numbers.isinf().sum().item()
+    finite = numbers[numbers.isfinite()] if nans or infinities else numbers
+    counts = f"{nans} nan, {infinities} inf"
+    if not finite.numel():
+        return f"{form}, {counts}"
+    low, high = (each.item() for each in finite.aminmax())
+    mean = finite.mean(dtype=torch.float64).item()
+    norm = torch.linalg.vector_norm(finite, dtype=torch.float64).item()
+    bars = ""
+    if low < high:
+        histogram = torch.histc(finite, HISTOGRAM_BINS, low, high).tolist()
+        bars = "  " + "".join(
+            BARS[math.ceil(each / max(histogram) * (len(BARS) - 1))]
+            for each in histogram
+        )
+    return (
+        f"{form}{bars}\nmin {low:.6g}, max {high:.6g}, mean {mean:.6g}, "
+        f"norm {norm:.6g}, {counts}"
+    )
+
+
+def _norm_of_tensor(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "no values"
+    if tensor.layout in SPARSE:
+        if tensor.layout == torch.sparse_coo and not tensor.is_coalesced():
+            return f"sparse, {tensor._nnz():,} values, some perhaps of one index"
+        values = tensor.values()
+        return f"sparse, {values.numel():,} values, {_norm_of_tensor(values)}"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.numel() == 1:
+        return (
+            f"{tensor.item():.6g}" if tensor.dtype != torch.bool else str(tensor.item())
+        )
+    norm = _norm(tensor)
+    if math.isfinite(norm):
+        return f"norm {norm:.6g}"
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
+    nans, infinities = tensor.isnan().sum().item(), tensor.isinf().sum().item()
+    return _norm_with_counts(norm, nans, infinities)
+
+
+def _norm_with_counts(norm: float, nans: float, infinities: float) -> str:
+    """A norm that is no finite number, and why."""
+    return f"norm {norm:.6g} ({nans} nan, {infinities} inf)"
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.float()  # torch has no arithmetic for 8-bit floats
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    flat = tensor.reshape(-1)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        flat = flat.to(wide)
+    return float(torch.linalg.vector_norm(flat, dtype=wide).item())
+
+
+def _norm_of_array(array: np.ndarray[Any, Any]) -> str:
+    if array.dtype.kind not in "biufc":
+        return ""
+    if array.size == 1:
+        return f"{array.item():.6g}" if array.dtype.kind in "iuf" else str(array.item())
+    wide = np.complex128 if array.dtype.kind == "c" else np.float64
+    norm = float(np.linalg.norm(array.ravel().astype(wide)))
+    if math.isfinite(norm):
+        return f"norm {norm:.6g}"
+    return _norm_with_counts(norm, np.isnan(array).sum(), np.isinf(array).sum())
