@@ -396,6 +396,7 @@ def test_inspect_has_figures_in_a_grid(cluster: Cluster, session: Session):
         "axes.plot([rank // 2, 1])\nplt.close(figure)"
     )
     html = session.inspect_table("figure")._repr_html_()
+    assert "not compared" not in html
     assert re.findall(r"\[([-\d,]+)\]</div><img src=\"data:image/png", html) == [
         "0-1", "2-3"
     ]  # fmt: skip
