@@ -145,12 +145,13 @@ class Recorder:
     def record_shares(self, shares: Mapping[str, float]) -> None:
         """Record what the main thread has done lately, at the training's step.
 
-        Before the first step of a cell, the step counts the calls of this method.
+        Before the first step of a cell, and after the cell, it is the step after the
+        last one, so that what was recorded before is kept.
         """
         step = self.step
         if step is None:
-            step = self._shares_step
-            self._shares_step += 1
+            step = max(self._shares_step, self._next_step)
+        self._shares_step = step + 1
         self._draft(step, _captured(shares), is_internal=True)
 
     def count_step(self, optimizer: object) -> None:
@@ -182,7 +183,6 @@ class Recorder:
         self._total = self._progress = self._logged = None
         self.loops.clear()
         self._optimizer_steps = Counter()
-        self._shares_step = 0
 
     def mark(self, kind: MarkKind, text: str, *, of_world: bool = False) -> None:
         """Mark an event in the charts.

@@ -183,6 +183,11 @@ def test_the_shares_of_the_time_are_recorded_at_the_training_step() -> None:
     assert found.scalars == {
         "time/compute": 1, "time/communication": 0, "time/data": 0, "time/other": 0
     }  # fmt: skip
+    recorder.end_loops()
+    wait_until(lambda: shares(batches).step == 71, 5)  # what was recorded is kept
+    assert shares(batches).step == 72
+    recorder.log(step=0, loss=1.0)
+    wait_until(lambda: shares(batches).step == 0, 5)
     assert sampler.close(5)
     assert recorder.close(5)
 
