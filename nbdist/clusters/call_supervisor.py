@@ -116,6 +116,8 @@ class CallSupervisor:
         """What each engine has last reported of its collectives of NCCL."""
         self._acknowledged: set[str] = set()
         """UUIDs of dead engines. Living ranks were released from calls with them."""
+        self._interrupted_at: float | None = None
+        """When another thread has interrupted the ranks during this call."""
         self.is_waiting = False
         """Whether a thread waits for a call, whose error then reports what happens."""
         self.reader: Reader = UserInput()
@@ -152,6 +154,10 @@ class CallSupervisor:
         """The living ranks that are still busy."""
         return self._busy()
 
+    def note_interrupt(self) -> None:
+        """Note that this thread, which does not wait for the call, interrupts it."""
+        self._interrupted_at = time.monotonic()
+
     def repaired(self) -> None:
         """Note that the ranks have formed a new world, whose groups are not broken."""
         self._broken = False
@@ -168,6 +174,7 @@ class CallSupervisor:
             UsageError: The time-out is not above 0; nothing was sent.
         """
         check_timeout(timeout_s)
+        self._interrupted_at = None
         self._unfinished.append(call)
         self.is_waiting = True
         deadline = _Deadline(timeout_s)
@@ -214,6 +221,8 @@ class CallSupervisor:
                 return None
             elif deadline.has_passed:
                 return self._time_out(call, deadline)
+            elif self._is_interrupt_over():
+                return self._interrupt(call)
             elif (clash := watch.port_clash.look()) is not None:
                 self._end(call)
                 return PortInUse(f"{clash}{self._left_behind(call)}")
@@ -231,6 +240,11 @@ class CallSupervisor:
                     self.elastic.attend(call)
             has_ended = call.wait(deadline.time, tick_s=PROBE_S)
         return None
+
+    def _is_interrupt_over(self) -> bool:
+        """Whether the ranks have had the time to react to an interrupt."""
+        at = self._interrupted_at
+        return at is not None and time.monotonic() > at + INTERRUPT_GRACE_S
 
     def _ask_user(self, call: Call, prompts: Prompts, deadline: _Deadline) -> None:
         """Ask the user for the lines that ranks read."""

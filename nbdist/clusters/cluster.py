@@ -2010,7 +2010,12 @@ class Cluster:
         )
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the cell that each rank runs."""
+        """Raise KeyboardInterrupt in the cell that each rank runs.
+
+        Any thread may call. If a rank does not react within a few seconds, the call
+        that waits for the cell raises CellInterrupted.
+        """
+        self._live_supervisor().note_interrupt()
         self._ask(endpoints.INTERRUPT)
 
 

@@ -6,17 +6,12 @@ call of CUDA in the process raises the same error. Only a new process can use th
 
 from __future__ import annotations
 
-import os
 from typing import NoReturn
 
 from nbdist.engine.rank import this_rank
-from nbdist.ipc.process_files import report_reason
 from nbdist.training.device import context_error
 
 __all__ = ["advice", "end_rank"]
-
-END_CODE = 70
-"""The exit code of a rank that has ended itself: EX_SOFTWARE of sysexits.h."""
 
 
 def advice() -> str:
@@ -39,11 +34,7 @@ def end_rank(reason: str) -> NoReturn:
     Args:
         reason: The error of the CUDA context.
     """
-    rank = this_rank()
-    why = f"its CUDA context on {_card()} has failed ({reason})"
-    report_reason(rank.run_dir, rank.info.name, why)
-    rank.output.close()
-    os._exit(END_CODE)
+    this_rank().end(f"its CUDA context on {_card()} has failed ({reason})")
 
 
 def _card() -> str:

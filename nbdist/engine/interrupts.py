@@ -154,12 +154,13 @@ class Interrupts:
                 self._request = ""
 
     def _take(self) -> None:
-        """Install the handler of SIGINT again, which a library may have replaced.
+        """Handle SIGINT again, whose handler or mask a library may have changed.
 
         After an interrupt, Lightning ignores SIGINT until the process ends.
         """
         if signal.getsignal(signal.SIGINT) != self._on_sigint:
             signal.signal(signal.SIGINT, self._on_sigint)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
     def interrupt(self, request: str | None) -> None:
         """Interrupt a request. Do not call this in the main thread.

@@ -21,6 +21,7 @@ import io
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,6 +119,9 @@ class Output:
             what: The name of the cell or function, such as "In[7]". The file's name
                 contains it.
         """
+        # Code may have set them to None. IPython then runs no cell.
+        sys.stdout = self.stdout if sys.stdout is None else sys.stdout
+        sys.stderr = self.stderr if sys.stderr is None else sys.stderr
         with self._lock:
             self._count()
             self._end_spill()

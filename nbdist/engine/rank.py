@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -9,16 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.errors import CollectiveError, WrongProcess
 from nbdist.ipc.device_assignment import DeviceAssignment
+from nbdist.ipc.process_files import report_reason
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import InputRequest, Notice, RankInfo
 
 __all__ = ["Activity", "Rank", "become", "is_rank", "this_rank"]
+
+END_CODE = 70
+"""The exit code of a rank that ends itself: EX_SOFTWARE of sysexits.h."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,14 @@ class Rank:
             frames.append(frame)
             frame = frame.f_back
         return frames
+
+    def end(self, why: str) -> NoReturn:
+        """End this process. The notebook shows why, and replaces or drops the rank."""
+        try:
+            report_reason(self.run_dir, self.info.name, why)
+            self.output.close()
+        finally:
+            os._exit(END_CODE)
 
     def tell_namespace(self) -> None:
         """Put this rank's numbers into the user's namespace, hidden from %who."""

@@ -38,7 +38,7 @@ from tornado.ioloop import IOLoop
 from nbdist.engine import comms, cuda_context, debugger, torch_group, world
 from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
-from nbdist.errors import encodable, message_of
+from nbdist.errors import encodable, message_of, text_of
 from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.direct_socket import (
     DirectSocket,
@@ -325,7 +325,19 @@ def _continued(
 
 
 async def _answer_main(kernel: Any, shell: _Shell, opened: Opened) -> None:
-    """Answer a request in the main thread."""
+    """Answer a request in the main thread, or end this process.
+
+    User code may have replaced what the answer needs, such as a function of `json`. The
+    notebook would wait forever for the answer of a process that lives.
+    """
+    try:
+        await _answer(kernel, shell, opened)
+    except Exception as error:  # noqa: BLE001 - the process ends
+        what = f"{type(error).__name__}: {text_of(error)}"
+        this_rank().end(f"it can send no answer to the notebook ({what})")
+
+
+async def _answer(kernel: Any, shell: _Shell, opened: Opened) -> None:
     message = opened.message
     kernel.set_parent(opened.identities, message, channel="shell")
     rank = this_rank()

@@ -22,9 +22,11 @@ def end_forked_child(code: int = 0) -> None:
     A child that returns from user code must not continue with the rank's sockets.
     """
     if os.getpid() != this_rank().info.pid:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
 
 @contextmanager

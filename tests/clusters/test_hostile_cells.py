@@ -1,0 +1,182 @@
+"""A cell changes what Python and torch share in a process; the next cells work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist import CellError, CellInterrupted, Cluster
+from tests.processes import wait_until
+
+DEADLINE_S = 60.0
+DONE = {
+    "torch": """
+import torch
+torch.set_default_device("meta")
+torch.set_grad_enabled(False)
+torch.use_deterministic_algorithms(True)
+torch.autograd.set_detect_anomaly(True)
+torch.set_printoptions(profile="full")
+""",
+    "a tensor's repr": "import torch\ntorch.Tensor.__repr__ = lambda self: 1 / 0",
+    "warnings are errors": "import warnings\nwarnings.simplefilter('error')",
+    "tracing": """
+import sys, threading
+sys.settrace(lambda *_: None)
+sys.setprofile(lambda *_: None)
+threading.settrace(lambda *_: None)
+""",
+    "limits": """
+import gc, os, resource, socket, sys
+gc.disable()
+socket.setdefaulttimeout(0.001)
+sys.setrecursionlimit(100)
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(
+    resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, most)
+)
+""",
+    "the process": """
+import os, tempfile
+os.umask(0o777)
+os.environ.clear()
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+if os.getpid() != os.getpgrp(): os.setpgrp()
+""",
+    "the folder": """
+import os, tempfile
+folder = tempfile.mkdtemp()
+os.chdir(folder)
+os.rmdir(folder)
+""",
+    "clocks": """
+import time
+time.time = time.monotonic = time.perf_counter = lambda: 0.0
+time.sleep = lambda seconds: None
+""",
+    "signals": """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+""",
+    "no output": "import sys\nsys.stdout = sys.stderr = None",
+    "closed output": "import sys\nsys.stdout.close()\nsys.stderr.close()",
+    "hooks": """
+import asyncio, logging, sys
+asyncio.set_event_loop(None)
+logging.disable()
+logging.basicConfig(force=True)
+sys.displayhook = sys.excepthook = sys.unraisablehook = None
+""",
+    "the names of a cell": """
+rank = world_size = local_rank = device = torch = dist = nbdist = None
+""",
+    "reset": "get_ipython().run_line_magic('reset', '-f')",
+    "the process group": "dist.destroy_process_group()",
+}
+WORK = """
+import nbdist, torch
+torch.set_grad_enabled(True)
+net = torch.nn.Linear(3, 2, device="cpu")
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    net(torch.ones(5, 3, device="cpu")).sum().backward()
+    nbdist.all_reduce(net.weight.grad)
+    optimizer.step()
+    nbdist.log(value=1.0)
+total = int(net.weight.grad[0, 0])
+print("printed", total)
+"""
+WAIT = """
+import nbdist, torch
+if nbdist.rank():
+    nbdist.all_reduce(torch.ones(1, device="cpu"))
+while True:
+    pass
+"""
+DIE = "import os\nif os.getpid() == {}: os.kill(os.getpid(), 9)"
+
+
+@pytest.fixture(scope="module")
+def _cluster() -> Iterator[Cluster]:
+    with Cluster(n=2, device="cpu", on_failure="replace") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(_cluster: Cluster) -> Iterator[Cluster]:
+    yield _cluster
+    _cluster.restart()
+
+
+def interrupted(cluster: Cluster, code: str) -> CellError:
+    """The error of a cell that another thread interrupts when it runs on rank 1."""
+
+    def interrupt() -> None:
+        def runs() -> bool:
+            state = cluster.status()[1]
+            return state is not None and state["what"] is not None
+
+        wait_until(runs, DEADLINE_S)
+        cluster.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(CellError) as raised:
+        cluster.execute(code, timeout_s=DEADLINE_S)
+    thread.join()
+    return raised.value
+
+
+@pytest.mark.parametrize("code", DONE.values(), ids=DONE.keys())
+def test_the_next_cells_work(cluster: Cluster, code: str) -> None:
+    cluster.execute(code, timeout_s=DEADLINE_S)
+    printed = cluster.execute(WORK, timeout_s=DEADLINE_S)
+    assert cluster["total"] == [10, 10]
+    if "sys.std" not in code:
+        assert [each.stdout.strip() for each in printed] == ["printed 10"] * 2
+    with pytest.raises(CellError, match=r"line 3: ZeroDivisionError"):
+        cluster.execute("\n1 / 0", timeout_s=DEADLINE_S)
+    assert "KeyboardInterrupt" in str(interrupted(cluster, WAIT))
+    cluster.push(pushed=[1, 2])
+    assert cluster["pushed"] == [[1, 2]] * 2
+    assert cluster.run(len, "four") == [4, 4]
+    assert all(state is not None for state in cluster.status().values())
+    with pytest.raises(CellError, match="rank 1 was replaced"):
+        cluster.execute(DIE.format(cluster.infos[1].pid), timeout_s=DEADLINE_S)
+    cluster.execute(WORK, timeout_s=DEADLINE_S)
+    assert cluster["total"] == [10, 10]
+
+
+def test_a_rank_that_cannot_answer_ends_and_is_replaced(cluster: Cluster) -> None:
+    cluster.execute("kept = 7")
+    broken = "import json\nif rank == 1: json.dumps = json.dump = None"
+    with pytest.raises(CellError, match="rank 1") as raised:
+        cluster.execute(broken, timeout_s=DEADLINE_S)
+    assert "it can send no answer to the notebook (TypeError" in str(raised.value)
+    assert cluster["kept"] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])",
+    ],
+)
+def test_a_cell_that_blocks_interrupts_ends_without_its_rank(
+    cluster: Cluster, how: str
+) -> None:
+    cluster.execute("kept = rank")
+    code = f"import signal\nif rank == 1:\n    {how}\n    while True: pass"
+    error = interrupted(cluster, code)
+    assert isinstance(error, CellInterrupted)
+    assert "Rank 1 did not react within 5 s" in str(error)
+    assert "In[" in str(error)
+    assert "%dist_restart -r 1" in str(error)
+    cluster.replace([1])
+    cluster.execute(WORK, timeout_s=DEADLINE_S)
+    assert cluster["kept"] == [0, 0]
