@@ -275,9 +275,14 @@ def read_file(folder: Path | None = None) -> File:
 
     Raises:
         UsageError: The file is no TOML, or has an unknown setting or a value of the
-            wrong type.
+            wrong type; or the working folder was removed.
     """
-    path = (folder or Path.cwd()) / FILE
+    try:
+        path = (folder or Path.cwd()) / FILE
+    except FileNotFoundError:
+        raise UsageError(
+            "the working folder was removed: change to another one with %cd or os.chdir"
+        ) from None
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

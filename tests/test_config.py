@@ -51,6 +51,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_removed_working_folder_is_named(folder: Path) -> None:
+    folder.rmdir()
+    with pytest.raises(UsageError, match="working folder was removed: change to"):
+        read_file()
+
+
 def test_the_file_replaces_defaults(folder: Path) -> None:
     (folder / "nbdist.toml").write_text(FILE)
     file = read_file()

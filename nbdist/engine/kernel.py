@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,8 @@ class _Engine(BareApplication, IPEngine):  # type: ignore[misc]
     async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
         """Called by IPEngine with the controller's answer. Makes the kernel."""
         ipyparallel.engine.app.IPKernelApp = _KernelApp
+        # ipyparallel uses it, which is an error under PYTHONWARNINGS=error.
+        warnings.filterwarnings("ignore", "Kernel.shell_streams is deprecated")
         with ipykernel_debugger.unused():
             await super().complete_registration(*args, **kwargs)
 

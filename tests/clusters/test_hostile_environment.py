@@ -155,6 +155,10 @@ def test_home_is_unset_or_unusable(home: str | None) -> None:
     assert_works(work(environment={"HOME": home}))
 
 
+def test_warnings_are_errors() -> None:
+    assert_works(work(environment={"PYTHONWARNINGS": "error"}))
+
+
 def test_the_limit_is_256_descriptors() -> None:
     assert_works(work(descriptors=256))
 
