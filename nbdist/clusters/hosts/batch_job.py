@@ -29,6 +29,8 @@ __all__ = ["BatchJob", "JobState", "output_of", "seconds_of"]
 COMMAND_TIMEOUT_S = 20.0
 POLL_S = 1.0
 """Seconds between two looks at the queue."""
+TELLS_WITHIN_S = 2.0
+"""Seconds in which a system that signals a job may tell when it ends."""
 END_WITHIN_S = 60.0
 """Seconds in which a system ends the processes of a job."""
 WATCH_S = 5.0
@@ -273,7 +275,7 @@ class _Watcher:
             if signal is not None:
                 self._on_ending()  # first: there may be little time
             try:
-                state = self._job.look()
+                state = self._job.look() if signal is None else self._look_for_end()
             except StartError:  # the system restarts, or is too busy to answer
                 continue
             if self._ended.is_set():
@@ -282,6 +284,19 @@ class _Watcher:
                 self._follow_end(state)
                 return
             self._announce(signal, state.seconds_left)
+
+    def _look_for_end(self) -> JobState:
+        """Look at the job after a signal, until the system tells when the job ends.
+
+        It may tell that a moment after the signal, or never.
+        """
+        until = time.monotonic() + TELLS_WITHIN_S
+        while True:
+            state = self._job.look()
+            left_s = until - time.monotonic()
+            is_told = state.phase != "runs" or state.seconds_left is not None
+            if is_told or left_s <= 0 or self._ended.wait(min(POLL_S, left_s)):
+                return state
 
     def _follow_end(self, state: JobState) -> None:
         """Have the ranks saved and ended, and tell the user how the job has ended."""
