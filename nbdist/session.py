@@ -539,6 +539,7 @@ class Session:
                 timeout_s=timeout_s,
                 number=number,
                 setup=setup,
+                below_magic=True,
                 observer=view,
             )
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -997,7 +998,7 @@ class Cluster:
         check: bool = True,
         number: int | None = None,
         setup: bool = False,
-        below_magic: bool = True,
+        below_magic: bool = False,
         observer: Observer = QUIET,
         wait: Literal[True] = True,
     ) -> CellResult: ...
@@ -1012,7 +1013,7 @@ class Cluster:
         check: bool = True,
         number: int | None = None,
         setup: bool = False,
-        below_magic: bool = True,
+        below_magic: bool = False,
         observer: Observer = QUIET,
         wait: Literal[False],
     ) -> CallFuture[CellResult]: ...
@@ -1026,7 +1027,7 @@ class Cluster:
         check: bool = True,
         number: int | None = None,
         setup: bool = False,
-        below_magic: bool = True,
+        below_magic: bool = False,
         observer: Observer = QUIET,
         wait: bool = True,
     ) -> CellResult | CallFuture[CellResult]:
@@ -1061,8 +1062,8 @@ class Cluster:
         self._cells += 1
         number = self._cells if number is None else number
         # A setup cell that runs again has the line already.
-        if below_magic and not code.lstrip().startswith(("%%", FIRST_LINE)):
-            code = FIRST_LINE + code
+        if not code.lstrip().startswith(("%%", FIRST_LINE)):
+            code = FIRST_LINE + code if below_magic else _with_all_lines(code)
         arguments = timeout_s, check, number, setup, observer
         if wait:
             return self._execute(code, ranks, *arguments)
@@ -2017,6 +2018,18 @@ class Cluster:
         """
         self._live_supervisor().note_interrupt()
         self._ask(endpoints.INTERRUPT)
+
+
+def _with_all_lines(code: str) -> str:
+    """The code with a comment in place of an empty first line.
+
+    IPython removes empty lines at the beginning, and the numbers of the others change.
+    """
+    found = re.match(r"(?:[ \t]*\n)+([ \t]*)\S", code)
+    if found is None:
+        return code
+    indentation, rest = found[1], code.partition("\n")[2]
+    return f"{indentation}#\n{rest}"
 
 
 def _several_hosts(config: ClusterConfig) -> Hosts | None:

@@ -194,7 +194,6 @@ class Tools:
                     ranks,
                     timeout_s=timeout_s,
                     number=IN_THIS_CALL,
-                    below_magic=False,
                 )
             except CellError as error:
                 if error.result is None:

@@ -190,7 +190,7 @@ def test_ranks_work_in_the_notebooks_folder(cluster: Cluster):
 )
 def test_input_without_a_terminal_is_an_error(cluster: Cluster, asks: str, said: str):
     failure = fail(cluster, f"def ask():\n    {asks}\n    x = 1\nask()", number=7)
-    assert re.match(r"ranks 0-3 of 4 in In\[7\] line [34]: NoInput: ", str(failure))
+    assert re.match(r"ranks 0-3 of 4 in In\[7\] line [23]: NoInput: ", str(failure))
     assert said in str(failure)
     assert "Traceback" not in "".join(failure.rendered)
 
@@ -575,11 +575,19 @@ def test_a_figure_arrives(cluster: Cluster):
 def test_a_failure_on_some_ranks_keeps_the_others_results(cluster: Cluster):
     code = "print('started', rank)\nif rank % 2: 1 / 0\nkept = rank\nrank"
     error = fail(cluster, code, number=6)
-    who = "ranks 1,3 of 4 in In[6] line 3"
+    who = "ranks 1,3 of 4 in In[6] line 2"
     assert str(error) == f"{who}: ZeroDivisionError: division by zero"
     assert stdout(error.result) == [f"started {rank}\n" for rank in range(4)]
     assert [error.result[rank].ok for rank in range(4)] == [True, False, True, False]
     assert cluster.pull("kept", [0, 2]) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [("1 / 0", 1), ("\n\n1 / 0", 3), ("\n  x = 1\n  1 / 0\n", 3), ("  1 / 0", 1)],
+)
+def test_an_error_has_the_line_of_the_code(cluster: Cluster, code: str, line: int):
+    assert f"In[8] line {line}: ZeroDivision" in str(fail(cluster, code, number=8))
 
 
 def test_a_traceback_is_shown_once_with_hosts_and_the_cells_own_lines(cluster: Cluster):
@@ -587,16 +595,16 @@ def test_a_traceback_is_shown_once_with_hosts_and_the_cells_own_lines(cluster: C
     text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error._render_traceback_()))
     assert text.count("raise ValueError('bad')") == 1
     assert "ranks 1-3 of 4 on " + cluster.ranks[0].host in text
-    assert "In[77], line 5" in text, "line 1 is %%distributed"
+    assert "In[77], line 4" in text
     assert "nbdist/engine" not in text
 
 
 def test_different_failures_are_all_shown(cluster: Cluster):
     error = fail(cluster, "[][rank] if rank < 2 else {}[rank]", number=8)
     assert str(error).splitlines() == [
-        "ranks 0-1 of 4 in In[8] line 2: IndexError: list index out of range",
-        "rank 2 of 4 in In[8] line 2: KeyError: 2",
-        "rank 3 of 4 in In[8] line 2: KeyError: 3",
+        "ranks 0-1 of 4 in In[8] line 1: IndexError: list index out of range",
+        "rank 2 of 4 in In[8] line 1: KeyError: 2",
+        "rank 3 of 4 in In[8] line 1: KeyError: 3",
     ]
 
 
@@ -705,7 +713,7 @@ def test_text_that_utf8_cannot_encode_is_shown_escaped(cluster: Cluster):
 
 def test_an_error_whose_text_utf8_cannot_encode_is_shown_escaped(cluster: Cluster):
     error = fail(cluster, "raise ValueError('bad ' + chr(0xd800))")
-    assert str(error).endswith(r"line 2: ValueError: bad \ud800")
+    assert str(error).endswith(r"line 1: ValueError: bad \ud800")
     shown = "\n".join(error.rendered)
     shown.encode()
     assert r"bad \ud800" in shown
@@ -744,7 +752,7 @@ def test_a_timeout_shows_the_position_of_each_rank(cluster: Cluster):
     assert time.monotonic() - begin < 4
     assert "not finished after 1 s" in str(late.value)
     for rank in (2, 3):
-        assert f"rank {rank} at In[9] line 5" in str(late.value)
+        assert f"rank {rank} at In[9] line 4" in str(late.value)
     assert "rank 0 at" not in str(late.value)
     assert cluster["kept"] == [5] * 4
 

@@ -24,7 +24,7 @@ for _ in range(3):
 if rank == {rank}:
     time.sleep(600)
 nbdist.all_reduce(torch.ones(6))"""
-SITE = "In[31] line 7"
+SITE = "In[31] line 6"
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,8 @@ def test_a_rank_with_another_shape(cluster: Cluster) -> None:
     assert history.parted is not None
     assert history.summary == (
         f"the ranks parted at call #{history.parted.sequence}: ranks 0,2-3 called "
-        "all_reduce(sum, float32, (4,)) at In[9] line 2; rank 1 called all_reduce(sum, "
-        "float32, (5,)) at In[9] line 2"
+        "all_reduce(sum, float32, (4,)) at In[9] line 1; rank 1 called all_reduce(sum, "
+        "float32, (5,)) at In[9] line 1"
     )
     cluster.execute("nbdist.all_reduce(torch.ones(4))")
     assert cluster.collectives().parted is None
@@ -171,7 +171,7 @@ def test_every_way_to_make_a_call_is_recorded(cluster: Cluster) -> None:
         assert tuple(sorted(row.calls)) == row.members
     assert made["all_reduce(sum, float32, (6,))"].members == (0, 3)
     assert made["send(to=3, float32, (7,))"].members == (0, 3)
-    assert made["all_reduce(sum, float32, (3,))"].location == "In[5] line 5"
+    assert made["all_reduce(sum, float32, (3,))"].location == "In[5] line 4"
     assert any(kind.endswith("float32, (5,))") for kind in made)
     assert history.parted is None
     shown = cluster.collectives([0, 3], count=2).table

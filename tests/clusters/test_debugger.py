@@ -57,8 +57,8 @@ def test_one_rank_stops_and_continues(cluster: Cluster, user: Scripted, rank: in
     assert stdout(result) == [f"end {r * 10 + 1}\n" for r in range(4)]
     host = cluster.ranks[rank].host
     assert user.seen[:5] == [
-        f"debugger on rank {rank} of 4 ({host}), In[5] line 4",
-        f"[{rank}] > In[5] line 4, <module>()",
+        f"debugger on rank {rank} of 4 ({host}), In[5] line 3",
+        f"[{rank}] > In[5] line 3, <module>()",
         f"[{rank}] -> breakpoint()",
         f"[{rank}] (Pdb) p value",
         f"[{rank}] {rank * 10}",
@@ -83,7 +83,7 @@ def test_the_line_that_calls_a_function_of_a_module_is_named(
         number=8,
         check=False,
     )
-    assert "installed_here.py line 5, called in In[8] line 7" in user.seen[0]
+    assert "installed_here.py line 5, called in In[8] line 6" in user.seen[0]
     assert "[1] 2" in user.seen
     assert "[1] 1" in user.seen
 
@@ -145,7 +145,7 @@ def test_quit_frees_all_ranks(cluster: Cluster, user: Scripted, rank: int, how: 
             cluster.execute(f"kept = 1\n{STOP.format(rank=rank)}", number=5)
         seconds.append(time.monotonic() - begun)
     assert min(seconds) < RELEASED_S, seconds
-    said = f"the debugger was quit on rank {rank} in In[5] line 5, and the others"
+    said = f"the debugger was quit on rank {rank} in In[5] line 4, and the others"
     assert said in str(stopped.value)
     assert stopped.value.rendered == []
     assert cluster["kept"] == [1] * 4
@@ -320,7 +320,7 @@ def test_a_status_names_the_prompt(cluster: Cluster, user: Scripted):
 
     user.give(look)
     cluster.execute(STOP.format(rank=1), number=5)
-    assert doing == ["at the prompt of breakpoint(), In[5] line 4"]
+    assert doing == ["at the prompt of breakpoint(), In[5] line 3"]
 
 
 def test_input_asks_for_each_rank(cluster: Cluster, user: Scripted):
@@ -427,13 +427,13 @@ def test_a_post_mortem_opens_where_the_first_rank_has_failed(
         cluster.execute(FAILS, number=6)
     user.give("p x, rank", "up", "l", "down", "q")
     cluster.debug()
-    assert user.seen[0].endswith("In[6] line 4")
+    assert user.seen[0].endswith("In[6] line 3")
     assert "[2] (2, 2)" in user.seen
     assert "[2] -> half(rank)" in user.seen
     assert "IPython" not in user.text
     user.give("c")
     cluster.debug(3)  # it was released from the barrier
-    assert user.seen[0].endswith(", called in In[6] line 8")
+    assert user.seen[0].endswith(", called in In[6] line 7")
     user.give(press)
     with pytest.raises(CellInterrupted):
         cluster.debug(2)

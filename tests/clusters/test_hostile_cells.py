@@ -138,7 +138,7 @@ def test_the_next_cells_work(cluster: Cluster, code: str) -> None:
     assert cluster["total"] == [10, 10]
     if "sys.std" not in code:
         assert [each.stdout.strip() for each in printed] == ["printed 10"] * 2
-    with pytest.raises(CellError, match=r"line 3: ZeroDivisionError"):
+    with pytest.raises(CellError, match=r"line 2: ZeroDivisionError"):
         cluster.execute("\n1 / 0", timeout_s=DEADLINE_S)
     assert "KeyboardInterrupt" in str(interrupted(cluster, WAIT))
     cluster.push(pushed=[1, 2])

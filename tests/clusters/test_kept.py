@@ -152,7 +152,7 @@ def numbers(count: int) -> str:
 
 INHERITED = {
     "background_calls", "compare", "complete", "debug", "describe", "execute",
-    "in_background", "inspect", "interrupt", "look", "memory", "metrics", "on",
+    "in_background", "inspect", "look", "memory", "metrics", "on",
     "output_folder", "profiling", "pull", "push", "refused", "run", "shown", "stacks",
     "status", "variables",
 }  # fmt: skip
@@ -230,7 +230,7 @@ def test_errors_are_those_of_a_cluster(kept: KeptCluster):
     with pytest.raises(CellError, match="ZeroDivisionError") as caught:
         kept.execute("1 / rank")
     assert caught.value.result[1].ok
-    assert "In[1] line 2" in "".join(caught.value.rendered)
+    assert "In[1] line 1" in "".join(caught.value.rendered)
     with pytest.raises(CellError, match="ValueError: no"):
         kept.run(fails)
     with pytest.raises(CellTimeout, match=r"0\.5 s"):

@@ -130,10 +130,10 @@ def test_a_crash_in_c_code_names_the_users_line(
 ) -> None:
     with pytest.raises(CellError) as lost:
         cluster.execute(CRASH.format(crash=crash), number=5)
-    died = f"has died with {signal_name} in In[5] line 6\n"
+    died = f"has died with {signal_name} in In[5] line 5\n"
     assert died in str(lost.value)
     shown = "\n".join(lost.value._render_traceback_())
-    assert f"{died}its Python stack:\n  In[5] line 7, in <module>\n" in shown
+    assert f"{died}its Python stack:\n  In[5] line 6, in <module>\n" in shown
     assert "nbdist/engine" not in shown
 
 
@@ -246,7 +246,7 @@ def test_a_failed_setup_cell_after_the_death_of_all_ranks_names_the_deaths(
     message = str(failed.value)
     for pid, end in zip(pids, ["exit code 3", "SIGKILL", "SIGKILL"], strict=True):
         assert re.search(rf"pid {pid} on \S+\) has died with {end}", message)
-    assert "ranks 0-2 of 3 in In[12] line 3: ValueError: no data set" in message
+    assert "ranks 0-2 of 3 in In[12] line 2: ValueError: no data set" in message
     assert message.endswith("without their variables, and a setup cell failed")
     assert cluster["prepared == 7 and 'ran' not in globals()"] == [True] * 3
 

@@ -243,7 +243,7 @@ if rank == {rank}:
 @pytest.mark.parametrize(
     ("rank", "library", "place"),
     [
-        (0, "CDLL", r"rank 0 at In\[\d+\] line 9"),
+        (0, "CDLL", r"rank 0 at In\[\d+\] line 8"),
         (3, "PyDLL", "rank 3 does not answer"),
     ],
     ids=["in C code", "in C code that holds the GIL"],

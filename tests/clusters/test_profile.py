@@ -29,7 +29,7 @@ def step(slow=None):
     dist.all_reduce(model.weight.grad)
     optimizer.step()
 """
-LINE = "In[3] line 10"
+LINE = "In[3] line 9"
 """Where a step calls its all-reduce."""
 
 

@@ -58,8 +58,8 @@ def test_ranks_that_wait_for_each_other_are_reported_as_a_deadlock(cluster: Clus
     assert [place.partition(" for ")[0] for place in places] == [
         f"rank {rank}" for rank in range(4)
     ]
-    assert places[0].endswith("recv((3,), float32, cpu, from=1) in In[7] line 5")
-    assert places[3].endswith("recv((3,), float32, cpu, from=0) in In[7] line 8")
+    assert places[0].endswith("recv((3,), float32, cpu, from=1) in In[7] line 4")
+    assert places[3].endswith("recv((3,), float32, cpu, from=0) in In[7] line 7")
     assert cluster["rank"] == [0, 1, 2, 3]
 
 
@@ -70,8 +70,8 @@ def test_a_slow_rank_is_named_and_waited_for(cluster: Cluster):
     assert cluster.execute(code, number=8, observer=notices).ok
     verdict, *places = notices.texts[0].splitlines()
     assert verdict == "the others wait for rank 2"
-    assert "In[8] line 4" in places[2]
-    assert "barrier() in In[8] line 5" in places[0]
+    assert "In[8] line 3" in places[2]
+    assert "barrier() in In[8] line 4" in places[0]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -89,7 +89,7 @@ def test_the_last_position_of_a_rank_that_does_not_answer_is_shown(cluster: Clus
     with pytest.raises(CellInterrupted):
         cluster.execute("import time; time.sleep(60)", number=9, observer=looks)
     said = looks.texts[0].partition("rank 2:\n  ")[2]
-    assert re.match(r"does not answer: .*; last seen \d s ago at In\[9\] line 2", said)
+    assert re.match(r"does not answer: .*; last seen \d s ago at In\[9\] line 1", said)
 
 
 @pytest.mark.usefixtures("impatient")

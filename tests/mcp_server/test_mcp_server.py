@@ -173,7 +173,7 @@ def test_the_ranks_are_looked_at_while_a_notebook_runs_a_cell(cluster: str, ask:
         state = ask("status")
         assert "In[7]" in state["doing"]
         assert [each["state"] for each in state["ranks"]] == ["busy"] * 3
-        assert "In[7] line 3" in state["ranks"][1]["at"]
+        assert "In[7] line 2" in state["ranks"][1]["at"]
         assert "barrier" in state["ranks"][0]["at"]
         stacks = {tuple(s["ranks"]): s["stack"] for s in ask("stacks")["result"]}
         assert "keep_on.wait(1)" in stacks[1,]

@@ -69,7 +69,7 @@ def test_the_rank_that_waits_is_released(cluster: Cluster, call: str) -> None:
         f"if rank == 0:\n    {call}\n    went_on = True",
     )
     assert "released from allreduce by NCCL, at In[" in said, said
-    assert "line 3: the cell of rank 1 has ended" in said, said
+    assert "line 2: the cell of rank 1 has ended" in said, said
     assert cluster["'went_on' in globals()"] == [False, False]
 
 
@@ -124,7 +124,7 @@ def test_ranks_that_call_different_collectives_are_released(
     said = "\n".join(failure.evalue for failure in ended.value.result.failures)
     assert [failure.rank for failure in ended.value.result.failures] == [0, 1]
     assert f"rank 0 called {kinds[0]}; rank 1 called {kinds[1]}" in said, said
-    assert "line 6: the ranks parted at collective #" in said, said
+    assert "line 5: the ranks parted at collective #" in said, said
     assert cluster["'went_on' in globals()"] == [False, False]
     cluster.execute(
         "y = torch.full((3,), rank + 1.0, device=device)\n"
@@ -258,7 +258,7 @@ def test_a_time_out_of_nccl_is_an_error_of_the_rank_that_waits(
     first, second = ended.value.result.failures
     assert (first.rank, first.ename) == (0, "CollectiveTimeout"), str(ended.value)
     assert "its time-out of 2 s has passed, and rank 1 has not called" in first.evalue
-    assert "line 13: " in first.evalue, first.evalue
+    assert "line 12: " in first.evalue, first.evalue
     assert second.rank == 1
     assert "ommunicator was aborted" in second.evalue or "released" in second.evalue
     assert cluster["'went_on' in globals()"] == [False, False]

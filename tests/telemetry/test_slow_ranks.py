@@ -45,7 +45,7 @@ for rows in DataLoader(Rows(), batch_size=1, num_workers={workers}):
     loss.backward()
     optimizer.step()
 """
-IN_DATASET, IN_LOOP, IN_WORK = 10, 20, 23
+IN_DATASET, IN_LOOP, IN_WORK = 9, 19, 22
 
 
 class Cause(NamedTuple):

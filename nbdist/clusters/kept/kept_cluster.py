@@ -495,6 +495,10 @@ class KeptCluster(Cluster):
         """As `Cluster.failed_rank`."""
         return int(self._look("failed_rank", rank))
 
+    def interrupt(self) -> None:
+        """As `Cluster.interrupt`."""
+        self._look("interrupt")
+
     @property
     def _refused_here(self) -> int:
         return int(self._look("_refused_here"))
