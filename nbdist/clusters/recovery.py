@@ -479,7 +479,7 @@ class Newcomers:
                 if source.rank in self._registry.died:
                     return self._copy_variables(newcomers, ask)
                 return f"it has none of the variables of rank {source.rank}: {error}"
-            shipment, unpicklable, position = answer.value
+            shipment, unpicklable, position, settings = answer.value
             lost |= unpicklable
             carrier = self._registry.carrier
             try:
@@ -490,6 +490,7 @@ class Newcomers:
                         endpoints.ADOPT_VARIABLES,
                         carrier.to(info.host, shipment),
                         position,
+                        settings,
                     )
                     for info in newcomers
                 }

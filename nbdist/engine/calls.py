@@ -16,6 +16,7 @@ from typing import Any
 
 from nbdist.engine import ddp_modules
 from nbdist.engine.rank import this_rank
+from nbdist.engine.torch_settings import adopt_settings, settings
 from nbdist.engine.user_code import step, transfer_step
 from nbdist.engine.value_digest import digest_in_full
 from nbdist.engine.value_text import in_full
@@ -174,7 +175,7 @@ def _packed(what: str, value: object) -> shm_payload.Shipment:
 
 def export_variables(
     skip: Collection[str] = (),
-) -> tuple[shm_payload.Shipment, dict[str, str], tuple[int, int]]:
+) -> tuple[shm_payload.Shipment, dict[str, str], tuple[int, int], dict[str, Any]]:
     """Pack the user's variables that can be pickled in time.
 
     They are pickled together, so that an optimizer still refers to its model's
@@ -184,8 +185,8 @@ def export_variables(
         skip: Names that are left out.
 
     Returns:
-        The variables, the reason for each one that could not be packed, by name, and
-        this rank's `Recorder.position`.
+        The variables, the reason for each one that could not be packed, by name, this
+        rank's `Recorder.position`, and its settings of torch.
 
     Raises:
         TransferError: It was interrupted; the message names the step.
@@ -210,18 +211,20 @@ def export_variables(
             bad[limits.name] = str(error)
         else:
             shipment = shm_payload.load(frames, rank.run_dir)
-            return shipment, bad, rank.recorder.position
+            return shipment, bad, rank.recorder.position, settings()
 
 
 def adopt_variables(
-    shipment: shm_payload.Shipment, position: tuple[int, int]
+    shipment: shm_payload.Shipment,
+    position: tuple[int, int],
+    torch_settings: dict[str, Any],
 ) -> tuple[str, str] | None:
-    """Take the variables of another rank: all of them, or none.
+    """Take the variables of another rank, all of them or none, and its settings.
 
     Args:
-        shipment, position: As `export_variables` returns them. The steps of the values
-            that this rank logs continue there, so that the monitor shows the ranks at
-            the same steps.
+        shipment, position, torch_settings: As `export_variables` returns them. The
+            steps of the values that this rank logs continue there, so that the monitor
+            shows the ranks at the same steps.
 
     Returns:
         None if all were taken; else the name of a variable that could not be unpickled
@@ -241,6 +244,7 @@ def adopt_variables(
     ddp_modules.settle()
     rank.shell.push(values)
     rank.recorder.continue_from(position)
+    adopt_settings(torch_settings)
     return None
 
 

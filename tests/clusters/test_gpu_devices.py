@@ -134,3 +134,10 @@ def test_ranks_gather_and_scatter_over_nccl(cluster: Cluster, root: int) -> None
     )
     assert cluster["gathered"][root] == [[1.0] * 2, [2.0] * 2]
     assert cluster["y.tolist()"] == [[1.0] * 2, [2.0] * 2]
+
+
+def test_a_rank_that_joins_has_its_own_gpu_as_the_default_device() -> None:
+    with Cluster(2, device="cuda", on_failure="replace") as cluster:
+        cluster.execute("torch.set_default_device(device)")
+        cluster.replace([1])
+        assert cluster["str(torch.ones(1).device)"] == ["cuda:0", "cuda:1"]

@@ -100,6 +100,27 @@ while True:
 DIE = "import os\nif os.getpid() == {}: os.kill(os.getpid(), 9)"
 
 
+SETTINGS = """
+import torch
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+torch.set_grad_enabled(False)
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.autograd.set_detect_anomaly(True, check_nan=False)
+torch.set_float32_matmul_precision("medium")
+torch.backends.cudnn.benchmark = True
+"""
+READ = """
+x = torch.ones(2, requires_grad=True)
+found = (
+    str(x.dtype), x.device.type, torch.is_grad_enabled(),
+    torch.is_deterministic_algorithms_warn_only_enabled(),
+    torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled(),
+    torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark,
+)
+"""
+
+
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[Cluster]:
     with Cluster(n=2, device="cpu", on_failure="replace") as cluster:
@@ -149,6 +170,14 @@ def test_the_next_cells_work(cluster: Cluster, code: str) -> None:
         cluster.execute(DIE.format(cluster.infos[1].pid), timeout_s=DEADLINE_S)
     cluster.execute(WORK, timeout_s=DEADLINE_S)
     assert cluster["total"] == [10, 10]
+
+
+def test_a_rank_that_joins_has_the_settings_of_torch(cluster: Cluster) -> None:
+    cluster.execute(SETTINGS)
+    cluster.replace([1])
+    cluster.execute(READ)
+    expected = "torch.float64", "meta", False, True, True, False, "medium", True
+    assert cluster["found"] == [expected] * 2
 
 
 def test_a_rank_that_cannot_answer_ends_and_is_replaced(cluster: Cluster) -> None:
