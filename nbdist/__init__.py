@@ -130,8 +130,16 @@ else:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """`%load_ext nbdist`: register the magics, and start the fork server."""
+    """`%load_ext nbdist`: register the magics, and start the fork server.
+
+    On a rank, where a cell may have this line too, it does nothing.
+    """
     import os
+    import sys
+
+    rank = sys.modules.get("nbdist.engine.rank")
+    if rank is not None and rank.is_rank():
+        return
 
     from nbdist.kernel_versions import check_loaded
 

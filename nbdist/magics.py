@@ -354,9 +354,11 @@ class DistMagics(Magics):  # type: ignore[misc]
         request: dict[str, Any] = getattr(self._shell, "get_parent", dict)()
         return request
 
+    @magic_arguments()
     @line_magic
     def dist_jobs(self, line: str) -> None:
         """List the cells in the background: running, waiting and ended."""
+        _parse(self.dist_jobs, line)
         display(self.session.jobs_table())
 
     @magic_arguments()
@@ -375,9 +377,11 @@ class DistMagics(Magics):  # type: ignore[misc]
         args = _parse(self.dist_interrupt, line)
         print(self.session.interrupt(_cell_numbers(args.cells)))
 
+    @magic_arguments()
     @line_magic
     def dist_status(self, line: str) -> None:
         """Show the state of each rank: busy or idle, its device, memory and pid."""
+        _parse(self.dist_status, line)
         display(self.session.status_table())
 
     @magic_arguments()
@@ -388,7 +392,7 @@ class DistMagics(Magics):  # type: ignore[misc]
     def dist_vars(self, line: str) -> None:
         """Show the ranks' variables: once where they are equal, else for each rank."""
         args = _parse(self.dist_vars, line)
-        display(self.session.variables_table(args.pattern))
+        display(self.session.variables_table(_unquoted(args.pattern)))
 
     @line_magic
     def dist_inspect(self, line: str) -> None:
@@ -451,7 +455,13 @@ class DistMagics(Magics):  # type: ignore[misc]
         if args.save is None:
             display(history)
             return
-        files = history.save(_unquoted(args.save))
+        folder = _unquoted(args.save)
+        try:
+            files = history.save(folder)
+        except OSError as error:
+            raise UsageError(
+                f"--save {folder}: {error.strerror}: name another folder"
+            ) from error
         print(f"{len(files)} files in {files[0].parent}")
 
     @magic_arguments()
@@ -630,9 +640,11 @@ class DistMagics(Magics):  # type: ignore[misc]
         args = _parse(self.dist_debug, line)
         self.session.debug(_number("-r", args.rank, int))
 
+    @magic_arguments()
     @line_magic
     def dist_config(self, line: str) -> None:
         """Show each setting, its value, and where the value comes from."""
+        _parse(self.dist_config, line)
         display(self.session.config_table())
 
     @magic_arguments()
@@ -644,9 +656,11 @@ class DistMagics(Magics):  # type: ignore[misc]
         args = _parse(self.dist_attach, line)
         self.session.attach(args.name, by_force=args.force)
 
+    @magic_arguments()
     @line_magic
     def dist_detach(self, line: str) -> None:
         """Leave a kept cluster to run without a notebook."""
+        _parse(self.dist_detach, line)
         print(self.session.detach())
 
     @magic_arguments()
@@ -660,9 +674,11 @@ class DistMagics(Magics):  # type: ignore[misc]
         else:
             display(self.session.clusters_table())
 
+    @magic_arguments()
     @line_magic
     def dist_stop(self, line: str) -> None:
         """Stop this notebook's cluster."""
+        _parse(self.dist_stop, line)
         print("stopped" if self.session.stop() else "no cluster was running")
         if self.is_auto:
             self.is_auto = False
@@ -687,6 +703,20 @@ class DistMagics(Magics):  # type: ignore[misc]
                 self._shell.magics_manager.magics[kind].pop(name, None)
 
 
+def _without_comment(line: str) -> str:
+    """The line up to a `#` that begins a word, as in a shell."""
+    quote, before = "", " "
+    for index, character in enumerate(line):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character == "#" and before.isspace():
+            return line[:index]
+        before = character
+    return line
+
+
 def _parse(magic: Any, line: str) -> argparse.Namespace:
     """Parse a magic's line.
 
@@ -694,7 +724,9 @@ def _parse(magic: Any, line: str) -> argparse.Namespace:
         UsageError: The line does not fit. The message says what was probably meant.
     """
     try:
-        parsed: argparse.Namespace = parse_argstring(magic, line)
+        parsed: argparse.Namespace = parse_argstring(magic, _without_comment(line))
+    except ValueError as error:  # of shlex
+        raise UsageError(f"{line.strip()}: a quotation mark is not closed") from error
     except IPythonUsageError as error:
         hint = _probably_meant(magic, line.split())
         if not hint:
@@ -829,6 +861,8 @@ def register(shell: InteractiveShell) -> None:
 
 def unregister(shell: InteractiveShell) -> None:
     """Stop the cluster, or detach from a kept one, and remove the magics."""
+    if id(shell) not in _registered:  # on a rank
+        return
     magics, matcher = _registered.pop(id(shell))
     magics.session.leave()
     magics.session.follow_outputs(None)

@@ -912,7 +912,7 @@ class Session:
 
     def variables_table(self, pattern: str) -> Table:
         """The ranks' variables by name. Equal values share a row."""
-        return looking.variables_table(self.cluster.variables(pattern))
+        return looking.variables_table(self.cluster.variables(pattern), pattern)
 
     def inspect_table(self, expression: str) -> Table | Grid:
         """The value of an expression on all ranks. Equal values share a row."""

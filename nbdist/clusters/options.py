@@ -210,8 +210,9 @@ def checked_script(path: str | os.PathLike[str], n_ps: int, size: int) -> Path:
         )
     file = Path(path).expanduser().absolute()
     if not file.is_file():
+        what = "is a folder" if file.is_dir() else "does not exist"
         raise UsageError(
-            f"no script {os.fspath(path)!r}: {file} does not exist; pass a path "
+            f"no script {os.fspath(path)!r}: {file} {what}; pass a path "
             "relative to the notebook's folder, or an absolute path"
         )
     return file

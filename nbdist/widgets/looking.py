@@ -33,11 +33,14 @@ NOTABLE_BYTES = 1 << 20
 """Memory below this needs no explanation."""
 
 
-def variables_table(answers: Mapping[int, Sequence[Variable] | None]) -> Table:
+def variables_table(
+    answers: Mapping[int, Sequence[Variable] | None], pattern: str
+) -> Table:
     """The ranks' variables by name. Equal values share a row.
 
     Args:
         answers: The variables of each rank; None for a rank that does not answer.
+        pattern: That of the variables' names.
     """
     by_name: dict[str, dict[int, Variable]] = {}
     for rank, variables in answers.items():
@@ -56,6 +59,9 @@ def variables_table(answers: Mapping[int, Sequence[Variable] | None]) -> Table:
     header = ["name", "ranks", "type", "shape", "dtype", "device", "value"]
     notes = [f"{name} is not compared: {why}" for name, why in reasons.items()]
     notes += _silence(answers)
+    if not rows:
+        every = pattern == "*"
+        notes.insert(0, "no variables" if every else f"no variable matches {pattern}")
     return Table(header, rows, "\n".join(notes))
 
 

@@ -311,6 +311,12 @@ def test_a_failed_cell_fails_and_shows_the_notebooks_lines(notebook: Notebook):
         ("%dist_auto maybe", ["maybe"]),
         ("%dist_wait five", ["'five'", "In[5]"]),
         ("%dist_interrupt 999", ["In[999]", "%dist_jobs"]),
+        ("%dist_stop now", ["unrecognized arguments: now"]),
+        ("%dist_stop --help", ["unrecognized arguments: --help"]),
+        ("%dist_status -v", ["unrecognized arguments: -v"]),
+        ("%dist_config x", ["unrecognized arguments: x"]),
+        ("%dist_run /tmp", ["/tmp is a folder"]),
+        ("%dist_run 'a b.py", ["'a b.py: a quotation mark is not closed"]),
     ],
 )
 def test_an_invalid_line_is_an_error_of_one_line(
@@ -320,6 +326,27 @@ def test_an_invalid_line_is_an_error_of_one_line(
     assert reply.status == "error"
     assert [part for part in parts if part not in reply.text] == []
     assert "Traceback" not in reply.traceback
+
+
+def test_a_folder_that_cannot_be_made_is_named(notebook: Notebook):
+    notebook.run("%%distributed\nnbdist.barrier()")
+    reply = notebook.run("%dist_collectives --save /proc/x")
+    assert "--save /proc/x: No such file or directory: name another" in reply.text
+    assert "Traceback" not in reply.traceback
+
+
+def test_a_comment_may_follow_a_magic(notebook: Notebook):
+    assert notebook.run("%dist_jobs  # all of them").status == "ok"
+    assert notebook.run("%%distributed -r 1  # 'one'\nprint(rank)").text.startswith(
+        "[1] 1"
+    )
+    assert "no variable matches #x" in notebook.run("%dist_vars '#x'  # none").text
+
+
+def test_a_rank_that_loads_the_extension_is_as_it_was(notebook: Notebook):
+    cell = "%%distributed\n%load_ext nbdist\n%reload_ext nbdist\nx = torch.ones(2)"
+    assert notebook.run(f"{cell}\nnbdist.all_reduce(x)").status == "ok"
+    assert notebook.run("%%distributed\nnbdist.barrier()").status == "ok"
 
 
 def test_functions_of_a_rank_raise_wrong_process_in_the_notebook(notebook: Notebook):
