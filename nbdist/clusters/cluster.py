@@ -1061,8 +1061,7 @@ class Cluster:
         """
         self._cells += 1
         number = self._cells if number is None else number
-        # A setup cell that runs again has the line already.
-        if not code.lstrip().startswith(("%%", FIRST_LINE)):
+        if not code.lstrip().startswith("%%"):
             code = FIRST_LINE + code if below_magic else _with_all_lines(code)
         arguments = timeout_s, check, number, setup, observer
         if wait:

@@ -23,7 +23,7 @@ from nbdist.engine.value_text import in_full
 from nbdist.errors import TransferError, text_of
 from nbdist.ipc import serialization, shm_payload
 from nbdist.training import replicas
-from nbdist.training.leaves import Deadline, TooSlow
+from nbdist.training.leaves import Deadline
 from nbdist.wire import Comparison, RankInfo, Shown
 
 __all__ = [
@@ -107,12 +107,9 @@ def show(expression: str) -> Shown:
     if image:
         return Shown(text, hashlib.sha256(image.encode()).hexdigest(), "", rows, image)
     with step(f"comparing {expression!r}"):
-        try:
-            deadline = Deadline(COMPARISON_LIMIT_S)
-            digest, why = digest_in_full(expression, value, deadline)
-        except TooSlow as error:
-            digest, why = "", str(error)
-    return Shown(text, digest, why, rows, image)
+        deadline = Deadline(COMPARISON_LIMIT_S)
+        digest, why = digest_in_full(expression, value, deadline)
+    return Shown(text, digest, why, rows)
 
 
 def compare(expression: str) -> Comparison:

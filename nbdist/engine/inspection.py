@@ -106,12 +106,9 @@ def _look(expression: str, limit_s: float) -> Shown:
     shell = this_rank().shell
     with _stream_of_its_own():
         value = eval(expression, shell.user_global_ns, shell.user_ns)
-        text, rows, image = in_full(value, deadline, images=False)
-        try:
-            digest, why = digest_in_full(expression, value, deadline)
-        except TooSlow as error:
-            digest, why = "", str(error)
-        return Shown(text, digest, why, rows, image)
+        text, rows, _no_image = in_full(value, deadline, images=False)
+        digest, why = digest_in_full(expression, value, deadline)
+        return Shown(text, digest, why, rows)
 
 
 def leaves(expression: str) -> tuple[list[LeafDigest], str]:

@@ -10,10 +10,8 @@ import gc
 import inspect
 import itertools
 import math
-import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, cast
 
@@ -22,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-import nbdist
 from nbdist.collectives import Group, registry
 from nbdist.collectives.sync.cuda_peers import is_mapped
 from nbdist.engine import cells
 from nbdist.engine.rank import this_rank
-from nbdist.ipc.stacks import Frame, from_user_code
+from nbdist.ipc.stacks import Frame, from_user_code, is_own_file
 from nbdist.training.leaves import Deadline, TooSlow
 from nbdist.wire import HeldTensor
 
@@ -38,8 +35,6 @@ ATOMS = (str, bytes, int, float, complex, type, ModuleType, FunctionType)
 SEQUENCES = (list, tuple, set, frozenset, deque)
 MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 """The attributes of a module whose entries are its attributes too."""
-OWN_FILES = str(Path(nbdist.__file__).parent) + os.sep
-"""What nbdist's functions hold is not the user's."""
 CHECK_EVERY = 1000
 """Objects between two looks at the deadline."""
 
@@ -204,7 +199,7 @@ def _locals_of(frames: list[FrameType], what: str) -> Iterator[Named]:
     ]
     theirs = len(from_user_code(described))
     for frame in frames[len(frames) - theirs :]:
-        if frame.f_code.co_filename.startswith(OWN_FILES):
+        if is_own_file(frame.f_code.co_filename):
             continue
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function's
             for name, value in _snapshot(frame).items():

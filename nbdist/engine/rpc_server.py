@@ -54,7 +54,7 @@ from nbdist.ipc.signed_messages import (
     carefully,
     refusals,
 )
-from nbdist.ipc.stacks import cell_of
+from nbdist.ipc.stacks import cell_of, is_own_file
 from nbdist.wire import REPLY, REQUEST, Outcome
 
 __all__ = ["RankSession", "answer_on", "describe", "function_of", "refused"]
@@ -74,7 +74,6 @@ an interrupt."""
 _inspections: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 METRICS_TIMEOUT_S = 1.0
 """The most seconds that a reply waits for logged values that a GPU still computes."""
-PACKAGE = str(Path(__file__).parents[1])
 
 _gates: list[Gate] = []
 
@@ -439,7 +438,7 @@ def describe(error: BaseException) -> tuple[str, str, list[str]]:
     If this rank's CUDA context has failed, the message and the lines end with advice.
     """
     frames = error.__traceback__
-    while frames is not None and _is_ours(frames):
+    while frames is not None and is_own_file(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     described = [*map(encodable, _formatted(error, frames))]
     message = message_of(error)
@@ -455,10 +454,6 @@ def _formatted(error: BaseException, frames: TracebackType | None) -> Iterator[s
         if (cell := cell_of(frame.filename)) is not None:
             frame.filename = f"In[{cell}]"
     return formatted.format(chain=False)
-
-
-def _is_ours(frames: TracebackType) -> bool:
-    return frames.tb_frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def _outcome_now(ok: bool, published: bool = False) -> Outcome:

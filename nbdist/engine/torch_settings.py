@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,10 +22,10 @@ def settings() -> dict[str, Any]:
     The number of threads is not among them, because nbdist sets it for each rank.
     """
     found = {}
-    for name, read in _READERS.items():
+    for name, setting in _SETTINGS.items():
         # torch refuses to read a setting of which a part was set in a newer way.
         with contextlib.suppress(RuntimeError):
-            found[name] = read()
+            found[name] = setting.read()
     return found
 
 
@@ -36,33 +36,14 @@ def adopt_settings(wanted: dict[str, Any]) -> None:
         wanted: As `settings` returns them. What is as it is wanted is not touched.
     """
     present = settings()
-    changed = {
-        name: value for name, value in wanted.items() if value != present.get(name)
-    }
-    for name, value in changed.items():
-        _set(name, value)
+    for name, value in wanted.items():
+        if value != present.get(name):
+            _SETTINGS[name].set(value)
 
 
-def _set(name: str, value: Any) -> None:
-    match name:
-        case "default dtype":
-            torch.set_default_dtype(getattr(torch, value))
-        case "default device":
-            own = this_rank().info.device
-            torch.set_default_device(own if value == OWN_DEVICE else value)
-        case "gradients":
-            torch.set_grad_enabled(value)
-        case "deterministic":
-            enabled, warn_only = value
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        case "anomalies":
-            enabled, check_nan = value
-            torch.autograd.set_detect_anomaly(enabled, check_nan)
-        case "matmul precision":
-            torch.set_float32_matmul_precision(value)
-        case "cudnn":
-            cudnn = torch.backends.cudnn
-            cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = value
+class _Setting(NamedTuple):
+    read: Callable[[], Any]
+    set: Callable[[Any], object]
 
 
 def _default_device() -> str:
@@ -72,22 +53,43 @@ def _default_device() -> str:
     return str(device)
 
 
-_READERS: dict[str, Callable[[], Any]] = {
-    "default dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
-    "default device": _default_device,
-    "gradients": torch.is_grad_enabled,
-    "deterministic": lambda: (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+def _set_default_device(device: str) -> None:
+    own = this_rank().info.device
+    torch.set_default_device(own if device == OWN_DEVICE else device)
+
+
+def _cudnn() -> tuple[bool, bool, bool]:
+    cudnn = torch.backends.cudnn
+    return cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
+
+
+def _set_cudnn(values: tuple[bool, bool, bool]) -> None:
+    cudnn = torch.backends.cudnn
+    cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = values
+
+
+_SETTINGS = {
+    "default dtype": _Setting(
+        lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+        lambda name: torch.set_default_dtype(getattr(torch, name)),
     ),
-    "anomalies": lambda: (
-        torch.is_anomaly_enabled(),
-        torch.is_anomaly_check_nan_enabled(),
+    "default device": _Setting(_default_device, _set_default_device),
+    "gradients": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "deterministic": _Setting(
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda values: torch.use_deterministic_algorithms(
+            values[0], warn_only=values[1]
+        ),
     ),
-    "matmul precision": torch.get_float32_matmul_precision,
-    "cudnn": lambda: (
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
+    "anomalies": _Setting(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda values: torch.autograd.set_detect_anomaly(*values),
     ),
+    "matmul precision": _Setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
+    "cudnn": _Setting(_cudnn, _set_cudnn),
 }

@@ -6,7 +6,7 @@ import torch
 
 from nbdist.errors import encodable, text_of
 from nbdist.training.digest import combined, digests_of
-from nbdist.training.leaves import Deadline, leaves_of
+from nbdist.training.leaves import Deadline, TooSlow, leaves_of
 
 __all__ = ["digest_in_full", "digest_of"]
 
@@ -35,10 +35,12 @@ def digest_of(name: str, value: object, deadline: Deadline) -> tuple[str, str]:
 def digest_in_full(name: str, value: object, deadline: Deadline) -> tuple[str, str]:
     """As `digest_of`, with the gradients of a module, whose norms `in_full` shows.
 
-    Raises:
-        TooSlow: The deadline has passed.
+    A value that takes longer than the deadline cannot be compared.
     """
-    if isinstance(value, torch.nn.Module):
-        gradients = {each: p.grad for each, p in value.named_parameters()}
-        return digest_of(name, (value, gradients), deadline)
-    return digest_of(name, value, deadline)
+    try:
+        if isinstance(value, torch.nn.Module):
+            gradients = {each: p.grad for each, p in value.named_parameters()}
+            return digest_of(name, (value, gradients), deadline)
+        return digest_of(name, value, deadline)
+    except TooSlow as error:
+        return "", str(error)

@@ -247,8 +247,7 @@ def _attributes(value: Any) -> _Table:
 
 def _attribute_text(value: Any) -> str:
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {_shape_text(value)}, {short_text(value)}"
+        return f"{_form_text(value)}, {short_text(value)}"
     if is_dataframe(value):
         return f"{type(value).__name__} {_shape_text(value)}"
     return short_text(value)
@@ -285,6 +284,11 @@ def _shape_text(tensor: Any) -> str:
     return "×".join(map(str, tensor.shape)) or "scalar"
 
 
+def _form_text(value: Any) -> str:
+    """The dtype and shape of a tensor or array."""
+    return f"{str(value.dtype).removeprefix('torch.')} {_shape_text(value)}"
+
+
 def _norm_text(tensor: torch.Tensor) -> str:
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     try:
@@ -296,9 +300,7 @@ def _norm_text(tensor: torch.Tensor) -> str:
 @torch.no_grad()
 def _statistics(tensor: torch.Tensor) -> str:
     """Two lines: form and histogram; minimum, maximum, mean, norm, NaNs, infinities."""
-    shape = "×".join(map(str, tensor.shape))
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    form = f"{dtype} {shape} {tensor.device}"
+    form = f"{_form_text(tensor)} {tensor.device}"
     if tensor.layout != torch.strided or tensor.is_complex():
         return form
     numbers = tensor.reshape(-1)

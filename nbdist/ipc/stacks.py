@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["Frame", "cell_name", "cell_of", "from_user_code", "location_of"]
+__all__ = [
+    "Frame",
+    "cell_name",
+    "cell_of",
+    "from_user_code",
+    "is_own_file",
+    "location_of",
+]
 
 CELL = re.compile(r"<ipython-input-(\d+)-")
 """The name that IPython gives a cell's code."""
 ENTRIES = ("/nbdist/engine/run_script.py", "/nbdist/engine/calls.py")
 """The files of the functions that call the user's scripts and functions."""
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @lru_cache
@@ -31,6 +40,11 @@ def cell_name(number: int, name: str) -> str:
         name: Differs between cells with different text.
     """
     return f"<ipython-input-{number}-{name}>"
+
+
+def is_own_file(filename: str) -> bool:
+    """Whether code with this file name is nbdist's."""
+    return filename.startswith(PACKAGE)
 
 
 def location_of(filename: str, line: int) -> str:
