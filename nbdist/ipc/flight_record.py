@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbdist.ipc.private_files import open_file
 
@@ -258,11 +258,12 @@ def remove_others(folder: Path, names: Collection[str]) -> None:
 def read_folder(folder: Path) -> list[FlightRecord]:
     """The records of all processes of a cluster, also of those that have ended.
 
-    Each file is read twice, the second time when all have been read once. A call is
+    Each file is copied twice, the second time when all have been copied once. A call is
     included if its group's call of this number was in some file at the first time. So
     if a rank lacks a call that another rank is in, it had not made the call.
     """
-    return read_known(folder, known_calls(folder))
+    first, second = _copies(folder), _copies(folder)
+    return _records(second, _known(first))
 
 
 Key = tuple[int, int, int, str]
@@ -271,17 +272,12 @@ Key = tuple[int, int, int, str]
 
 def known_calls(folder: Path) -> set[Key]:
     """The calls in all files of a folder."""
-    paths = sorted(folder.glob(f"*{SUFFIX}"))
-    return {_key(call) for path in paths for call in _calls_of(path)}
+    return _known(_copies(folder))
 
 
 def read_known(folder: Path, known: set[Key]) -> list[FlightRecord]:
     """The records in a folder, of the calls only those that are known."""
-    found = []
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile
-            found.append(_read(path, known))
-    return found
+    return _records(_copies(folder), known)
 
 
 def recent_calls(memory: mmap.mmap, after: int, most: int) -> list[RecordedCall]:
@@ -302,20 +298,26 @@ def recent_calls(memory: mmap.mmap, after: int, most: int) -> list[RecordedCall]
     return found[::-1]
 
 
-def _calls_of(path: Path) -> Sequence[RecordedCall]:
-    try:
-        return _read(path, None).calls
-    except (OSError, ValueError):
-        return ()
+class _Copy(NamedTuple):
+    """What a file held, read three times in a row. It is decoded later, because a
+    rank may make more calls than a file holds while one file is decoded."""
+
+    path: Path
+    before: bytes
+    entries: bytes
+    after: bytes
 
 
-def _key(call: RecordedCall) -> Key:
-    direction = f"{call.rank} {call.root}" if call.is_message else ""
-    return call.group, call.generation, call.sequence, direction
+def _copies(folder: Path) -> list[_Copy]:
+    found = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        with contextlib.suppress(OSError, ValueError):  # it was removed meanwhile
+            found.append(_copy(path))
+    return found
 
 
-def _read(path: Path, known: set[Key] | None) -> FlightRecord:
-    """Read one file, of the calls only those that are known.
+def _copy(path: Path) -> _Copy:
+    """Copy one file.
 
     Raises:
         OSError: The file cannot be opened, or another user may have written it.
@@ -326,33 +328,50 @@ def _read(path: Path, known: set[Key] | None) -> FlightRecord:
         if os.fstat(descriptor).st_size < RECORD_BYTES:
             raise ValueError(f"{path}: expected {RECORD_BYTES} bytes")
         with mmap.mmap(descriptor, RECORD_BYTES, access=mmap.ACCESS_READ) as memory:
-            before, copy, after = memory[:], memory[:], memory[:]
+            copy = _Copy(path, memory[:], memory[:], memory[:])
     finally:
         os.close(descriptor)
-    magic, last, offset_ns, _, pid = HEAD.unpack_from(before)
-    if magic != MAGIC:
+    if HEAD.unpack_from(copy.before)[0] != MAGIC:
         raise ValueError(f"{path}: not a flight record of this version")
-    name = path.name.removesuffix(SUFFIX)
+    return copy
+
+
+def _known(copies: Iterable[_Copy]) -> set[Key]:
+    return {_key(call) for copy in copies for call in _calls(copy)}
+
+
+def _key(call: RecordedCall) -> Key:
+    direction = f"{call.rank} {call.root}" if call.is_message else ""
+    return call.group, call.generation, call.sequence, direction
+
+
+def _records(copies: Iterable[_Copy], known: set[Key]) -> list[FlightRecord]:
+    return [_record(copy, known) for copy in copies]
+
+
+def _record(copy: _Copy, known: set[Key]) -> FlightRecord:
+    _, last, offset_ns, _, pid = HEAD.unpack_from(copy.before)
+    name = copy.path.name.removesuffix(SUFFIX)
     rank, _, generation = name.removeprefix("rank").partition("-")
-    calls = sorted(_entries(before, copy, after), key=lambda call: call.ticket)
+    calls = sorted(_calls(copy), key=lambda call: call.ticket)
     used = sum(slot <= last for slot in range(1, CALLS)) + (last >= CALLS)
     return FlightRecord(
         name,
         (int(rank), int(generation or 0)),
         pid,
         offset_ns,
-        tuple(each for each in calls if known is None or _key(each) in known),
+        tuple(each for each in calls if _key(each) in known),
         used - len(calls),
         last > CALLS,
     )
 
 
-def _entries(before: bytes, copy: bytes, after: bytes) -> Iterator[RecordedCall]:
+def _calls(copy: _Copy) -> Iterator[RecordedCall]:
     """The whole entries of a copy: their commit words were equal before and after."""
     for at in range(HEAD_BYTES, RECORD_BYTES, ENTRY.size):
-        (ticket,) = COMMIT.unpack_from(before, at)
-        if ticket and COMMIT.unpack_from(after, at) == (ticket,):
-            yield _call(ENTRY.unpack_from(copy, at))
+        (ticket,) = COMMIT.unpack_from(copy.before, at)
+        if ticket and COMMIT.unpack_from(copy.after, at) == (ticket,):
+            yield _call(ENTRY.unpack_from(copy.entries, at))
 
 
 def _call(values: tuple[Any, ...]) -> RecordedCall:
