@@ -105,7 +105,7 @@ class RankInfo:
     """torch's name of the device, such as "cpu" or "cuda:0"."""
     device_name: str
     device_uuid: str | None
-    """NVML's UUID of the GPU or MIG device; None for a CPU rank."""
+    """UUID of the GPU or MIG device; None for a CPU rank."""
     memory_limit: int | None
     """Bytes of device memory that this rank may use; None if there is no cap."""
     threads: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nbdist.clusters.hosts.machine import Gpu, Host
+from nbdist.clusters.hosts.gpu import Gpu, visibility
+from nbdist.clusters.hosts.machine import Host
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
 from nbdist.ipc.device_assignment import DeviceAssignment
@@ -65,12 +66,14 @@ def assign_devices(
     for rank in range(n):
         # Neighbouring ranks share a GPU, so that few steps of a ring cross GPUs.
         gpu = used[rank * len(used) // n] if used else None
+        visible = _visible(gpu, host.gpus, shared=len(used) < n)
         assignments.append(
             DeviceAssignment(
                 rank=rank,
                 host=host.name,
                 gpu_uuid=gpu.uuid if gpu else None,
-                visible_gpus=_visible(gpu, host.gpus, shared=len(used) < n),
+                visible_gpus=tuple(each.uuid for each in visible),
+                visibility=visibility(visible, of=host.gpus),
                 gpu_name=gpu.name if gpu else "CPU",
                 shares_gpu=len(used) < n,
                 memory_fraction=_fraction(config, gpu, per_gpu),
@@ -80,8 +83,8 @@ def assign_devices(
     return assignments
 
 
-def _visible(gpu: Gpu | None, gpus: Sequence[Gpu], *, shared: bool) -> tuple[str, ...]:
-    """UUIDs of the GPUs that a rank on a GPU sees.
+def _visible(gpu: Gpu | None, gpus: Sequence[Gpu], *, shared: bool) -> Sequence[Gpu]:
+    """The GPUs that a rank on a GPU sees.
 
     A rank with a GPU of its own sees all of them, as under torchrun, so that
     `cuda:{local_rank}` is its own. A rank that shares a GPU sees this one alone, as
@@ -90,8 +93,8 @@ def _visible(gpu: Gpu | None, gpus: Sequence[Gpu], *, shared: bool) -> tuple[str
     if gpu is None:
         return ()
     if shared or any(each.is_mig for each in gpus):
-        return (gpu.uuid,)
-    return tuple(each.uuid for each in gpus)
+        return (gpu,)
+    return gpus
 
 
 def _positive(option: str, value: int) -> int:

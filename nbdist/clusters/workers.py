@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from nbdist.clusters.hosts.gpu import visibility
 from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.options import checked_script
 from nbdist.clusters.supervisor_client import SupervisorClient
@@ -524,10 +525,7 @@ def _gpus(n: int, each: int | None) -> list[dict[str, str]]:
             f"{len(host.gpus)}" + (f" ({host.why_no_gpu})" if not host.gpus else "")
         )
     shares = [host.gpus[i * each : (i + 1) * each] for i in range(n)]
-    return [
-        {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in share)}
-        for share in shares
-    ]
+    return [visibility(share, of=host.gpus) for share in shares]
 
 
 def _count(name: str, value: object, least: int = 1) -> int:

@@ -169,7 +169,7 @@ def _select_device(assignment: DeviceAssignment) -> torch.device:
         raise RuntimeError(
             f"torch sees {torch.cuda.device_count()} GPUs instead of "
             f"{len(assignment.visible_gpus)} ({', '.join(assignment.visible_gpus)}): "
-            f"is torch {torch.__version__} built with CUDA?"
+            f"is torch {torch.__version__} built for them?"
         )
     device = torch.device("cuda", assignment.gpu_index)
     torch.cuda.set_device(device)

@@ -27,9 +27,11 @@ class DeviceAssignment:
     rank: int
     host: str
     gpu_uuid: str | None
-    """NVML's UUID of the GPU or MIG device; None for a rank on the CPU."""
+    """UUID of the GPU or MIG device; None for a rank on the CPU."""
     visible_gpus: tuple[str, ...]
-    """UUIDs of the GPUs that the rank's process sees, in CUDA's order."""
+    """UUIDs of the GPUs that the rank's process sees, in torch's order."""
+    visibility: dict[str, str]
+    """The environment variable by which it sees these GPUs alone."""
     gpu_name: str
     """"CPU" for a rank on the CPU."""
     shares_gpu: bool
@@ -45,7 +47,7 @@ class DeviceAssignment:
 
     @property
     def gpu_index(self) -> int | None:
-        """CUDA's number of the GPU in the rank's process; None on the CPU."""
+        """torch's number of the GPU in the rank's process; None on the CPU."""
         if self.gpu_uuid is None:
             return None
         return self.visible_gpus.index(self.gpu_uuid)
@@ -64,11 +66,11 @@ class DeviceAssignment:
         ]
 
     def apply(self) -> None:
-        """Set the GPUs that CUDA sees and the address, and limit the thread pools.
+        """Set the GPUs that torch sees and the address, and limit the thread pools.
 
         This must be called before torch is imported.
         """
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.visible_gpus)
+        os.environ.update(self.visibility)
         os.environ["OMP_NUM_THREADS"] = str(self.threads)
         os.environ["MKL_NUM_THREADS"] = str(self.threads)
         if self.address:

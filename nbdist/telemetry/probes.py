@@ -1,7 +1,7 @@
-"""Samples of a rank's process and device, from /proc, and from NVML for GPUs.
+"""Samples of a rank's process and device, from /proc and from the GPU's driver.
 
 A field of a device that is unavailable is None: a MIG device has no utilisation, a
-driver may lack NVML, and a GPU may fall off the bus.
+driver may lack its library, and a GPU may fall off the bus.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from nbdist.ipc.resources import memory_limit
+from nbdist.telemetry.cards import Reading, open_card
 from nbdist.telemetry.proc_files import ProcFile
 from nbdist.wire import DeviceSample
 
 __all__ = ["CpuProbe", "GpuProbe", "Probe", "process_memory"]
-
-T = TypeVar("T")
 
 
 class Probe(Protocol):
@@ -195,69 +194,35 @@ class CpuProbe:
 
 
 class GpuProbe:
-    """Samples one GPU or MIG device by its UUID. CUDA_VISIBLE_DEVICES has no effect.
+    """Samples one GPU or MIG device by its UUID, also if this process does not see it.
 
-    Without NVML, or without that device, the fields of the device are None. A MIG
-    device has no utilisation, and the temperature and power of its card.
+    Where its driver does not tell of the device, the device's fields are None.
     """
 
     def __init__(self, device: str, uuid: str) -> None:
         self._device = device
         self._process = _ProcessProbe()
-        self._nvml: Any = _start_nvml()
-        self._handle = self._ask(lambda n: n.nvmlDeviceGetHandleByUUID(uuid))
-        self._card = self._handle
-        if uuid.startswith("MIG-"):
-            self._card = self._ask_device(
-                lambda n, h: n.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(h)
-            )
+        self._card = open_card(uuid)
 
     def sample(self, rank: int) -> DeviceSample:
-        """The GPU's utilisation in NVML's last period of up to 1 s, and memory now."""
-        memory = self._ask_device(lambda n, h: n.nvmlDeviceGetMemoryInfo(h))
-        rates = self._ask_device(lambda n, h: n.nvmlDeviceGetUtilizationRates(h))
-        milliwatts = self._ask_card(lambda n, h: n.nvmlDeviceGetPowerUsage(h))
+        """The GPU's utilisation in a last period of up to 1 s, and memory now."""
+        reading = Reading() if self._card is None else self._card.read()
         allocated, reserved = _in_allocator(self._device)
         return DeviceSample(
             rank=rank,
             device=self._device,
-            utilisation=None if rates is None else float(rates.gpu),
-            memory_used=None if memory is None else int(memory.used),
-            memory_total=None if memory is None else int(memory.total),
             allocated=allocated,
             reserved=reserved,
-            temperature=self._ask_card(
-                lambda n, h: float(
-                    n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)
-                )
-            ),
-            power=None if milliwatts is None else milliwatts / 1e3,
+            **reading._asdict(),
             **self._process.fields(),
         )
 
     def close(self) -> None:
-        """Shut NVML down, and release the probe's files."""
+        """Release the driver's library, and the probe's files."""
         self._process.close()
-        self._ask(lambda n: n.nvmlShutdown())
-        self._nvml = self._handle = self._card = None
-
-    def _ask_device(self, query: Callable[[Any, Any], T]) -> T | None:
-        if self._handle is None:
-            return None
-        return self._ask(lambda n: query(n, self._handle))
-
-    def _ask_card(self, query: Callable[[Any, Any], T]) -> T | None:
-        if self._card is None:
-            return None
-        return self._ask(lambda n: query(n, self._card))
-
-    def _ask(self, query: Callable[[Any], T]) -> T | None:
-        if self._nvml is None:
-            return None
-        try:
-            return query(self._nvml)
-        except self._nvml.NVMLError:
-            return None
+        if self._card is not None:
+            self._card.close()
+        self._card = None
 
 
 def process_memory(uuid: str, pid: int) -> int | None:
@@ -266,31 +231,13 @@ def process_memory(uuid: str, pid: int) -> int | None:
     None if unavailable: in many containers the driver has other process ids than the
     container.
     """
-    nvml = _start_nvml()
-    if nvml is None:
+    card = open_card(uuid)
+    if card is None:
         return None
     try:
-        card = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(card)
-    except nvml.NVMLError:
-        return None
+        return card.process_memory(pid)
     finally:
-        nvml.nvmlShutdown()
-    sizes = {process.pid: process.usedGpuMemory for process in processes}
-    return sizes.get(pid)
-
-
-def _start_nvml() -> Any:
-    """The pynvml module, initialised; None without NVML."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
+        card.close()
 
 
 def _in_allocator(device: str) -> tuple[int | None, int | None]:

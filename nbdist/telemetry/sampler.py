@@ -29,7 +29,7 @@ class Sampler:
     Args:
         recorder: Receives the samples, and holds the rank's number.
         device: torch's name of the rank's device: "cpu" or "cuda:0".
-        device_uuid: NVML's UUID of the GPU or MIG device; None on a CPU rank.
+        device_uuid: UUID of the GPU or MIG device; None on a CPU rank.
         splitter: Looks at the rank's main thread.
         bandwidth: The bandwidth of the fastest collective since the last call.
         ranks_on_host: The number of ranks on the host. Of many, each looks less often.

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.clusters.hosts.machine import Gpu, Host
+from nbdist.clusters.hosts.gpu import Gpu
+from nbdist.clusters.hosts.machine import Host
 from nbdist.clusters.placement import assign_devices
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError

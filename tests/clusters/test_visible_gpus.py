@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.clusters.hosts.machine import Gpu, this_host
+from nbdist.clusters.hosts.gpu import Gpu
+from nbdist.clusters.hosts.machine import this_host
 from nbdist.errors import UsageError
 
 

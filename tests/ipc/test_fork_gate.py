@@ -62,7 +62,7 @@ def test_a_process_that_does_not_start_with_others_does_not_wait(other: Request)
 
 def test_the_ranks_of_other_hosts_are_not_waited_for(tmp_path: Path):
     assignments = [
-        DeviceAssignment(rank, host, None, (), "CPU", False, None, 1)
+        DeviceAssignment(rank, host, None, (), {}, "CPU", False, None, 1)
         for rank, host in enumerate(["a", "b", "b"])
     ]
     write_assignments(tmp_path, assignments)

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from nbdist.clusters.fork_server_client import hash_seed
 from nbdist.clusters.hosts.batch_job import BatchJob
 from nbdist.clusters.hosts.folder_sync import FolderSync, Stamp, difference
+from nbdist.clusters.hosts.gpu import Gpu
 from nbdist.clusters.hosts.host_list import HostSlots, nodes_of
-from nbdist.clusters.hosts.machine import Gpu, Host
+from nbdist.clusters.hosts.machine import Host
 from nbdist.clusters.hosts.preflight import CONNECT_TIMEOUT_S, Preflight
 from nbdist.clusters.hosts.reach import Address
 from nbdist.clusters.hosts.remote_host import RemoteHost

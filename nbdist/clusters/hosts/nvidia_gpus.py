@@ -1,0 +1,167 @@
+"""The GPUs of NVIDIA's that the notebook may use, as NVML describes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import psutil
+
+from nbdist.clusters.hosts.gpu import Gpu
+from nbdist.errors import UsageError
+
+__all__ = ["visible_gpus"]
+
+
+def visible_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that CUDA would see, in its order, and the reason if there are none.
+
+    Raises:
+        UsageError: CUDA's order is not known, and `CUDA_VISIBLE_DEVICES` has numbers of
+            it.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except ImportError:
+        return (), "the package nvidia-ml-py is not installed"
+    except pynvml.NVMLError as error:
+        return (), f"no NVIDIA driver was found ({error})"
+    try:
+        present = _all_gpus()
+    except pynvml.NVMLError as error:
+        return (), f"the NVIDIA driver counts no GPUs ({error})"
+    finally:
+        pynvml.nvmlShutdown()
+    if visible is None:
+        return tuple(present.values()), "no NVIDIA GPU was found"
+    if visible.strip() in ("", "-1", "NoDevFiles"):
+        return (), f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
+    entries = visible.split(",")
+    numbered = any(entry.strip().isdigit() for entry in entries)
+    if numbered and not _are_numbered_alike(present.values()):
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} numbers GPUs of different models, in an "
+            "order that only CUDA knows: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the "
+            "GPUs by UUID, as nvidia-smi -L shows them"
+        )
+    chosen = []
+    for entry in entries:
+        gpu = _match(entry.strip(), present)
+        if gpu is None:
+            break  # CUDA ignores an invalid entry and all that follow it
+        chosen.append(gpu)
+    return tuple(chosen), f"CUDA_VISIBLE_DEVICES={visible!r} matches no GPU"
+
+
+def _are_numbered_alike(gpus: Iterable[Gpu]) -> bool:
+    """Whether CUDA and NVML number the GPUs in the same order, that of the PCI bus.
+
+    By default CUDA numbers faster GPUs first.
+    """
+    by_bus = os.environ.get("CUDA_DEVICE_ORDER", "").upper() == "PCI_BUS_ID"
+    return by_bus or len({gpu.name for gpu in gpus}) <= 1
+
+
+def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
+    """The GPU of an entry of CUDA_VISIBLE_DEVICES: an index, or a prefix of a UUID."""
+    if entry.isdigit():
+        whole = [gpu for gpu in present.values() if not gpu.is_mig]
+        candidates = whole or list(present.values())
+        index = int(entry)
+        return candidates[index] if index < len(candidates) else None
+    matching = [gpu for uuid, gpu in present.items() if uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _all_gpus() -> dict[str, Gpu]:
+    """Every GPU by UUID. A GPU with MIG is replaced by its MIG devices.
+
+    A GPU or MIG device that is lost, or that this user may not see, is left out.
+    """
+    import pynvml
+
+    gpus = {}
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            card = pynvml.nvmlDeviceGetHandleByIndex(index)
+            parts = _mig_devices(card) or [card]
+            name = _name(card, index)
+        except pynvml.NVMLError:
+            continue
+        for part in parts:
+            try:
+                uuid = pynvml.nvmlDeviceGetUUID(part)
+                gpus[uuid] = Gpu(uuid, name, _memory(part, part is card))
+            except pynvml.NVMLError:
+                continue
+    return gpus
+
+
+def _name(card: object, index: int) -> str:
+    """The model of a GPU; its number if the driver does not tell.
+
+    Raises:
+        NVMLError: The GPU is lost.
+    """
+    import pynvml
+
+    try:
+        return str(pynvml.nvmlDeviceGetName(card))
+    except pynvml.NVMLError_GpuIsLost:
+        raise
+    except pynvml.NVMLError:
+        return f"GPU {index}"
+
+
+def _memory(device: object, is_whole: bool) -> int | None:
+    """Bytes of a GPU's memory; those of the host where the two share one memory.
+
+    None if the driver does not tell.
+
+    Args:
+        device: NVML's handle of the GPU or MIG device.
+        is_whole: Whether it is a whole GPU.
+
+    Raises:
+        NVMLError: The GPU is lost.
+    """
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
+    except pynvml.NVMLError_GpuIsLost:
+        raise
+    except pynvml.NVMLError_NotSupported:
+        # Such as a GB10, which has no MIG.
+        return int(psutil.virtual_memory().total) if is_whole else None
+    except pynvml.NVMLError:
+        return None
+
+
+def _mig_devices(card: object) -> list[object]:
+    """The MIG devices of a GPU that the driver tells of.
+
+    Raises:
+        NVMLError: The GPU is lost.
+    """
+    import pynvml
+
+    try:
+        current, _pending = pynvml.nvmlDeviceGetMigMode(card)
+        if current != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return []
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(card)
+    except pynvml.NVMLError_GpuIsLost:
+        raise
+    except pynvml.NVMLError:
+        return []
+    parts = []
+    for index in range(count):
+        try:
+            parts.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index))
+        except pynvml.NVMLError:
+            continue  # there is none of this number, or this user may not see it
+    return parts
