@@ -177,9 +177,15 @@ def test_ranks_commit_at_a_signal_and_go_on(
     console.do("cluster.stop()")
 
 
-def test_a_pre_empted_job_commits_in_its_grace_time(slurm: Slurm, console: Console):
+@pytest.mark.parametrize("limit", ["365-00:00:00", "UNLIMITED"])
+def test_a_pre_empted_job_commits_in_its_grace_time(
+    slurm: Slurm, console: Console, limit: str
+):
     console.do("cluster = started(n=2, nnodes='2')")
-    code = commits(f"{STATES}/preempted.state", 300)
+    # Slurm gives a job without a limit either of these, as it happens to start.
+    job = slurm.run("squeue", "-h", "-t", "R", "-o", "%i")
+    slurm.run("scontrol", "update", f"jobid={job}", f"timelimit={limit}")
+    code = commits(f"{STATES}/preempted{limit}.state", 300)
     console.begin(f"seen = printed({code!r})")
     slurm.submit("urgent")
     console.result()

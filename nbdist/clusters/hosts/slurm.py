@@ -99,7 +99,10 @@ class SlurmJob(BatchJob):
             return JobState("waits", text)
         if text in RUNS:
             left, _, end = times.partition("|")
-            return JobState("runs", text, _seconds_left(left, end))
+            seconds = _seconds_left(left, end)
+            if seconds is None:
+                seconds = self._grace_left()
+            return JobState("runs", text, seconds)
         return JobState("ends" if text == "COMPLETING" else "ended", text)
 
     def place(self, state: JobState) -> str:
@@ -131,6 +134,24 @@ class SlurmJob(BatchJob):
             for name in output_of("scontrol", "show", "hostnames", group[1]).split():
                 cores[name] = cores.get(name, 0) + max(1, count // per_task)
         return cores
+
+    def _grace_left(self) -> int | None:
+        """The seconds that a pre-empted job has left; None if it is not pre-empted.
+
+        squeue does not tell them of a job without a time limit.
+        """
+        job = output_of("scontrol", "show", "--oneliner", "job", self.id)
+        since = re.search(r" PreemptTime=(\d\S+)", job)
+        partition = re.search(r" Partition=(\S+)", job)
+        if since is None or partition is None:
+            return None
+        name = partition[1]
+        told = output_of("scontrol", "show", "--oneliner", "partition", name)
+        grace = re.search(r" GraceTime=([1-9]\d*)", told)
+        if grace is None:  # such as that of a quality of service
+            return None
+        waited = datetime.now() - datetime.fromisoformat(since[1])
+        return max(0, round(int(grace[1]) - waited.total_seconds()))
 
     def _ask(self, fields: str) -> str:
         """Fields of the job, as squeue formats them; "" if Slurm has forgotten it."""
