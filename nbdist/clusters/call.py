@@ -222,6 +222,12 @@ class Call:
             if each.exchange is not None and not each.done
         ]
 
+    def end_lost_output(self) -> None:
+        """End the wait for ranks that have answered, but whose output has no end."""
+        for rank_call in self._open():
+            assert rank_call.exchange is not None
+            rank_call.exchange.end_lost_output()
+
     # -- input ---------------------------------------------------------------------
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from nbdist.clusters.call import Call
@@ -28,7 +28,13 @@ from nbdist.errors import (
 )
 from nbdist.ipc import endpoints
 from nbdist.widgets.user_input import UserInput
-from nbdist.wire import CollectiveCall, NcclTotal, are_unequal, format_ranks
+from nbdist.wire import (
+    CollectiveCall,
+    NcclTotal,
+    RankInfo,
+    are_unequal,
+    format_ranks,
+)
 
 if TYPE_CHECKING:
     from nbdist.clusters.elastic import Elastic
@@ -50,6 +56,9 @@ The data of a collective that can complete arrives sooner."""
 STEADY_BETWEEN_HOSTS_S = 5.0
 """The same for ranks on several hosts, between which data may be under way for long."""
 RENEW_TIMEOUT_S = 20.0
+RELEASE_S = 0.5
+"""Seconds between two releases of ranks from a renewal that has failed. A release that
+comes before a rank waits has no effect."""
 TOGETHER_GRACE_S = 1.0
 """Seconds in which further ranks may fail by themselves, before the failure of one ends
 them."""
@@ -230,6 +239,7 @@ class CallSupervisor:
                 self._end(call)
                 return None
             else:
+                call.end_lost_output()
                 watch.stall_detector.look()
                 self._release_from_mpi(call, watch)
                 self._release_from_dead()
@@ -575,27 +585,35 @@ class CallSupervisor:
         if not self._broken or self._registry.died or self._busy():
             return
         client = self._registry.client
-        asked = [
-            client.send(info.engine_uuid, endpoints.RENEW, what="renew")
+        replies = {
+            info: client.send(info.engine_uuid, endpoints.RENEW, what="renew").reply
             for info in self._registry.living
-        ]
-        replies = [exchange.reply for exchange in asked]
-        wait(replies, RENEW_TIMEOUT_S, return_when=FIRST_EXCEPTION)
-        answers = [_answer(reply) for reply in replies]
-        if not all(answer is not None and answer.ok for answer in answers):
-            self._recovery.is_broken = True  # a recovery rebuilds the world
-            return
-        whole = [answer for answer in answers if answer is not None]
-        self._registry.update(answer.value for answer in whole)
-        self._groups = {
-            exchange.engine_uuid: answer.groups
-            for exchange, answer in zip(asked, whole, strict=True)
         }
-        self._nccl = {
-            exchange.engine_uuid: answer.nccl
-            for exchange, answer in zip(asked, whole, strict=True)
-        }
+        self._await_renewal(replies)
+        answers = {}
+        for info, reply in replies.items():
+            answer = _answer(reply)
+            if answer is None or not answer.ok:
+                self._recovery.is_broken = True  # a recovery rebuilds the world
+                return
+            answers[info.engine_uuid] = answer
+        self._registry.update(answer.value for answer in answers.values())
+        self._groups = {uuid: answer.groups for uuid, answer in answers.items()}
+        self._nccl = {uuid: answer.nccl for uuid, answer in answers.items()}
         self._broken = False
+
+    def _await_renewal(self, replies: Mapping[RankInfo, Future[Answer]]) -> None:
+        """Wait for all ranks; release those that wait for a rank that has failed."""
+        end = time.monotonic() + RENEW_TIMEOUT_S
+        waiting: Collection[Future[Answer]] = replies.values()
+        while waiting and time.monotonic() < end:
+            waiting = wait(waiting, RELEASE_S, return_when=FIRST_COMPLETED).not_done
+            answers = {info.rank: _answer(reply) for info, reply in replies.items()}
+            failed = [r for r, answer in answers.items() if answer and not answer.ok]
+            left = [r for r, answer in answers.items() if answer is None]
+            if failed and left:
+                reason = f"rank {format_ranks(failed)} could not renew its groups"
+                self._registry.tell(endpoints.RELEASE_FROM, failed, reason, ranks=left)
 
 
 def _answer(reply: Future[Answer]) -> Answer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -50,6 +51,10 @@ __all__ = ["Answer", "Exchange", "IppClient"]
 MOST_AT_ONCE = 100
 """Messages that are received from one socket before the other sockets are polled."""
 
+OUTPUT_TIMEOUT_S = 30.0
+"""Seconds without a message after which the rest of a rank's output is lost."""
+OUTPUT_LOST = "[the end of this rank's output was lost]\n"
+
 NO_ASKER = "the call has ended or was interrupted"
 
 ENGINES = "connection_reply"
@@ -92,6 +97,8 @@ class Exchange:
         self._answer: Answer | None = None
         # Output arrives on another channel. If there was any, "idle" marks its end.
         self._idle = on_output is None
+        self._settling = threading.Lock()
+        self._heard_at = time.monotonic()
 
     @property
     def is_quiet(self) -> bool:
@@ -104,6 +111,7 @@ class Exchange:
         return self.name, self.engine_uuid
 
     def output(self, message: Message) -> None:
+        self._heard_at = time.monotonic()
         if message["msg_type"] == "status":
             self._idle |= message["content"]["execution_state"] == "idle"
             self._settle()
@@ -119,15 +127,30 @@ class Exchange:
         nccl = {name: NcclTotal(*total) for name, total in outcome.nccl.items()}
         self._answer = Answer(ok, value, outcome.broken, outcome.groups, nccl)
         self._idle |= not outcome.published
+        self._heard_at = time.monotonic()
         self._settle()
+
+    def end_lost_output(self) -> None:
+        """End the wait for the rest of the output, if it is lost. Any thread may call.
+
+        User code may have replaced what the rank sends it with.
+        """
+        if self._answer is None or self._idle or self._on_output is None:
+            return
+        if time.monotonic() > self._heard_at + OUTPUT_TIMEOUT_S:
+            content = {"name": "stderr", "text": OUTPUT_LOST}
+            self._on_output({"msg_type": "stream", "content": content})
+            self._idle = True
+            self._settle()
 
     def fail(self, error: Exception) -> None:
         if not self.reply.done():
             self.reply.set_exception(error)
 
     def _settle(self) -> None:
-        if self._idle and self._answer is not None and not self.reply.done():
-            self.reply.set_result(self._answer)
+        with self._settling:
+            if self._idle and self._answer is not None and not self.reply.done():
+                self.reply.set_result(self._answer)
 
 
 def _cannot_arrive(error: Exception) -> str:

@@ -31,7 +31,7 @@ from nbdist.wire import RankInfo, format_ranks
 __all__ = ["Recovery"]
 
 DESCRIBE_TIMEOUT_S = 10.0
-ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
 """Seconds within which a living rank answers."""
 NEWS_TIMEOUT_S = 1.0
 """The most seconds between a failure and the notice of the death that caused it."""
@@ -113,7 +113,7 @@ class Recovery:
         while True:
             died = self._registry.died.keys()
             try:
-                self._check_answers()
+                outcomes += self._end_silent()
                 outcomes += self._meet(ask, problem, heard)
                 outcomes = self._bring_up_to_date(outcomes, ask)
                 if not self._registry.died:
@@ -169,11 +169,13 @@ class Recovery:
         timeout_s = 0.0 if error.newcomer else NEWS_TIMEOUT_S
         return self._registry.await_deaths(lambda now: bool(now - set(died)), timeout_s)
 
-    def _check_answers(self) -> None:
-        """Check that all living ranks answer.
+    def _end_silent(self) -> list[str]:
+        """End the ranks that live and do not answer. Returns what was done.
+
+        They cannot take part in a change, and their variables cannot be saved.
 
         Raises:
-            ChangeFailed: No rank is left, or a living rank does not answer.
+            ChangeFailed: No rank is left, no rank answers, or one cannot be ended.
         """
         if not self._registry.living:
             raise ChangeFailed("no rank is left")
@@ -185,12 +187,19 @@ class Recovery:
         )
         died = self._registry.died
         silent = [r for r, where in answers.items() if where is None and r not in died]
-        if silent:
-            raise ChangeFailed(
-                f"rank {format_ranks(silent)} does not answer: its process is stopped, "
-                "or runs C code that holds Python's GIL",
-                stuck=True,
-            )
+        if not silent:
+            return []
+        why = (
+            f"rank {format_ranks(silent)} did not answer for {ANSWER_TIMEOUT_S:g} s "
+            "(its process was stopped, or ran C code that holds Python's GIL)"
+        )
+        if len(silent) == len(ranks):
+            raise ChangeFailed(why, stuck=True)
+        try:
+            self._registry.kill(silent)
+        except RankDied as error:
+            raise ChangeFailed(f"{why}. {error}", stuck=True) from error
+        return [f"{why} and was ended"]
 
     def _meet(self, ask: Ask, problem: str, heard: list[str]) -> list[str]:
         """Replace or drop the dead ranks.

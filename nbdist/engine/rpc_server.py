@@ -28,7 +28,7 @@ from asyncio import Future
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import zmq
@@ -139,7 +139,8 @@ def refused() -> int:
 
 def _gate_of(kernel: Any, channel: str) -> Gate:
     """Admits only authentic messages to a channel, each of them once."""
-    gate = Gate(kernel.session, f"{kernel.ident}/{channel}", {REQUEST})
+    address = f"{kernel.ident}/{channel}"
+    gate = Gate(kernel.session, address, {REQUEST}, _end_process)
     _gates.append(gate)
     return gate
 
@@ -263,16 +264,23 @@ class _Shell:
         def end() -> None:
             self._context, self._is_busy = context, False
 
+        def end_task(task: Future[Any]) -> None:
+            end()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _end_process(error)
+            self._answer_waiting()
+
         try:
             awaited = context.run(request.send, None)
             self._task = _task_of(request, awaited, context)
-            self._task.add_done_callback(lambda _: end())
-            self._task.add_done_callback(lambda _: self._answer_waiting())
+            self._task.add_done_callback(end_task)
         except StopIteration:  # it has ended
             end()
-        except BaseException:
+        except KeyboardInterrupt:
             end()
             raise
+        except BaseException as error:  # noqa: BLE001 - the process ends
+            _end_process(error)
 
     def reply(self, opened: Opened, outcome: Outcome, frames: list[Any]) -> None:
         """Send a reply; it has left when this returns."""
@@ -324,16 +332,23 @@ def _continued(
 
 
 async def _answer_main(kernel: Any, shell: _Shell, opened: Opened) -> None:
-    """Answer a request in the main thread, or end this process.
+    """Answer a request in the main thread, or end this process."""
+    try:
+        await _answer(kernel, shell, opened)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the process ends
+        _end_process(error)
+
+
+def _end_process(error: BaseException) -> NoReturn:
+    """End this process, which cannot answer a request.
 
     User code may have replaced what the answer needs, such as a function of `json`. The
     notebook would wait forever for the answer of a process that lives.
     """
-    try:
-        await _answer(kernel, shell, opened)
-    except Exception as error:  # noqa: BLE001 - the process ends
-        what = f"{type(error).__name__}: {text_of(error)}"
-        this_rank().end(f"it can send no answer to the notebook ({what})")
+    what = f"{type(error).__name__}: {text_of(error)}"
+    this_rank().end(f"it can no longer answer the notebook ({what})")
 
 
 async def _answer(kernel: Any, shell: _Shell, opened: Opened) -> None:

@@ -131,6 +131,8 @@ class Gate:
         address: The address that messages must have, see `addressed`. "" admits only
             messages without an address.
         types: The message types that the gate admits; None for all.
+        on_broken: Called with the error if this process can no longer read a message
+            that it has admitted: user code may have replaced what the gate needs.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Gate:
         session: Session,
         address: str = "",
         types: Collection[str] | None = None,
+        on_broken: Callable[[Exception], object] | None = None,
     ) -> None:
         self.refused = 0
         """The number of messages refused so far; any thread may read it."""
@@ -145,6 +148,9 @@ class Gate:
         self._address = address
         self._types = types
         self._senders: dict[str, _Numbers] = {}
+        self._on_broken = on_broken
+        self._admitted: list[bytes] = []
+        """The frames of the first message that was admitted, without its buffers."""
 
     def admits(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
         """Whether a message is authentic and new. Counts the message if it is not."""
@@ -159,8 +165,21 @@ class Gate:
             opened = self._opened([_view(frame) for frame in frames])
         except Exception:  # noqa: BLE001 - a holder of the key can sign anything
             opened = None
-        self.refused += opened is None
+        if opened is None:
+            self.refused += 1
+            self._test()
         return opened
+
+    def _test(self) -> None:
+        """Tell a bad message from a process that can read none."""
+        if self._on_broken is None or not self._admitted:
+            return
+        try:
+            readable = self._unpacked([_view(frame) for frame in self._admitted])
+            if readable is None:
+                raise ValueError("a message that was read before is refused")
+        except Exception as error:  # noqa: BLE001 - any error means that it is broken
+            self._on_broken(error)
 
     def before(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap a ZMQStream's callback, so that it gets only admitted messages.
@@ -186,15 +205,11 @@ class Gate:
     def _opened(self, views: list[memoryview]) -> Opened | None:
         starts = (number for number, view in enumerate(views) if view == DELIM)
         start = next(starts, len(views)) + 1
-        signature, *signed = views[start : start + 1 + SIGNED_FRAMES]
-        if len(signed) < SIGNED_FRAMES:
+        unpacked = self._unpacked(views[start:])
+        if unpacked is None:
             return None
-        if not compare_digest(bytes(signature), self._session.sign(signed)):
-            return None
+        header, parent, metadata, content = unpacked
         buffers = views[start + 1 + SIGNED_FRAMES :]
-        header, parent, metadata, content = (
-            self._session.unpack(bytes(view)) for view in signed
-        )
         seal = metadata[SEAL]
         admitted = (
             self._address in metadata.get(ADDRESS, [""])
@@ -204,6 +219,9 @@ class Gate:
         )
         if not admitted:
             return None
+        if not self._admitted:
+            signed = views[start : start + 1 + SIGNED_FRAMES]
+            self._admitted = [bytes(view) for view in signed]
         message = {
             "header": header,
             "msg_id": header["msg_id"],
@@ -214,6 +232,16 @@ class Gate:
             "buffers": buffers,
         }
         return Opened([bytes(view) for view in views[: start - 1]], message)
+
+    def _unpacked(self, views: list[memoryview]) -> list[Any] | None:
+        """The parts of a message, which begins with its signature; None if it is not
+        signed with the key."""
+        if len(views) < 1 + SIGNED_FRAMES:
+            return None
+        signature, *signed = views[: 1 + SIGNED_FRAMES]
+        if not compare_digest(bytes(signature), self._session.sign(signed)):
+            return None
+        return [self._session.unpack(bytes(view)) for view in signed]
 
 
 def carefully(callback: Callable[..., Any], *arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist import CellError, CellInterrupted, Cluster
+from nbdist.clusters import ipp_client
 from tests.processes import wait_until
 
 DEADLINE_S = 60.0
@@ -185,7 +186,7 @@ def test_a_rank_that_cannot_answer_ends_and_is_replaced(cluster: Cluster) -> Non
     broken = "import json\nif rank == 1: json.dumps = json.dump = None"
     with pytest.raises(CellError, match="rank 1") as raised:
         cluster.execute(broken, timeout_s=DEADLINE_S)
-    assert "it can send no answer to the notebook (TypeError" in str(raised.value)
+    assert "it can no longer answer the notebook (TypeError" in str(raised.value)
     assert cluster["kept"] == [7, 7]
 
 
@@ -209,3 +210,23 @@ def test_a_cell_that_blocks_interrupts_ends_without_its_rank(
     cluster.replace([1])
     cluster.execute(WORK, timeout_s=DEADLINE_S)
     assert cluster["kept"] == [0, 0]
+
+
+def test_a_cell_ends_without_the_end_of_its_output(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipp_client, "OUTPUT_TIMEOUT_S", 1.0)
+    code = "if rank == 1: get_ipython().kernel._publish_status = lambda *_, **__: None"
+    cluster.execute(code)
+    first, second = cluster.execute("print('printed')", timeout_s=DEADLINE_S)
+    assert (first.stdout, first.stderr) == ("printed\n", "")
+    assert (second.stdout, second.stderr) == ("printed\n", ipp_client.OUTPUT_LOST)
+
+
+def test_a_rank_that_can_read_no_message_ends_and_is_replaced(cluster: Cluster) -> None:
+    cluster.execute("kept = 7")
+    cluster.execute("import json\nif rank == 1: json.loads = None")
+    with pytest.raises(CellError, match="rank 1") as raised:
+        cluster.execute("kept", timeout_s=DEADLINE_S)
+    assert "it can no longer answer the notebook (TypeError" in str(raised.value)
+    assert cluster["kept"] == [7, 7]

@@ -575,6 +575,22 @@ def test_an_interrupted_recovery_is_resumed_by_the_next_cell(
     assert cluster.pull("mine", [0, 2]) == [100, 102]
 
 
+def test_a_rank_that_does_not_answer_is_replaced_alone(cluster: Cluster) -> None:
+    """Its control thread has ended."""
+    before = [info.pid for info in cluster.infos]
+    loop = "get_ipython().kernel.control_thread.io_loop.asyncio_loop"
+    ends = f"import sys\n{loop}.call_soon_threadsafe(sys.exit)"
+    cluster.execute(ends, ranks=[0])
+    os.kill(cluster.infos[2].pid, signal.SIGKILL)
+    with pytest.raises(CellError, match="rank 0 did not answer for 10 s") as lost:
+        cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
+    assert "rank 0,2 was replaced" in str(lost.value)
+    after = [info.pid for info in cluster.infos]
+    assert [rank for rank in range(3) if after[rank] == before[rank]] == [1]
+    cluster.execute(SUM)
+    assert cluster["mine"] == [101, 101, 101]
+
+
 def test_survivors_that_cannot_rebuild_the_world_are_restarted_with_their_variables(
     cluster: Cluster, setup_fails: Path
 ) -> None:
