@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 __all__ = ["BareApplication"]
@@ -20,6 +21,16 @@ class BareApplication:
 
     def parse_command_line(self, argv: object = None) -> None:
         """Do nothing, because there is no command line."""
+
+    def _loop_default(self) -> Any:
+        """ipyparallel's default of `loop`.
+
+        It asks for the event loop before there is one, which Python 3.12 deprecates,
+        and which is an error under PYTHONWARNINGS=error.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return super()._loop_default()  # type: ignore[misc]
 
     def _configure_logging(self) -> None:
         """Configure this application's logger, and no other one."""

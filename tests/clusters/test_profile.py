@@ -63,7 +63,9 @@ def of_rank(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
 def test_the_slow_rank_and_the_line_are_named(ready: Cluster, slow: int):
     with ready.profiling(3) as profile:
         result = ready.execute(f"for _ in range(6): step({slow})", number=4)
-    assert [result[rank].stderr for rank in range(4)] == [""] * 4
+    printed = [line for each in result for line in each.stderr.splitlines()]
+    # torch's CUDA build of 2.14 prints this without a driver.
+    assert [line for line in printed if "gpuGetDeviceCount failed" not in line] == []
     assert profile.summary.startswith("rank 0-3: 3 optimizer steps in")
     wait = profile.waits[0]
     assert (wait.operation, wait.location) == ("all_reduce", LINE)

@@ -86,7 +86,7 @@ def test_the_keywords_of_a_cluster_are_the_fields_of_its_configuration():
             fields[name]
         ).removesuffix(" | None"), name
         assert keyword.default is None, name  # the configuration's own default
-        assert f"\n        {name}: " in (Cluster.__doc__ or ""), name
+        assert f"\n    {name}: " in (inspect.getdoc(Cluster) or ""), name
 
 
 @pytest.mark.parametrize(
