@@ -10,8 +10,9 @@ import os
 import select
 import sys
 import tempfile
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from nbdist.ipc import ports
 from nbdist.ipc.device_assignment import DeviceAssignment
@@ -52,9 +53,20 @@ def main() -> None:
         ports.set_addresses_of_hosts({each.address for each in assignments} - {""})
         _keep_sockets_in(process.run_dir)
         _become_engine(process, assignment)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the process ends
         process.report_failure(error)
-        raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        _end(f"its event loop has failed ({type(error).__name__}: {error})")
+
+
+def _end(why: str) -> NoReturn:
+    """End this process without Python's end, in which MPI waits for the other ranks."""
+    from nbdist.engine.rank import is_rank, this_rank
+
+    if is_rank():  # it has started
+        this_rank().end(why)
+    os._exit(1)
 
 
 def _use_notebook_paths(work_dir: str, path: str) -> None:
