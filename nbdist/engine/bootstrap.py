@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from nbdist.errors import text_of
 from nbdist.ipc import ports
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import FORKED, GATE, STARTED
@@ -57,7 +58,7 @@ def main() -> None:
         process.report_failure(error)
         traceback.print_exc()
         sys.stderr.flush()
-        _end(f"its event loop has failed ({type(error).__name__}: {error})")
+        _end(f"its event loop has failed ({text_of(error)})")
 
 
 def _end(why: str) -> NoReturn:

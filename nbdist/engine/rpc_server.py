@@ -201,7 +201,10 @@ class _Shell:
             self._loop.add_handler(direct, self._on_direct, IOLoop.READ)
 
     def _on_direct(self, direct: DirectSocket, _events: int) -> None:
-        self._take_next(direct)  # if there are more, the loop calls again
+        try:
+            self._take_next(direct)  # if there are more, the loop calls again
+        except Exception as error:  # noqa: BLE001 - the process ends
+            _end_process(error)  # the loop would drop the request
 
     def _take_next(self, direct: DirectSocket) -> bool:
         """Take one message of a direct socket. Returns whether there was one."""
@@ -250,7 +253,13 @@ class _Shell:
 
     def _answer_waiting(self) -> None:
         while self._waiting and not self._is_busy:
-            carefully(self._begin, self._waiting.popleft())
+            try:
+                self._begin(self._waiting.popleft())
+            except KeyboardInterrupt:
+                self._is_busy = False
+                raise
+            except BaseException as error:  # noqa: BLE001 - the process ends
+                _end_process(error)
 
     def _begin(self, opened: Opened) -> None:
         """Answer a request, in a task from its first `await` that waits.
@@ -276,11 +285,6 @@ class _Shell:
             self._task.add_done_callback(end_task)
         except StopIteration:  # it has ended
             end()
-        except KeyboardInterrupt:
-            end()
-            raise
-        except BaseException as error:  # noqa: BLE001 - the process ends
-            _end_process(error)
 
     def reply(self, opened: Opened, outcome: Outcome, frames: list[Any]) -> None:
         """Send a reply; it has left when this returns."""
@@ -347,8 +351,7 @@ def _end_process(error: BaseException) -> NoReturn:
     User code may have replaced what the answer needs, such as a function of `json`. The
     notebook would wait forever for the answer of a process that lives.
     """
-    what = f"{type(error).__name__}: {text_of(error)}"
-    this_rank().end(f"it can no longer answer the notebook ({what})")
+    this_rank().end(f"it can no longer answer the notebook ({text_of(error)})")
 
 
 async def _answer(kernel: Any, shell: _Shell, opened: Opened) -> None:

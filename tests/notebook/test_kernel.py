@@ -97,7 +97,10 @@ class Notebook:
         return reply
 
     def run(self, code: str) -> Reply:
-        return self.finish(self.send(code))
+        """Run a cell, again if the kernel still aborts cells after an error."""
+        while (reply := self.finish(self.send(code))).status == "aborted":
+            pass
+        return reply
 
     def converse(
         self, code: str, *answers: str | Callable[[], object]

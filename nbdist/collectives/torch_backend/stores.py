@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
@@ -36,11 +38,28 @@ def make_store(group: Group, run_dir: Path, name: str) -> Store:
         limit_sources(listener, addresses_of_hosts())
         place = listener.getsockname()
     address, port = broadcast_object(place, group.ranks[0], group=group)
-    return TCPStore(
-        address,
-        port,
-        group.size,
-        is_master=listener is not None,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
+    if listener is not None:
+        return _served(listener, group.size)
+    return TCPStore(address, port, group.size, wait_for_workers=False)
+
+
+def _served(listener: socket.socket, size: int) -> Store:
+    """A store that other ranks connect to. Its server takes over the socket."""
+    address, port = listener.getsockname()
+
+    def serve(**options: Any) -> Store:
+        return TCPStore(
+            address,
+            port,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+            **options,
+        )
+
+    with listener:
+        try:
+            return serve()
+        except NotImplementedError:  # libuv's server takes no socket in torch 2.7
+            return serve(use_libuv=False)
