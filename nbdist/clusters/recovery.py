@@ -31,7 +31,7 @@ from nbdist.wire import RankInfo, format_ranks
 __all__ = ["Recovery"]
 
 DESCRIBE_TIMEOUT_S = 10.0
-ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 30.0
 """Seconds within which a living rank answers."""
 NEWS_TIMEOUT_S = 1.0
 """The most seconds between a failure and the notice of the death that caused it."""

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nbdist.clusters import recovery
 from nbdist.clusters.cluster import Cluster
 from nbdist.clusters.membership import MEET_TIMEOUT_S
 from nbdist.errors import CellError, ScaleFailed, UsageError
@@ -575,14 +576,17 @@ def test_an_interrupted_recovery_is_resumed_by_the_next_cell(
     assert cluster.pull("mine", [0, 2]) == [100, 102]
 
 
-def test_a_rank_that_does_not_answer_is_replaced_alone(cluster: Cluster) -> None:
+def test_a_rank_that_does_not_answer_is_replaced_alone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its control thread has ended."""
+    monkeypatch.setattr(recovery, "ANSWER_TIMEOUT_S", 5.0)
     before = [info.pid for info in cluster.infos]
     loop = "get_ipython().kernel.control_thread.io_loop.asyncio_loop"
     ends = f"import sys\n{loop}.call_soon_threadsafe(sys.exit)"
     cluster.execute(ends, ranks=[0])
     os.kill(cluster.infos[2].pid, signal.SIGKILL)
-    with pytest.raises(CellError, match="rank 0 did not answer for 10 s") as lost:
+    with pytest.raises(CellError, match="rank 0 did not answer for 5 s") as lost:
         cluster.execute("nbdist.barrier()", timeout_s=DEADLINE_S)
     assert "rank 0,2 was replaced" in str(lost.value)
     after = [info.pid for info in cluster.infos]
