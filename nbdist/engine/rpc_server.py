@@ -339,7 +339,7 @@ async def _answer_main(kernel: Any, shell: _Shell, opened: Opened) -> None:
     """Answer a request in the main thread, or end this process."""
     try:
         await _answer(kernel, shell, opened)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # noqa: BLE001 - the process ends
         _end_process(error)
