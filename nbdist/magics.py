@@ -309,7 +309,9 @@ class DistMagics(Magics):  # type: ignore[misc]
     @cell_magic
     def local(self, line: str, cell: str) -> None:
         """Run the cell in the notebook, also while %dist_auto is on."""
-        # `_route` removes the magic's line from a front end's cell.
+        # `_route` removes a valid line of the magic from a front end's cell.
+        if _without_comment(line).strip():
+            raise UsageError(f"%%local takes no arguments, and got {line!r}")
         self._shell.run_cell(cell).raise_error()
 
     def run_plain_cell(self, _line: str, cell: str) -> None:
@@ -332,7 +334,9 @@ class DistMagics(Magics):  # type: ignore[misc]
             return lines
         if code.lstrip().startswith("%%local"):
             first = next(i for i, line in enumerate(lines) if line.strip())
-            return [*lines[:first], "# %%local\n", *lines[first + 1 :]]
+            if _without_comment(lines[first]).strip() == "%%local":
+                return [*lines[:first], "# %%local\n", *lines[first + 1 :]]
+            return lines  # the magic refuses the line
         if self.runs_on_ranks(code) and not code.lstrip().startswith("%%"):
             return [f"%%{PLAIN_CELL}\n", *lines]
         return lines

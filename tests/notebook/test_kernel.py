@@ -312,6 +312,7 @@ def test_a_failed_cell_fails_and_shows_the_notebooks_lines(notebook: Notebook):
         ("%dist_push a.b=1", ["'a.b=1'", "NAME=EXPRESSION"]),
         ("%dist_wait 999", ["In[999]", "%dist_jobs"]),
         ("%dist_auto maybe", ["maybe"]),
+        ("%%local junk\n1", ["%%local takes no arguments", "junk"]),
         ("%dist_wait five", ["'five'", "In[5]"]),
         ("%dist_interrupt 999", ["In[999]", "%dist_jobs"]),
         ("%dist_stop now", ["unrecognized arguments: now"]),
