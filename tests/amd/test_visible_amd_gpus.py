@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -163,3 +164,10 @@ def test_what_each_rank_sees() -> None:
     # HIP takes an empty list for no list.
     assert seen(n=1, device="cpu") == [{"HIP_VISIBLE_DEVICES": "-1"}]
     assert visibility((), of=()) == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_a_module_in_the_place_of_torch_is_no_rocm_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert not amd_gpus.torch_is_built_for_them()

@@ -19,7 +19,10 @@ MEBIBYTE = 2**20
 
 def torch_is_built_for_them() -> bool:
     """Whether the installed torch is a ROCm build. It is not imported."""
-    torch = importlib.util.find_spec("torch")
+    try:
+        torch = importlib.util.find_spec("torch")
+    except ValueError:  # a module of this name has no specification
+        return False
     folders = (torch and torch.submodule_search_locations) or ()
     return any((Path(each) / "lib" / "libtorch_hip.so").exists() for each in folders)
 
