@@ -221,6 +221,13 @@ class Lab:
         self._run(
             """
             const { panel, runs } = nbdistTest;
+            const { shell } = jupyterapp;
+            // The command runs a cell of the current notebook. That may still be
+            // another one, which JupyterLab restores.
+            while (shell.currentWidget !== panel) {
+              shell.activateById(panel.id);
+              await new Promise((resolve) => setTimeout(resolve, 20));
+            }
             panel.content.activeCellIndex = argument;
             runs[argument] = jupyterapp.commands.execute('notebook:run-cell');
             """,

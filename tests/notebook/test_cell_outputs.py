@@ -41,9 +41,11 @@ def start(notebook: Notebook, code: str, cell_id: str) -> str:
     return str(message["header"]["msg_id"])
 
 
-def ask(notebook: Notebook) -> None:
+def ask(notebook: Notebook) -> str:
+    """Ask for the outputs of the cells. Returns the request's id."""
     message = notebook.client.session.msg(REQUEST, {})
     notebook.client.control_channel.send(message)
+    return str(message["header"]["msg_id"])
 
 
 def published(notebook: Notebook, request: str, *, after: str) -> list[dict[str, Any]]:
@@ -140,8 +142,9 @@ def test_a_display_that_later_cells_update_is_kept(notebook: Notebook) -> None:
     request = start(notebook, code, "shows")
     published(notebook, request, after="'idle'")
     notebook.run("later.update(HTML('new'))")
-    ask(notebook)
+    asked = ask(notebook)
     content = published(notebook, request, after="'cell_id': 'shows'")[-1]["content"]
+    published(notebook, asked, after="'idle'")
     assert content["is_live"]
     assert not content["is_running"]
     (display,) = content["messages"]
