@@ -28,7 +28,7 @@ from asyncio import Future
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import zmq
@@ -74,6 +74,8 @@ an interrupt."""
 _inspections: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 METRICS_TIMEOUT_S = 1.0
 """The most seconds that a reply waits for logged values that a GPU still computes."""
+
+T = TypeVar("T")
 
 _gates: list[Gate] = []
 
@@ -189,7 +191,7 @@ class _Shell:
 
     def _on_relayed(self, opened: Opened) -> None:
         for direct in list(self._directs):  # their requests were sent before
-            while self._take_next(direct):
+            while _or_end(self._take_next, direct):
                 pass
         self._client = opened.identities
         self._take(opened)
@@ -201,10 +203,7 @@ class _Shell:
             self._loop.add_handler(direct, self._on_direct, IOLoop.READ)
 
     def _on_direct(self, direct: DirectSocket, _events: int) -> None:
-        try:
-            self._take_next(direct)  # if there are more, the loop calls again
-        except Exception as error:  # noqa: BLE001 - the process ends
-            _end_process(error)  # the loop would drop the request
+        _or_end(self._take_next, direct)  # if there are more, the loop calls again
 
     def _take_next(self, direct: DirectSocket) -> bool:
         """Take one message of a direct socket. Returns whether there was one."""
@@ -253,13 +252,7 @@ class _Shell:
 
     def _answer_waiting(self) -> None:
         while self._waiting and not self._is_busy:
-            try:
-                self._begin(self._waiting.popleft())
-            except KeyboardInterrupt:
-                self._is_busy = False
-                raise
-            except BaseException as error:  # noqa: BLE001 - the process ends
-                _end_process(error)
+            _or_end(self._begin, self._waiting.popleft())
 
     def _begin(self, opened: Opened) -> None:
         """Answer a request, in a task from its first `await` that waits.
@@ -268,7 +261,7 @@ class _Shell:
         """
         self._is_busy = True
         context = self._context.copy()
-        request = _answer_main(self._kernel, self, opened)
+        request = _answer(self._kernel, self, opened)
 
         def end() -> None:
             self._context, self._is_busy = context, False
@@ -285,6 +278,9 @@ class _Shell:
             self._task.add_done_callback(end_task)
         except StopIteration:  # it has ended
             end()
+        except BaseException:
+            end()
+            raise
 
     def reply(self, opened: Opened, outcome: Outcome, frames: list[Any]) -> None:
         """Send a reply; it has left when this returns."""
@@ -335,11 +331,11 @@ def _continued(
             return
 
 
-async def _answer_main(kernel: Any, shell: _Shell, opened: Opened) -> None:
-    """Answer a request in the main thread, or end this process."""
+def _or_end(step: Callable[..., T], *arguments: Any) -> T:
+    """Do a step of taking or answering a request, or end this process."""
     try:
-        await _answer(kernel, shell, opened)
-    except (KeyboardInterrupt, GeneratorExit):
+        return step(*arguments)
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - the process ends
         _end_process(error)
@@ -355,6 +351,7 @@ def _end_process(error: BaseException) -> NoReturn:
 
 
 async def _answer(kernel: Any, shell: _Shell, opened: Opened) -> None:
+    """Answer a request in the main thread."""
     message = opened.message
     kernel.set_parent(opened.identities, message, channel="shell")
     rank = this_rank()
@@ -412,7 +409,7 @@ async def _answer_control(kernel: Any, opened: Opened) -> None:
     frames: list[Any]
     try:
         ok, frames = True, await _call(content["target"], message["buffers"])
-    except Exception as error:  # noqa: BLE001 - as in `_answer_main`
+    except Exception as error:  # noqa: BLE001 - as in `_answer`
         ok, frames = False, serialization.dumps(describe(error))
     _reply(kernel, stream, opened, _outcome_now(ok), frames)
     stream.flush(zmq.POLLOUT)
@@ -423,7 +420,7 @@ def _called(target: str, buffers: list[Any]) -> tuple[bool, list[Any]]:
     try:
         args, kwargs = serialization.loads([bytearray(frame) for frame in buffers])
         return True, serialization.dumps(function_of(target)(*args, **kwargs))
-    except BaseException as error:  # noqa: BLE001 - as in `_answer_main`
+    except BaseException as error:  # noqa: BLE001 - as in `_answer`
         return False, serialization.dumps(describe(error))
 
 

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["UNKNOWN", "all_gpus", "ask", "load"]
+__all__ = ["all_gpus", "ask", "fields", "load", "memory"]
 
 UNKNOWN = "N/A"
 """What a field of an answer is if the GPU does not have it."""
+MEBIBYTE = 2**20
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def all_gpus(smi: Any) -> dict[str, Any]:
         AmdSmiException: The driver counts no GPUs.
     """
     handles = smi.amdsmi_get_processor_handles()
-    uuids = [ask(smi, _uuid, smi, handle) for handle in handles]
+    uuids = [_uuid(smi, handle) for handle in handles]
     counts = Counter(uuids)
     found = []
     for number, (handle, uuid) in enumerate(zip(handles, uuids, strict=True)):
@@ -64,15 +65,33 @@ def ask(smi: Any, query: Callable[..., T], *arguments: Any) -> T | None:
         return None
 
 
+def fields(
+    smi: Any, query: Callable[[Any], dict[str, Any]], gpu: Any
+) -> dict[str, Any]:
+    """The fields of the answer to a query of a GPU, without those it does not have."""
+    answer = ask(smi, query, gpu) or {}
+    return {name: value for name, value in answer.items() if value != UNKNOWN}
+
+
+def memory(smi: Any, gpu: Any) -> tuple[int | None, int | None]:
+    """Bytes of a GPU's memory: those in use, and all; None if it does not tell."""
+    sizes = fields(smi, smi.amdsmi_get_gpu_vram_usage, gpu)
+    used, total = sizes.get("vram_used"), sizes.get("vram_total")
+    return (
+        None if used is None else used * MEBIBYTE,
+        None if total is None else total * MEBIBYTE,
+    )
+
+
 def _uuid(smi: Any, handle: Any) -> str | None:
-    serial = str(smi.amdsmi_get_gpu_asic_info(handle)["asic_serial"])
-    digits = serial.lower().removeprefix("0x")
-    return f"GPU-{digits}" if digits.strip("0") and serial != UNKNOWN else None
+    serial = fields(smi, smi.amdsmi_get_gpu_asic_info, handle).get("asic_serial", "")
+    digits = str(serial).lower().removeprefix("0x")
+    return f"GPU-{digits}" if digits.strip("0") else None
 
 
 def _hip_number(smi: Any, handle: Any, otherwise: int) -> int:
     """HIP's number of a GPU where no environment variable hides any."""
     if not hasattr(smi, "amdsmi_get_gpu_enumeration_info"):
         return otherwise
-    info = ask(smi, smi.amdsmi_get_gpu_enumeration_info, handle)
-    return otherwise if info is None or info["hip_id"] == UNKNOWN else info["hip_id"]
+    info = fields(smi, smi.amdsmi_get_gpu_enumeration_info, handle)
+    return int(info.get("hip_id", otherwise))

@@ -6,11 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nbdist.ipc import amd_smi
-from nbdist.ipc.amd_smi import UNKNOWN
 
 __all__ = ["Card", "Reading", "open_card"]
-
-MEBIBYTE = 2**20
 
 T = TypeVar("T")
 
@@ -160,9 +157,12 @@ class AmdCard:
     def read(self) -> Reading:
         """Its state now. The temperature is that of its hottest place."""
         smi = self._smi
-        activity = self._ask(smi.amdsmi_get_gpu_activity, "gfx_activity")
-        used = self._ask(smi.amdsmi_get_gpu_vram_usage, "vram_used")
-        total = self._ask(smi.amdsmi_get_gpu_vram_usage, "vram_total")
+        activity = amd_smi.fields(smi, smi.amdsmi_get_gpu_activity, self._handle)
+        utilisation = activity.get("gfx_activity")
+        used, total = amd_smi.memory(smi, self._handle)
+        power = amd_smi.fields(smi, smi.amdsmi_get_power_info, self._handle)
+        # An MI300 has no average.
+        watts = power.get("average_socket_power", power.get("current_socket_power"))
         degrees = amd_smi.ask(
             smi,
             smi.amdsmi_get_temp_metric,
@@ -170,13 +170,10 @@ class AmdCard:
             smi.AmdSmiTemperatureType.JUNCTION,
             smi.AmdSmiTemperatureMetric.CURRENT,
         )
-        watts = self._ask(smi.amdsmi_get_power_info, "average_socket_power")
-        if watts is None:  # such as an MI300
-            watts = self._ask(smi.amdsmi_get_power_info, "current_socket_power")
         return Reading(
-            utilisation=None if activity is None else float(activity),
-            memory_used=None if used is None else used * MEBIBYTE,
-            memory_total=None if total is None else total * MEBIBYTE,
+            utilisation=None if utilisation is None else float(utilisation),
+            memory_used=used,
+            memory_total=total,
             temperature=None if degrees is None else float(degrees),
             power=None if watts is None else float(watts),
         )
@@ -195,8 +192,3 @@ class AmdCard:
     def close(self) -> None:
         """Release amdsmi."""
         amd_smi.ask(self._smi, self._smi.amdsmi_shut_down)
-
-    def _ask(self, query: Callable[[Any], Any], field: str) -> Any:
-        """A field of the answer to a query of the GPU; None if it has none."""
-        answer = amd_smi.ask(self._smi, query, self._handle)
-        return None if answer is None or answer[field] == UNKNOWN else answer[field]

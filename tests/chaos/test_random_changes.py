@@ -20,6 +20,7 @@ import pytest
 
 from nbdist import Cluster, NbdistError
 from nbdist.session import Session
+from tests.clusters.test_hostile_cells import DIE, WAIT, WORK
 from tests.processes import wait_until
 
 N = 3
@@ -46,27 +47,6 @@ replace = importlib.import_module({module!r}).__dict__.__setitem__
 if rank in {ranks}:
     replace({name!r}, {replacement})
 """
-WORK = """
-import nbdist, torch
-net = torch.nn.Linear(3, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for _ in range(2):
-    optimizer.zero_grad()
-    net(torch.ones(5, 3)).sum().backward()
-    nbdist.all_reduce(net.weight.grad)
-    optimizer.step()
-    nbdist.log(value=1.0)
-total = int(net.weight.grad[0, 0])
-print("printed", total)
-"""
-WAIT = """
-import nbdist, torch
-if nbdist.rank():
-    nbdist.all_reduce(torch.ones(1))
-while True:
-    pass
-"""
-DIE = "import os\nif os.getpid() == {}: os.kill(os.getpid(), 9)"
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from nbdist.ipc import amd_smi
 
 __all__ = ["torch_is_built_for_them", "visible_gpus"]
 
-MEBIBYTE = 2**20
-
 
 def torch_is_built_for_them() -> bool:
     """Whether the installed torch is a ROCm build. It is not imported."""
@@ -83,11 +81,6 @@ def _matches_none(variable: str) -> str:
 
 
 def _gpu(smi: Any, uuid: str, handle: Any) -> Gpu:
-    chip = amd_smi.ask(smi, smi.amdsmi_get_gpu_asic_info, handle)
-    vram = amd_smi.ask(smi, smi.amdsmi_get_gpu_vram_usage, handle)
-    name = amd_smi.UNKNOWN if chip is None else str(chip["market_name"])
-    return Gpu(
-        uuid,
-        "AMD GPU" if name == amd_smi.UNKNOWN else name,
-        None if vram is None else vram["vram_total"] * MEBIBYTE,
-    )
+    chip = amd_smi.fields(smi, smi.amdsmi_get_gpu_asic_info, handle)
+    _, total = amd_smi.memory(smi, handle)
+    return Gpu(uuid, str(chip.get("market_name", "AMD GPU")), total)
