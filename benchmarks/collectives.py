@@ -1,7 +1,7 @@
 """All-reduce of nbdist against what a user would pick instead, on this machine.
 
     python benchmarks/collectives.py [--ranks 2 4 8] [--largest 268435456]
-        [--out out/bench]
+        [--device cuda] [--out out/bench]
 
 For each size, each way of doing it takes turns with the others in the same processes:
 a noisy machine is noisy for all; the best round counts. algbw is S/t and busbw
@@ -38,14 +38,22 @@ COLOURS = [
 # -- on the ranks ----------------------------------------------------------------------
 
 
-def measure(folder: Path, largest: int) -> None:
-    """Time every way at every size; rank 0 writes the rows."""
+def measure(folder: Path, largest: int, kind: str | None) -> None:
+    """Time every way at every size; rank 0 writes the rows.
+
+    Args:
+        folder: Where they are written.
+        largest: Bytes of the largest tensor.
+        kind: "cpu" or "cuda"; None for each that there is.
+    """
     import torch
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     rows: list[Row] = []
     for device in devices(comm):
+        if kind not in (None, device):
+            continue
         size = 4
         while size <= largest:
             tensor = torch.zeros(size // 4, device=device)
@@ -200,12 +208,13 @@ def check_costs(comm: Any, device: str) -> dict[str, float]:
 # -- in the launcher -------------------------------------------------------------------
 
 
-def launch(ranks: int, largest: int) -> list[Row]:
+def launch(ranks: int, largest: int, kind: str | None) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="nb") as folder:
         mpiexec = Path(sys.executable).with_name("mpiexec")
         command = [str(mpiexec), "-n", str(ranks), sys.executable, __file__]
+        only = ["--device", kind] if kind else []
         subprocess.run(
-            [*command, "--folder", folder, "--largest", str(largest)],
+            [*command, "--folder", folder, "--largest", str(largest), *only],
             env={
                 **os.environ,
                 "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -321,13 +330,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--largest", type=int, default=256 * MIB)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder:
-        measure(options.folder, options.largest)
+        measure(options.folder, options.largest, options.device)
         return
-    rows = [row for ranks in options.ranks for row in launch(ranks, options.largest)]
+    rows = [
+        row
+        for ranks in options.ranks
+        for row in launch(ranks, options.largest, options.device)
+    ]
     options.out.mkdir(parents=True, exist_ok=True)
     text = report(rows)
     (options.out / "collectives.json").write_text(json.dumps(rows, indent=1))

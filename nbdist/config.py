@@ -216,8 +216,11 @@ class CollectiveConfig(Config):
     slot_bytes: int = _setting(512 * 1024, _INTEGER, "SLOT_BYTES")
     """Bytes of a slot: shared memory in which each rank writes one block of its tensor.
     A slot and a block together should fit a core's L2 cache."""
-    gpu_slot_bytes: int = _setting(16 * 2**20, _INTEGER, "GPU_SLOT_BYTES")
-    """Bytes of a slot of CUDA IPC, in device memory."""
+    gpu_slot_bytes: int | None = _setting(
+        None, _INTEGER, "GPU_SLOT_BYTES", "by the GPU's memory, 16 to 64 MiB"
+    )
+    """Bytes of a slot of CUDA IPC, in device memory; by default 1/2000 of the memory of
+    the GPU, within 16 and 64 MiB."""
     staging_bytes: int = _setting(4 * 2**20, _INTEGER, "STAGING_BYTES")
     """Bytes of one piece of a GPU tensor that goes through the host. One piece is
     reduced while its neighbours are copied."""

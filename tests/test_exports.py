@@ -158,3 +158,22 @@ def test_the_exports_of_every_module_exist(module: str):
             names = ast.literal_eval(node.value)
             loaded = importlib.import_module(module)
             assert [name for name in names if not hasattr(loaded, name)] == []
+
+
+ROOT = PACKAGE.parent
+USERS = sorted(
+    p for name in ("tests", "benchmarks") for p in (ROOT / name).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_the_tests_import_exists(path: Path):
+    """Some of them run only on a machine with a GPU or with another torch."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "nbdist"
+        ):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")

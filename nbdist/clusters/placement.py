@@ -9,7 +9,7 @@ from nbdist.clusters.hosts.machine import Host
 from nbdist.config import ClusterConfig
 from nbdist.errors import UsageError
 from nbdist.ipc.device_assignment import DeviceAssignment
-from nbdist.ipc.resources import memory_fraction
+from nbdist.ipc.resources import memory_cap, memory_fraction
 
 __all__ = ["assign_devices"]
 
@@ -76,7 +76,7 @@ def assign_devices(
                 visibility=visibility(visible, of=host.gpus),
                 gpu_name=gpu.name if gpu else "CPU",
                 shares_gpu=len(used) < n,
-                memory_fraction=_fraction(config, gpu, per_gpu),
+                memory_cap=_cap(config, gpu, per_gpu),
                 threads=threads,
             )
         )
@@ -157,11 +157,11 @@ def _too_many(n: int, gpus: int, per_gpu: int) -> str:
     )
 
 
-def _fraction(config: ClusterConfig, gpu: Gpu | None, per_gpu: int) -> float | None:
+def _cap(config: ClusterConfig, gpu: Gpu | None, per_gpu: int) -> float | int | None:
     if gpu is None:
         return None
     if config.gpu_memory is not None:
-        return memory_fraction(config.gpu_memory, gpu.memory)
+        return memory_cap(config.gpu_memory, gpu.memory)
     if per_gpu == 1 or gpu.memory is None:
         return None
     return max(1.0 / per_gpu - CONTEXT_BYTES / gpu.memory, SMALLEST_SHARE)

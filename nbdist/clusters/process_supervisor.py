@@ -53,7 +53,7 @@ from nbdist.ipc.fork_messages import (
 )
 from nbdist.ipc.prctl import adopt_orphans, die_with_parent
 from nbdist.ipc.private_files import remove_folders
-from nbdist.ipc.process_files import remove_all_torch_files
+from nbdist.ipc.process_files import remove_all_cuda_files
 
 TERMINATE_GRACE_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -105,7 +105,7 @@ class ProcessSupervisor:
                 signal.signal(terminating, signal.SIG_IGN)
             self._apart.clear()
             self._end_processes()
-            remove_all_torch_files(self._folders[0])
+            remove_all_cuda_files(self._folders[0])
             remove_folders(*self._folders)
 
     def _loop(self, selector: selectors.BaseSelector, wakeup: int) -> None:

@@ -29,7 +29,7 @@ from nbdist.ipc.private_files import memory_folder
 from nbdist.ipc.process_files import (
     read_exit_report,
     read_reason,
-    remove_torch_files,
+    remove_cuda_files,
 )
 from nbdist.wire import RankInfo, format_ranks
 
@@ -339,7 +339,7 @@ class RankRegistry:
         """The error of a dead rank: its exit, and the end of its standard error."""
         info = self._infos[rank]
         if info.pid == info.watched_pid:  # else its own host removes them
-            remove_torch_files(info.pid)
+            remove_cuda_files(info.pid)
         ending = self._ending(info)
         who = f"rank {rank} (pid {info.pid} on {info.host})"
         if info.name in self._ended_on_request:

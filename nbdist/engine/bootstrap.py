@@ -186,6 +186,8 @@ def _select_device(assignment: DeviceAssignment) -> torch.device:
         )
     device = torch.device("cuda", assignment.gpu_index)
     torch.cuda.set_device(device)
-    if assignment.memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(assignment.memory_fraction, device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = assignment.memory_fraction(total)
+    if fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
     return device

@@ -227,9 +227,10 @@ def _describe(
 ) -> RankInfo:
     limit = None
     proxy = os.environ.get(RANK_PROXY)
-    if assignment.memory_fraction is not None:
+    if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        limit = int(total * assignment.memory_fraction)
+        fraction = assignment.memory_fraction(total)
+        limit = None if fraction is None else round(fraction * total)
     return RankInfo(
         rank=world.rank,
         world_size=world.size,

@@ -35,9 +35,9 @@ class DeviceAssignment:
     gpu_name: str
     """"CPU" for a rank on the CPU."""
     shares_gpu: bool
-    memory_fraction: float | None
-    """The most of the GPU's memory that this rank may use, as a fraction; None for no
-    limit."""
+    memory_cap: float | int | None
+    """The most of the GPU's memory that this rank may use: a float is a fraction, an
+    int bytes; None for no limit."""
     threads: int
     """torch's intra-op threads."""
     address: str = ""
@@ -51,6 +51,17 @@ class DeviceAssignment:
         if self.gpu_uuid is None:
             return None
         return self.visible_gpus.index(self.gpu_uuid)
+
+    def memory_fraction(self, total: int) -> float | None:
+        """The most of the GPU's memory that this rank may use, as a fraction.
+
+        Args:
+            total: The bytes of the GPU, as CUDA counts them. The driver's count, which
+                the notebook has, also includes what the driver keeps.
+        """
+        if isinstance(self.memory_cap, int):
+            return min(1.0, self.memory_cap / total)
+        return self.memory_cap
 
     @classmethod
     def read(cls, run_dir: Path, rank: int) -> DeviceAssignment:

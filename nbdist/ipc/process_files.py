@@ -38,8 +38,8 @@ __all__ = [
     "process_name",
     "read_exit_report",
     "read_reason",
-    "remove_all_torch_files",
-    "remove_torch_files",
+    "remove_all_cuda_files",
+    "remove_cuda_files",
     "report_reason",
 ]
 
@@ -51,7 +51,7 @@ REGISTERING = "registering"
 CAPTURED = ("stdout", "stderr")
 """Suffixes of the files that receive the output to descriptors 1 and 2."""
 SHARED_MEMORY = Path("/dev/shm")
-"""Where torch makes its files."""
+"""Where torch and CUDA make their files."""
 
 
 class Process:
@@ -212,20 +212,22 @@ def read_reason(run_dir: Path, name: str) -> str | None:
         return None
 
 
-def remove_torch_files(pid: int) -> None:
+def remove_cuda_files(pid: int) -> None:
     """Remove the files in shared memory of a process that has ended.
 
-    torch counts the readers of CUDA memory in these files. It removes them in
-    destructors, which run neither in a killed rank nor in one that is told to end. When
-    a reader releases the memory, torch skips a file that is gone.
+    torch counts the readers of CUDA memory in files, and CUDA's driver has a file for
+    each process that shares memory. Both remove them in destructors, which run neither
+    in a killed rank nor in one that is told to end. When a reader releases the memory,
+    torch skips a file that is gone.
     """
-    for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
-        with contextlib.suppress(OSError):  # another process has removed it
-            path.unlink()
+    for pattern in (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*"):
+        for path in SHARED_MEMORY.glob(pattern):
+            with contextlib.suppress(OSError):  # another process has removed it
+                path.unlink()
 
 
-def remove_all_torch_files(run_dir: Path) -> None:
-    """Call `remove_torch_files` for each rank that has begun in a cluster's folder."""
+def remove_all_cuda_files(run_dir: Path) -> None:
+    """Call `remove_cuda_files` for each rank that has begun in a cluster's folder."""
     for path in run_dir.glob("rank*.stage"):
         with contextlib.suppress(OSError):  # the folder is being removed
-            remove_torch_files(json.loads(path.read_text())["pid"])
+            remove_cuda_files(json.loads(path.read_text())["pid"])

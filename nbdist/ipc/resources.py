@@ -14,6 +14,7 @@ __all__ = [
     "host_name",
     "is_this_host",
     "memory_available",
+    "memory_cap",
     "memory_fraction",
     "memory_limit",
 ]
@@ -91,19 +92,22 @@ def memory_available(
     return max(0, min(limit - used + cached, available))
 
 
-def memory_fraction(
+def memory_cap(
     cap: str | float,
     total: int | None,
     option: str = "--gpu-memory",
     what: str = "card",
-) -> float:
-    """The fraction of `total` bytes that a cap such as 0.25, "8GiB" or 2**33 allows.
+) -> float | int:
+    """A cap on memory such as 0.25, "8GiB" or 2**33, read and checked.
 
     Args:
         cap: The cap.
         total: The bytes of the device or machine; None if they are not known.
         option: The option that gave the cap, for an error's message.
         what: The device or machine that has the bytes, for an error's message.
+
+    Returns:
+        A float in (0, 1], a fraction of the memory; or an int, bytes.
 
     Raises:
         UsageError: The cap is neither a fraction in (0, 1] nor a size, or is more than
@@ -117,17 +121,33 @@ def memory_fraction(
             "such as 8GiB"
         )
     number = float(match[1])
-    if match[2] or number > 1:
+    is_size = bool(match[2]) or number > 1
+    if is_size:
         if total is None:
             raise UsageError(
                 f"{option} {text} is a size, and the driver does not tell the memory "
                 f"of this {what}: pass a fraction between 0 and 1"
             )
-        number = number * UNITS[match[2].upper()] / total
-    if not 0 < number <= 1:
+        number = int(number * UNITS[match[2].upper()])
+    if not 0 < number <= (total if is_size and total is not None else 1):
         whole = "memory" if total is None else f"{total / 2**30:.1f} GiB"
         raise UsageError(
             f"{option} {text} is not within the {what}'s {whole}: "
             "pass a fraction between 0 and 1 or a smaller size"
         )
     return number
+
+
+def memory_fraction(
+    cap: str | float,
+    total: int | None,
+    option: str = "--gpu-memory",
+    what: str = "card",
+) -> float:
+    """The fraction of `total` bytes that a cap allows. The arguments and the errors are
+    those of `memory_cap`."""
+    checked = memory_cap(cap, total, option, what)
+    if isinstance(checked, float):
+        return checked
+    assert total is not None
+    return checked / total

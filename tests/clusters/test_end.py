@@ -198,16 +198,19 @@ def test_the_file_of_a_value_in_transfer_is_removed():
         footprint.assert_gone()
 
 
-def test_torchs_files_in_shared_memory_end_with_their_rank():
-    """CUDA IPC makes such files, in which torch counts readers."""
+def test_cudas_files_in_shared_memory_end_with_their_rank():
+    """CUDA IPC makes such files: torch counts readers in its own."""
     with Cluster(n=2, device="cpu") as cluster:
         cluster.execute(
             "import os\n"
-            "path = f'/dev/shm/torch_{os.getpid()}_1_0'\n"
-            "with open(path, 'w'): pass"
+            "pid, user = os.getpid(), os.getuid()\n"
+            "names = [f'torch_{pid}_1_0', f'cuda.shm.{user}.{pid:x}.1']\n"
+            "paths = [f'/dev/shm/{name}' for name in names]\n"
+            "for path in paths:\n"
+            "    with open(path, 'w'): pass"
         )
-        paths = [Path(path) for path in cluster["path"]]
+        first, second = [list(map(Path, paths)) for paths in cluster["paths"]]
         os.kill(cluster.ranks[1].pid, signal.SIGKILL)
-        wait_until(lambda: not paths[1].exists(), 10)
-        assert paths[0].exists()
-    wait_until(lambda: not paths[0].exists(), 10)
+        wait_until(lambda: not any(path.exists() for path in second), 10)
+        assert all(path.exists() for path in first)
+    wait_until(lambda: not any(path.exists() for path in first), 10)

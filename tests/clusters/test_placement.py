@@ -37,7 +37,7 @@ def test_with_gpus_n_is_one_per_gpu(gpus: int):
     assigned = assign_devices(ClusterConfig(), gpu_host(gpus))
     assert gpus_of(assigned) == [f"GPU-{i}" for i in range(gpus)]
     assert not any(p.shares_gpu for p in assigned)
-    assert {p.memory_fraction for p in assigned} == {None}
+    assert {p.memory_cap for p in assigned} == {None}
     assert [p.gpu_index for p in assigned] == list(range(gpus))  # cuda:{local_rank}
     assert {len(p.visible_gpus) for p in assigned} == {gpus}
 
@@ -54,7 +54,7 @@ def test_ranks_share_a_gpu_whose_memory_is_not_known():
 
     def fractions(**options: object) -> set[float | None]:
         config = ClusterConfig(n=2, ranks_per_gpu=2, **options)  # type: ignore[arg-type]
-        return {each.memory_fraction for each in assign_devices(config, host)}
+        return {each.memory_cap for each in assign_devices(config, host)}
 
     assert fractions() == {None}
     assert fractions(gpu_memory=0.25) == {0.25}
@@ -81,7 +81,7 @@ def test_ranks_that_share_a_gpu_are_neighbours_and_share_its_memory():
         "GPU-1",
     ]
     assert all(p.shares_gpu for p in assigned)
-    assert {p.memory_fraction for p in assigned} == {0.5 - 0.5 / 80}  # and a context
+    assert {p.memory_cap for p in assigned} == {0.5 - 0.5 / 80}  # and a context
     assert {(p.visible_gpus, p.gpu_index) for p in assigned} == {
         (("GPU-0",), 0),
         (("GPU-1",), 0),
@@ -94,7 +94,7 @@ def test_default_n_counts_the_ranks_per_gpu():
 
 def test_a_given_cap_replaces_the_even_share():
     config = ClusterConfig(n=2, ranks_per_gpu=2, gpu_memory="8GiB")
-    assert {p.memory_fraction for p in assign_devices(config, gpu_host(1))} == {0.1}
+    assert {p.memory_cap for p in assign_devices(config, gpu_host(1))} == {8 * GIB}
 
 
 @pytest.mark.parametrize(

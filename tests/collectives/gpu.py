@@ -36,7 +36,7 @@ LONG = 200_000_000
 """Clock ticks: some 0.1 s."""
 IS_SMALL = os.environ.get("SIMGPU_SMALL") == "1"
 """Whether slots and tensors are small, because the CPU runs the kernels."""
-SLOT_BYTES = 2**20 if IS_SMALL else CollectiveConfig.gpu_slot_bytes
+SLOT_BYTES = (1 if IS_SMALL else 16) * 2**20
 LARGE = 1_000_000 if IS_SMALL else 20_000_000
 """Elements: more than one slot of device memory."""
 TOTAL = SIZE * (SIZE + 1) / 2

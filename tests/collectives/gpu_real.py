@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import nbdist.collectives as nc
-from nbdist.collectives.torch_backend.process_group import register
+from nbdist.collectives.torch_backend.registration import register
 from nbdist.config import CollectiveConfig
 
 COMM = MPI.COMM_WORLD

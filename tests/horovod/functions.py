@@ -219,6 +219,12 @@ def grouped_allreduce() -> None:
         assert_same(tensor, kept)
 
 
+def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Random numbers on the default device, the same on all ranks."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    return torch.randn(shape, generator=generator)
+
+
 @case
 def allreduce_adasum() -> None:
     def tree(rows: list[Tensor]) -> Tensor:
@@ -231,10 +237,7 @@ def allreduce_adasum() -> None:
 
     for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         for shape in ((3,), (17,), (5, 3)):
-            rows = [
-                torch.randn(shape, generator=torch.Generator().manual_seed(r)).to(dtype)
-                for r in range(hvd.size())
-            ]
+            rows = [drawn(shape, r).to(dtype) for r in range(hvd.size())]
             result = hvd.allreduce(rows[hvd.rank()], op=hvd.Adasum)
             assert_same(result, tree(rows), rtol=close, atol=close)
             both = hvd.grouped_allreduce([rows[hvd.rank()], rows[0]], op=hvd.Adasum)

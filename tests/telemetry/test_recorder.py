@@ -276,6 +276,7 @@ def test_a_cuda_scalar_is_copied_without_synchronising() -> None:
     value = torch.ones((), device="cuda")
     with recorder(batches.append) as made:
         made.log(loss=value)  # pays for what is set up once
+        value += 0  # loads its kernel, which can wait for the GPU
         torch.cuda._sleep(2_000_000_000)
         made.log(loss=value)
         value += 1  # in place, and after the log

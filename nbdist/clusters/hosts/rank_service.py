@@ -10,7 +10,7 @@ from typing import Any
 
 from nbdist.clusters.hosts.local_world import LocalWorld
 from nbdist.ipc.fork_messages import receive, send
-from nbdist.ipc.process_files import REGISTERING, Process, remove_torch_files
+from nbdist.ipc.process_files import REGISTERING, Process, remove_cuda_files
 
 __all__ = ["serve_rank"]
 
@@ -113,7 +113,7 @@ class _RankWatch:
                 text = path.read_text(errors="replace")
                 send(self._channel, {suffix: text[-MOST_LETTERS:]})
         if self._stage:
-            remove_torch_files(self._stage["pid"])
+            remove_cuda_files(self._stage["pid"])
         code = self._process.read_exit_code()
         if code is None:
             code = supervisor.exit_code(name)

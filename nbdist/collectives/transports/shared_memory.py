@@ -34,7 +34,7 @@ class SharedTransport(Transport):
 
     description: ClassVar[str] = "shared memory"
     has_barrier: ClassVar[bool] = True
-    at_once_bytes: ClassVar[int] = AT_ONCE_BYTES
+    at_once_bytes: int = AT_ONCE_BYTES
     """Tensors above this size are reduced in shares, one for each rank."""
 
     def __init__(
@@ -160,20 +160,20 @@ class SharedTransport(Transport):
     # -- reductions ----------------------------------------------------------------
 
     def _reduce(self, tensor: Tensor, op: str, wanted: bool) -> None:
-        fits = len(tensor) <= self._slots.capacity(tensor.dtype)
-        if fits and len(tensor) * tensor.element_size() <= self.at_once_bytes:
+        if len(tensor) * tensor.element_size() <= self.at_once_bytes:
             self._reduce_at_once(tensor, op, wanted)
         else:
             self._reduce_by_shares(tensor, op, wanted)
 
     def _reduce_at_once(self, tensor: Tensor, op: str, wanted: bool) -> None:
-        """Reduce in one step: each rank writes its tensor, and reduces all tensors."""
-        views = self._slots.views(tensor.dtype, len(tensor))
-        slots = views[self._parity].slots
-        slots[self._rank].copy_(tensor)
-        self._pass(first=True)
-        if wanted:
-            reduce_rows(op, slots, tensor)
+        """Reduce each block in one step: each rank writes its own, and reduces all."""
+        for step, block in enumerate(self._cut(tensor) or (tensor,)):
+            views = self._slots.views(tensor.dtype, len(block))
+            slots = views[self._parity].slots
+            slots[self._rank].copy_(block)
+            self._pass(first=step == 0)
+            if wanted:
+                reduce_rows(op, slots, block)
 
     def _reduce_by_shares(self, tensor: Tensor, op: str, wanted: bool) -> None:
         """Reduce in blocks. Each rank reduces its share of a block for all ranks.
