@@ -150,17 +150,31 @@ class Group:
         use the same GPU.
 
         Raises:
-            UsageError: The algorithm is not available for this device.
+            UsageError: The algorithm is not available for this device, or a CUDA graph
+                cannot capture the call.
         """
         kind = device if isinstance(device, str) else device.type
+        is_captured = kind == "cuda" and torch.cuda.is_current_stream_capturing()
         if kind not in self._connection.transports:
+            if is_captured and self.size > 1:
+                raise UsageError(
+                    "the first collective of a group on GPUs connects the ranks, which "
+                    "a CUDA graph cannot capture: make one before the capture"
+                )
             if kind == "cuda":
                 self._add_gpu(torch.device(device))
             else:
                 self._connection.add_device(kind)
         if kind == "cuda":
             self._check_gpu(torch.device(device))
-        return self._connection.transport(kind, algorithm)
+        found = self._connection.transport(kind, algorithm)
+        if is_captured and not found.is_capturable:
+            raise UsageError(
+                f"a CUDA graph cannot capture a collective over {found.description}, "
+                "in which the host takes part: capture the work before and after it. "
+                "With a GPU for each rank it goes over NCCL, which can be captured"
+            )
+        return found
 
     def plan(
         self,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import nbdist.collectives as nc
 from nbdist.collectives.torch_backend.registration import register
 from nbdist.config import CollectiveConfig
+from nbdist.errors import UsageError
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -76,6 +78,19 @@ def a_captured_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert (tensor == SIZE * (SIZE + 1) / 2).all()
+
+
+def a_refused_capture() -> None:
+    """The host takes part in CUDA IPC: a capture is refused, and spoils nothing."""
+    group = begin(own_gpus=False)
+    tensor = torch.ones(1000)
+    for reason in ("make one before the capture", "over CUDA IPC, in which the host"):
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(UsageError, match=reason), torch.cuda.graph(graph):
+            nc.all_reduce(tensor, group=group)
+        tensor.fill_(RANK + 1.0)
+        nc.all_reduce(tensor)
+        assert (tensor == SIZE * (SIZE + 1) / 2).all()
 
 
 def sums_are_right() -> str:

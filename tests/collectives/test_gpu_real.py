@@ -34,6 +34,10 @@ def test_a_collective_of_nccl_is_captured_in_a_graph() -> None:
     launch(2, CASES, "a_captured_graph", deadline_s=200)
 
 
+def test_a_graph_that_would_capture_a_collective_of_cuda_ipc_is_refused() -> None:
+    launch(2, CASES, "a_refused_capture")
+
+
 def test_memory_in_expandable_segments_is_reduced() -> None:
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     launch(2, CASES, "sums_are_right", deadline_s=200, environment=environment)

@@ -30,6 +30,8 @@ class Transport(ABC):
     """Whether all ranks must have finished before a rank closes the transport."""
     has_barrier: ClassVar[bool] = False
     """Whether each operation passes the group's barrier before it changes data."""
+    is_capturable: ClassVar[bool] = False
+    """Whether a CUDA graph can capture the operations: the host takes no part."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Reduce a strided tensor in place, to the same bits on all ranks."""

@@ -16,6 +16,7 @@ class LocalTransport(Transport):
     """Copies within the process. A reduction of one tensor changes nothing."""
 
     description: ClassVar[str] = "none (a world of one)"
+    is_capturable: ClassVar[bool] = True
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         pass

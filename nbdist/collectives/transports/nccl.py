@@ -38,6 +38,7 @@ class NcclTransport(Transport):
 
     description: ClassVar[str] = "NCCL"
     ends_together: ClassVar[bool] = True
+    is_capturable: ClassVar[bool] = True
 
     @classmethod
     def connect(
