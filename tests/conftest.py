@@ -68,7 +68,7 @@ def cluster(_shared_cluster: SharedCluster) -> Iterator[Cluster]:
 def _importable() -> Iterator[None]:
     """Make processes that a test starts import nbdist from this checkout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
         yield
 
 
