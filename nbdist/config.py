@@ -219,8 +219,8 @@ class CollectiveConfig(Config):
     gpu_slot_bytes: int | None = _setting(
         None, _INTEGER, "GPU_SLOT_BYTES", "by the GPU's memory, 16 to 64 MiB"
     )
-    """Bytes of a slot of CUDA IPC, in device memory; by default 1/2000 of the memory of
-    the GPU, within 16 and 64 MiB."""
+    """Bytes of a slot of CUDA IPC, in device memory; by default 1/500 of the memory
+    that the rank may use, within 16 and 64 MiB."""
     staging_bytes: int = _setting(4 * 2**20, _INTEGER, "STAGING_BYTES")
     """Bytes of one piece of a GPU tensor that goes through the host. One piece is
     reduced while its neighbours are copied."""

@@ -204,6 +204,8 @@ def test_a_value_that_cannot_be_printed_is_an_error(cluster: Cluster):
 def test_each_tensor_has_a_text(cluster: Cluster):
     cluster.execute(
         "import warnings, numpy as np\n"
+        "kept = warnings.catch_warnings()\n"
+        "kept.__enter__()\n"
         "warnings.simplefilter('ignore')\n"
         "coo = (torch.eye(3) * 2).to_sparse()\n"
         "csr = torch.eye(2).to_sparse_csr()\n"
@@ -214,7 +216,8 @@ def test_each_tensor_has_a_text(cluster: Cluster):
         "meta = torch.empty(2, device='meta')\n"
         "bad = torch.tensor([1.0, float('nan'), float('inf'), float('nan')])\n"
         "small = bad.to(torch.float8_e5m2)\n"
-        "array = bad.numpy()"
+        "array = bad.numpy()\n"
+        "kept.__exit__(None, None, None)"
     )
     described = {v.name: v.value for v in cluster.variables()[0] or []}
     counts = "norm nan (2 nan, 1 inf)"

@@ -31,8 +31,8 @@ from nbdist.collectives.transports.slots import PeerSlots, Slots, peer_bytes
 __all__ = ["DeviceTransport"]
 
 _LEAST_SLOT, _MOST_SLOT = 16 * 2**20, 64 * 2**20
-_SLOTS_OF_MEMORY = 2000
-"""A slot is this part of the GPU's memory, within the limits above."""
+_SLOTS_OF_MEMORY = 500
+"""A slot is this part of the memory that the rank may use, within the limits above."""
 _AT_ONCE_BYTES = 512 * 1024
 """To read this much from the memory of another GPU takes less time than a step."""
 _SLOTS_AT_ONCE = 4
@@ -112,6 +112,9 @@ class DeviceTransport(SharedTransport):
 
 
 def _suitable_slot() -> int:
-    """The bytes of a slot for the memory of the current device."""
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return int(min(max(total // _SLOTS_OF_MEMORY, _LEAST_SLOT), _MOST_SLOT))
+    """The bytes of a slot for the memory that this rank may use on its device."""
+    device = torch.cuda.current_device()
+    usable = float(torch.cuda.get_device_properties(device).total_memory)
+    if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # since torch 2.8
+        usable *= torch.cuda.get_per_process_memory_fraction(device)
+    return int(min(max(usable / _SLOTS_OF_MEMORY, _LEAST_SLOT), _MOST_SLOT))
