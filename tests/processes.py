@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -139,3 +140,20 @@ def _describe(process: psutil.Process) -> str:
         return f"{process.pid} {' '.join(process.cmdline())[:120]}"
     except psutil.Error:
         return str(process.pid)
+
+
+def left_in(folder: Path) -> list[Path]:
+    """The files in a folder that is for temporary files.
+
+    torch 2.7 makes a folder with a module there at its import. It is left out, because
+    only a process that is not killed removes it.
+    """
+    return sorted(path for path in folder.iterdir() if not _is_of_torch(path))
+
+
+def _is_of_torch(path: Path) -> bool:
+    if not version("torch").startswith("2.7"):
+        return False
+    return (path / "_remote_module_non_scriptable.py").exists() or (
+        path.name.startswith("tmp") and path.is_dir() and not any(path.iterdir())
+    )

@@ -591,9 +591,9 @@ class Group:
         """
         self.finish()
         self._end_together()
-        closed = CollectiveAborted("this group of ranks was closed")
-        self.abort(closed)
-        self._worker.stop(closed)
+        self.abort(CollectiveAborted("this group of ranks was closed"))
+        assert self._error is not None  # this one, or that of an earlier abort
+        self._worker.stop(self._error)
         self._connection.close()
         live.discard(self)
 

@@ -19,6 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.ipc.private_files import memory_folder
 from tests.cluster_processes import fork_server
+from tests.processes import left_in
 
 CELL = "x = torch.ones(3); dist.all_reduce(x); nbdist.log(x=x[0]); print('sum')"
 
@@ -58,7 +59,7 @@ def inventory(memory: Path) -> dict[str, object]:
             for path in Path("/proc/self/fd").iterdir()
         ),
         "threads": len(os.listdir("/proc/self/task")),
-        "temporary": sorted(os.listdir(tempfile.gettempdir())),
+        "temporary": [path.name for path in left_in(Path(tempfile.gettempdir()))],
         "memory folder": memory.exists(),
         "resident_bytes": this.memory_info().rss,
     }

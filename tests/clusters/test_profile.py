@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nbdist import CellError, CellInterrupted, Cluster, UsageError
 from nbdist.clusters.observer import Event, Quiet
@@ -101,7 +102,8 @@ def test_the_trace_has_all_ranks_and_joins_their_collectives(
         outer = [each for each in own if each["name"] == "c10d::allreduce_"]
         for call, around in zip(calls, outer, strict=True):
             assert call["ts"] - around["ts"] > -100
-            assert call["ts"] + call["dur"] < around["ts"] + around["dur"] + 100
+            if torch.__version__ >= "2.8":  # before, the event ends before the wait
+                assert call["ts"] + call["dur"] < around["ts"] + around["dur"] + 100
     arrows = [each for each in events if each["name"] == "last"]
     begins = [each for each in arrows if each["ph"] == "s"]
     assert len(begins) == 3

@@ -26,7 +26,7 @@ from nbdist.config import ClusterConfig
 from nbdist.errors import AlreadyRunning
 from nbdist.ipc.fork_messages import RANK_HOST
 from tests.cluster_processes import is_rank
-from tests.processes import wait_until
+from tests.processes import left_in, wait_until
 
 GONE_WITHIN_S = 10.0
 
@@ -44,7 +44,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     started = set(psutil.Process().children(recursive=True)) - before
     _, living = psutil.wait_procs(started, timeout=GONE_WITHIN_S)
     assert living == []
-    assert list(folder.iterdir()) == []
+    assert left_in(folder) == []
 
 
 @pytest.mark.parametrize(
