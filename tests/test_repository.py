@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import nbdist
 from nbdist.errors import UsageError
@@ -173,6 +174,25 @@ def test_a_kernel_that_has_loaded_an_old_package_must_be_restarted(
     monkeypatch.setattr("IPython.version_info", (7, 34, 0, ""))
     with pytest.raises(UsageError, match=r"IPython 7\.34\.0.*8\.18.*restart"):
         check_loaded()
+
+
+def test_an_ipykernel_that_loses_requests_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (needed,) = (
+        Requirement(text).specifier
+        for text in project["project"]["dependencies"]
+        if text.startswith("ipykernel")
+    )
+    for version in ("6.29.0", "6.31.0", "7.0.1", "7.1.0", "7.3.0", "7.4.0", "8.0.0"):
+        numbers = tuple(map(int, version.split(".")))
+        monkeypatch.setattr("ipykernel.version_info", numbers)
+        if needed.contains(version):
+            check_loaded()
+        else:
+            with pytest.raises(UsageError, match=f"ipykernel {version}, which loses"):
+                check_loaded()
 
 
 def test_no_package_index_is_named() -> None:
