@@ -209,23 +209,27 @@ def _prepare(
         return f"{sys.platform} has no safe fork"
     kind = _kind(environment, config.preload, run_dir)
     if _server is not None and (_server.kind != kind or _server.is_spent):
-        _retire()
+        _replace(_server)
     if _server is None:
         _server = _ForkServer(environment, config.preload, kind)
     return _server.why_not
 
 
-def _retire() -> None:
-    """Make the next start begin another fork server."""
+def _replace(server: _ForkServer) -> None:
+    """Retire a fork server, so that the next start begins another."""
+    process = _retire(server)
+    # It stays a zombie until someone waits for it.
+    threading.Thread(
+        target=_collect, args=[process], name="nbdist-fork-server-exit", daemon=True
+    ).start()
+
+
+def _retire(server: _ForkServer) -> subprocess.Popen[bytes]:
     global _server
-    if _server is not None:
-        process = _server.retire()
-        _retired.add(process)
-        # It stays a zombie until someone waits for it.
-        threading.Thread(
-            target=_collect, args=[process], name="nbdist-fork-server-exit", daemon=True
-        ).start()
-        _server = None
+    process = server.retire()
+    _retired.add(process)
+    _server = None
+    return process
 
 
 def _collect(process: subprocess.Popen[bytes]) -> None:
@@ -274,7 +278,8 @@ def close() -> None:
     A later start begins another fork server. A second call has no effect.
     """
     with _lock:
-        _retire()
+        if _server is not None:
+            _retire(_server)  # no thread can begin when the interpreter ends
         for process in list(_retired):
             process.kill()
             process.wait()

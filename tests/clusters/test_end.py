@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -214,3 +216,14 @@ def test_cudas_files_in_shared_memory_end_with_their_rank():
         wait_until(lambda: not any(path.exists() for path in second), 10)
         assert all(path.exists() for path in first)
     wait_until(lambda: not any(path.exists() for path in first), 10)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_program_ends_in_silence(is_stopped: bool):
+    code = "from nbdist import Cluster; cluster = Cluster(1, device='cpu').start()"
+    if is_stopped:
+        code += "; cluster.stop()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
