@@ -25,7 +25,9 @@ seeds, temporary, root = sys.argv[1:]
 os.environ.update(NBDIST_CHAOS_SEED=seeds, TMPDIR=temporary)
 os.chdir(root)
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/chaos/test_chaos.py"]))
+# A short path: otherwise multiprocessing's sockets are not in the run folder.
+options = ["-q", "-p", "no:cacheprovider", "--basetemp", temporary + "/t"]
+sys.exit(pytest.main([*options, "tests/chaos/test_chaos.py"]))
 """
 
 
