@@ -24,7 +24,7 @@ from tests.chaos.faults import FolderFull
 from tests.chaos.moments import Marks
 from tests.cluster_processes import ClusterProcesses, rank_parent
 from tests.clusters import elastic_training
-from tests.processes import Footprint, wait_until
+from tests.processes import Footprint, left_in, wait_until
 
 __all__ = ["ReusedCluster", "reused"]
 
@@ -164,7 +164,7 @@ class ReusedCluster:
         wait_until(lambda: not processes.all(), GONE_WITHIN_S, processes.describe)
         in_memory = processes.in_memory()
         assert not processes.memory.exists(), f"in shared memory: {in_memory}"
-        left = {path.name for path in self.own.iterdir()} - {"filler"}
+        left = {path.name for path in left_in(self.own)} - {"filler"}
         left -= {name for name in left if name.startswith("torchinductor_")}
         assert not left, f"left in the temporary folder: {left}"
         now = _descriptors()

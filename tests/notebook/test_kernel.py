@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ipykernel
 import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
@@ -242,6 +243,8 @@ print("end")
 def test_output_is_in_rank_order_and_equal_output_shown_once_at_the_end(
     notebook: Notebook, option: str
 ):
+    if option and ipykernel.version_info[0] < 7:
+        pytest.skip("before ipykernel 7 a thread cannot clear the output of its cell")
     code = OUT_OF_STEP.replace("%%distributed", f"%%distributed{option}")
     request, reply, _ = notebook.start(code)
     if option:
