@@ -11,8 +11,10 @@ import torch
 from nbdist.collectives.group import Group
 from nbdist.collectives.sync.shared_barrier import SharedBarrier
 from nbdist.collectives.transports import select as devices
+from nbdist.collectives.transports.cuda_ipc import DeviceTransport
 from nbdist.collectives.transports.local import LocalTransport
 from nbdist.collectives.transports.mpi import DirectTransport
+from nbdist.collectives.transports.nccl import NcclTransport
 from nbdist.collectives.transports.staged import StagedTransport
 from nbdist.config import CollectiveConfig
 from nbdist.errors import UsageError
@@ -98,14 +100,35 @@ def test_a_requested_transport_that_is_unavailable_is_an_error(
     assert machine.transports(ONE_HOST, "staged")["auto"].description.startswith("sta")
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_rank_keeps_its_gpu(device: str) -> None:
-    gpu = torch.device("cuda", 1)
+def on_gpu(transports: dict[str, dict[str, Any]]) -> Any:
+    """A group of two ranks without a connection, on the second GPU."""
     group: Any = object.__new__(Group)
+    group.size = 2
     group._connection = SimpleNamespace(
-        gpu=gpu, transports={"cuda": {}}, transport=lambda *names: names
+        gpu=torch.device("cuda", 1),
+        transports=transports,
+        transport=lambda kind, name: transports[kind][name],
     )
-    assert group.transport(torch.device(device)) == ("cuda", "auto")
-    assert group.transport("cuda", "ring") == ("cuda", "ring")
+    return group
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_rank_keeps_its_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    group = on_gpu({"cuda": {"auto": "the fastest", "ring": "the ring"}})
+    assert group.transport(torch.device(device)) == "the fastest"
+    assert group.transport("cuda", "ring") == "the ring"
     with pytest.raises(UsageError, match="tensor on cuda:0: expected one on cuda:1"):
         group.transport(torch.device("cuda", 0))
+
+
+def test_a_graph_captures_no_call_in_which_the_host_takes_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UsageError, match="make one before the capture"):
+        on_gpu({"cpu": {}}).transport(torch.device("cuda", 1))
+    group = on_gpu({"cuda": {"auto": NcclTransport, "ipc": DeviceTransport}})
+    assert group.transport("cuda") is NcclTransport
+    with pytest.raises(UsageError, match="over CUDA IPC, in which the host"):
+        group.transport("cuda", "ipc")
