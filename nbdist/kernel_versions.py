@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from nbdist.errors import UsageError
 
@@ -26,18 +27,22 @@ def check_loaded() -> None:
         UsageError: A loaded package is too old, or is a version that loses requests.
     """
     for name, needed in NEEDED.items():
-        loaded = getattr(sys.modules.get(name), "version_info", None)
-        if loaded is None:
-            continue
-        if tuple(loaded[: len(needed)]) < needed:
+        loaded = _loaded(name)
+        if loaded is not None and loaded[: len(needed)] < needed:
             why = f"and nbdist needs {_text(needed)}"
             raise _refusal(name, loaded, why, f"-U {name}")
-        first, fixed = LOSING_REQUESTS
-        if name == "ipykernel" and first <= tuple(loaded[:2]) < fixed:
-            why = "which loses requests, so that a cell may never begin"
-            # Python 3.10 has no later one.
-            other = ">=7.4" if sys.version_info >= (3, 11) else "<7"
-            raise _refusal(name, loaded, why, f'"ipykernel{other}"')
+    loaded, (first, fixed) = _loaded("ipykernel"), LOSING_REQUESTS
+    if loaded is not None and first <= loaded[:2] < fixed:
+        why = "which loses requests, so that a cell may never begin"
+        # Python 3.10 has no later one.
+        other = f">={_text(fixed)}" if sys.version_info >= (3, 11) else "<7"
+        raise _refusal("ipykernel", loaded, why, f'"ipykernel{other}"')
+
+
+def _loaded(name: str) -> tuple[Any, ...] | None:
+    """The version of a package that is loaded, as numbers."""
+    found = getattr(sys.modules.get(name), "version_info", None)
+    return None if found is None else tuple(found)
 
 
 def _refusal(name: str, loaded: tuple[object, ...], why: str, other: str) -> UsageError:

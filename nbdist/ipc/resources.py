@@ -120,16 +120,15 @@ def memory_cap(
             f"{option} {text!r} is neither a fraction such as 0.25 nor a size "
             "such as 8GiB"
         )
-    number = float(match[1])
-    is_size = bool(match[2]) or number > 1
-    if is_size:
+    number, most = float(match[1]), 1
+    if match[2] or number > 1:
         if total is None:
             raise UsageError(
                 f"{option} {text} is a size, and the driver does not tell the memory "
                 f"of this {what}: pass a fraction between 0 and 1"
             )
-        number = int(number * UNITS[match[2].upper()])
-    if not 0 < number <= (total if is_size and total is not None else 1):
+        number, most = int(number * UNITS[match[2].upper()]), total
+    if not 0 < number <= most:
         whole = "memory" if total is None else f"{total / 2**30:.1f} GiB"
         raise UsageError(
             f"{option} {text} is not within the {what}'s {whole}: "

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from nbdist import Cluster
 from nbdist.errors import CellError, CellTimeout, UsageError
+from tests.real_gpus import NEEDS_A_REAL_GPU
 
-torch = pytest.importorskip("torch")
-WHY = "only a real GPU can show it: needs a CUDA GPU and not a simulated one"
-IS_REAL = torch.cuda.is_available() and "simgpu" not in os.environ.get("LD_PRELOAD", "")
 SUM = """
 x = torch.full((100_000,), rank + 1.0, device=device)
 nbdist.all_reduce(x)
@@ -24,12 +22,7 @@ table = torch.nn.Embedding(10, 4, device=device)
 table(torch.tensor([10], device=device)).sum().item()
 """
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.gpu_real,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not IS_REAL, reason=WHY),
-]
+pytestmark = [*NEEDS_A_REAL_GPU, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -5,23 +5,17 @@ A simulated GPU has CUDA's functions, but neither its speed nor its kernels.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import launch
 
-CASES = str(Path(__file__).with_name("gpu_real.py"))
-WHY = "only a real GPU can show it: needs a CUDA GPU and not a simulated one"
-IS_REAL = torch.cuda.is_available() and "simgpu" not in os.environ.get("LD_PRELOAD", "")
+from tests.real_gpus import NEEDS_A_REAL_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.gpu_real,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not IS_REAL, reason=WHY),
-]
+CASES = str(Path(__file__).with_name("gpu_real.py"))
+
+pytestmark = [*NEEDS_A_REAL_GPU, pytest.mark.timeout(400)]
 
 
 def test_ranks_on_one_gpu_are_ten_times_as_fast_as_gloo() -> None:

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import psutil
 
 from nbdist.ipc.prctl import die_with_parent
 from tests.hosts.console import Console
-from tests.processes import wait_until
+from tests.processes import left_in, wait_until
 
 __all__ = ["HostNetwork", "TestHost", "why_no_delay", "why_not"]
 
@@ -230,23 +229,13 @@ class TestHost:
 
     def left_behind(self) -> set[str]:
         """What is in its /tmp and /dev/shm, except what every host must have."""
-        left = set(self.run("ls", "/tmp", "/dev/shm").stdout.split())
+        root = Path(f"/proc/{self._init}/root")
+        left = {path.name for path in left_in(root / "tmp")}
+        left |= set(os.listdir(root / "dev/shm"))
         tmp = Path("/tmp")
         installed = [path for path in _installed() if path.is_relative_to(tmp)]
         left -= {path.relative_to(tmp).parts[0] for path in installed}
-        return left - {"/dev/shm:", "/tmp:", "torchinductor_root"} - self._of_torch()
-
-    def _of_torch(self) -> set[str]:
-        """The folders in its /tmp that torch 2.7 makes at its import.
-
-        Only a process that is not killed removes its folder.
-        """
-        if not version("torch").startswith("2.7"):
-            return set()
-        look = "ls -d /tmp/tmp*/_remote_module_non_scriptable.py; "
-        look += "find /tmp/tmp* -maxdepth 0 -type d -empty"
-        found = self.run("sh", "-c", look, check=False).stdout
-        return {Path(line).parts[2] for line in found.splitlines()}
+        return left - {"torchinductor_root"}
 
     # -- its link --------------------------------------------------------------------
 
