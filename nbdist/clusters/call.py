@@ -35,6 +35,8 @@ __all__ = ["Call"]
 
 
 Message = dict[str, Any]
+_Heard = tuple[tuple[str, ...], Message | None]
+"""UUIDs of engines, and a message of theirs; None if they have answered or died."""
 
 
 class Call:
@@ -79,7 +81,7 @@ class Call:
         self._begun = self.last_event = time.monotonic()
         self._has_trouble = False
         """Whether a rank has died, failed, or reported a broken group."""
-        self._queue: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
 
     def begin(self) -> None:
         """Send the requests."""
@@ -108,7 +110,7 @@ class Call:
             if self._have_all_ended():
                 self._queue_ends()
             elif _has_failed(reply):
-                self._queue.put((uuid, None))
+                self._queue.put(((uuid,), None))
 
         exchange.reply.add_done_callback(ended)
         return exchange
@@ -132,7 +134,7 @@ class Call:
                 self._client.refuse_input(rank_call.info.engine_uuid, request)
                 return
             message = {"msg_type": INPUT, "request": request}
-        self._queue.put((rank_call.info.engine_uuid, message))
+        self._queue.put(((rank_call.info.engine_uuid,), message))
 
     def interrupt(self, outcome: str = "interrupted") -> None:
         """Interrupt this call on the ranks that have not answered.
@@ -355,13 +357,15 @@ class Call:
         is_open = bool(self._open())
         while is_open:
             try:
-                uuid, message = self._queue.get(timeout=self._pause(deadline, end))
+                uuids, message = self._queue.get(timeout=self._pause(deadline, end))
             except queue.Empty:
                 now = time.monotonic()
                 if any(t is not None and now >= t for t in (deadline, end)):
                     return False
                 continue
-            urgent = self._handle(uuid, message)
+            urgent = False
+            for uuid in uuids:
+                urgent |= self._handle(uuid, message)
             self.last_event = time.monotonic()
             if message is None:
                 is_open = bool(self._open())
@@ -378,9 +382,13 @@ class Call:
 
         This includes ends that an interrupt dropped right after they were dequeued.
         """
-        for rank_call in self._open():
-            if rank_call.exchange is not None and rank_call.exchange.reply.done():
-                self._queue.put((rank_call.info.engine_uuid, None))
+        ended = tuple(
+            rank_call.info.engine_uuid
+            for rank_call in self._open()
+            if rank_call.exchange is not None and rank_call.exchange.reply.done()
+        )
+        if ended:
+            self._queue.put((ended, None))
 
     def _handle(self, uuid: str, message: Message | None) -> bool:
         """Handle one event. Returns whether the caller must act on it."""

@@ -365,31 +365,17 @@ class _Client(Client):  # type: ignore[misc]
                 if exchange.engine_uuid in self._gone
             ]
 
-        @functools.cache
-        def signed() -> list[Any]:
-            message = self.session.msg(
-                REQUEST,
-                content,
-                header={**self.session.msg_header(REQUEST), "msg_id": name},
-                metadata=addressed(
-                    *(f"{exchange.engine_uuid}/{channel}" for exchange in exchanges)
-                ),
-            )
-            return self.session.frames(message, frames)
-
-        @functools.cache
-        def packet(is_trusted: bool) -> list[Any]:
-            if not is_trusted:
-                return packet_of(signed())
-            return brief_packet((name, content["target"], content["what"]), frames)
-
+        uuids = [exchange.engine_uuid for exchange in exchanges]
+        request = _Request(self.session, name, content, frames, uuids, channel)
         relayed = []
         for exchange in exchanges:
             uuid = exchange.engine_uuid
             direct = None if control or uuid in held_back else self.direct.get(uuid)
             if direct is not None:
                 with contextlib.suppress(OSError):  # too large, or the engine has ended
-                    direct.send(packet(direct.header is not None))
+                    direct.send(
+                        request.packet if direct.header else request.signed_packet
+                    )
                     continue
             exchange.holds_back = not control
             relayed.append(uuid.encode())
@@ -398,7 +384,7 @@ class _Client(Client):  # type: ignore[misc]
             for exchange, error in gone:
                 self._fail(exchange, error)
             for ident in relayed:
-                stream.send_multipart([ident, *signed()], copy=False)
+                stream.send_multipart([ident, *request.signed], copy=False)
 
         if gone or relayed:
             self._io_loop.add_callback(relay)
@@ -524,6 +510,54 @@ class _Client(Client):  # type: ignore[misc]
         content = {"target": endpoints.INPUT_REPLY, "what": endpoints.INPUT_REPLY}
         frames = serialization.dumps(((request.token, answer), {}))
         self.exchange([Exchange(engine_uuid, None)], content, frames, control=True)
+
+
+class _Request:
+    """A request to some engines, in each form in which it is sent.
+
+    Args:
+        session: Signs it.
+        name: Its message id.
+        content, frames: The endpoint, and the arguments.
+        engine_uuids, channel: Where it may be received.
+    """
+
+    def __init__(
+        self,
+        session: SignedSession,
+        name: str,
+        content: Message,
+        frames: list[Any],
+        engine_uuids: Sequence[str],
+        channel: str,
+    ) -> None:
+        self._session, self._name = session, name
+        self._content, self._frames = content, frames
+        self._engine_uuids, self._channel = engine_uuids, channel
+
+    @functools.cached_property
+    def signed(self) -> list[Any]:
+        """The frames that the controller carries."""
+        message = self._session.msg(
+            REQUEST,
+            self._content,
+            header={**self._session.msg_header(REQUEST), "msg_id": self._name},
+            metadata=addressed(
+                *(f"{uuid}/{self._channel}" for uuid in self._engine_uuids)
+            ),
+        )
+        return self._session.frames(message, self._frames)
+
+    @functools.cached_property
+    def signed_packet(self) -> list[Any]:
+        """The packet for a direct socket whose other end does not trust it yet."""
+        return packet_of(self.signed)
+
+    @functools.cached_property
+    def packet(self) -> list[Any]:
+        """The packet for a direct socket whose other end trusts it."""
+        head = self._name, self._content["target"], self._content["what"]
+        return brief_packet(head, self._frames)
 
 
 def _taking(handle: Callable[[Message], None]) -> Callable[[Opened], None]:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Any
 
+from nbdist.ipc.interrupts import handler_of
 from nbdist.ipc.stacks import cell_of
 
 __all__ = ["Interrupts", "Overdue"]
@@ -26,7 +27,7 @@ USERS_SIGNALS = [
     for name in ("SIGCHLD", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 ]
-"""Signals that a library or a cell may handle. The check of one takes a microsecond."""
+"""Signals that a library or a cell may handle."""
 
 _PYTHONS_OWN: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
@@ -158,7 +159,7 @@ class Interrupts:
 
         After an interrupt, Lightning ignores SIGINT until the process ends.
         """
-        if signal.getsignal(signal.SIGINT) != self._on_sigint:
+        if handler_of(signal.SIGINT) != self._on_sigint:
             signal.signal(signal.SIGINT, self._on_sigint)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
@@ -205,7 +206,7 @@ class Interrupts:
         self._armed = armed
         if armed:
             for signum in self._wrapped:
-                handler = signal.getsignal(signum)
+                handler = handler_of(signum)
                 if isinstance(handler, _SuppressErrors):
                     signal.signal(signum, handler.handler)
             self._wrapped.clear()
@@ -336,12 +337,8 @@ class Interrupts:
 
 def _handlers() -> dict[signal.Signals, Handler]:
     """The Python handlers that are installed for `USERS_SIGNALS`."""
-    handlers = {signum: signal.getsignal(signum) for signum in USERS_SIGNALS}
-    return {signum: each for signum, each in handlers.items() if _is_python(each)}
-
-
-def _is_python(handler: object) -> TypeGuard[Handler]:
-    return callable(handler) and not isinstance(handler, signal.Handlers)
+    handlers = {signum: handler_of(signum) for signum in USERS_SIGNALS}
+    return {signum: each for signum, each in handlers.items() if callable(each)}
 
 
 def _in_cell(frame: FrameType | None) -> bool:

@@ -135,30 +135,37 @@ class Output:
             yield
         finally:
             _flush_c()
-            self._report_lost()
-            self.flush()
-            with self._lock:
-                self._busy = False
-                self._ended_at = time.monotonic()
+            self.flush(ends_cell=True)
 
     def drain(self) -> None:
         """Send all text that was printed so far, by Python and by C."""
         _flush_c()
         self.flush()
 
-    def flush(self) -> None:
-        """Send the queued text, so that a following display comes after it."""
+    def flush(self, *, ends_cell: bool = False) -> None:
+        """Send the queued text, so that a following display comes after it.
+
+        Args:
+            ends_cell: Whether no more text of this cell follows.
+        """
         with self._sending:
-            self._wake.clear()
+            if self._wake.is_set():
+                self._wake.clear()
             self._woken = False
             if not self._busy:
                 return
             with self._lock:
                 self._count()
                 self._read_tails()
+                if ends_cell:
+                    self._report_lost()
                 chunks, self._chunks = self._chunks, []
             for name, text in _joined(chunks):
                 self._publish(name, text)
+            if ends_cell:
+                with self._lock:
+                    self._busy = False
+                    self._ended_at = time.monotonic()
 
     def close(self) -> None:
         self._closed = True
@@ -194,7 +201,7 @@ class Output:
 
     def _count(self) -> None:
         """Move the newest text to the chunks, up to the cap. Callers hold the lock."""
-        if self._counting:  # a __del__ prints within this method
+        if self._counting or not self._written:  # a __del__ prints within this method
             return
         self._counting = True
         try:
@@ -244,23 +251,23 @@ class Output:
         return spill
 
     def _report_lost(self) -> None:
-        """Add a note of the text of the cell that could not be kept."""
-        with self._lock:
-            self._count()
-            self._read_tails()
-            if self._spill is not None:
-                self._spill.flush()
-                if self._spill.problem:
-                    self._note(
-                        f"the last {self._spill.lost_bytes / 1e6:.1f} MB that this "
-                        f"cell printed here are lost: {self._spill.problem}"
-                    )
-            lost = self.stdout.take_lost() + self.stderr.take_lost()
-            if lost:
+        """Add a note of the text of the cell that could not be kept.
+
+        Callers hold the lock.
+        """
+        if self._spill is not None:
+            self._spill.flush()
+            if self._spill.problem:
                 self._note(
-                    f"{lost} bytes that processes of this cell printed here are lost: "
-                    "no space is left for them on the disk"
+                    f"the last {self._spill.lost_bytes / 1e6:.1f} MB that this cell "
+                    f"printed here are lost: {self._spill.problem}"
                 )
+        lost = self.stdout.take_lost() + self.stderr.take_lost()
+        if lost:
+            self._note(
+                f"{lost} bytes that processes of this cell printed here are lost: no "
+                "space is left for them on the disk"
+            )
 
     def _note(self, text: str) -> None:
         self._chunks.append(("stderr", f"\n[nbdist] {text}\n"))
@@ -345,7 +352,8 @@ class RankStream(io.TextIOBase):
     def take_lost(self) -> int:
         """Bytes that forked children have lost since the last call."""
         (lost,) = _COUNT.unpack_from(self._lost)
-        _COUNT.pack_into(self._lost, 0, 0)
+        if lost:
+            _COUNT.pack_into(self._lost, 0, 0)
         return int(lost)
 
     def flush(self) -> None:

@@ -438,6 +438,7 @@ async def _call(target: str, buffers: list[Any]) -> list[Any]:
     return serialization.dumps(value)
 
 
+@functools.cache
 def function_of(target: str) -> Callable[..., Any]:
     """The function that an endpoint names."""
     module, _, name = target.partition(":")
@@ -472,9 +473,10 @@ def _formatted(error: BaseException, frames: TracebackType | None) -> Iterator[s
 
 
 def _outcome_now(ok: bool, published: bool = False) -> Outcome:
-    groups, nccl = torch_group.groups_made(), torch_group.nccl_calls()
+    nccl = torch_group.nccl_calls() if torch.cuda.is_initialized() else {}
     used = {name: total for name, total in nccl.items() if total.number}
-    return Outcome(ok, world.current().broken, groups, published, used)
+    broken, groups = world.current().broken, torch_group.groups_made()
+    return Outcome(ok, broken, groups, published, used)
 
 
 def _reply(
