@@ -288,7 +288,7 @@ class _Shell:
             with contextlib.suppress(OSError):  # too large, or the notebook has ended
                 if opened.is_brief:
                     name = opened.message["msg_id"]
-                    opened.direct.send(brief_packet([name, *outcome], frames))
+                    opened.direct.send(brief_packet((name, *outcome), frames))
                 else:
                     _reply(self._kernel, opened.direct, opened, outcome, frames)
                 return

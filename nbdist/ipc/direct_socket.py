@@ -18,7 +18,7 @@ A message that a direct socket does not accept goes through the controller.
 from __future__ import annotations
 
 import errno
-import json
+import pickle
 import socket
 import struct
 from collections.abc import Sequence
@@ -146,28 +146,31 @@ def packet_of(frames: Sequence[Any]) -> list[Any]:
     return [sizes, *views]
 
 
-def brief_packet(head: Sequence[Any], frames: Sequence[Any]) -> list[Any]:
+def brief_packet(head: tuple[Any, ...], frames: Sequence[Any]) -> list[Any]:
     """The packet of a brief message.
 
     Args:
-        head: What `head_of` returns at the other end: numbers, texts and None.
+        head: What `head_of` returns at the other end.
         frames: The other frames.
 
     Raises:
         OSError: The message is too large for one packet.
     """
-    return packet_of([_BRIEF, json.dumps(head).encode(), *frames])
+    return packet_of([_BRIEF, pickle.dumps(head, 5), *frames])
 
 
-def head_of(frames: Sequence[memoryview]) -> list[Any] | None:
+def head_of(frames: Sequence[memoryview]) -> tuple[Any, ...] | None:
     """The head of a brief message, whose other frames begin at 2.
+
+    The head is unpickled, as the other frames are later. The connection must be
+    trusted.
 
     Returns:
         None if it is a signed message.
     """
     if len(frames) < 2 or frames[0] != _BRIEF:
         return None
-    head: list[Any] = json.loads(str(frames[1], "utf-8"))
+    head: tuple[Any, ...] = pickle.loads(frames[1])
     return head
 
 

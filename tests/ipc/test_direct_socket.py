@@ -51,10 +51,10 @@ def test_messages_arrive_whole_and_in_order(ends: Ends):
 
 
 def test_a_brief_message_has_a_head_and_frames(ends: Ends):
-    ends[0].send(brief_packet(["name", None, 1, "\udcff"], [b"frame", b""]))
+    ends[0].send(brief_packet(("name", None, 1, "\udcff"), [b"frame", b""]))
     frames = ends[1].receive()
     assert frames is not None
-    assert head_of(frames) == ["name", None, 1, "\udcff"]
+    assert head_of(frames) == ("name", None, 1, "\udcff")
     assert frames[2:] == [b"frame", b""]
 
 

@@ -180,7 +180,7 @@ def test_a_brief_message_counts_only_after_a_signed_one(cluster: Cluster):
             path = path_of(registry.run_dir, info.engine_uuid)
             stranger = DirectSocket.connect(path)
             stack.callback(stranger.close)
-            stranger.send(brief_packet(["a name", endpoints.RUN_CELL, "In[1]"], frames))
+            stranger.send(brief_packet(("a name", endpoints.RUN_CELL, "In[1]"), frames))
         wait_until(lambda: refused(cluster) == before + 4, DEADLINE_S)
     assert cluster["x"] == [[]] * 4
     client = registry.client._client
