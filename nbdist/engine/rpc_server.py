@@ -51,7 +51,6 @@ from nbdist.ipc.signed_messages import (
     Gate,
     Opened,
     SignedSession,
-    carefully,
     refusals,
 )
 from nbdist.ipc.stacks import cell_of, is_own_file
@@ -226,7 +225,7 @@ class _Shell:
     def _opened(self, direct: DirectSocket, frames: list[memoryview]) -> Opened | None:
         """The request in these frames; None if it is refused."""
         trusted = direct.header
-        head = None if trusted is None else carefully(head_of, frames)
+        head = None if trusted is None else head_of(frames)
         if trusted is None or head is None:
             opened = self._gate.opened(frames)
             if opened is None:

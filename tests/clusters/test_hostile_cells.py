@@ -183,7 +183,7 @@ def test_a_rank_that_joins_has_the_settings_of_torch(cluster: Cluster) -> None:
 
 def test_a_rank_that_cannot_answer_ends_and_is_replaced(cluster: Cluster) -> None:
     cluster.execute("kept = 7")
-    broken = "import json\nif rank == 1: json.dumps = json.dump = None"
+    broken = "import pickle\nif rank == 1: pickle.dumps = None"
     with pytest.raises(CellError, match="rank 1") as raised:
         cluster.execute(broken, timeout_s=DEADLINE_S)
     assert "it can no longer answer the notebook (TypeError" in str(raised.value)
@@ -228,14 +228,14 @@ def test_a_cell_ends_without_the_end_of_its_output(
     [
         # asyncio cannot handle the next message.
         ("selectors.EVENT_WRITE", "its event loop has failed (TypeError"),
-        ("json.loads", "it can no longer answer the notebook (TypeError"),
+        ("pickle.loads", "it can no longer answer the notebook (TypeError"),
     ],
 )
 def test_a_rank_that_can_take_no_message_ends_and_is_replaced(
     cluster: Cluster, change: str, reason: str
 ) -> None:
     cluster.execute("kept = 7")
-    cluster.execute(f"import json, selectors\nif rank == 1: {change} = None")
+    cluster.execute(f"import pickle, selectors\nif rank == 1: {change} = None")
     with pytest.raises(CellError, match="rank 1") as raised:
         cluster.execute("dist.barrier()", timeout_s=DEADLINE_S)
     assert reason in str(raised.value)
