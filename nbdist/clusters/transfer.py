@@ -93,33 +93,28 @@ class _Timer:
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
-        self._over: threading.Event | None = None
+        self._over = threading.Event()
         self._clock: threading.Thread | None = None
         self.rang = False
         """Whether the time was up before the end."""
 
     def start(self) -> None:
         if self._end is not None and _can_interrupt():
-            self._over = threading.Event()
             self._clock = threading.Thread(
-                target=self._tick,
-                args=(self._end, self._over),
-                name="nbdist-timer",
-                daemon=True,
+                target=self._tick, args=(self._end,), name="nbdist-timer", daemon=True
             )
             self._clock.start()
 
     def stop(self) -> None:
         """Send no more signals. A second stop does nothing."""
-        if self._over is not None:
-            self._over.set()
+        self._over.set()
         if self._clock is not None:
             self._clock.join()  # its last signal arrives in here
         self.rang = self._end is not None and time.monotonic() >= self._end
 
-    def _tick(self, end: float, over: threading.Event) -> None:
+    def _tick(self, end: float) -> None:
         pause_s = end - time.monotonic()
-        while not over.wait(pause_s):
+        while not self._over.wait(pause_s):
             # Sent to that thread, so that a system call in which it is blocked returns.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             pause_s = INSIST_S

@@ -107,7 +107,7 @@ class Interrupts:
         self._take()
         self._own = _handlers()
         sys.unraisablehook = self._on_unraisable
-        self._ours = {s: signal.getsignal(s) for s in _PYTHONS_OWN}
+        self._ours = {s: handler_of(s) for s in _PYTHONS_OWN}
         os.register_at_fork(
             before=self._block_while_forking,
             after_in_parent=self._unblock_after_forking,
@@ -132,7 +132,7 @@ class Interrupts:
         rank's event loop. Handlers that the user has installed stay.
         """
         for signum, handler in _PYTHONS_OWN.items():
-            if signal.getsignal(signum) == self._ours[signum]:
+            if handler_of(signum) == self._ours[signum]:
                 signal.signal(signum, handler)
         signal.set_wakeup_fd(-1)
         sys.unraisablehook = self._unraisable
@@ -257,9 +257,9 @@ class Interrupts:
         interrupt is raised again at the end of this block. In a thread other than the
         main thread, which receives no signals, this does nothing.
         """
-        armed, handler = self._armed, signal.getsignal(signal.SIGINT)
+        armed, handler = self._armed, handler_of(signal.SIGINT)
         in_main = threading.get_ident() == self._main_thread
-        if handler is None or not in_main:  # None: a handler of C code
+        if handler is None or not in_main:
             yield
             return
         self._deferring = True

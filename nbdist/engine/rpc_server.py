@@ -472,6 +472,7 @@ def _formatted(error: BaseException, frames: TracebackType | None) -> Iterator[s
 
 
 def _outcome_now(ok: bool, published: bool = False) -> Outcome:
+    # Without CUDA no group has used NCCL, and no group need be looked at.
     nccl = torch_group.nccl_calls() if torch.cuda.is_initialized() else {}
     used = {name: total for name, total in nccl.items() if total.number}
     broken, groups = world.current().broken, torch_group.groups_made()

@@ -22,9 +22,12 @@ def handler_of(signum: int) -> Any:
     return _signal.getsignal(signum)
 
 
-def set_handler(signum: int, handler: Any) -> Any:
-    """Set the handler of a signal. Returns the one before, as `handler_of`."""
-    return _signal.signal(signum, handler)
+def set_handler(signum: int, handler: Any) -> None:
+    """Set the handler of a signal, as `handler_of` returns it.
+
+    Like `handler_of`, this does without the enumeration that `signal.signal` looks in.
+    """
+    _signal.signal(signum, handler)
 
 
 @contextmanager

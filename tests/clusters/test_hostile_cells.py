@@ -181,9 +181,15 @@ def test_a_rank_that_joins_has_the_settings_of_torch(cluster: Cluster) -> None:
     assert cluster["found"] == [expected] * 2
 
 
-def test_a_rank_that_cannot_answer_ends_and_is_replaced(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    "change", ["pickle.dumps = None", "json.dumps = json.dump = None"]
+)
+def test_a_rank_that_cannot_answer_ends_and_is_replaced(
+    cluster: Cluster, change: str
+) -> None:
+    """What a cell prints is sent as JSON, and its reply is pickled."""
     cluster.execute("kept = 7")
-    broken = "import pickle\nif rank == 1: pickle.dumps = None"
+    broken = f"import json, pickle\nif rank == 1: {change}\nprint('printed')"
     with pytest.raises(CellError, match="rank 1") as raised:
         cluster.execute(broken, timeout_s=DEADLINE_S)
     assert "it can no longer answer the notebook (TypeError" in str(raised.value)
