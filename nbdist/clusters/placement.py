@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from nbdist.clusters.hosts.gpu import Gpu, visibility
@@ -27,16 +28,18 @@ SMALLEST_SHARE = 0.01
 
 
 def assign_devices(
-    config: ClusterConfig, host: Host, running: int = 0
+    config: ClusterConfig, host: Host, before: Sequence[DeviceAssignment] = ()
 ) -> list[DeviceAssignment]:
-    """The device assignment of every rank, in rank order.
+    """The device assignments of the ranks that are added on a host, in rank order.
 
     This is a pure function: it reads nothing but its arguments.
 
     Args:
-        config: The options of the start.
+        config: The options of the start. `n` counts the ranks of the host that run and
+            those that are added.
         host: The host of the ranks.
-        running: The number of ranks that already run. Their memory is in use.
+        before: The assignments of the ranks that run on the host. Their GPUs and their
+            memory are in use.
 
     Raises:
         UsageError: The host has too few GPUs or cores or too little memory, or an
@@ -51,22 +54,23 @@ def assign_devices(
     per_gpu = _ranks_per_gpu(config, on_gpu)
     if n is None:
         n = len(host.gpus) * per_gpu if on_gpu else min(DEFAULT_CPU_RANKS, host.cores)
-    if on_gpu and n > len(host.gpus) * per_gpu:
-        raise UsageError(_too_many(n, len(host.gpus), per_gpu))
+    more = n - len(before)
+    gpus: Sequence[Gpu | None] = [None] * more
+    if on_gpu:
+        gpus = _free_gpus(host.gpus, before, per_gpu, more)
+        if len(gpus) < more:
+            raise UsageError(_too_many(n, len(host.gpus), per_gpu))
+        _check_caps(config, host.gpus, per_gpu, n)
     if not config.oversubscribe:
-        _check_host(n, running, host)
+        _check_host(n, len(before), host)
     threads = (
         max(1, host.cores // n)
         if config.threads is None
         else _positive("--threads", config.threads)
     )
-    used = host.gpus[: -(-n // per_gpu)] if on_gpu else ()
-    _check_caps(config, used, per_gpu, n)
     assignments = []
-    for rank in range(n):
-        # Neighbouring ranks share a GPU, so that few steps of a ring cross GPUs.
-        gpu = used[rank * len(used) // n] if used else None
-        visible = _visible(gpu, host.gpus, shared=len(used) < n)
+    for rank, gpu in enumerate(gpus, len(before)):
+        visible = _visible(gpu, host.gpus, shared=per_gpu > 1)
         assignments.append(
             DeviceAssignment(
                 rank=rank,
@@ -75,12 +79,33 @@ def assign_devices(
                 visible_gpus=tuple(each.uuid for each in visible),
                 visibility=visibility(visible, of=host.gpus),
                 gpu_name=gpu.name if gpu else "CPU",
-                shares_gpu=len(used) < n,
+                shares_gpu=per_gpu > 1,
                 memory_cap=_cap(config, gpu, per_gpu),
                 threads=threads,
             )
         )
     return assignments
+
+
+def _free_gpus(
+    gpus: Sequence[Gpu], before: Sequence[DeviceAssignment], per_gpu: int, more: int
+) -> list[Gpu]:
+    """The GPU of each rank that is added; fewer if there is no room for all.
+
+    The fewest GPUs are used that have room, and their ranks are spread evenly.
+    Neighbouring ranks share a GPU, so that few steps of a ring cross GPUs.
+    """
+    load = Counter(each.gpu_uuid for each in before)
+    ranks = sum(load[gpu.uuid] for gpu in gpus) + more
+    in_use_first = sorted(gpus, key=lambda gpu: load[gpu.uuid] == 0)
+    used = in_use_first[: -(-ranks // per_gpu)]
+    chosen: Counter[Gpu] = Counter()
+    for _ in range(more):
+        gpu = min(used, key=lambda gpu: load[gpu.uuid] + chosen[gpu])
+        if load[gpu.uuid] + chosen[gpu] >= per_gpu:
+            break
+        chosen[gpu] += 1
+    return [gpu for gpu in gpus for _ in range(chosen[gpu])]
 
 
 def _visible(gpu: Gpu | None, gpus: Sequence[Gpu], *, shared: bool) -> Sequence[Gpu]:
@@ -168,12 +193,13 @@ def _cap(config: ClusterConfig, gpu: Gpu | None, per_gpu: int) -> float | int | 
 
 
 def _check_caps(
-    config: ClusterConfig, used: tuple[Gpu, ...], per_gpu: int, n: int
+    config: ClusterConfig, gpus: Sequence[Gpu], per_gpu: int, n: int
 ) -> None:
-    if not used or config.gpu_memory is None:
+    if config.gpu_memory is None:
         return
-    sharing = -(-n // len(used))
-    for gpu in used:
+    used = -(-n // per_gpu)
+    sharing = -(-n // used)
+    for gpu in gpus[:used]:
         fraction = memory_fraction(config.gpu_memory, gpu.memory)
         if fraction * sharing > 1.0 + 1e-9:
             whole = "memory" if gpu.memory is None else f"{gpu.memory / 2**30:.1f} GiB"

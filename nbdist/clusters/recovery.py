@@ -343,7 +343,7 @@ class Recovery:
         if self._registry.hosts is not None:
             return self._registry.hosts.assign(more, self._assignments)
         config = replace(self._config, n=self.size + more)
-        return assign_devices(config, this_host(), running=self.size)[self.size :]
+        return assign_devices(config, this_host(), self._assignments)
 
     def _refuse_loss(self, leaving: Collection[int]) -> None:
         described = self._registry.ask(

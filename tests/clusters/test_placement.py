@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,7 +167,9 @@ def test_as_many_ranks_as_a_host_can_carry_are_started(
     n: int, running: int, memory: int | None
 ):
     host = Host("box", 2, memory_available=memory)
-    assert len(assign_devices(ClusterConfig(n=n), host, running)) == n
+    before = assign_devices(ClusterConfig(n=running), CPU_HOST) if running else []
+    added = assign_devices(ClusterConfig(n=n), host, before)
+    assert [each.rank for each in added] == list(range(running, n))
 
 
 def test_more_ranks_than_a_host_can_carry_are_started_with_oversubscribe():
@@ -219,3 +224,31 @@ def test_every_placement_is_complete_and_fits(
     assert max(map(on_gpu.count, on_gpu)) <= per_gpu
     assert on_gpu == sorted(on_gpu)
     assert all(p.threads == (threads or max(1, 16 // n)) for p in assigned)
+
+
+@given(
+    gpus=st.integers(1, 8),
+    per_gpu=st.integers(1, 4),
+    changes=st.lists(st.integers(0, 2**32), max_size=6),
+)
+def test_ranks_that_join_get_the_gpus_that_lost_ranks_had(
+    gpus: int, per_gpu: int, changes: list[int]
+):
+    host, there = gpu_host(gpus), list[DeviceAssignment]()
+    for drawn in changes:
+        draw = random.Random(drawn)
+        there = draw.sample(there, draw.randint(0, len(there)))  # the others have died
+        n = draw.randint(max(1, len(there)), gpus * per_gpu)
+        config = ClusterConfig(n=n, ranks_per_gpu=per_gpu)
+        there += assign_devices(config, host, there)
+        on_gpu = gpus_of(there)
+        assert len(on_gpu) == n
+        assert max(map(on_gpu.count, on_gpu)) <= per_gpu
+        assert {each.shares_gpu for each in there} == {per_gpu > 1}
+
+
+def test_a_rank_that_may_share_its_gpu_is_alike_before_and_after_another_joins():
+    config = ClusterConfig(n=1, ranks_per_gpu=2)
+    (first,) = assign_devices(config, gpu_host(2))
+    (second,) = assign_devices(replace(config, n=2), gpu_host(2), [first])
+    assert replace(second, rank=0) == replace(first, threads=second.threads)

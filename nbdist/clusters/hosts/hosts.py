@@ -280,12 +280,12 @@ class Hosts:
         added: list[DeviceAssignment] = []
         for each in self._usable:
             machine = self._machines[each.name]
-            running = sum(there.host == each.name for there in before)
-            count = min(each.slots - running, n - len(added))
+            running = [there for there in before if there.host == each.name]
+            count = min(each.slots - len(running), n - len(added))
             if count <= 0:
                 continue
-            config = replace(self._config, n=running + count)
-            found = assign_devices(config, machine, running)[running:]
+            config = replace(self._config, n=len(running) + count)
+            found = assign_devices(config, machine, running)
             first = len(before) + len(added)
             place = self._addresses[each.name]
             added += [
