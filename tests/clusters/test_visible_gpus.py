@@ -166,6 +166,18 @@ def test_a_mig_device_that_is_out_of_reach_is_left_out(seen: Any, part: Card) ->
     assert uuids(seen(card)) == ["MIG-2"]
 
 
+@pytest.mark.parametrize(
+    "parts", [[], [Card("MIG-1", lost=True)], [Card(NoPermission())]]
+)
+def test_a_gpu_in_mig_mode_is_left_out_without_a_mig_device_that_one_may_use(
+    seen: Any, parts: list[Card]
+) -> None:
+    closed = Card("GPU-b", mig=1, parts=parts)
+    assert uuids(seen(Card("GPU-a"), closed)) == ["GPU-a"]
+    assert seen(closed) == ()
+    assert "GPU 0 is in MIG mode" in this_host().why_no_gpu
+
+
 @pytest.mark.parametrize("error", [NotSupported(), NoPermission(), NVMLError("old")])
 def test_a_mig_device_of_which_nvml_knows_little_is_used(
     seen: Any, error: NVMLError

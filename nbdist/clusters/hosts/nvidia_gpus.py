@@ -30,13 +30,13 @@ def visible_gpus() -> tuple[tuple[Gpu, ...], str]:
     except pynvml.NVMLError as error:
         return (), f"no NVIDIA driver was found ({error})"
     try:
-        present = _all_gpus()
+        present, closed = _all_gpus()
     except pynvml.NVMLError as error:
         return (), f"the NVIDIA driver counts no GPUs ({error})"
     finally:
         pynvml.nvmlShutdown()
     if visible is None:
-        return tuple(present.values()), "no NVIDIA GPU was found"
+        return tuple(present.values()), _why_none(closed)
     if visible.strip() in ("", "-1", "NoDevFiles"):
         return (), f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
     entries = visible.split(",")
@@ -76,28 +76,47 @@ def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
     return matching[0] if len(matching) == 1 else None
 
 
-def _all_gpus() -> dict[str, Gpu]:
-    """Every GPU by UUID. A GPU with MIG is replaced by its MIG devices.
+def _why_none(closed: list[int]) -> str:
+    if not closed:
+        return "no NVIDIA GPU was found"
+    numbers = ", ".join(map(str, closed))
+    return (
+        f"GPU {numbers} is in MIG mode and has no MIG device that you may use "
+        "(nvidia-smi -L lists those that there are)"
+    )
+
+
+def _all_gpus() -> tuple[dict[str, Gpu], list[int]]:
+    """Every GPU by UUID. A GPU in MIG mode is replaced by its MIG devices.
 
     A GPU or MIG device that is lost, or that this user may not see, is left out.
+
+    Returns:
+        The GPUs, and the numbers of those in MIG mode that are left out because they
+        have no MIG device. CUDA cannot use them as a whole.
     """
     import pynvml
 
-    gpus = {}
+    gpus: dict[str, Gpu] = {}
+    closed = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
             card = pynvml.nvmlDeviceGetHandleByIndex(index)
-            parts = _mig_devices(card) or [card]
+            mig_devices = _mig_devices(card)
             name = _name(card, index)
         except pynvml.NVMLError:
             continue
-        for part in parts:
+        found = {}
+        for part in [card] if mig_devices is None else mig_devices:
             try:
                 uuid = pynvml.nvmlDeviceGetUUID(part)
-                gpus[uuid] = Gpu(uuid, name, _memory(part, part is card))
+                found[uuid] = Gpu(uuid, name, _memory(part, part is card))
             except pynvml.NVMLError:
                 continue
-    return gpus
+        if mig_devices is not None and not found:
+            closed.append(index)
+        gpus |= found
+    return gpus, closed
 
 
 def _name(card: object, index: int) -> str:
@@ -141,8 +160,8 @@ def _memory(device: object, is_whole: bool) -> int | None:
         return None
 
 
-def _mig_devices(card: object) -> list[object]:
-    """The MIG devices of a GPU that the driver tells of.
+def _mig_devices(card: object) -> list[object] | None:
+    """The MIG devices of a GPU that the driver tells of; None for a GPU without MIG.
 
     Raises:
         NVMLError: The GPU is lost.
@@ -152,12 +171,12 @@ def _mig_devices(card: object) -> list[object]:
     try:
         current, _pending = pynvml.nvmlDeviceGetMigMode(card)
         if current != pynvml.NVML_DEVICE_MIG_ENABLE:
-            return []
+            return None
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(card)
     except pynvml.NVMLError_GpuIsLost:
         raise
     except pynvml.NVMLError:
-        return []
+        return None
     parts = []
     for index in range(count):
         try:
