@@ -121,16 +121,40 @@ def batches_are_complete() -> None:
         assert (total == step + 1).all(), step
 
 
+class _Rows:
+    """A batch that moves itself, as those of graphs and scenes do."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def to(self, *args: Any, **kwargs: Any) -> _Rows:
+        return _Rows(self._rows.to(*args, **kwargs))
+
+    def read(self) -> torch.Tensor:
+        return self._rows
+
+
 def batches_stay_as_they_are() -> None:
     """A step reads its batch late; the next batches are copied by then."""
-    totals = []
-    for batch in on_device(_pinned(20), torch.device("cuda", 0)):
-        total = torch.zeros_like(batch)
-        torch.cuda._sleep(LONG)
-        total.add_(batch)
-        totals.append(total)
-    for step, total in enumerate(totals):
-        assert (total == step + 1).all(), step
+    device = torch.device("cuda", 0)
+    kinds: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]]
+    kinds = [
+        (lambda rows: rows, lambda batch: batch),
+        (lambda rows: {"x": [rows]}, lambda batch: batch["x"][0]),
+        (_Rows, _Rows.read),
+    ]
+    for made, read in kinds:
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            totals = []
+            with torch.cuda.stream(stream):
+                for batch in on_device(map(made, _pinned(20)), device):
+                    total = torch.zeros_like(read(batch))
+                    torch.cuda._sleep(LONG)
+                    total.add_(read(batch))
+                    totals.append(total)
+            torch.cuda.synchronize()
+            for step, total in enumerate(totals):
+                assert (total == step + 1).all(), (made, step)
 
 
 def another_current_device() -> None:

@@ -285,7 +285,7 @@ MUTANTS = [
     Mutant(
         "a batch is used before it is copied",
         PREFETCH,
-        "    current.wait_event(ready)\n",
+        "    torch.cuda.current_stream(device).wait_event(ready)\n",
         "",
         ["tests/simgpu/test_machines.py::test_case[batches_are_complete]"],
     ),
@@ -301,8 +301,8 @@ MUTANTS = [
     Mutant(
         "a batch's memory is given to the next batch",
         PREFETCH,
-        "            tensor.record_stream(current)\n",
-        "            pass\n",
+        "    side.wait_stream(torch.cuda.current_stream(device))\n    with",
+        "    with",
         ["tests/simgpu/test_machines.py::test_case[batches_stay_as_they_are]"],
     ),
     Mutant(

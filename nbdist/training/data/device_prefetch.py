@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 __all__ = ["map_children", "on_device"]
 
@@ -31,30 +30,34 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 def _ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     side = torch.cuda.Stream(device)
     waiting: tuple[Any, torch.cuda.Event] | None = None
-    for batch in batches:
-        copied = _begin_copy(batch, device, side)
+    try:
+        for batch in batches:
+            copied = _begin_copy(batch, device, side)
+            if waiting is not None:
+                yield _received(*waiting, device)
+            waiting = copied
         if waiting is not None:
             yield _received(*waiting, device)
-        waiting = copied
-    if waiting is not None:
-        yield _received(*waiting, device)
+    finally:
+        # The next user of the stream may take over the memory of the last batches.
+        side.wait_stream(torch.cuda.current_stream(device))
 
 
 def _begin_copy(
     batch: Any, device: torch.device, side: torch.cuda.Stream
 ) -> tuple[Any, torch.cuda.Event]:
+    # The consumer drops a batch when the steps that read it are queued. Its memory,
+    # which belongs to the side stream, may then be given to a later batch, whose copy
+    # must not begin before these steps have ended. `record_stream` cannot serve: the
+    # tensors of a batch that is an object of an unknown class are not known.
+    side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         return _moved(batch, device, non_blocking=True), side.record_event()
 
 
 def _received(batch: Any, ready: torch.cuda.Event, device: torch.device) -> Any:
     """Make a copied batch ready for use on the current stream."""
-    current = torch.cuda.current_stream(device)
-    current.wait_event(ready)
-    for tensor in _tensors_in(batch):
-        if tensor.is_cuda:
-            # The side stream must not reuse the memory before the step has ended.
-            tensor.record_stream(current)
+    torch.cuda.current_stream(device).wait_event(ready)
     return batch
 
 
@@ -67,17 +70,6 @@ def _moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
     if hasattr(batch, "to"):
         return batch.to(*args, **kwargs)
     return map_children(lambda child: _moved(child, *args, **kwargs), batch)
-
-
-def _tensors_in(batch: Any) -> Iterator[Tensor]:
-    """All tensors in the batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from _tensors_in(list(batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        for child in batch:
-            yield from _tensors_in(child)
 
 
 def map_children(function: Callable[[Any], Any], batch: Any) -> Any:
