@@ -15,7 +15,7 @@ from nbdist.ipc.atomic_files import write_atomically
 if TYPE_CHECKING:
     from nbdist.collectives import Group
 
-__all__ = ["load", "save", "write_on_rank_0"]
+__all__ = ["load", "own_device", "save", "write_on_rank_0"]
 
 MapLocation = torch.device | str | dict[str, str] | Callable[[Any, str], Any] | None
 
@@ -100,11 +100,16 @@ def load(
             other objects can run any code when it is loaded: pass False only for a file
             that you trust.
     """
-    where = _own_device if map_location is None else map_location
+    where = own_device if map_location is None else map_location
     return torch.load(path, map_location=where, weights_only=weights_only)
 
 
-def _own_device(storage: Any, location: str) -> Any:
+def own_device(storage: Any, location: str) -> Any:
+    """Where a rank loads a storage, as `map_location` of `torch.load`.
+
+    A storage that any rank has saved from its GPU is loaded to this rank's own GPU, or
+    to the CPU if it has none.
+    """
     if location.startswith("cuda") and torch.cuda.is_available():
         return storage.cuda(torch.cuda.current_device())
     return storage

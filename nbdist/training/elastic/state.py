@@ -28,7 +28,7 @@ from nbdist.training.elastic.shared_copies import (
     SharedCopies,
     read_shared,
 )
-from nbdist.training.files import write_on_rank_0
+from nbdist.training.files import own_device, write_on_rank_0
 from nbdist.training.validation import whole_number
 
 __all__ = ["SizeChange", "State"]
@@ -564,7 +564,6 @@ def _values_in(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
 
 
 def _read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
-    on_gpu = torch.cuda.is_available()
     with checkpoint.read(opened) as file:
         payload = io.BytesIO(file.read())
     try:
@@ -572,9 +571,7 @@ def _read_values(opened: checkpoint.Opened, *, trusted: bool) -> dict[str, Any]:
             # torch 2.14 says that it checks sparse tensors. The user cannot change it.
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
             values: dict[str, Any] = torch.load(
-                payload,
-                map_location=None if on_gpu else "cpu",
-                weights_only=not trusted,
+                payload, map_location=own_device, weights_only=not trusted
             )
     except Exception as error:  # unpickling may raise anything; the digest was right
         hint = (
