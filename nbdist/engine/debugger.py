@@ -95,6 +95,10 @@ class Debugger(pdb.Pdb):
         outermost = _user_frames(frame)[0]
         super().set_trace(frame)
         sys.settrace(None)
+        # Python 3.14 has every frame from here on stop at each opcode, IPython's too,
+        # and resets only those from `enterframe` on.
+        self.enterframe = frame
+        self.set_step()
         _untrace_below(outermost)
         self.botframe = self._last_level = outermost
         if header := options.get("header"):
@@ -129,11 +133,20 @@ class Debugger(pdb.Pdb):
         self._is_between_statements = False
         super().user_line(frame)
 
+    def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
+        # Here and not in `user_return`, which bdb does not call for a statement that
+        # awaits.
+        self._is_between_statements |= self._is_level(frame)
+        return super().dispatch_return(frame, arg)
+
     def user_return(self, frame: FrameType, return_value: Any) -> None:
-        if self._is_level(frame):
-            self._is_between_statements = True
-        else:
+        if not self._is_level(frame):
             super().user_return(frame, return_value)
+
+    def user_exception(self, frame: FrameType, exc_info: Any) -> None:
+        # Python 3.14 also calls it for the end of such a statement, in IPython's frame.
+        if not self._is_between_statements or self._is_level(frame):
+            super().user_exception(frame, exc_info)
 
     def _is_level(self, frame: FrameType) -> bool:
         """Whether a frame is a cell's statement, or the user's outermost function."""
