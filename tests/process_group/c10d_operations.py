@@ -27,7 +27,8 @@ NO_OPERATION = {
     "_set_group_desc", "_set_group_name", "bound_device_id", "boxed", "unbox",
     "get_group_store", "group_desc", "group_name", "name", "rank", "size",
     "use_pg_for_symm_mem_rendezvous", "abort", "shutdown", "get_backend",
-    "supports_reconfigure", "supports_window",
+    "supports_reconfigure", "supports_window", "supports_abort_hooks",
+    "supports_completion_hooks",
 }  # fmt: skip
 """Methods that name, describe or end a group."""
 OF_RECONFIGURED = {"get_reconfigure_handle", "reconfigure"}
@@ -140,7 +141,16 @@ def with_timeout(pg: Any) -> None:
     assert pg._timeout_of(None) == timedelta(seconds=7)
 
 
+def extended(pg: Any) -> None:
+    before = pg._timeout_of(None)
+    pg._add_ephemeral_timeout(timedelta(seconds=9))
+    pg.barrier().wait()  # would raise at the end of its time-out
+    assert pg._timeout_of(None) == before
+    assert not pg._extension, "the extension is for one collective"
+
+
 CALLS: dict[str, Callable[[Any], object]] = {
+    "_add_ephemeral_timeout": extended,
     "_allgather_base": lambda pg: gathered(pg._allgather_base),
     "_end_coalescing": coalesced,
     "_get_sequence_number_for_group": numbered,
@@ -209,8 +219,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "set_timeout": with_timeout,
 }  # fmt: skip
 REFUSED = {
-    "_add_ephemeral_timeout", "_enable_collectives_timing",
-    "_register_on_completion_hook", "merge_remote_group", "new_window",
+    "_enable_collectives_timing", "_register_on_completion_hook",
+    "merge_remote_group", "new_window",
     "register_abort_hook", "register_post_hook", "register_pre_hook", "split_group",
     "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook",
 }  # fmt: skip
@@ -228,6 +238,38 @@ def every_operation_is_answered_or_refused() -> None:
             getattr(group, name)()
     for call in CALLS.values():
         call(group)
+
+
+def torch_gets_a_backend_wherever_it_asks() -> None:
+    """By Python, by C++, and by each hook that it attaches to a new group."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    cpu = torch.device("cpu")
+    backends = {id(each): each for each in (group._get_backend(cpu), group)}
+    if hasattr(dist.ProcessGroup, "get_backend"):
+        found = group.get_backend(cpu)
+        backends[id(found)] = found
+    c10d: Any = torch._C._distributed_c10d
+    questions = [each for each in dir(c10d.Backend) if "supports_" in each]
+    for backend in backends.values():
+        assert backend.options._timeout == group._timeout
+        for name in {"_supports_time_estimate", "supports_tensor_alloc", *questions}:
+            answer = getattr(backend, name)
+            answer = answer(cpu) if callable(answer) else answer
+            assert answer is (name == "supports_reconfigure"), name
+    if group._backend is None:  # torch up to 2.13
+        return
+    for hook in ("HealthCheckHook", "FlightRecorderHook", "NanCheckHook"):
+        if (kind := getattr(c10d, hook, None)) and hasattr(kind, "attach"):
+            kept = kind.attach(group)  # also of a group that has one
+            sum_of(lambda t: group.allreduce([t]))
+            del kept
+    tensor = ones()
+    native = dist.ProcessGroup.allreduce  # past our method, as C++ calls it
+    native(group, [tensor], dist.AllreduceOptions()).wait()
+    assert (tensor == SIZE).all()
+    options = c10d.Backend.allreduce(group._backend, [tensor], dist.AllreduceOptions())
+    options.wait()
+    assert (tensor == SIZE * SIZE).all()
 
 
 def every_reduce_op_is_answered() -> None:
@@ -326,6 +368,7 @@ CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         every_operation_is_answered_or_refused,
+        torch_gets_a_backend_wherever_it_asks,
         every_reduce_op_is_answered,
         premul_sum_everywhere,
         premul_sum_may_differ_and_be_asynchronous,

@@ -41,7 +41,8 @@ def answers() -> None:
             abort=lambda: calls.append("abort"),
             shutdown=lambda: calls.append("shutdown"),
         )
-        group._register_backend(cuda, dist.ProcessGroup.BackendType.CUSTOM, None)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        group._register_backend(cuda, kind, vars(group)["_backend"])
         group.__dict__["_nccl"] = SimpleNamespace(_get_backend=lambda _: nccl)
         assert group._get_backend(torch.device("cuda:0")) is nccl
         assert torch_group.abort() is True

@@ -11,6 +11,7 @@ from ranks import failures, launch
 CASES_FILE = str(Path(__file__).with_name("c10d_operations.py"))
 CASES = [
     "every_operation_is_answered_or_refused",
+    "torch_gets_a_backend_wherever_it_asks",
     "every_reduce_op_is_answered",
     "premul_sum_everywhere",
     "premul_sum_may_differ_and_be_asynchronous",

@@ -7,6 +7,7 @@ the operations on GPU tensors.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,7 +41,11 @@ from nbdist.collectives.ops.sparse_all_reduce import sparse_all_reduce
 from nbdist.collectives.ops.validation import split_evenly
 from nbdist.collectives.reduction import c10d_name
 from nbdist.collectives.registry import default_group
-from nbdist.collectives.torch_backend.dispatcher import observed, through_dispatcher
+from nbdist.collectives.torch_backend.dispatcher import (
+    OPERATORS,
+    observed,
+    through_dispatcher,
+)
 from nbdist.collectives.torch_backend.native_calls import NativeCalls
 from nbdist.collectives.torch_backend.reconfigure import Reconfiguration, handle
 from nbdist.collectives.torch_backend.rendezvous import rendezvous
@@ -199,8 +204,13 @@ class ProcessGroup(dist.ProcessGroup):
         """The collectives that NCCL was given."""
         self._has_met = False
         """Whether all members have begun a collective of NCCL."""
+        self._extension = timedelta(0)
+        """What the next collective's time-out is longer than `_timeout`."""
+        self._backend = _make_backend(self)
         for device in (_CPU, _CUDA) if torch.cuda.is_available() else (_CPU,):
-            self._register_backend(device, _Type.CUSTOM, None)
+            self._register_backend(device, _Type.CUSTOM, self._backend)
+        if self._backend is not None:
+            self._set_default_backend(_Type.CUSTOM)
 
     # -- members -------------------------------------------------------------------
 
@@ -551,10 +561,13 @@ class ProcessGroup(dist.ProcessGroup):
         return WorkList(works)
 
     def _run(self, call: _Call, opts: Any, result: Sequence[Tensor]) -> dist.Work:
+        timeout = self._timeout_of(opts)
+        if self._extension:
+            timeout, self._extension = timeout + self._extension, timedelta(0)
         handle = call(
             group=self.members,
             async_op=getattr(opts, "asyncOp", True) and not in_callback(),
-            timeout=self._timeout_of(opts),
+            timeout=timeout,
         )
         return self._collect(CollectiveWork(handle, result))
 
@@ -626,20 +639,28 @@ class ProcessGroup(dist.ProcessGroup):
         """The options of the group's backend: its name and its time-out."""
         return _c10d.Backend.Options(NAME, self._timeout)
 
-    # torch.distributed reads these before it uses a feature that only NCCL has.
+    # torch.distributed reads these before it uses a feature that only NCCL has. It asks
+    # the group, or what `_get_backend` returns, which may be the group.
     supports_coalescing = supports_splitting = supports_shrinking = False
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = supports_window = False
+    supports_abort_hooks = supports_completion_hooks = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether the group has memory of its own for tensors: it has none."""
+        return False
 
     def _get_backend(self, device: torch.device) -> Any:
         """The backend for a device's tensors: NCCL's, or this process group.
 
-        This group's operations are Python methods, so C++ has no backend for it.
+        It has all that torch's Python code asks a backend for.
         """
         if torch.device(device.type) not in self._device_types:
             return super()._get_backend(device)  # raises
         if device.type == "cuda" and self._nccl is not None:
             return self._nccl._get_backend(device)
         return self
+
+    get_backend = _get_backend  # its public name since torch 2.14
 
     # -- barriers, sequence numbers, unsupported operations ------------------------
 
@@ -671,9 +692,6 @@ class ProcessGroup(dist.ProcessGroup):
 
     split_group = _refuse("split_group", "make a group with dist.new_group")
     new_window = _refuse("new_window", "send and receive")
-    _add_ephemeral_timeout = _refuse(
-        "_add_ephemeral_timeout", "give the call its time-out"
-    )
     merge_remote_group = _refuse("merge_remote_group", "make a group of all ranks")
     _enable_collectives_timing = _refuse(
         "_enable_collectives_timing", "time the calls themselves"
@@ -687,6 +705,17 @@ class ProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default time-out of an operation."""
         self._timeout = timeout
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Extend the time-out of the next collective.
+
+        torch.compile calls this on every group when it finds a function in its cache:
+        other ranks may have to compile it.
+        """
+        self._extension += timeout
+        nccl = nccl_of(self)
+        if nccl is not None:
+            nccl._add_ephemeral_timeout(timeout)
 
     def abort(self) -> None:
         """Release this rank from the operation that blocks it. Any thread may call."""
@@ -748,6 +777,46 @@ class ProcessGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         """The user's description."""
         return self._description
+
+
+class _Backend(_c10d.Backend):  # type: ignore[misc] # a class that C++ defines
+    """What C++ gets when it asks a process group for its backend.
+
+    Each operation is the process group's.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(*group._place)
+        # C++ keeps the backend as long as the group, and the garbage collector does not
+        # see that.
+        self._group = weakref.ref(group)
+
+    def name(self) -> str:
+        return NAME
+
+    getBackendName = name
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    def call(self: _Backend, *args: Any) -> Any:
+        return getattr(self._group(), name)(*args)
+
+    return call
+
+
+for _name in (*OPERATORS, "monitored_barrier", "_get_sequence_number_for_group"):
+    setattr(_Backend, _name, _operation(_name))
+
+
+def _make_backend(group: ProcessGroup) -> _Backend | None:
+    """The group's backend for C++; None for a torch that takes no such class of Python.
+
+    Since 2.15 torch asks each new group for its backend, and fails if that is None.
+    """
+    try:
+        return _Backend(group)
+    except TypeError:  # torch up to 2.13: "No constructor defined"
+        return None
 
 
 class _Aborted(CollectiveAborted):
