@@ -562,8 +562,9 @@ reduction_init(Reduction *self, PyObject *args, PyObject *kwargs)
         return -1;
     Barrier *made = (Barrier *)barrier;
     if (kernel < 0 || kernel >= KERNELS || operation < 0 || operation >= OPERATIONS ||
-        length < 0 || at_once_bytes < 0 || root < 0 || root >= made->size) {
-        PyErr_SetString(PyExc_ValueError, "unknown operation, kernel, length or root");
+        length < 0 || at_once_bytes < 0 || (size_t)at_once_bytes > made->slot_bytes ||
+        root < 0 || root >= made->size) {
+        PyErr_SetString(PyExc_ValueError, "unknown operation, kernel, length, size or root");
         return -1;
     }
     size_t itemsize = kernels[kernel].itemsize;
@@ -585,7 +586,7 @@ reduction_init(Reduction *self, PyObject *args, PyObject *kwargs)
     self->length = (size_t)length;
     self->itemsize = itemsize;
     self->block = block;
-    self->at_once = self->length <= block && self->kind.bytes <= (size_t)at_once_bytes;
+    self->at_once = self->kind.bytes <= (size_t)at_once_bytes;
     return 0;
 }
 

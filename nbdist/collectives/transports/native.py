@@ -115,10 +115,11 @@ class CompiledReductions:
         Args:
             native: The compiled module.
             barrier: The group's `Barrier` of that module.
-            at_once_bytes: Larger tensors are reduced in shares, one for each rank.
+            at_once_bytes: Larger tensors are reduced in shares, one for each rank. No
+                more than a slot's.
         """
         self._native, self._barrier = native, barrier
-        self._at_once_bytes = at_once_bytes
+        self.at_once_bytes = at_once_bytes
         self._kernels = {name: index for index, name in enumerate(native.KERNELS)}
         self._operations = {
             "all_reduce": native.ALL_REDUCE,
@@ -163,7 +164,7 @@ class CompiledReductions:
             self._operations[operation],
             self._kernels[name],
             length,
-            self._at_once_bytes,
+            self.at_once_bytes,
             root,
         )
         return made

@@ -259,7 +259,7 @@ def connect(comm: MPI.Comm, config: CollectiveConfig, hooks: Hooks) -> Connectio
     if comm.size == 1:
         cpu["auto"] = LocalTransport()
     elif shared is not None:
-        reductions = _compiled_reductions(shared.barrier)
+        reductions = _compiled_reductions(shared.barrier, shared.slots)
         cpu["auto"] = cpu["shared"] = shared.transport(hooks, reductions)
     elif config.transport == "shared":
         raise UsageError("transport 'shared': the ranks are not all on one host")
@@ -339,7 +339,7 @@ def _within_host(
         hooks.check,
         hooks.on_late,
     )
-    return shared.transport(own, _compiled_reductions(barrier))
+    return shared.transport(own, _compiled_reductions(barrier, shared.slots))
 
 
 def _duplicate(comm: MPI.Comm, check: Check) -> MPI.Comm:
@@ -426,13 +426,16 @@ def _share_memory(
     return _SharedMemory(barrier, Slots(memory, comm.rank, comm.size))
 
 
-def _compiled_reductions(barrier: SharedBarrier) -> CompiledReductions | None:
+def _compiled_reductions(
+    barrier: SharedBarrier, slots: Slots
+) -> CompiledReductions | None:
     """The compiled reductions over a barrier; None on all ranks if one lacks them."""
     if barrier.compiled is None:
         return None
     native = find_compiled()
     assert native is not None
-    return CompiledReductions(native, barrier.compiled, AT_ONCE_BYTES)
+    most = min(AT_ONCE_BYTES, slots.capacity(torch.uint8))
+    return CompiledReductions(native, barrier.compiled, most)
 
 
 def _swap_items(comm: MPI.Comm, item: _Item, check: Check) -> list[_Item]:

@@ -56,6 +56,10 @@ class SharedTransport(Transport):
         self._rank, self._size = barrier.rank, barrier.size
         self._slots = slots
         self._compiled = compiled
+        if compiled is not None:
+            # A rank whose tensor is strided does in Python what others do in C. Both
+            # must divide the tensor at the same size.
+            self.at_once_bytes = compiled.at_once_bytes
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         if self._compiled is not None:
