@@ -24,8 +24,9 @@ LAYERS = [
 NOTEBOOK_SIDE = {"", "magics", "session", "clusters", "widgets"} | SHARED
 RANK_SIDE = {"torch", "mpi4py", "nbdist.engine", "nbdist.collectives"}
 ON_DEMAND = {
-    # Unpickles a tensor that the user pulls.
+    # They unpickle a tensor that the user pulls.
     ("nbdist.ipc.serialization", "torch"),
+    ("nbdist.ipc.memory_regions", "torch"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,7 +1,8 @@
 """Pickles values, with the data of arrays and tensors outside the pickle stream.
 
-This module imports torch only in a process that receives a tensor. cloudpickle pickles
-functions and classes of `__main__` by value.
+Tensors and arrays whose memory overlaps share it in the receiving process too, also
+those of several named values. This module imports torch only in a process that receives
+a tensor. cloudpickle pickles functions and classes of `__main__` by value.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import io
 import linecache
 import pickle
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import Any, cast
@@ -19,6 +21,7 @@ from typing import Any, cast
 import cloudpickle
 
 from nbdist.ipc import keras_objects
+from nbdist.ipc.memory_regions import ReceivedRegions, Regions
 from nbdist.ipc.stacks import cell_name, cell_of
 
 __all__ = [
@@ -43,6 +46,10 @@ PLAIN = {bool, bytes, float, int, str, type(None)}
 """Types whose values `pickle` alone can pickle."""
 
 
+_received = threading.local()
+"""`regions`: those of the value that this thread unpickles."""
+
+
 class _Namespace(dict[str, Any]):
     """Replaces the globals of a rank's cells in the pickle of a cell's function."""
 
@@ -64,12 +71,13 @@ def dumps(value: object, namespace: object = None) -> list[Any]:
     """
     if _is_plain(value):
         return [pickle.dumps(value, 5)]
-    buffers: list[memoryview] = []
+    buffers: list[Any] = []
     stream = io.BytesIO()
-    _pickler(stream, buffers, namespace).dump(value)
+    pickler = _pickler(stream, buffers, namespace)
+    pickler.dump(value)
     # A view would keep the stream open, and Python 3.13 complains of that when the
     # garbage collector finds both.
-    return [stream.getvalue(), *buffers]
+    return [stream.getvalue(), *buffers, *pickler.regions.frames(len(buffers))]
 
 
 def _is_plain(value: object) -> bool:
@@ -87,7 +95,19 @@ def _is_plain(value: object) -> bool:
 
 def loads(frames: list[Any]) -> Any:
     """The value that `dumps` pickled. Its arrays are writable if the buffers are."""
-    return pickle.loads(frames[0], buffers=frames[1:])
+    stream, *buffers = frames
+    with _receiving(buffers):
+        return pickle.loads(stream, buffers=buffers)
+
+
+@contextmanager
+def _receiving(buffers: list[Any]) -> Iterator[None]:
+    before = getattr(_received, "regions", None)
+    _received.regions = ReceivedRegions(buffers)
+    try:
+        yield
+    finally:
+        _received.regions = before
 
 
 def dumps_whole(value: object) -> bytes:
@@ -109,14 +129,15 @@ def dumps_named(
     An object to which several values refer is pickled once, so that an optimizer still
     refers to its model's parameters. `namespace` is as for `dumps`.
     """
-    buffers: list[memoryview] = []
+    buffers: list[Any] = []
     stream = io.BytesIO()
     pickler = _pickler(stream, buffers, namespace)
     for name, value in values.items():
         with each(name):
             pickler.dump(value)
     names = pickle.dumps(list(values))
-    return [names, stream.getvalue(), *buffers]
+    regions = pickler.regions.frames(len(buffers))
+    return [names, stream.getvalue(), *buffers, *regions]
 
 
 def loads_named(frames: list[Any], each: Each = _unchanged) -> dict[str, Any]:
@@ -124,19 +145,19 @@ def loads_named(frames: list[Any], each: Each = _unchanged) -> dict[str, Any]:
     names, stream, *buffers = frames
     unpickler = pickle.Unpickler(io.BytesIO(stream), buffers=buffers)
     values = {}
-    for name in pickle.loads(names):
-        with each(name):
-            values[name] = unpickler.load()
+    with _receiving(buffers):
+        for name in pickle.loads(names):
+            with each(name):
+                values[name] = unpickler.load()
     return values
 
 
-def _pickler(
-    stream: io.BytesIO, buffers: list[memoryview], namespace: object
-) -> _Pickler:
+def _pickler(stream: io.BytesIO, buffers: list[Any], namespace: object) -> _Pickler:
     def keep(buffer: pickle.PickleBuffer) -> None:
         buffers.append(buffer.raw())
 
     pickler = _Pickler(stream, protocol=5, buffer_callback=keep)
+    pickler.regions = Regions()
     if namespace is not None:
         pickler.globals_ref[id(namespace)] = _Namespace()
         torch = sys.modules.get("torch")
@@ -189,6 +210,8 @@ def _rebuild_code(
 
 
 class _Pickler(_CodePickler):
+    regions: Regions
+    """The memory of the tensors and arrays that were pickled."""
     own_gpu: Any = None
     """The `torch.device` that becomes the receiving rank's; None if none does."""
 
@@ -199,7 +222,12 @@ class _Pickler(_CodePickler):
             return (_current_gpu, ()) if obj == self.own_gpu else NotImplemented
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter):
-            reduced = _reduce_tensor(obj, torch)
+            reduced = _reduce_tensor(obj, torch, self.regions)
+            if reduced is not None:
+                return reduced
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and type(obj) is numpy.ndarray:
+            reduced = _reduce_array(obj, self.regions)
             if reduced is not None:
                 return reduced
         reduced = keras_objects.reduce(obj)
@@ -220,8 +248,8 @@ def _current_gpu() -> Any:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _reduce_tensor(tensor: Any, torch: Any) -> Any:
-    """(rebuild, arguments) with the data as a buffer; None leaves it to torch.
+def _reduce_tensor(tensor: Any, torch: Any, regions: Regions) -> Any:
+    """(rebuild, arguments) with the data in a region; None leaves it to torch.
 
     torch pickles sparse, nested, quantised and meta tensors, which have no plain bytes.
     """
@@ -229,42 +257,66 @@ def _reduce_tensor(tensor: Any, torch: Any) -> Any:
         return None
     if tensor.is_nested:
         return None
-    on_device = tensor.device.type != "cpu"
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # A tensor of one element counts as contiguous whatever its stride is.
-    flat = plain.as_strided((plain.numel(),), (1,))
-    octets = flat.view(torch.uint8).numpy()
-    dtype = str(plain.dtype).removeprefix("torch.")
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain._is_zerotensor():
+        plain = plain.clone()
+    if plain.device.type not in ("cpu", "cuda"):
+        plain = plain.cpu()
     return _rebuild_tensor, (
-        pickle.PickleBuffer(octets),
-        dtype,
+        regions.add_tensor(plain) if plain.numel() else None,
+        str(plain.dtype).removeprefix("torch."),
         tuple(plain.shape),
+        plain.stride(),
         tensor.requires_grad,
-        is_parameter,
-        on_device,
+        isinstance(tensor, torch.nn.Parameter),
+        tensor.device.type != "cpu",
     )
 
 
 def _rebuild_tensor(
-    octets: Any,
+    number: int | None,
     dtype: str,
     shape: tuple[int, ...],
+    stride: tuple[int, ...],
     requires_grad: bool,
     is_parameter: bool,
     on_device: bool,
 ) -> Any:
     import torch
 
-    if memoryview(octets).readonly:
-        octets = bytearray(octets)
     kind = getattr(torch, dtype)
-    if memoryview(octets).nbytes:
-        tensor = torch.frombuffer(octets, dtype=torch.uint8).view(kind).reshape(shape)
+    on_gpu = on_device and torch.cuda.is_available()
+    if number is None:
+        device = "cuda" if on_gpu else "cpu"
+        tensor = torch.empty_strided(shape, stride, dtype=kind, device=device)
     else:
-        tensor = torch.empty(shape, dtype=kind, device="cpu")
-    if on_device and torch.cuda.is_available():
-        tensor = tensor.cuda()
+        region, offset, is_packed = _received.regions.find(number)
+        storage = region.storage(on_gpu)
+        tensor = torch.empty(0, dtype=kind, device=storage.device)
+        at = offset // kind.itemsize
+        layout = (shape,) if is_packed else (shape, stride)
+        tensor.set_(storage, at, *layout)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+def _reduce_array(array: Any, regions: Regions) -> Any:
+    """(rebuild, arguments) with the data in a region; None leaves it to numpy.
+
+    numpy pickles arrays of objects, and empty ones.
+    """
+    if array.dtype.hasobject or not array.nbytes:
+        return None
+    number = regions.add_array(array)
+    return _rebuild_array, (number, array.dtype, array.shape, array.strides)
+
+
+def _rebuild_array(
+    number: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Any:
+    import numpy as np
+
+    region, offset, is_packed = _received.regions.find(number)
+    layout = None if is_packed else strides
+    return np.ndarray(shape, dtype, region.octets, offset, layout)
