@@ -272,6 +272,41 @@ def torch_gets_a_backend_wherever_it_asks() -> None:
     assert (tensor == SIZE * SIZE).all()
 
 
+def tensors_of_one_call_may_share_memory() -> None:
+    """gloo reduces the values that the tensors had before the call."""
+    total = float(SIZE * (SIZE + 1) // 2)
+    for reduce in (
+        dist.all_reduce_coalesced,
+        lambda tensors: dist.all_reduce_coalesced(tensors, async_op=True).wait(),
+    ):
+        whole = torch.full((6,), RANK + 1.0)
+        # On one rank the tensors are apart, which the others need not know.
+        parts = [whole, whole, whole[1:3], whole.view(2, 3).T]
+        if RANK == 0:
+            parts = [each.clone() for each in parts]
+        reduce(parts)
+        assert all((each == total).all() for each in parts)
+
+
+def a_rank_that_is_no_member_is_refused_as_torch_refuses_it() -> None:
+    calls: dict[str, Callable[[int], object]] = {
+        "broadcast": lambda rank: dist.broadcast(ones(), rank),
+        "reduce": lambda rank: dist.reduce(ones(), rank),
+        "gather": lambda rank: dist.gather(ones(), None, rank),
+        "scatter": lambda rank: dist.scatter(ones(), None, rank),
+        "send": lambda rank: dist.send(ones(), rank),
+        "isend": lambda rank: dist.isend(ones(), rank),
+        "recv": lambda rank: dist.recv(ones(), rank),
+        "irecv": lambda rank: dist.irecv(ones(), rank),
+        "objects": lambda rank: dist.broadcast_object_list([1], rank),
+    }
+    for call in calls.values():
+        for rank in (-SIZE, -1, SIZE, SIZE + 5):
+            for kind in (RuntimeError, ValueError):  # torch's, by the group
+                with pytest.raises(kind, match=f"{rank}: expected 0 to {SIZE - 1}"):
+                    call(rank)
+
+
 def every_reduce_op_is_answered() -> None:
     for name, op in dist.ReduceOp.RedOpType.__members__.items():
         if name == "PREMUL_SUM":
@@ -369,6 +404,8 @@ CASES: dict[str, Callable[[], None]] = {
     for case in (
         every_operation_is_answered_or_refused,
         torch_gets_a_backend_wherever_it_asks,
+        tensors_of_one_call_may_share_memory,
+        a_rank_that_is_no_member_is_refused_as_torch_refuses_it,
         every_reduce_op_is_answered,
         premul_sum_everywhere,
         premul_sum_may_differ_and_be_asynchronous,

@@ -12,6 +12,8 @@ CASES_FILE = str(Path(__file__).with_name("c10d_operations.py"))
 CASES = [
     "every_operation_is_answered_or_refused",
     "torch_gets_a_backend_wherever_it_asks",
+    "tensors_of_one_call_may_share_memory",
+    "a_rank_that_is_no_member_is_refused_as_torch_refuses_it",
     "every_reduce_op_is_answered",
     "premul_sum_everywhere",
     "premul_sum_may_differ_and_be_asynchronous",

@@ -340,8 +340,20 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Reduce several tensors over all ranks, in place."""
-        return WorkList([self.allreduce(tensor, opts) for tensor in tensors])
+        """Reduce several tensors over all ranks, in place.
+
+        Tensors may share memory: the result is that of the values before the call.
+        """
+        apart = _apart(tensors)
+        works = WorkList([self.allreduce(tensor, opts) for tensor in apart])
+        copies = [
+            pair for pair in zip(tensors, apart, strict=True) if pair[0] is not pair[1]
+        ]
+        if copies:
+            works.wait()
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+        return works
 
     @_by_device
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None) -> dist.Work:
@@ -492,13 +504,13 @@ class ProcessGroup(dist.ProcessGroup):
     @_by_device
     def send(self, tensors: Any, target: int, tag: int = 0) -> dist.Work:
         """Start to send a contiguous tensor to one rank."""
-        tensor, target = _contiguous(tensors), self.members.ranks[target]
+        tensor, target = _contiguous(tensors), self._member(target, "peer")
         return self._message(isend(tensor, target, group=self.members, tag=tag))
 
     @_by_device
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
         """Start to receive from one rank into a contiguous tensor."""
-        tensor, source = _contiguous(tensors), self.members.ranks[source]
+        tensor, source = _contiguous(tensors), self._member(source, "peer")
         return self._message(irecv(tensor, source, group=self.members, tag=tag))
 
     @_by_device
@@ -587,12 +599,16 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _root(self, opts: Any) -> int:
         root: int = 0 if opts is None else getattr(opts, "rootRank", opts)
-        if not 0 <= root < self.members.size:
-            raise UsageError(
-                f"root {root}: expected 0 to {self.members.size - 1}, the ranks of "
+        return self._member(root, "root")
+
+    def _member(self, rank: int, role: str) -> int:
+        """The world's number of a rank of the group."""
+        if not 0 <= rank < self.members.size:
+            raise _NoSuchRank(
+                f"{role} {rank}: expected 0 to {self.members.size - 1}, the ranks of "
                 "the process group"
             )
-        return self.members.ranks[root]
+        return self.members.ranks[rank]
 
     def _native(self, *arguments: Any) -> dist.ProcessGroup | None:
         """NCCL's group for CUDA tensors; None if this group handles them.
@@ -819,6 +835,10 @@ def _make_backend(group: ProcessGroup) -> _Backend | None:
         return None
 
 
+class _NoSuchRank(UsageError, RuntimeError):
+    """A rank that is no member. torch raises a ValueError or a RuntimeError."""
+
+
 class _Aborted(CollectiveAborted):
     """Raised by the calls that `ProcessGroup.abort` has ended."""
 
@@ -846,6 +866,17 @@ def _first(tensors: Any) -> Tensor | None:
             return None
         tensors = tensors[0]
     return tensors
+
+
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with a copy of each that shares memory with one before it."""
+    storages: set[int] = set()
+    found = []
+    for tensor in tensors:
+        storage = 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
+        found.append(tensor.clone() if storage and storage in storages else tensor)
+        storages.add(storage)
+    return found
 
 
 def _only_list(lists: Any) -> list[Tensor]:
