@@ -24,6 +24,7 @@ from nbdist.errors import (
     message_of,
 )
 from nbdist.ipc.fork_messages import FORKED
+from nbdist.kernel_versions import untested_torch
 from nbdist.widgets import looking
 from nbdist.widgets.grid import Grid
 from nbdist.widgets.table import Table, bytes_text, seconds_text
@@ -303,6 +304,8 @@ class Session:
             UsageError, StartError: As for `Cluster`.
         """
         self._check_none_runs()
+        if (line := untested_torch()) is not None:
+            print(line)
         if keep_hours is not None:
             from nbdist.clusters.kept.kept_cluster import KeptCluster
             from nbdist.clusters.kept.tables import hours_text

@@ -17,7 +17,12 @@ from packaging.requirements import Requirement
 
 import nbdist
 from nbdist.errors import UsageError
-from nbdist.kernel_versions import NEEDED, check_loaded
+from nbdist.kernel_versions import (
+    NEEDED,
+    TORCH_RUNS,
+    check_loaded,
+    untested_torch,
+)
 from nbdist.magics import DistMagics
 
 if sys.version_info >= (3, 11):
@@ -193,6 +198,33 @@ def test_an_ipykernel_that_loses_requests_is_refused(
         else:
             with pytest.raises(UsageError, match=f"ipykernel {version}, which loses"):
                 check_loaded()
+
+
+def test_the_page_and_the_code_name_the_same_runs_of_torch() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| 3\.\d+ \| ([\d.]+), .*? \| ([\d-]+) \|", page, re.MULTILINE)
+    newest: dict[str, str] = {}
+    for version, date in rows:
+        newest[version] = max(date, newest.get(version, date))
+    assert newest == TORCH_RUNS
+
+
+@pytest.mark.parametrize(
+    ("version", "is_new"),
+    [
+        ("2.7.0", False), ("2.9.1+cu128", False), ("2.15.0+cpu", False),
+        ("2.15.1", True), ("2.16.0.dev20261201+cpu", True), ("10.0", True),
+    ],
+)  # fmt: skip
+def test_a_torch_that_is_newer_than_all_that_were_run_is_one_line(
+    version: str, is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    line = untested_torch()
+    assert (line is not None) == is_new
+    if line is not None:
+        assert line.startswith(f"torch {version} is newer than 2.15.0")
+        assert "\n" not in line
 
 
 def test_no_package_index_is_named() -> None:
