@@ -65,7 +65,7 @@ def untested_torch() -> str | None:
     if _numbers(found) <= _numbers(newest):
         return None
     return (
-        f"torch {found} is newer than {newest}, the newest that was tested with nbdist: "
+        f"torch {found} is newer than {newest}, the newest that was run: "
         f'if something fails, try pip install "torch=={newest}"'
     )
 
