@@ -371,6 +371,8 @@ async def _answer(kernel: Any, shell: _Shell, opened: Opened) -> None:
         debugger.end_tracing()
         end_forked_child()
         rank.activity = None
+    if rank.interrupts.delivered:  # also if the cell has caught it
+        world.current().note_failure()
     _flush_streams()
     comms.flush()
     # The last batch of the cell has its step.

@@ -19,6 +19,7 @@ from nbdist.engine.revocation import revoke
 from nbdist.errors import WrongProcess
 from nbdist.ipc import roles
 from nbdist.ipc.ports import free_ports, own_address
+from nbdist.training import lasting
 from nbdist.wire import RankInfo, are_unequal
 
 __all__ = [
@@ -104,13 +105,14 @@ class World:
 
     def note_failure(self) -> None:
         """Note what a failed cell has left behind."""
-        self._has_open_step |= ddp_modules.has_open_step()
+        self._has_open_step |= lasting.are_alive() or ddp_modules.has_open_step()
 
     @property
     def broken(self) -> bool:
         """Whether a communicator, a group or a DDP module must be rebuilt.
 
-        That is also so if the cell has given the default group other members.
+        That is also so if the cell has given the default group other members, or has
+        failed on a rank that has something which must begin again on all ranks.
         """
         flags = self._shared_revoked, self._nccl_aborted, self._has_open_step
         return any(flags) or any_broken() or shared_default_group.is_reconfigured()
@@ -127,6 +129,7 @@ class World:
         renew_groups(self.generation)
         torch_group.equalize_group_counts(self.comm)
         shared_default_group.begin_again()
+        lasting.begin_again(self.comm.allgather)
         self._has_open_step = False
 
     def _nccl_has_failed(self) -> bool:
@@ -223,6 +226,8 @@ def enter(comm: Any, generation: int) -> World:
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     _comms[generation] = comm
     _world = World(comm, generation)
+    if generation:
+        lasting.begin_again(comm.allgather)
     return _world
 
 

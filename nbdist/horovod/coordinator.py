@@ -33,6 +33,7 @@ from nbdist.horovod.negotiation import (
     nothing_in_common,
 )
 from nbdist.horovod.timeline import running
+from nbdist.training import lasting
 
 __all__ = ["Coordinator"]
 
@@ -59,6 +60,14 @@ class Coordinator:
         self._joined: frozenset[int] = frozenset()
         self._last_joined = -1
         self._generation = group.generation
+        lasting.register(self)
+
+    def _begin_again(self) -> None:
+        """Number calls without a name, and optimizers, from the start again.
+
+        A rank may have begun more of them than another one.
+        """
+        self._unnamed, self.optimizers = Counter(), itertools.count()
 
     # -- calls ---------------------------------------------------------------------
 

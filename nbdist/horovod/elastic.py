@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import Sampler
 
 from nbdist.horovod.basics import init
-from nbdist.horovod.gradients import forget_buckets
 from nbdist.training.data.sampler import rank_and_size
 from nbdist.training.elastic.run import run as elastic_run
 from nbdist.training.elastic.state import State
@@ -32,8 +31,6 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def begin(state: State, *args: Any, **kwargs: Any) -> Any:
         init()
-        for value in state._objects.values():
-            forget_buckets(value)  # a rank that joins has none
         return func(state, *args, **kwargs)
 
     return elastic_run(begin)

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbdist.errors import UsageError
 from nbdist.horovod.basics import rank
-from nbdist.horovod.gradients import forget_buckets
 from nbdist.horovod.handles import synchronize
 from nbdist.horovod.ops.allgather import allgather
 from nbdist.horovod.ops.broadcast import broadcast_, broadcast_async_
@@ -93,7 +92,6 @@ def broadcast_optimizer_state(
         synchronize(handle)
     if not is_root:
         optimizer.load_state_dict(state)
-    forget_buckets(optimizer)  # the root too, so that all ranks agree on them again
 
 
 @dataclass(frozen=True)

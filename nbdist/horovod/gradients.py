@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -12,9 +12,9 @@ from nbdist.horovod.ops.allreduce import allreduce_, reduction
 from nbdist.horovod.ops.sparse_allreduce import sparse_allreduce_async
 from nbdist.horovod.process_sets import ProcessSet, coordinator_of
 from nbdist.horovod.reduce_ops import ReduceOp, Scaling, Sum
-from nbdist.training.gradients import GradientReducer
+from nbdist.training import lasting
 
-__all__ = ["NamedReduction", "forget_buckets"]
+__all__ = ["NamedReduction"]
 
 
 class NamedReduction:
@@ -39,13 +39,18 @@ class NamedReduction:
         self._scaling = Scaling(op, 1 / predivide, predivide)
         self._compression = compression
         self._set = process_set
+        lasting.register(self)
+
+    def _begin_again(self) -> None:
+        self._owner = None  # the ranks number their optimizers again
 
     @property
     def _name(self) -> str:
         """A name that is equal on all ranks.
 
         Optimizers are numbered in the order of their first use. The numbers start again
-        when the ranks have changed, because a new rank has used fewer optimizers.
+        when the ranks have changed or begin again, because a rank may have used fewer
+        optimizers.
         """
         coordinator = coordinator_of(self._set)
         if self._owner is not coordinator:
@@ -60,12 +65,6 @@ class NamedReduction:
         With one rank nothing is reduced. A rank outside of the set is alone.
         """
         return self._set.size() if self._set.included() else 1
-
-    @property
-    def world(self) -> Hashable:
-        """The coordinator and the generation of its group."""
-        coordinator = coordinator_of(self._set)
-        return coordinator, coordinator.group.generation
 
     def agree(self, numbers: Tensor) -> None:
         """Sum a table of small integers over the ranks, in place.
@@ -102,13 +101,3 @@ class NamedReduction:
         """Return the reduction of a sparse gradient."""
         name = f"{self._name}.sparse.{index}"
         return sparse_allreduce_async(gradient, name, self._op, self._set)()
-
-
-def forget_buckets(optimizer: object) -> None:
-    """Make the ranks agree on a DistributedOptimizer's buckets again.
-
-    Every rank must call. Another object has no buckets.
-    """
-    reducer = getattr(optimizer, "_reducer", None)
-    if isinstance(reducer, GradientReducer):
-        reducer.forget_buckets()

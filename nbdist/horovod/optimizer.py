@@ -18,6 +18,7 @@ from nbdist.horovod.gradients import NamedReduction
 from nbdist.horovod.ops.allreduce import grouped_allreduce_
 from nbdist.horovod.process_sets import ProcessSet, global_process_set
 from nbdist.horovod.reduce_ops import Adasum, Average, ReduceOp, Sum
+from nbdist.training import lasting
 from nbdist.training.gradients import BUCKET_BYTES, GradientReducer
 
 __all__ = ["DistributedOptimizer"]
@@ -115,6 +116,7 @@ def DistributedOptimizer(
         _synchronized=False,
         _should_synchronize=True,
     )
+    lasting.register(distributed)  # type: ignore[arg-type]
     return distributed
 
 
@@ -185,12 +187,8 @@ class _Distributed:
         """Accumulate gradients over this number of backward passes from now on."""
         self._reducer.set_passes(passes)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. Every rank must call: the next step makes new buckets."""
-        self._reducer.forget_buckets()
-        self._synchronized = False
-        base: Any = super()
-        base.load_state_dict(state_dict)
+    def _begin_again(self) -> None:
+        self._synchronized, self._should_synchronize = False, True
 
 
 class _Adasum:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from nbdist.collectives import Group, all_gather_object, default_group
-from nbdist.errors import UsageError
+from nbdist.errors import CollectiveAborted, UsageError
 from nbdist.horovod.coordinator import Coordinator
+from nbdist.training import lasting
 
 __all__ = [
     "ProcessSet",
@@ -100,11 +101,47 @@ class _Running:
         """The ranks that take part. `new` is the only method called on this group."""
         self.sets: dict[int, tuple[ProcessSet, Coordinator | None]] = {}
         self.numbers = itertools.count()
+        lasting.register(self)
 
     def add(self, added: ProcessSet, group: Group | None) -> None:
-        added.process_set_id = next(self.numbers)
         coordinator = None if group is None else Coordinator(_with_gpus(group))
-        self.sets[added.process_set_id] = added, coordinator
+        number = next(self.numbers)
+        self.sets[number] = added, coordinator
+        added.process_set_id = number
+
+    def _begin_again(self) -> None:
+        pass  # what is half done, `_agree` removes
+
+    def _progress(self) -> tuple[Hashable, Any]:
+        sets = {
+            number: sorted(added._ranks)
+            for number, (added, coordinator) in self.sets.items()
+            if coordinator is not None or added is not global_process_set
+        }
+        return "", sets
+
+    def _agree(self, everyones: Sequence[Any]) -> None:
+        """Remove the sets, and the group of all ranks, that not every rank has made."""
+        if self.parent is not default_group():
+            return  # the next `init` makes all of them
+        known = [each for each in everyones if each is not None]
+        if self.members is self.parent:  # no rank is left out
+            known = [each or {} for each in everyones]
+        for number, (added, coordinator) in list(self.sets.items()):
+            ranks = sorted(added._ranks)
+            if all(each.get(number) == ranks for each in known):
+                added.process_set_id = number
+                continue
+            if coordinator is not None:
+                why = "a rank was interrupted while it made this process set"
+                coordinator.group.give_up(CollectiveAborted(why))
+                coordinator.close()
+            if added is global_process_set:
+                self.sets[number] = added, None  # the next collective makes it
+            else:
+                del self.sets[number]
+                added.process_set_id = None
+        self.numbers = itertools.count(max(self.sets, default=-1) + 1)
 
     def end(self) -> None:
         for added, coordinator in self.sets.values():

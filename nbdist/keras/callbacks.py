@@ -43,6 +43,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = False
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._done = False  # an earlier training may have ended on some ranks only
         if self.model.built:
             broadcast_global_variables(self.root_rank, self.model)
 
@@ -102,6 +103,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
         self._momentum: float | None = None
 
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._restore_momentum()  # an earlier training may have ended within a batch
+
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch = epoch
 
@@ -115,9 +119,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set_rate(self._epoch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self._momentum is not None:
-            self.model.optimizer.momentum = self._momentum
-            self._momentum = None
+        self._restore_momentum()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if logs is not None:
@@ -128,6 +130,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if callable(self._multiplier):
             return self._multiplier(epoch)
         return self._multiplier
+
+    def _restore_momentum(self) -> None:
+        if self._momentum is not None:
+            self.model.optimizer.momentum = self._momentum
+            self._momentum = None
 
     def _steps(self) -> int:
         steps = self.steps_per_epoch or self.params.get("steps")

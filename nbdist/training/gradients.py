@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import UsageError
+from nbdist.training import lasting
 from nbdist.training.validation import whole_number
 
 __all__ = ["BUCKET_BYTES", "GradientReducer", "Reduction"]
@@ -95,10 +96,6 @@ class Reduction(Protocol):
 
         With one rank nothing is reduced.
         """
-
-    @property
-    def world(self) -> Hashable:
-        """Changes with the ranks, and when a call has failed."""
 
     def agree(self, numbers: Tensor) -> None:
         """Sum a table of small integers over the ranks, in place.
@@ -219,6 +216,7 @@ class GradientReducer:
         self.set_passes(passes)
         for index in self._used:
             _install_hook(self._parameters[index], partial(self._on_gradient, index))
+        lasting.register(self)
 
     def set_passes(self, passes: int) -> None:
         """Accumulate over this many backward passes from now on."""
@@ -250,8 +248,8 @@ class GradientReducer:
             for bucket in self._buckets or ()
         )
 
-    def forget_buckets(self) -> None:
-        """Make the ranks agree on the buckets again in the next step."""
+    def _begin_again(self) -> None:
+        """Forget a step. The ranks agree on the buckets again in the next one."""
         self._buckets = None
         self._bucket_of.clear()
         self._reset()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nbdist.errors import UsageError
+from nbdist.training import lasting
 from nbdist.training.gradients import GradientReducer, Reduction
 
 __all__ = [
@@ -103,7 +104,12 @@ class _Steps:
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
         self._reducer: GradientReducer | None = None
-        self._key: object = None
+        self._reduced: frozenset[int] = frozenset()
+        lasting.register(self)
+
+    def _begin_again(self) -> None:
+        """Forget the reducer, whose parameters the ranks may have reached or not."""
+        self._reducer = None
 
     def begin(self, variables: Sequence[Any]) -> None:
         """Begin a step. The next backward computes the gradients of these variables.
@@ -149,10 +155,10 @@ class _Steps:
         ]
 
     def _reducer_of(self, parameters: list[Tensor]) -> GradientReducer:
-        """The reducer of these parameters' gradients, a new one for a new world."""
-        key = self._reduction.world, frozenset(map(id, parameters))
-        if self._reducer is None or self._key != key:
-            self._key = key
+        """The reducer of these parameters' gradients."""
+        reduced = frozenset(map(id, parameters))
+        if self._reducer is None or self._reduced != reduced:
+            self._reducer, self._reduced = None, reduced
             self._reducer = GradientReducer(
                 parameters, self._reduction, expects_all=False
             )

@@ -22,6 +22,7 @@ from nbdist.collectives import (
     default_group,
 )
 from nbdist.errors import ReplicasDiffer, UsageError
+from nbdist.training import lasting
 from nbdist.training.digest import combined, digests_of, octets_of
 from nbdist.training.leaves import Leaf, leaves_of
 from nbdist.training.validation import whole_number
@@ -34,13 +35,16 @@ MEASURED_LEAVES = 20
 TEXT_LIMIT = 40
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loop:
     """The calls of `check_replicas` with one model."""
 
     calls: int = 0
     equal_at: int = 0
     """The last call that found all ranks equal; 0 for none."""
+
+    def _begin_again(self) -> None:
+        self.calls = self.equal_at = 0  # a rank may have made one more
 
 
 _loops: WeakKeyDictionary[object, _Loop] = WeakKeyDictionary()
@@ -249,7 +253,11 @@ def _value(leaf: Leaf) -> str:
 
 def _loop_of(first: object) -> _Loop:
     try:
-        return _loops.setdefault(first, _Loop())
+        loop = _loops.get(first)
+        if loop is None:
+            loop = _loops[first] = _Loop()
+            lasting.register(loop)
+        return loop
     except TypeError:
         raise UsageError(
             f"check_replicas() counts its calls by its first argument, and a "

@@ -75,16 +75,19 @@ class _Step:
     """The values that were read in one step, in the order of their computation."""
 
     number: int
-    names: list[str] = field(default_factory=list)
-    bounds: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Minimum and maximum of each value; NaN if it has a NaN."""
+    values: list[tuple[str, tuple[Tensor, Tensor]]] = field(default_factory=list)
+    """The name of each value, with its minimum and maximum; NaN if it has a NaN. One
+    list, because an interrupt could leave two of different lengths."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
     """The bounds of a step, on their way to the host."""
 
-    step: _Step
+    number: int
+    """The number of the step."""
+    names: list[str]
+    """The names of its values."""
     parts: list[tuple[list[int], Tensor]]
     """Some of the values, and their bounds in host memory, of shape (n, 2)."""
     events: list[torch.cuda.Event]
@@ -97,7 +100,7 @@ class _Copy:
         """The largest magnitude in each value, as soon as all have arrived."""
         for event in self.events:
             event.synchronize()
-        magnitudes = [0.0] * len(self.step.names)
+        magnitudes = [0.0] * len(self.names)
         for indices, bounds in self.parts:
             largest = bounds.abs().amax(dim=1).tolist()
             for index, magnitude in zip(indices, largest, strict=True):
@@ -232,8 +235,7 @@ class Watch:
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
         assert self._step is not None
-        self._step.names.append(what)
-        self._step.bounds.append(torch.aminmax(value))
+        self._step.values.append((what, torch.aminmax(value)))
 
     # -- results -------------------------------------------------------------------
 
@@ -243,11 +245,11 @@ class Watch:
         if step is None:
             return
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for index, (low, _high) in enumerate(step.bounds):
+        for index, (_name, (low, _high)) in enumerate(step.values):
             alike.setdefault((low.device, low.dtype), []).append(index)
         parts, events = [], []
         for (device, _dtype), indices in alike.items():
-            ends = [end for index in indices for end in step.bounds[index]]
+            ends = [end for index in indices for end in step.values[index][1]]
             bounds = torch.stack(ends).view(-1, 2)
             if device.type == "cuda":
                 host = torch.empty_like(bounds, device="cpu", pin_memory=True)
@@ -257,8 +259,8 @@ class Watch:
                     event.record()
                 events.append(event)
             parts.append((indices, bounds))
-        step.bounds.clear()
-        self._copies.append(_Copy(step, parts, events))
+        names = [name for name, _ in step.values]
+        self._copies.append(_Copy(step.number, names, parts, events))
 
     def _look_at(self, copy: _Copy) -> None:
         """
@@ -267,16 +269,16 @@ class Watch:
         """
         bad = [
             (name, magnitude)
-            for name, magnitude in zip(copy.step.names, copy.magnitudes(), strict=True)
+            for name, magnitude in zip(copy.names, copy.magnitudes(), strict=True)
             if magnitude != magnitude or (self._infinities and magnitude == INFINITE)
         ]
         if not bad:
-            self._finite_at = copy.step.number
+            self._finite_at = copy.number
             return
         self.close()
         found = _description(bad)
         internal_metrics.mark("nan", found)  # the monitor has steps of its own
-        raise NotFinite(_report(copy.step.number, found, self._finite_at))
+        raise NotFinite(_report(copy.number, found, self._finite_at))
 
 
 _watches: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from nbdist.collectives import Group
 from nbdist.errors import UsageError
 from nbdist.ipc.resources import cores
 from nbdist.telemetry import internal_metrics
+from nbdist.training import lasting
 from nbdist.training.data.device_prefetch import map_children, on_device
 from nbdist.training.data.fetch import Collate, Fetching, Part, by_index, first_item
 from nbdist.training.data.sampler import Sampler, rank_and_size
@@ -68,16 +69,51 @@ class Loader:
         self._local = 0
         self._size = 1
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
+        lasting.register(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # The loop is not copied, for instance to a rank that joins.
         return {**self.__dict__, "_loop": None}
 
-    def __iter__(self) -> Iterator[Any]:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        lasting.register(self)
+
+    def _begin_again(self) -> None:
+        pass  # what is half done, `_agree` completes
+
+    def _progress(self) -> tuple[Hashable, Any]:
+        sampler, size = self.sampler, self._rank_and_size()[1]
+        key: list[Hashable] = [self.global_batch_size, self._drop_last, size]
+        progress: Any = sampler.epoch, sampler.position
+        if isinstance(sampler, Sampler):
+            key += sampler.length, sampler.seed, sampler.shuffle
+            if sampler.position and not sampler.next_size:  # the end of a loop was cut
+                progress = sampler.epoch + 1, 0
+        return tuple(key), progress if size > 1 else None
+
+    def _agree(self, everyones: Sequence[Any]) -> None:
+        """Go back to the rank that has taken the fewest steps.
+
+        Ranks at different positions would take different numbers of steps.
+        """
+        known = [each for each in everyones if each is not None]
+        before = self.sampler.epoch, self.sampler.position
+        if not known or min(known) == before:
+            return
+        self._end_loop()
+        self.sampler.epoch, self.sampler.position = min(known)
+        if self.sampler.epoch != before[0]:
+            self._set_dataset_epoch()
+
+    def _end_loop(self) -> None:
         # An error's traceback may keep the previous loop and its workers alive.
         left = None if self._loop is None else self._loop()
         if left is not None:
             left.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._end_loop()
         loop = self._rest_of_epoch()
         self._loop = weakref.ref(loop)
         return loop

@@ -6,7 +6,7 @@ import io
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.errors import CheckpointError, UsageError
 from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.telemetry import internal_metrics
-from nbdist.training import keras_models
+from nbdist.training import keras_models, lasting
 from nbdist.training.elastic import checkpoint, tree
 from nbdist.training.elastic.commit_files import Commit, is_record
 from nbdist.training.elastic.coordinator import coordinator
@@ -104,6 +104,7 @@ class State:
         set_attribute("_loaded", False)
         set_attribute("_folders", ())
         set_attribute("_shared", None)
+        lasting.register(self)
         resume = coordinator().resume
         if resume is not None:
             self._resume(Path(resume.path), trusted=resume.trusted)
@@ -143,6 +144,7 @@ class State:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        lasting.register(self)
 
     def on_reset(self, callback: OnReset) -> None:
         """Register a function that every rank calls after a restore.
@@ -279,6 +281,22 @@ class State:
     def _forget_staged(self) -> None:
         """Forget the staged commit. The next commit uses its memory again."""
         self._staged = replace(self._staged, number=0)
+
+    def _begin_again(self) -> None:
+        pass  # what is half done, `_agree` completes
+
+    def _progress(self) -> tuple[Hashable, Any]:
+        return tuple(self._objects), (self._committed.number, self._staged.number)
+
+    def _agree(self, everyones: Sequence[Any]) -> None:
+        """Complete the last commit that any rank has completed.
+
+        An interrupt can end `commit` on this rank when all ranks have staged it.
+        """
+        last = max(committed for committed, _ in filter(None, everyones))
+        if self._committed.number < last == self._staged.number:
+            self._complete()
+        self._forget_staged()
 
     def _drop_commit(self) -> None:
         self._committed = _NO_COMMIT

@@ -12,7 +12,7 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -88,12 +88,6 @@ class _Mean:
     def size(self) -> int:
         """The number of ranks."""
         return default_group().size
-
-    @property
-    def world(self) -> Hashable:
-        """The default group and its generation."""
-        group = default_group()
-        return group, group.generation
 
     def agree(self, numbers: Tensor) -> None:
         """Sum a table over the ranks. Its first row is the first rank's."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nbdist.collectives import all_reduce
 from nbdist.errors import UsageError
+from nbdist.training import lasting
 from nbdist.training.strategies.base import Strategy, broadcast_model
 from nbdist.training.strategies.flat_buffers import FlatBuffers
 from nbdist.training.strategies.wrapped_optimizer import (
@@ -92,6 +95,13 @@ class _AveragingOptimizer(WrappedOptimizer):
         super().__init__(inner)
         self._strategy = strategy
         self._steps = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        lasting.register(self)
+
+    def _begin_again(self) -> None:
+        self._steps = 0  # a rank may have taken one step more than another one
 
     @torch.no_grad()
     def exchange(self) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from nbdist.collectives import TolerantMessages, all_gather_object, default_group
 from nbdist.errors import UsageError
+from nbdist.training import lasting
 from nbdist.training.strategies.base import Strategy, broadcast_model
 from nbdist.training.strategies.parameter_server.message_bodies import MessageBodies
 from nbdist.training.strategies.parameter_server.server import (
@@ -108,6 +109,11 @@ class ParameterServer(Strategy):
         self._messages: TolerantMessages | None = None
         self._bodies: MessageBodies | None = None
         self._worker: Worker | None = None
+        lasting.register(self)
+
+    def _begin_again(self) -> None:
+        """Have the next `run` connect the ranks, and give the shards to all of them."""
+        self._messages = self._bodies = self._worker = None
 
     # -- roles ---------------------------------------------------------------------
 
@@ -290,6 +296,10 @@ class ParameterServer(Strategy):
     def __getstate__(self) -> dict[str, Any]:
         # A rank that joins gets a copy of this object, and makes its own connections.
         return {**self.__dict__, "_messages": None, "_bodies": None, "_worker": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        lasting.register(self)
 
 
 class PushOptimizer(WrappedOptimizer):

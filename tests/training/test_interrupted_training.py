@@ -1,0 +1,85 @@
+"""What outlives a cell is as good as new after a failure or an interrupt anywhere."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+from nbdist import CellError, Cluster
+from tests.training import interrupted_cases
+
+SEED = int(os.environ.get("NBDIST_SEED", random.randrange(2**32)))
+DEADLINE_S = 60.0
+
+
+def begin(cluster: Cluster, name: str) -> tuple[torch.Tensor, list[int]]:
+    """Make a case on all ranks; its result, and the lines that each rank runs."""
+    cluster.execute(
+        "from tests.training import interrupted_cases as cases\n"
+        f"case = cases.{name}()\n"
+        "with cases.ended(None, '') as lines:\n"
+        "    result = case.train()\n",
+        timeout_s=DEADLINE_S,
+    )
+    return agreed(cluster), [lines for [lines] in cluster["lines"]]
+
+
+def agreed(cluster: Cluster) -> torch.Tensor:
+    """The result of the last training, which is equal on all ranks."""
+    first, *others = cluster["result"]
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-9, atol=1e-12)
+    return first
+
+
+def end_anywhere(
+    cluster: Cluster, lines: list[int], draw: random.Random, at: int | None = None
+) -> str:
+    """End a training on one rank or all of them; what was drawn."""
+    kind = draw.choice(["error", "interrupt"])
+    ranks = draw.choice([[draw.randrange(4)], list(range(4))])
+    after = {r: at or draw.randint(1, max(1, lines[r])) for r in ranks}
+    # A cell that catches its own error has completed. One that was interrupted has not.
+    how = "caught" if kind == "interrupt" and draw.random() < 0.4 else "alone"
+    body = f"    with cases.ended({after}.get(rank), {kind!r}):\n        case.train()\n"
+    caught = "except KeyboardInterrupt: pass\n"
+    code = f"try:\n{body}" + (caught if how == "caught" else "finally: pass\n")
+    try:
+        cluster.execute(code, timeout_s=DEADLINE_S)
+    except CellError:
+        pass
+    return f"{kind} {how} at {after}"
+
+
+def check(cluster: Cluster, name: str, draw: random.Random, times: int) -> None:
+    expected, lines = begin(cluster, name)
+    is_repeated = cluster["case.is_repeated"][0]
+    for _ in range(times):
+        drawn = f"seed {SEED}, {name}: {end_anywhere(cluster, lines, draw)}"
+        print(drawn)
+        try:
+            again = "case.reset()\nresult = case.train()"
+            cluster.execute(again, timeout_s=DEADLINE_S)
+        except CellError as error:
+            pytest.fail(f"{drawn}: {error}")
+        result = agreed(cluster)
+        if is_repeated:
+            torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", interrupted_cases.CASES)
+def test_a_training_that_was_ended_anywhere_trains_again_as_before(
+    cluster: Cluster, name: str
+) -> None:
+    check(cluster, name, random.Random(f"{SEED} {name}"), times=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*interrupted_cases.CASES, "in_keras"])
+def test_a_training_that_was_ended_often_trains_again_as_before(
+    cluster: Cluster, name: str
+) -> None:
+    check(cluster, name, random.Random(f"{SEED} {name} often"), times=30)
