@@ -54,7 +54,8 @@ class Coordinator:
         self._unnamed: Counter[str] = Counter()
         self.optimizers = itertools.count()
         """Numbers the optimizers whose gradients this coordinator reduces."""
-        self._waiting = 0
+        self._waiting: set[int] = set()
+        """The threads that wait for a call."""
         self._offers_changed = False
         """Whether this rank's offers may have changed."""
         self._joined: frozenset[int] = frozenset()
@@ -68,6 +69,10 @@ class Coordinator:
         A rank may have begun more of them than another one.
         """
         self._unnamed, self.optimizers = Counter(), itertools.count()
+        # An interrupt can come when a thread has entered these, and before the `try`
+        # that leaves them.
+        self._turn = threading.Lock()
+        self._waiting.clear()
 
     # -- calls ---------------------------------------------------------------------
 
@@ -102,7 +107,8 @@ class Coordinator:
             UsageError: A call of this name is under way.
             BaseException: The error of a call that has failed.
         """
-        if self._pending or not self._turn.acquire(blocking=False):
+        turn = self._turn
+        if self._pending or not turn.acquire(blocking=False):
             self.submit(request)
             self.wait(request)
             return
@@ -115,7 +121,7 @@ class Coordinator:
             self._finish(request, error)
             raise
         finally:
-            self._turn.release()
+            turn.release()
         request.handle.wait()
 
     def wait(self, request: Request) -> None:
@@ -185,15 +191,16 @@ class Coordinator:
     @contextmanager
     def _waits(self) -> Iterator[None]:
         """Mark this thread as waiting for a call. It makes no other call meanwhile."""
+        thread = threading.get_ident()
         with self._changed:
-            self._waiting += 1
-            if self._waiting == 1:
+            self._waiting.add(thread)
+            if len(self._waiting) == 1:
                 self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self._waiting -= 1
+                self._waiting.discard(thread)
 
     # -- turns ---------------------------------------------------------------------
 
@@ -281,7 +288,7 @@ class Coordinator:
         with self._changed:
             self._offers_changed = False
             calls = {name: request.offer for name, request in self._pending.items()}
-            return Offers(calls, self._waiting > 0, self._unnamed)
+            return Offers(calls, bool(self._waiting), self._unnamed)
 
     def _act_on(self, table: list[Offers], mismatch: CollectiveMismatch | None) -> bool:
         """Act on the ranks' offers. Returns whether the negotiation has ended."""
