@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -247,3 +248,69 @@ def test_run_refuses_invalid_arguments() -> None:
         nbdist.elastic.run(timeout_s=0)
     with pytest.raises(UsageError, match="got a int: the first argument"):
         nbdist.elastic.run(lambda state: None)(5)
+
+
+class Words(dict):  # type: ignore[type-arg]
+    """A subclass of dict with an attribute."""
+
+    language = "en"
+
+
+def containers() -> dict[str, Any]:
+    words = Words(a=torch.ones(2))
+    words.language = "de"
+    return {
+        "counter": Counter(a=2),
+        "lists": defaultdict(list, {1: [torch.ones(2)]}),
+        "by_cell": defaultdict(lambda: 7, {"x": 1}),
+        "ordered": OrderedDict(b=1, a=torch.ones(1)),
+        "model": nn.BatchNorm1d(3).state_dict(),
+        "words": words,
+        "pair": Pair(1, torch.ones(2)),
+        "nested": {"seen": [Counter(b=1), defaultdict(int)]},
+    }
+
+
+class Pair(NamedTuple):
+    first: int
+    second: torch.Tensor
+
+
+def check_containers(state: State) -> None:
+    state.counter["new"] += 1
+    state.lists["new"].append(1)
+    state.by_cell["new"] += 1
+    assert state.by_cell["new"] == 8
+    assert list(state.ordered) == ["b", "a"]
+    state.ordered.move_to_end("b")
+    assert state.model._metadata[""]["version"] == 2
+    assert type(state.words) is Words
+    assert state.pair.first == 1
+
+
+def test_a_restored_container_has_its_class() -> None:
+    state = State(**containers())
+    for _ in range(3):  # a third commit uses the memory of the first
+        state.commit()
+        state.restore()
+        check_containers(state)
+        state.nested["seen"][0]["new"] += 1
+        state.nested["seen"][1]["new"] += 1
+        state.restore()
+    assert state.words.language == "de"
+
+
+def test_a_container_from_a_file_has_its_class(tmp_path: Path) -> None:
+    State(**containers() | {"pair": None}).save(tmp_path / "state")
+    other = State(**containers() | {"pair": None})
+    other.load(tmp_path / "state")  # of a file that is not trusted
+    other.pair = Pair(1, torch.ones(2))
+    check_containers(other)
+
+
+def test_containers_keep_their_class_on_their_way_to_another_rank() -> None:
+    sent = tree.split(containers())
+    received = tree.unite(*pickle.loads(pickle.dumps(sent)))
+    values = tree.in_classes_of(containers(), received)
+    check_containers(State(**values))
+    assert values["words"].language == "de"

@@ -98,7 +98,7 @@ class SharedCopies:
         if not self._spare.fits(tensors):
             self._lay_out(tensors)
         copied: dict[str, Any] = tree.unite(skeleton, self._spare.fill(tensors))
-        self._pickled = self._spare.pickled(copied)
+        self._pickled = self._spare.pickled(tree.readable(copied))
         return copied
 
     def _lay_out(self, tensors: Sequence[Tensor]) -> None:

@@ -214,8 +214,9 @@ class State:
         for name, value in values.items():
             # The source's own sampler divides its samples at a load, and its optimizer
             # makes the next step as the other ranks' do.
-            if world.rank != source or _is_stateful(self._objects[name]):
-                self._load_object(name, value)
+            live = self._objects[name]
+            if world.rank != source or _is_stateful(live):
+                self._load_object(name, tree.in_classes_of(live, value))
         self._stage(world)
         self._staged = replace(self._staged, number=number)
         world.barrier("elastic_sync")
@@ -377,6 +378,8 @@ class State:
         number, size = world.broadcast((commit.number, commit.size), source)
         values = broadcast_tree(commit.values, source)
         if lacks[world.rank]:
+            for name, value in values.items():
+                values[name] = tree.in_classes_of(self._objects.get(name), value)
             self._committed = Commit(number, size, values)
 
     # -- files ---------------------------------------------------------------------
@@ -442,6 +445,7 @@ class State:
             )
         values = _values_in(opened, trusted=trusted)
         for name in names:
+            values[name] = tree.in_classes_of(self._objects[name], values[name])
             self._load_object(name, values[name])
         header = opened.header
         self._committed = Commit(max(1, header["commit"]), header["size"], values)
@@ -552,7 +556,7 @@ def _check_agreement(every: Sequence[_Progress]) -> None:
 def _write_commit(path: Path, commit: Commit) -> None:
     """Write a commit to a file of saved state."""
     payload = io.BytesIO()
-    torch.save(commit.values, payload)
+    torch.save(tree.readable(commit.values), payload)
     header = {
         "commit": commit.number,
         "size": commit.size,

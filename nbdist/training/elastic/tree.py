@@ -3,14 +3,15 @@
 Trees are copied without pickling. `split` separates the tensors from a tree, so that
 they can be sent or stored without a copy.
 
-torch.utils._pytree is not used here: a copy has plain dicts in place of subclasses of
-dict, so that `torch.load(weights_only=True)` can read it, and pytree treats a subclass
-as one value.
+torch.utils._pytree is not used here, because it treats a subclass of dict as one value,
+and loses what a dict has beside its entries, as the `_metadata` of a state_dict.
 """
 
 from __future__ import annotations
 
 import copy
+import pickle
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Slot", "clone", "copy_into", "split", "unite"]
+__all__ = [
+    "Slot",
+    "clone",
+    "copy_into",
+    "in_classes_of",
+    "readable",
+    "split",
+    "unite",
+]
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -73,13 +82,26 @@ def _copy(spare: Any, value: Any, pairs: Pairs) -> Any:
         return value
     if isinstance(value, dict):
         entries = spare if isinstance(spare, dict) else {}
-        return {key: _copy(entries.get(key), v, pairs) for key, v in value.items()}
+        copied = {key: _copy(entries.get(key), v, pairs) for key, v in value.items()}
+        return _like(value, copied)
     if type(value) in (list, tuple):
         alike = isinstance(spare, type(value)) and len(spare) == len(value)
         items = spare if alike else [None] * len(value)
         zipped = zip(items, value, strict=True)
         return type(value)([_copy(item, v, pairs) for item, v in zipped])
     return copy.deepcopy(value)
+
+
+def _like(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of the class of `value`, and with its attributes, that has new entries."""
+    if type(value) is dict:
+        return entries
+    twin = copy.copy(value)
+    for key, entry in entries.items():
+        twin[key] = entry
+    if hasattr(value, "__dict__"):
+        vars(twin).update(copy.deepcopy(vars(value)))
+    return twin
 
 
 def _is_plain(value: object) -> bool:
@@ -103,6 +125,8 @@ def _fits(spare: object, value: Tensor) -> bool:
 def split(value: Any) -> tuple[Any, list[Tensor]]:
     """Separate a tree's tensors.
 
+    A defaultdict whose function cannot be pickled becomes a plain dict.
+
     Returns:
         The tree with slots in place of its tensors, and the tensors.
     """
@@ -115,7 +139,7 @@ def split(value: Any) -> tuple[Any, list[Tensor]]:
         shape = tuple(leaf.shape)
         return Slot(len(tensors) - 1, shape, leaf.dtype, leaf.device.type)
 
-    return _map_leaves(replace, value), tensors
+    return _map_leaves(replace, value, _sendable_like), tensors
 
 
 def unite(skeleton: Any, tensors: list[Tensor]) -> Any:
@@ -125,9 +149,53 @@ def unite(skeleton: Any, tensors: list[Tensor]) -> Any:
     )
 
 
-def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def readable(value: Any) -> Any:
+    """A tree with plain dicts where `torch.load(weights_only=True)` reads no others."""
+    return _map_leaves(lambda leaf: leaf, value, _readable_like)
+
+
+def in_classes_of(live: Any, value: Any) -> Any:
+    """Give the plain dicts of a tree the classes that they have in another one.
+
+    Args:
+        live: The values in use.
+        value: What `readable` or `split` has returned of such values.
+    """
+    if type(value) is dict and isinstance(live, dict):
+        entries = {key: in_classes_of(live.get(key), v) for key, v in value.items()}
+        if type(live) is dict:
+            return entries
+        twin = copy.copy(live)
+        twin.clear()
+        twin.update(entries)
+        return twin
+    return value
+
+
+_READABLE = (dict, OrderedDict, Counter)
+
+
+def _readable_like(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    return _like(value, entries) if type(value) in _READABLE else entries
+
+
+def _sendable_like(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    if type(value) is defaultdict:
+        try:
+            pickle.dumps(value.default_factory)
+        except (pickle.PicklingError, AttributeError):  # a lambda of a cell
+            return entries
+    return _like(value, entries)
+
+
+def _map_leaves(
+    function: Callable[[Any], Any],
+    value: Any,
+    like: Callable[[dict[Any, Any], dict[Any, Any]], dict[Any, Any]] = _like,
+) -> Any:
     if isinstance(value, dict):
-        return {key: _map_leaves(function, each) for key, each in value.items()}
+        entries = {k: _map_leaves(function, each, like) for k, each in value.items()}
+        return like(value, entries)
     if type(value) in (list, tuple):
-        return type(value)([_map_leaves(function, each) for each in value])
+        return type(value)([_map_leaves(function, each, like) for each in value])
     return function(value)
