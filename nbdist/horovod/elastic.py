@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
@@ -128,9 +129,9 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        left = self.remaining_indices
-        padded = left + left[: self.total_size - len(left)]
-        return iter(padded[self.rank : self.total_size : self.num_replicas])
+        # Fewer samples than ranks may be left: they are repeated as often as needed.
+        padded = itertools.cycle(self.remaining_indices)
+        return itertools.islice(padded, self.rank, self.total_size, self.num_replicas)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
 from pathlib import Path
 
 import pytest
 
 from nbdist import Cluster
 from nbdist.horovod import elastic
+
+SEED = int(os.environ.get("NBDIST_SEED", random.randrange(2**32)))
 
 CELL = """
 import os, signal
@@ -141,3 +145,24 @@ def test_sync_divides_the_samples_of_every_rank(cluster: Cluster) -> None:
     assert cluster["commits"] == [1] * 4
     weights = cluster["weight"]
     assert all((each == weights[0]).all() for each in weights)
+
+
+def test_each_rank_gets_as_many_samples_however_few_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw = random.Random(SEED)
+    for _ in range(200):
+        size, length = draw.randint(1, 9), draw.randint(0, 20)
+        done = draw.randint(0, length)
+        shares = []
+        for rank in range(size):
+            place = rank, size
+            monkeypatch.setattr(elastic, "rank_and_size", lambda _, place=place: place)
+            sampler = elastic.ElasticSampler(range(length), seed=3)
+            sampler.load_state_dict({"epoch": 1, "processed_num": done})
+            shares.append(list(sampler))
+            assert len(shares[-1]) == len(sampler)
+        said = f"seed {SEED}: {length - done} of {length} on {size}: {shares}"
+        assert len({len(share) for share in shares}) == 1, said
+        found = set(itertools.chain.from_iterable(shares))
+        assert len(found) == length - done, said
