@@ -31,6 +31,8 @@ Content = Tensor | np.ndarray[Any, Any] | bytes
 EXACT_TEXT = {bool, int, str, bytes, bytearray, type(None), type(...), range}
 EXACT_TEXT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Types whose `repr` is different for different values."""
+RANKS_OWN = {"rank", "local_rank", "device"}
+"""Attributes of modules that may differ between replicas."""
 LISTED_TEXT = {bool, int, str, bytes, type(None)}
 """Types of which a whole list is one leaf."""
 
@@ -72,8 +74,8 @@ def leaves_of(name: str, value: object, deadline: Deadline | None = None) -> lis
     """The leaves of a value, in an order that is equal for equal values.
 
     Tensors and arrays are taken apart without a copy. Modules have their parameters,
-    buffers and classes as leaves, optimizers and schedulers their `state_dict`, and
-    other objects what `pickle` would save.
+    buffers, classes and plain attributes as leaves, optimizers and schedulers their
+    `state_dict`, and other objects what `pickle` would save.
 
     Args:
         name: The value's name, with which the names of the leaves begin.
@@ -314,9 +316,13 @@ class _Walk:
         for n, buffer in module.named_buffers():
             self.take(f"{name}.{n}", buffer)
         for n, part in module.named_modules():
+            path = ".".join(filter(None, (name, n)))
+            if text := _options(part):
+                self._add(
+                    f"{path} (options)", "options", text.encode("utf-8", "replace")
+                )
             if type(part).get_extra_state is not nn.Module.get_extra_state:
-                path = ".".join(filter(None, (name, n, "extra_state")))
-                self.take(path, part.get_extra_state())
+                self.take(f"{path}.extra_state", part.get_extra_state())
 
     def _state_dict(self, name: str, value: Any) -> None:
         state = value.state_dict()
@@ -364,6 +370,33 @@ class _Walk:
                     self.take(f"{name}.{key}", part[key])
             elif part is not None:
                 self.take(f"{name}.<state>", part)
+
+
+def _options(module: nn.Module) -> str:
+    """The plain public attributes of a module itself, such as a Dropout's `p`.
+
+    The numbers with a fraction come first, because a report shows the beginning. What
+    torch's own wrappers know of their ranks is left out.
+    """
+    if _module_of(module).startswith(("torch.nn.parallel", "torch.distributed")):
+        return ""
+    plain = {
+        key: value
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and key not in RANKS_OWN
+        and key != "training"
+        and _is_plain(value)
+    }
+    keys = sorted(plain, key=lambda key: (type(plain[key]) is not float, key))
+    return ", ".join(f"{key}={plain[key]!r}" for key in keys)
+
+
+def _is_plain(value: object) -> bool:
+    kind = type(value)
+    if kind in (tuple, list):
+        return all(type(each) in LISTED_TEXT | {float} for each in value)  # type: ignore[attr-defined]
+    return kind is float or (kind in EXACT_TEXT and kind is not torch.device)
 
 
 def _kind_of(value: object) -> str:

@@ -33,7 +33,7 @@ def test_equal_values_are_equal_in_every_leaf(cluster: Cluster, session: Session
     assert cluster.compare("model").differing == []
     shown = str(session.diff_table("model"))
     assert shown.splitlines()[-1] == (
-        "model is equal on rank 0-3, bit for bit, in 8 leaves"
+        "model is equal on rank 0-3, bit for bit, in 10 leaves"
     )
     every = str(session.diff_table("model", everything=True))
     kind = cluster.ranks[0].device.partition(":")[0]
@@ -61,7 +61,7 @@ def test_the_first_leaf_is_named_with_rank_index_and_difference(
     shown = str(session.diff_table("model"))
     assert "2 differ from 0-1,3" in shown
     assert shown.splitlines()[-1] == (
-        "2 of 8 leaves differ. First, model.0.weight differs on rank 2 from rank "
+        "2 of 10 leaves differ. First, model.0.weight differs on rank 2 from rank "
         "0-1,3 (2 of 12 elements, first at [1, 2], by at most 0.5)"
     )
 
@@ -179,3 +179,12 @@ def test_a_wrong_call_is_an_error(cluster: Cluster, call: str, message: str):
     texts = [failure.evalue for failure in caught.value.result.failures]
     assert len(texts) == 4
     assert [text for text in texts if message in text]
+
+
+def test_an_option_of_a_module_that_differs_is_named(cluster: Cluster) -> None:
+    cluster.execute(
+        "model = torch.nn.Sequential(torch.nn.Dropout(0.9 - 0.8 * (rank > 0)))"
+    )
+    [options] = cluster.compare("model").differing
+    assert options.name == "model.0 (options)"
+    assert "p=0.9" in str(options)

@@ -285,3 +285,46 @@ def test_a_tensor_of_20_million_elements_takes_less_than_a_second():
         digest(tensor)
         took.append(time.monotonic() - begin)
     assert min(took) < 1, took
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "where"),
+    [
+        (nn.Dropout(0.1), nn.Dropout(0.9), "v (options)"),
+        (nn.BatchNorm1d(2), nn.BatchNorm1d(2, eps=1e-3), "v (options)"),
+        (nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=None), "v (options)"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU(0.1)),
+            nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU(0.2)),
+            "v.1 (options)",
+        ),
+        (nn.MaxPool2d(2, stride=(1, 2)), nn.MaxPool2d(2, stride=(2, 1)), "v (options)"),
+    ],
+)
+def test_modules_differ_in_their_plain_attributes(
+    one: nn.Module, other: nn.Module, where: str
+) -> None:
+    other.load_state_dict(one.state_dict())
+    leaves = [
+        {each.name: each.content for each in leaves_of("v", module)}
+        for module in (one, other)
+    ]
+    differing = [name for name in leaves[0] if leaves[0][name] is not leaves[1][name]]
+    assert where in differing
+    assert leaves[0][where] != leaves[1][where]
+    assert digest(one) != digest(other)
+
+
+def test_what_replicas_know_of_their_rank_and_its_code_is_left_out() -> None:
+    class Mine(nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank, self.device, self.rate = rank, torch.device("cpu"), 0.5
+
+        @property
+        def never(self) -> int:
+            raise AssertionError
+
+    assert digest(Mine(0)) == digest(Mine(1))
+    texts = [leaf.content for leaf in leaves_of("v", Mine(0))]
+    assert texts[1] == b"rate=0.5"

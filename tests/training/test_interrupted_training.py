@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 
@@ -47,10 +48,8 @@ def end_anywhere(
     body = f"    with cases.ended({after}.get(rank), {kind!r}):\n        case.train()\n"
     caught = "except KeyboardInterrupt: pass\n"
     code = f"try:\n{body}" + (caught if how == "caught" else "finally: pass\n")
-    try:
+    with contextlib.suppress(CellError):
         cluster.execute(code, timeout_s=DEADLINE_S)
-    except CellError:
-        pass
     return f"{kind} {how} at {after}"
 
 
