@@ -543,7 +543,7 @@ def test_busy_ranks_are_compared_without_a_measurement(
         assert loss.difference == "0.5 on rank 0,2-3, 1.5 on rank 1"
         assert not cluster.compare("optimizer.defaults").differing
         table = str(session.diff_table("model"))
-        assert "1 of 8 leaves differ. First, model.0.weight differs on rank 2" in table
+        assert "1 of 10 leaves differ. First, model.0.weight differs on rank 2" in table
         assert "were not measured" in table
         missing = cluster.compare("missing")
         assert missing.errors.keys() == {0, 1, 2, 3}

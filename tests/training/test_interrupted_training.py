@@ -82,3 +82,88 @@ def test_a_training_that_was_ended_often_trains_again_as_before(
     cluster: Cluster, name: str
 ) -> None:
     check(cluster, name, random.Random(f"{SEED} {name} often"), times=30)
+
+
+INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+HALF_A_STEP = """
+case.reset()
+case.optimizer.zero_grad()
+case.model(next(cases.batches())).square().mean().backward()
+"""
+AGAIN = "case.reset()\nresult = case.train()"
+
+
+def test_a_step_that_was_interrupted_after_backward_is_forgotten(
+    cluster: Cluster,
+) -> None:
+    expected, _ = begin(cluster, "plain")
+    with pytest.raises(CellError):
+        cluster.execute(HALF_A_STEP + INTERRUPT, timeout_s=DEADLINE_S)
+    cluster.execute(AGAIN, timeout_s=DEADLINE_S)
+    torch.testing.assert_close(agreed(cluster), expected)
+
+
+def test_a_step_is_forgotten_also_if_the_cell_has_caught_the_interrupt(
+    cluster: Cluster,
+) -> None:
+    expected, _ = begin(cluster, "plain")
+    caught = f"{HALF_A_STEP}\ntry:\n    {INTERRUPT}\n    [0] * 9\n"
+    cluster.execute(f"{caught}except KeyboardInterrupt: pass", timeout_s=DEADLINE_S)
+    cluster.execute(AGAIN, timeout_s=DEADLINE_S)
+    torch.testing.assert_close(agreed(cluster), expected)
+
+
+def test_a_failure_on_one_rank_makes_the_others_forget_their_step(
+    cluster: Cluster,
+) -> None:
+    expected, _ = begin(cluster, "two_passes")
+    one = f"if rank == 1: raise ValueError\n{HALF_A_STEP}"
+    with pytest.raises(CellError):
+        cluster.execute(one, timeout_s=DEADLINE_S)
+    cluster.execute(AGAIN, timeout_s=DEADLINE_S)
+    torch.testing.assert_close(agreed(cluster), expected)
+
+
+def test_a_commit_that_one_rank_has_not_completed_is_completed(
+    cluster: Cluster,
+) -> None:
+    begin(cluster, "committed")
+    with pytest.raises(CellError):
+        cluster.execute(
+            "def interrupted():\n    raise KeyboardInterrupt\n"
+            "if rank == 1: vars(case.state)['_complete'] = interrupted\n"
+            "case.state.step = 100\n"
+            "try: case.state.commit()\n"
+            "finally: vars(case.state).pop('_complete', None)",
+            timeout_s=DEADLINE_S,
+        )
+    cluster.execute("case.state.restore()", timeout_s=DEADLINE_S)
+    assert cluster["case.state.step, case.state.commits"] == [(100, 4)] * 4
+
+
+def test_calls_without_a_name_match_after_a_rank_has_made_more_of_them(
+    cluster: Cluster,
+) -> None:
+    begin(cluster, "plain")
+    more = "if rank == 0: cases.hvd.allreduce_async(torch.ones(2))\nraise ValueError"
+    with pytest.raises(CellError):
+        cluster.execute(more, timeout_s=DEADLINE_S)
+    cluster.execute(
+        "result = cases.hvd.allreduce(torch.ones(2) * rank)", timeout_s=DEADLINE_S
+    )
+    assert agreed(cluster).tolist() == [1.5, 1.5]
+
+
+def test_ranks_that_were_interrupted_in_different_steps_load_the_same_batches(
+    cluster: Cluster,
+) -> None:
+    begin(cluster, "loader")
+    with pytest.raises(CellError):
+        cluster.execute(
+            "for number, _ in enumerate(case.loader):\n"
+            "    if number == 2 + rank: raise KeyboardInterrupt",
+            timeout_s=DEADLINE_S,
+        )
+    cluster.execute("result = case.train()", timeout_s=DEADLINE_S)
+    # 9 steps of 12 samples, of which rank 0 has begun the third
+    assert agreed(cluster).tolist() == [6, 2, 0]
