@@ -45,7 +45,8 @@ class Worker:
             if self._end is not None:
                 handle.complete(self._end)
                 return handle
-            if self._thread is None:
+            # An interrupt may have left a thread that was not started.
+            if self._thread is None or self._thread.ident is None:
                 self._thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True
                 )

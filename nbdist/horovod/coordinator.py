@@ -93,7 +93,8 @@ class Coordinator:
             UsageError: A call of this name is under way.
         """
         self._add(request)
-        if self._thread is None:
+        # An interrupt may have left a thread that was not started.
+        if self._thread is None or self._thread.ident is None:
             self._thread = threading.Thread(
                 target=self._serve, name="nbdist horovod", daemon=True
             )
