@@ -100,12 +100,11 @@ class Loop(Case):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.first = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        self.first = copy.deepcopy(model.state_dict())
 
     def reset(self) -> None:
-        model, optimizer = copy.deepcopy(self.first)
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
+        self.model.load_state_dict(self.first)
+        self.optimizer.state.clear()  # as `load_state_dict`, without its side effects
 
     def train(self) -> Tensor:
         for batch in batches():
