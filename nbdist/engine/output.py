@@ -18,17 +18,25 @@ import codecs
 import ctypes
 import errno
 import io
+import itertools
 import mmap
 import os
+import queue
 import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nbdist.config import OutputConfig
+from nbdist.ipc.interrupts import defer_interrupts
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = ["Output"]
 
@@ -66,12 +74,14 @@ class Output:
         # Reentrant: the garbage collector may run a __del__ that prints anywhere.
         self._lock = threading.RLock()
         self._sending = threading.RLock()
-        self._written: list[tuple[str, str]] = []
+        self._is_sending = False
+        self._written: deque[tuple[str, str]] = deque()
         """The newest text, which does not count towards the cap yet. It is appended to
-        without a lock, so it stays the same list."""
+        without a lock, so it stays the same object."""
         self._counting = False
         self._chunks: list[tuple[str, str]] = []
-        self._wake = threading.Event()
+        # An interrupt within `Event.set` would leave the event's lock locked.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._woken = False
         """Whether the text written so far has woken the publisher thread."""
         self._closed = False
@@ -87,12 +97,17 @@ class Output:
         self._sleeps = False
         """Whether the publisher thread waits without a limit."""
         self._tails = [Tail(name, path) for name, path in captured.items()]
-        self.stdout = RankStream("stdout", 1, self)
-        self.stderr = RankStream("stderr", 2, self)
+        self._raws = [RankRaw("stdout", 1, self), RankRaw("stderr", 2, self)]
+        self.stdout, self.stderr = self.new_streams()
         self._thread = threading.Thread(
             target=self._run, name="nbdist-output", daemon=True
         )
         self._thread.start()
+
+    def new_streams(self) -> tuple[RankStream, RankStream]:
+        """A `sys.stdout` and a `sys.stderr`, whose settings are Python's."""
+        stdout, stderr = map(RankStream, self._raws)
+        return stdout, stderr
 
     def write(self, name: str, text: str) -> None:
         """Queue text; any thread may call."""
@@ -103,11 +118,11 @@ class Output:
         self._written_at = now
         self._written.append((name, text))
         if len(text) > MOST_UNCOUNTED:
-            with self._lock:
+            with self._locked():
                 self._count()
         if not self._woken:
             self._woken = True
-            self._wake.set()
+            self._wake.put(None)
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -130,7 +145,7 @@ class Output:
             self._shown = [text for _name, text in self._chunks]
             self._busy = True
             if self._sleeps:
-                self._wake.set()
+                self._wake.put(None)
         try:
             yield
         finally:
@@ -148,9 +163,13 @@ class Output:
         Args:
             ends_cell: Whether no more text of this cell follows.
         """
-        with self._sending:
-            if self._wake.is_set():
-                self._wake.clear()
+        # An interrupt would lose what is on its way, and break a message in two.
+        with defer_interrupts(), self._sending:
+            if self._is_sending:  # a __del__ flushes within this block
+                return
+            while not self._wake.empty():
+                with suppress(queue.Empty):  # the publisher thread was faster
+                    self._wake.get_nowait()
             self._woken = False
             if not self._busy:
                 return
@@ -160,8 +179,12 @@ class Output:
                 if ends_cell:
                     self._report_lost()
                 chunks, self._chunks = self._chunks, []
-            for name, text in _joined(chunks):
-                self._publish(name, text)
+            self._is_sending = True
+            try:
+                for name, text in _joined(chunks):
+                    self._publish(name, text)
+            finally:
+                self._is_sending = False
             if ends_cell:
                 with self._lock:
                     self._busy = False
@@ -169,14 +192,15 @@ class Output:
 
     def close(self) -> None:
         self._closed = True
-        self._wake.set()
+        self._wake.put(None)
         self._thread.join(timeout=2)
         self.drain()
 
     def _run(self) -> None:
         pause = threading.Event()
         while not self._closed:
-            if self._wake.wait(self._patience_s()):
+            with suppress(queue.Empty):
+                self._wake.get(timeout=self._patience_s())
                 pause.wait(COALESCE_S)  # let a burst of prints travel together
             self.flush()
 
@@ -191,13 +215,19 @@ class Output:
         """Queue the earlier text of child processes, which comes before a print."""
         for tail in self._tails:
             if tail.has_more():
-                with self._lock:
+                with self._locked():
                     self._count()
                     self._read_tails()
                 return
         if len(self._written) > MOST_UNCOUNTED:
-            with self._lock:
+            with self._locked():
                 self._count()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock in a thread of the user's, without an interrupt."""
+        with defer_interrupts(), self._lock:
+            yield
 
     def _count(self) -> None:
         """Move the newest text to the chunks, up to the cap. Callers hold the lock."""
@@ -205,10 +235,14 @@ class Output:
             return
         self._counting = True
         try:
-            number = len(self._written)  # other threads may append meanwhile
-            for name, text in _joined(self._written[:number]):
+            # Other threads may append meanwhile. Without bytecode between the steps, no
+            # error of a signal's handler can leave a text in both lists.
+            number, newest = len(self._written), list[tuple[str, str]]()
+            newest.extend(
+                itertools.starmap(self._written.popleft, itertools.repeat((), number))
+            )
+            for name, text in _joined(newest):
                 self._add(name, text)
-            del self._written[:number]
         finally:
             self._counting = False
 
@@ -262,7 +296,7 @@ class Output:
                     f"the last {self._spill.lost_bytes / 1e6:.1f} MB that this cell "
                     f"printed here are lost: {self._spill.problem}"
                 )
-        lost = self.stdout.take_lost() + self.stderr.take_lost()
+        lost = sum(raw.take_lost() for raw in self._raws)
         if lost:
             self._note(
                 f"{lost} bytes that processes of this cell printed here are lost: no "
@@ -306,48 +340,66 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
-class RankStream(io.TextIOBase):
-    """sys.stdout or sys.stderr of a rank."""
+class RankRaw(io.RawIOBase):
+    """The bytes of a rank's standard stream: what is below `sys.stdout`.
 
-    encoding = "utf-8"
-    errors = "backslashreplace"
+    It stays open. A cell's `io.TextIOWrapper(sys.stdout.buffer)` closes it when it is
+    collected.
 
-    def __init__(self, name: str, descriptor: int, output: Output) -> None:
+    Args:
+        stream: "stdout" or "stderr".
+        descriptor: The descriptor of the file for other writers.
+        output: Takes the text.
+    """
+
+    mode = "wb"
+
+    def __init__(self, stream: str, descriptor: int, output: Output) -> None:
         super().__init__()
-        self.name = name
+        self.name = f"<{stream}>"
+        self._stream = stream
         self._descriptor = descriptor
         self._output = output
         self._forks = _forks
-        self._partial = ""
-        """The unfinished line of a forked child."""
+        self._rest = b""
+        """The beginning of a character; in a forked child, an unfinished line."""
         self._lost = mmap.mmap(-1, _COUNT.size)  # shared with forked children
 
-    def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+    def write(self, octets: ReadableBuffer, /) -> int:
+        data = self._rest + octets if self._rest else octets
         if _forks == self._forks:
-            self._output.write(self.name, text)
+            text, used = codecs.utf_8_decode(data, "replace", False)
+            self._rest = bytes(memoryview(data)[used:])
+            self._output.write(self._stream, text)
         else:
             # A forked child, such as a DataLoader worker, has no publisher thread. It
             # writes whole lines, so that lines of several children do not mix.
-            whole, end, self._partial = (self._partial + text).rpartition("\n")
+            whole, end, self._rest = bytes(data).rpartition(b"\n")
             self._write_in_child(whole + end)
+        return memoryview(octets).nbytes
+
+    def write_text(self, text: str) -> int:
+        """Write text as UTF-8. Faster than `write` on a rank."""
+        if _forks == self._forks and not self._rest:
+            self._output.write(self._stream, text)
+        else:
+            self.write(text.encode("utf-8", "backslashreplace"))
         return len(text)
 
-    def _write_in_child(self, text: str) -> None:
+    def _write_in_child(self, octets: bytes) -> None:
         """Write to the descriptor as much as the disk has room for; count the rest.
 
         Children that lose text at the same moment may count too little.
         """
-        octets = memoryview(text.encode("utf-8", self.errors))
+        left = memoryview(octets)
         try:
-            while octets:
-                octets = octets[os.write(self._descriptor, octets) :]
+            while left:
+                left = left[os.write(self._descriptor, left) :]
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             (lost,) = _COUNT.unpack_from(self._lost)
-            _COUNT.pack_into(self._lost, 0, lost + len(octets))
+            _COUNT.pack_into(self._lost, 0, lost + len(left))
 
     def take_lost(self) -> int:
         """Bytes that forked children have lost since the last call."""
@@ -360,17 +412,49 @@ class RankStream(io.TextIOBase):
         if _forks == self._forks:
             self._output.flush()
         else:
-            text, self._partial = self._partial, ""
-            self._write_in_child(text)
+            octets, self._rest = self._rest, b""
+            self._write_in_child(octets)
+
+    def close(self) -> None:
+        if _forks != self._forks:
+            self.flush()
 
     def writable(self) -> bool:
         return True
 
-    def isatty(self) -> bool:
-        return False
-
     def fileno(self) -> int:
         return self._descriptor
+
+
+class RankStream(io.TextIOWrapper):
+    """sys.stdout or sys.stderr of a rank."""
+
+    mode = "w"
+
+    def __init__(self, raw: RankRaw) -> None:
+        super().__init__(
+            raw,  # as with `python -u`, nothing buffers between
+            encoding="utf-8",
+            errors="backslashreplace",
+            newline="\n",
+            write_through=True,
+        )
+        self._write: Callable[[str], int] | None = raw.write_text
+        """Writes text as it is; None once other settings apply."""
+
+    def write(self, text: str, /) -> int:
+        if self._write is None or type(text) is not str:
+            return super().write(text)
+        return self._write(text)
+
+    def reconfigure(self, **settings: Any) -> None:
+        self._write = None
+        super().reconfigure(**settings)
+
+    def detach(self) -> RankRaw:  # type: ignore[override]
+        """The stream of bytes. This stream stays usable, for the cells that follow."""
+        self.flush()
+        return self.buffer  # type: ignore[return-value]
 
 
 class Tail:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -101,6 +102,7 @@ def _enter_environment(
     stack.enter_context(_as_main(module))
     stack.enter_context(_arguments(path, args))
     stack.enter_context(_environment(info.rank, info.world_size, n_ps, variables))
+    stack.enter_context(_own_streams())
     stack.enter_context(_own_signals())
     stack.enter_context(_own_start_method())
     stack.enter_context(_own_loop())
@@ -242,6 +244,19 @@ def _environment(
             del os.environ[name]
         os.environ.update(before)
         os.chdir(folder)
+
+
+@contextmanager
+def _own_streams() -> Iterator[None]:
+    """Give the script a `sys.stdout` and a `sys.stderr` with Python's settings."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = this_rank().output.new_streams()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):  # a script's own stream may be closed
+            sys.stdout.flush()
+        sys.stdout, sys.stderr = before
 
 
 @contextmanager

@@ -324,3 +324,34 @@ def test_worlds_on_one_port_are_an_error_that_names_it(cluster: Cluster):
     children = "len(__import__('multiprocessing').active_children())"
     assert cluster[children] == [0] * 4
     assert_whole(cluster)
+
+
+def test_a_script_uses_its_standard_streams_as_in_a_process_of_its_own(
+    cluster: Cluster, script
+):
+    path = script(
+        """
+import faulthandler, io, logging, os, subprocess, sys
+sys.stdout.reconfigure(line_buffering=True, errors="strict")
+sys.stdout.buffer.write(b"octets\\n")
+subprocess.run(["echo", "child"], stdout=sys.stdout, check=True)
+logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
+logging.warning("logged")
+faulthandler.enable(file=sys.stderr)
+with open(sys.stdout.fileno(), "w", closefd=False) as again:
+    again.write("descriptor\\n")
+if os.environ["RANK"] == "0":
+    sys.stdout = open(os.devnull, "w")
+else:
+    sys.stdout = io.TextIOWrapper(sys.stdout.detach(), "utf-8", line_buffering=True)
+print("é", sys.stdout.encoding)
+"""
+    )
+    lines = ["octets", "child", "logged", "descriptor"]
+    result = cluster.run_script(path)
+    assert result[0].stdout.splitlines() == lines
+    assert result[1].stdout.splitlines() == [*lines, "é utf-8"]
+    check = "import sys; print(sys.stdout.errors, sys.stdout.line_buffering)"
+    assert {each.stdout for each in cluster.execute(check)} == {
+        "backslashreplace False\n"
+    }

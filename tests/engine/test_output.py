@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import gc
+import io
+import logging
 import os
+import random
 import re
 import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TextIO
+from types import FrameType
+from typing import Any, TextIO
 
 import pytest
 
+from nbdist.engine import output as output_module
 from nbdist.engine.output import Output
 
 CAP_BYTES = 1_000_000
@@ -164,7 +172,7 @@ def test_text_that_a_forked_child_cannot_write_is_counted(
     shown: Shown, tmp_path: Path
 ) -> None:
     with open(tmp_path / "full", "wb") as full, files_of_at_most(1000):
-        shown.output.stdout._descriptor = full.fileno()
+        shown.output._raws[0]._descriptor = full.fileno()
         with shown.output.during("In[1]"):
             child = os.fork()
             if child == 0:
@@ -185,3 +193,156 @@ def test_text_that_utf8_cannot_encode_is_kept_escaped(shown: Shown) -> None:
     assert kept is not None
     text = Path(kept[1]).read_text(encoding="utf-8")
     assert text == "x" * CAP_BYTES + r"\ud800 é"
+
+
+@contextmanager
+def interrupted_at(step: int) -> Iterator[list[bool]]:
+    """Interrupt the main thread before this bytecode of the output's module.
+
+    Yields a list that is not empty once the interrupt was sent.
+    """
+    sent: list[bool] = []
+    left = step
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != output_module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sent.append(True)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    tracing, handler = sys.gettrace(), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.settrace(trace)
+    try:
+        yield sent
+    finally:
+        sys.settrace(tracing)
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_an_interrupt_at_any_bytecode_neither_loses_nor_repeats_a_line(
+    shown: Shown,
+) -> None:
+    output, whole, cut = shown.output, list[str](), list[str]()
+    number = 0
+    writers: list[Callable[[str], object]] = [
+        output.stdout.write,
+        output.stderr.write,
+        lambda text: output.stdout.buffer.write(text.encode()),
+        lambda text: output.stderr.write(text.rstrip().ljust(10_000, ".") + "\n"),
+        lambda _text: output.stdout.flush(),
+    ]
+    for write in writers:
+        step, went_on = 0, True
+        while went_on:
+            step, number = step + 1, number + 1
+            before = [f"<{number} before>", f"<{number} err>"]
+            line = f"<{number} at {step}>"
+            with output.during("In[1]"):
+                output.stdout.write(f"{before[0]}\n")
+                output.stderr.write(f"{before[1]}\n")
+                with shown.captured["stdout"].open("a") as other:
+                    other.write(f"<{number} other>\n")
+                try:
+                    with interrupted_at(step) as sent:
+                        write(f"{line}\n")
+                except KeyboardInterrupt:
+                    cut.append(line)  # it may be lost, as that of any print
+                else:
+                    whole += [line] if write is not writers[-1] else []
+                went_on = bool(sent)
+            whole += [*before, f"<{number} other>"]
+    seen = re.findall(r"<.*?>", shown.stdout + shown.stderr)
+    assert len(cut) > 50
+    assert sorted(line for line in seen if line not in cut) == sorted(whole)
+    assert len({*seen}) == len(seen)
+
+
+def test_a_script_finds_the_whole_of_a_text_stream(shown: Shown) -> None:
+    stdout, stderr = shown.output.stdout, shown.output.stderr
+    with shown.output.during("In[1]"):
+        assert isinstance(stdout, io.TextIOWrapper)
+        assert (stdout.mode, stdout.name, stderr.name) == ("w", "<stdout>", "<stderr>")
+        assert (stdout.encoding, stdout.newlines, stdout.closed) == (
+            "utf-8",
+            None,
+            False,
+        )
+        assert [stdout.writable(), stdout.readable()] == [True, False]
+        flags = [stdout.seekable(), stdout.isatty(), stdout.line_buffering]
+        assert flags == [False] * 3
+        assert (stdout.fileno(), stderr.buffer.fileno()) == (1, 2)
+        assert getattr(stdout.buffer, "mode", "") == "wb"
+        assert stdout.write("é\n") == 2
+        assert stdout.buffer.write("ü\n".encode()) == 3
+        stdout.writelines(["a\n", "b\n"])
+        with pytest.raises(TypeError):
+            stdout.write(b"c")  # type: ignore[arg-type]
+        with pytest.raises(io.UnsupportedOperation):
+            stdout.read()
+        with redirect_stdout(stdout):
+            print("redirected")
+        handler = logging.StreamHandler(stderr)
+        handler.emit(logging.LogRecord("x", 20, "", 0, "logged", None, None))
+        wrapper = io.TextIOWrapper(stdout.buffer, encoding="utf-8", write_through=True)
+        wrapper.write("wrapped\n")
+        del wrapper, handler
+        gc.collect()
+        print("after", file=stdout)
+        io.TextIOWrapper(stdout.detach(), write_through=True).write("detached\n")
+        stdout.close()
+        print("closed", file=stdout)
+    assert shown.stdout == (
+        "é\nü\na\nb\nredirected\nwrapped\nafter\ndetached\nclosed\n"
+    )
+    assert shown.stderr == "logged\n"
+
+
+def test_the_settings_of_a_stream_hold_until_it_is_replaced(shown: Shown) -> None:
+    with shown.output.during("In[1]"):
+        stdout = shown.output.stdout
+        stdout.reconfigure(line_buffering=True, newline="\r\n")
+        assert stdout.line_buffering
+        stdout.write("1\n")
+        assert shown.stdout == "1\r\n"  # a line is sent at once
+        stdout.reconfigure(encoding="ascii", errors="strict")
+        with pytest.raises(UnicodeEncodeError):
+            stdout.write("é")
+        stdout.reconfigure(errors="namereplace", newline="\n")
+        stdout.write("é\n")
+        fresh, _ = shown.output.new_streams()
+        fresh.write("é\n")
+    assert shown.stdout == "1\r\n\\N{LATIN SMALL LETTER E WITH ACUTE}\né\n"
+
+
+SEED = random.randrange(1 << 30)
+
+
+def test_bytes_text_and_other_writers_keep_their_order(shown: Shown) -> None:
+    print(f"seed {SEED}")
+    draw, expected = random.Random(SEED), ""
+    stdout = shown.output.stdout
+    with shown.output.during("In[1]"):
+        for number in range(200):
+            text = "".join(draw.choices("aé€𝄞 ", k=draw.randint(0, 9))) + f"{number}\n"
+            octets, way = text.encode(), draw.randrange(4)
+            if way == 0:
+                stdout.write(text)
+            elif way == 1:
+                cut = draw.randint(0, len(octets))
+                stdout.buffer.write(octets[:cut])  # within a character
+                stdout.buffer.write(octets[cut:])
+            elif way == 2:
+                print(text, end="", file=stdout, flush=draw.random() < 0.5)
+            else:
+                with shown.captured["stdout"].open("ab") as other:
+                    subprocess.run(["printf", "%s", text], stdout=other, check=True)
+                time.sleep(1e-4)  # longer than between the pieces of one print
+            expected += text
+    assert shown.stdout == expected
