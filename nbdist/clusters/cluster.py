@@ -1482,7 +1482,10 @@ class Cluster:
         failures = result.failures
         self._failures = failures if target == endpoints.RUN_CELL else []
         error = stopped
-        if error is None and check and failures:
+        if error is not None:
+            said = [f for f in failures if f.ename == "KeyboardInterrupt" and f.evalue]
+            _add_note(error, summary(said, self.size))
+        elif check and failures:
             error = cell_error(failures, self.size)
         if error is None:
             self._recover()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from IPython.core.compilerop import CachingCompiler
 
 from nbdist.ipc.stacks import cell_of, location_of
 
-__all__ = ["last_line", "line_of", "name_by_number", "script"]
+__all__ = ["last_line", "line_now", "line_of", "name_by_number", "script"]
 
 _script: str | None = None
 
@@ -52,5 +53,13 @@ def last_line(error: BaseException) -> str:
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         location = line_of(frame.f_code.co_filename, line)
         if location:
+            return location
+    return ""
+
+
+def line_now() -> str:
+    """The innermost user's line that this thread is in, as `line_of` gives it."""
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        if location := line_of(frame.f_code.co_filename, line):
             return location
     return ""

@@ -7,17 +7,22 @@ import contextlib
 import inspect
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NamedTuple
 
+from IPython.core.error import UsageError as IPythonUsageError
+from IPython.core.interactiveshell import ExecutionResult
 from IPython.core.magics.execution import ExecutionMagics
 
 from nbdist.collectives.torch_backend.process_group import original_error
 from nbdist.engine import cell_names, cuda_context, profiler, torch_group, world
+from nbdist.engine.error_text import ErrorText, text_within_bounds
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_code import end_forked_child
-from nbdist.errors import CollectiveAborted, CollectiveTimeout, encodable, message_of
+from nbdist.errors import CollectiveAborted, CollectiveTimeout
 from nbdist.wire import Failure
 
 __all__ = [
@@ -36,7 +41,65 @@ CellReply = tuple[Failure | None, float]
 GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Flags of code whose frames live on between two calls."""
 _last_error: BaseException | None = None
-"""What the last cell has raised."""
+"""What has failed the last cell."""
+
+
+class Shown(NamedTuple):
+    """An error that IPython has shown on this rank."""
+
+    error: BaseException
+    text: ErrorText
+    """Its lines are empty if they are part of the output."""
+    location: str
+
+
+class Tracebacks:
+    """What IPython shows of errors while a cell runs.
+
+    IPython also shows errors that it then drops, such as those of `%run`, of a nested
+    `run_cell`, or of a `__repr__`. A rank that goes on after one leaves the others
+    waiting, so they fail the cell.
+
+    Args:
+        result: The result of the cell; None until its code runs. Not that of a nested
+            one.
+    """
+
+    def __init__(self, result: Any = None) -> None:
+        self.result = result
+        self.own: Shown | None = None
+        """What the cell itself has raised."""
+        self.dropped: Shown | None = None
+        """The first error that IPython has dropped."""
+
+    def is_own(self, error: BaseException) -> bool:
+        """Whether it is the cell's, and not one that IPython then drops."""
+        result = self.result
+        return result is None or any(
+            error is each for each in (result.error_in_exec, result.error_before_exec)
+        )
+
+    def keep(self, shown: Shown, *, is_dropped: bool) -> None:
+        """Keep an error for the cell's failure; print one that is not the cell's."""
+        if self.is_own(shown.error):
+            self.own = shown
+            return
+        if shown.text.lines:
+            print("\n".join(shown.text.lines), file=sys.stderr)
+        if is_dropped and self.dropped is None:
+            self.dropped = shown._replace(text=shown.text._replace(lines=[]))
+
+    def of(self, result: Any) -> Shown | None:
+        """What has failed the cell, by its result; None if nothing has."""
+        error = _error_of(result)
+        if self.own is not None and (error is None or error is self.own.error):
+            return self.own
+        if error is not None:
+            return _shown(error, lambda _trace: [])
+        return self.dropped
+
+
+_tracebacks = Tracebacks(ExecutionResult(None))
 
 
 async def run_cell(code: str, number: int) -> CellReply:
@@ -47,17 +110,22 @@ async def run_cell(code: str, number: int) -> CellReply:
             so that line numbers are the notebook's.
         number: The notebook's In[] number, used in tracebacks and for Out[].
     """
-    global _last_error
+    global _last_error, _tracebacks
     rank = this_rank()
     rank.shell.execution_count = number
+    _tracebacks = Tracebacks()
     start = time.perf_counter()
     release_variables_of_failure()
     rank.released = None
     with rank.output.during(f"In[{number}]"):
         with profiler.profiled():
             result = await _run_to_result(code)
-        _last_error = _error_of(result)
-        failure = release_failure() or _failure(result)
+        shown = None if _is_stopped(result) else _tracebacks.of(result)
+        _last_error = _error_of(result) or (shown and shown.error)
+        failure = release_failure() or _failure(result, shown)
+        _tracebacks = Tracebacks(
+            ExecutionResult(None)
+        )  # between cells, errors are text
         _show_pages(rank.shell)
     if failure is not None:
         world.current().note_failure()
@@ -131,36 +199,92 @@ def arm(shell: Any, interrupts: Interrupts) -> None:
 
     IPython's hooks, which run before and after that code, would drop an interrupt.
 
-    An interrupt or an exit gets no traceback, because it explains nothing. Formatting a
-    traceback of forty frames can take longer than the notebook waits.
+    What it shows of errors is kept for the failure of the cell, see `Tracebacks`.
     """
     run_code = shell.run_code
 
     async def run_armed(
         code_obj: Any, result: Any = None, *, async_: bool = False
     ) -> bool:
+        if _tracebacks.result is None:
+            _tracebacks.result = result
         with interrupts.armed(asyncio.current_task() if async_ else None):
             failed: bool = await run_code(code_obj, result, async_=async_)
         return failed
 
     shell.run_code = run_armed
     _print_traceback_on_tb(shell)
-    show = shell.showtraceback
+    _keep_tracebacks(shell)
 
-    def show_unless_interrupted(*args: Any, **options: Any) -> None:
-        if _is_interrupt(sys.exc_info()[1]):
-            shell._last_traceback = None
-        else:
-            show(*args, **options)
+
+def _keep_tracebacks(shell: Any) -> None:
+    """Have a shell pass what it shows of errors to `_tracebacks`.
+
+    An interrupt or an exit gets no traceback, because it explains nothing. Formatting a
+    traceback of forty frames can take longer than the notebook waits.
+    """
+    show = shell.showtraceback
+    formatted: list[str] | None = None
+    is_forming = False
+
+    def take(_kind: Any, error: BaseException, lines: list[str]) -> None:
+        nonlocal formatted
+        formatted = lines
+        if not is_forming:  # IPython's `showsyntaxerror`
+            shell._last_traceback = lines
+            _tracebacks.keep(_shown(error, lambda _: lines), is_dropped=True)
+
+    def keep(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
+        kind, error, _ = exc_tuple or sys.exc_info()
+        if error is None:  # IPython says so
+            show(exc_tuple, *args, **options)
+            return
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        # Who calls it outside of IPython has caught the error, as with `print_exc`.
+        is_dropped = caller.partition(".")[0] == "IPython"
+        is_interrupt = _is_interrupt(error)
+        is_exit = isinstance(error, SystemExit)
+        if is_interrupt and is_dropped and not (is_exit or _tracebacks.is_own(error)):
+            raise error  # an interrupt ends the cell, and not only a part of it
+
+        def form(frames: TracebackType | None) -> list[str]:
+            if is_interrupt:
+                return []
+            if isinstance(error, IPythonUsageError):
+                return [f"UsageError: {error}"]
+            if any(hasattr(each, "exceptions") for each in _with_causes(error)):
+                return traceback.format_exception(kind, error, frames)
+            nonlocal formatted, is_forming
+            formatted, is_forming = None, True
+            try:
+                show((kind, error, frames), *args, **options)
+            finally:
+                is_forming = False
+            if formatted is None:  # it was interrupted, or could not be formatted
+                return traceback.format_exception(kind, error, frames, chain=False)
+            return formatted
+
+        shell._last_traceback = None
+        shown = _shown(error, form)
+        shell._last_traceback = shown.text.lines or None
+        _tracebacks.keep(shown, is_dropped=is_dropped)
 
     def as_shown(error: BaseException, *_: Any, **options: Any) -> dict[str, Any]:
-        lines = list(getattr(shell, "_last_traceback", None) or ())
-        message = message_of(error)
-        return {"ename": type(error).__name__, "evalue": message, "traceback": lines}
+        own = _tracebacks.own
+        text = _shown(error, lambda _: []).text if own is None else own.text
+        return {"ename": text.name, "evalue": text.message, "traceback": text.lines}
 
-    shell.showtraceback = show_unless_interrupted
+    shell._showtraceback = take
+    shell.showtraceback = keep
     # IPython 9 formats each traceback a second time, for `%notebook`.
     shell._format_exception_for_storage = as_shown
+
+
+def _shown(
+    error: BaseException, form: Callable[[TracebackType | None], list[str]]
+) -> Shown:
+    text = text_within_bounds(error, error.__traceback__, form)
+    return Shown(error, text, cell_names.last_line(error) or cell_names.line_now())
 
 
 def _print_traceback_on_tb(shell: Any) -> None:
@@ -266,22 +390,24 @@ def _error_of(result: Any) -> BaseException | None:
     return error
 
 
-def _failure(result: Any) -> Failure | None:
+def _is_stopped(result: Any) -> bool:
+    """Whether IPython itself was interrupted."""
+    return isinstance(result, BaseException)
+
+
+def _failure(result: Any, shown: Shown | None) -> Failure | None:
     info = this_rank().info
-    if isinstance(result, BaseException):
+    if _is_stopped(result):
         return Failure(info.rank, info.host, "KeyboardInterrupt", "")
-    error = _error_of(result)
-    if error is None:
+    if shown is None:
         return None
-    location = cell_names.last_line(error)
+    error, (name, message, lines), location = shown
     # DDP's backward is C++ and changes the class of an error that passes through it.
-    error = original_error(error)
-    name = type(error).__name__
-    if isinstance(error, asyncio.CancelledError):
+    original = original_error(error)
+    if original is not error:
+        name, message, _ = text_within_bounds(original, None, lambda _: [])
+    if isinstance(original, asyncio.CancelledError):
         name = "KeyboardInterrupt"
-    shell = this_rank().shell
-    message = message_of(error)
-    lines = [*map(encodable, getattr(shell, "_last_traceback", None) or ())]
-    if advice := cuda_context.advice() or torch_group.advice(error):
+    if advice := cuda_context.advice() or torch_group.advice(original):
         message, lines = f"{message}\n{advice}", [*lines, advice]
     return Failure(info.rank, info.host, name, message, location, tuple(lines))

@@ -36,9 +36,10 @@ from jupyter_client.session import extract_header
 from tornado.ioloop import IOLoop
 
 from nbdist.engine import comms, cuda_context, debugger, torch_group, world
+from nbdist.engine.error_text import text_within_bounds
 from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
-from nbdist.errors import encodable, message_of, text_of
+from nbdist.errors import text_of
 from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.direct_socket import (
     DirectSocket,
@@ -457,11 +458,12 @@ def describe(error: BaseException) -> tuple[str, str, list[str]]:
     frames = error.__traceback__
     while frames is not None and is_own_file(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
-    described = [*map(encodable, _formatted(error, frames))]
-    message = message_of(error)
+    name, message, described = text_within_bounds(
+        error, frames, lambda shown: [*_formatted(error, shown)]
+    )
     if is_rank() and (advice := cuda_context.advice()):
         message, described = f"{message}\n{advice}", [*described, advice]
-    return type(error).__name__, message, described
+    return name, message, described
 
 
 def _formatted(error: BaseException, frames: TracebackType | None) -> Iterator[str]:

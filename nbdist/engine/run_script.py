@@ -24,6 +24,7 @@ from nbdist.engine.cells import (
     release_variables,
     release_variables_of_failure,
 )
+from nbdist.engine.error_text import text_within_bounds
 from nbdist.engine.rank import this_rank
 from nbdist.ipc import roles
 from nbdist.wire import Failure
@@ -160,14 +161,16 @@ def _failure(error: BaseException, path: str) -> Failure:
     location = cell_names.last_line(error)
     trace = _from_script(error.__traceback__, path)
     error = original_error(error)
-    lines: tuple[str, ...] = ()
-    if not isinstance(error, KeyboardInterrupt):  # it explains nothing, and is slow
+
+    def form(frames: TracebackType | None) -> list[str]:
+        if isinstance(error, KeyboardInterrupt):  # it explains nothing, and is slow
+            return []
         formatter = this_rank().shell.InteractiveTB
-        lines = tuple(formatter.structured_traceback(type(error), error, trace))
+        return [*formatter.structured_traceback(type(error), error, frames)]
+
+    name, message, lines = text_within_bounds(error, trace, form)
     release_variables(error)  # they may be large
-    return Failure(
-        info.rank, info.host, type(error).__name__, str(error), location, lines
-    )
+    return Failure(info.rank, info.host, name, message, location, tuple(lines))
 
 
 def _from_script(trace: TracebackType | None, path: str) -> TracebackType | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from nbdist.engine import cell_names
 from nbdist.engine.interrupts import Overdue
-from nbdist.engine.rank import this_rank
+from nbdist.engine.rank import is_rank, this_rank
 from nbdist.errors import TransferError, text_of
 
 __all__ = ["end_forked_child", "step", "transfer_step"]
@@ -43,8 +43,8 @@ def step(what: str, limit_s: float | None = None) -> Iterator[None]:
         TransferError: The step took longer.
         KeyboardInterrupt: The step was interrupted. The message names it and the line.
     """
-    rank = this_rank()
-    if threading.get_ident() != rank.main_thread:
+    rank = this_rank() if is_rank() else None
+    if rank is None or threading.get_ident() != rank.main_thread:
         yield
         return
     interrupts = rank.interrupts

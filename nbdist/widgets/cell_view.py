@@ -312,10 +312,6 @@ class CellView:
 
     def take_output(self, rank: int, message: Message) -> None:
         """Show what a callback of a widget prints, displays or raises."""
-        if message["msg_type"] == "error":
-            text = "\n".join(message["content"]["traceback"])
-            content = {"name": "stderr", "text": f"{text}\n"}
-            message = {"msg_type": "stream", "content": content}
         self._take_message(rank, message)
         self.due()
 
