@@ -30,6 +30,7 @@ from nbdist.ipc.process_files import (
     read_exit_report,
     read_reason,
     remove_cuda_files,
+    stderr_of_cell,
 )
 from nbdist.wire import RankInfo, format_ranks
 
@@ -38,7 +39,7 @@ __all__ = ["ANSWER_TIMEOUT_S", "RankRegistry"]
 ANSWER_TIMEOUT_S = 2.0
 INSTRUCTION_TIMEOUT_S = 30.0
 LAST_LINES = 5
-ENDING_TIMEOUT_S = 3.0
+ENDING_TIMEOUT_S = 20.0
 """Seconds within which a rank's parent process ends after the rank, however slow."""
 STOPPED_TIMEOUT_S = 0.5
 """Seconds after which a parent process that is stopped is not waited for any longer."""
@@ -349,9 +350,7 @@ class RankRegistry:
         if (reason := read_reason(self.run_dir, info.name)) is not None:
             return RankDied(f"{who} has ended itself: {reason}")
         summary = f"{who} has died with {ending}"
-        text = ""
-        with contextlib.suppress(OSError):  # the folder has been removed
-            text = (self.run_dir / f"{info.name}.stderr").read_text(errors="replace")
+        text = stderr_of_cell(self.run_dir, info.name)
         if crash := find_crash(text, ending):
             at = f" in {crash.location}" if crash.location else ""
             stack = f"its Python stack:\n{crash.stack}"

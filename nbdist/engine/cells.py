@@ -112,7 +112,7 @@ async def run_cell(code: str, number: int) -> CellReply:
     """
     global _last_error, _tracebacks
     rank = this_rank()
-    rank.shell.execution_count = number
+    _number_history(rank.shell, number)
     _tracebacks = Tracebacks()
     start = time.perf_counter()
     release_variables_of_failure()
@@ -130,6 +130,19 @@ async def run_cell(code: str, number: int) -> CellReply:
     if failure is not None:
         world.current().note_failure()
     return failure, time.perf_counter() - start
+
+
+def _number_history(shell: Any, number: int) -> None:
+    """Have a shell's history take the next cell under the notebook's number.
+
+    The history is a list. It gets an empty text for each cell that has not run here,
+    and ends before the number again when a new kernel has attached.
+    """
+    shell.execution_count = number
+    history = shell.history_manager
+    for cells in (history.input_hist_parsed, history.input_hist_raw):
+        del cells[max(1, number) :]
+        cells += [""] * (number - len(cells))
 
 
 def last_error() -> BaseException | None:

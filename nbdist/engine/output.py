@@ -97,6 +97,9 @@ class Output:
         self._sleeps = False
         """Whether the publisher thread waits without a limit."""
         self._tails = [Tail(name, path) for name, path in captured.items()]
+        begun = captured["stderr"].with_suffix(".begun")
+        self._begun = os.open(begun, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._mark()
         self._raws = [RankRaw("stdout", 1, self), RankRaw("stderr", 2, self)]
         self.stdout, self.stderr = self.new_streams()
         self._thread = threading.Thread(
@@ -146,11 +149,18 @@ class Output:
             self._busy = True
             if self._sleeps:
                 self._wake.put(None)
+        self._mark()
         try:
             yield
         finally:
             _flush_c()
             self.flush(ends_cell=True)
+            self._mark()
+
+    def _mark(self) -> None:
+        """Note where the output to descriptor 2 is. A death later shows the rest."""
+        with suppress(OSError):  # the disk is full
+            os.pwrite(self._begun, b"%20d" % self._tails[1].end(), 0)
 
     def drain(self) -> None:
         """Send all text that was printed so far, by Python and by C."""
@@ -470,11 +480,15 @@ class Tail:
 
     def has_more(self) -> bool:
         """Whether text was appended since the last call of `read`."""
-        return os.lseek(self._descriptor, 0, os.SEEK_END) > self._position
+        return self.end() > self._position
+
+    def end(self) -> int:
+        """The size of the file."""
+        return os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def read(self) -> str:
         """The text appended since the last call. Writers may append meanwhile."""
-        unread = os.lseek(self._descriptor, 0, os.SEEK_END) - self._position
+        unread = self.end() - self._position
         if unread <= 0:
             return ""
         data = os.pread(self._descriptor, unread, self._position)

@@ -9,6 +9,7 @@ They are in the cluster's run folder. Each name begins with the process's name, 
     rank2.reason           why the rank has ended itself
     rank2.refused          exists if the ranks no longer wait for this newcomer
     rank2.stdout, .stderr  the output to descriptors 1 and 2
+    rank2.begun            where the output to descriptor 2 of the last cell begins
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ __all__ = [
     "remove_all_cuda_files",
     "remove_cuda_files",
     "report_reason",
+    "stderr_of_cell",
 ]
 
 EXIT_REPORT_BYTES = 16
@@ -202,6 +204,18 @@ def report_reason(run_dir: Path, name: str, reason: str) -> None:
             mode=0o600,
             durable=False,
         )
+
+
+def stderr_of_cell(run_dir: Path, name: str) -> str:
+    """What a process has written to descriptor 2 since its last cell began or ended."""
+    begin = 0
+    with contextlib.suppress(OSError, ValueError):  # none has begun
+        begin = int((run_dir / f"{name}.begun").read_bytes())
+    try:
+        octets = (run_dir / f"{name}.stderr").read_bytes()
+    except OSError:  # the folder has been removed
+        return ""
+    return octets[begin:].decode("utf-8", "replace")
 
 
 def read_reason(run_dir: Path, name: str) -> str | None:

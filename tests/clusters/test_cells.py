@@ -964,3 +964,35 @@ def test_the_values_of_a_cell_are_there_when_it_has_ended(
         assert [values[-1] for _, values in histories.values()] == [
             step + rank for rank in range(4)
         ]
+
+
+def test_the_history_of_a_rank_has_the_notebooks_numbers(
+    cluster: Cluster, tmp_path: Path
+):
+    cluster.execute("first = 1", number=40)
+    cluster.execute("print('again')", number=47)
+    cluster.execute("6 * 7", number=49)
+    saved = tmp_path / "f"
+    code = (
+        "assert In[47] == _i47 == \"print('again')\", In[-5:]\n"
+        "assert (In[40], In[48], Out[49], _49) == ('first = 1', '', 42, 42)\n"
+        f"if rank == 0: get_ipython().run_line_magic('save', '{saved} 47')\n"
+        "%rerun 47\n%history 40 49"
+    )
+    result = cluster.execute(code, number=50)
+    shown = "=== Executing: ===\nprint('again')\n=== Output: ===\nagain\n"
+    assert result[1].stdout == f"{shown}first = 1\n6 * 7\n"
+    assert saved.with_suffix(".py").read_text().endswith("\nprint('again')\n")
+    cluster.execute("other = 3", number=47)  # a new kernel has attached
+    cluster.execute("assert In[47:] == ['other = 3', In[48]]", number=48)
+
+
+def test_a_death_is_not_explained_by_the_text_of_an_earlier_cell(cluster: Cluster):
+    write = "import os\nif rank == 3: os.write(2, b'{}\\n')\n"
+    cluster.execute(write.format("earlier"))
+    code = write.format("present") + "if rank == 3: os.kill(os.getpid(), 9)\n"
+    with pytest.raises(CellError, match=r"rank 3 .*SIGKILL") as failed:
+        cluster.execute(code)
+    assert "present" in str(failed.value) or "present" in str(failed.value.rendered)
+    assert "earlier" not in str(failed.value) + str(failed.value.rendered)
+    cluster.execute("pass")

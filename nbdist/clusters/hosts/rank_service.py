@@ -10,7 +10,12 @@ from typing import Any
 
 from nbdist.clusters.hosts.local_world import LocalWorld
 from nbdist.ipc.fork_messages import receive, send
-from nbdist.ipc.process_files import REGISTERING, Process, remove_cuda_files
+from nbdist.ipc.process_files import (
+    REGISTERING,
+    Process,
+    remove_cuda_files,
+    stderr_of_cell,
+)
 
 __all__ = ["serve_rank"]
 
@@ -110,7 +115,11 @@ class _RankWatch:
         for suffix in REPORTS:
             path = self._process.path(suffix)
             if path.exists():
-                text = path.read_text(errors="replace")
+                text = (
+                    stderr_of_cell(self._process.run_dir, name)
+                    if suffix == "stderr"
+                    else path.read_text(errors="replace")
+                )
                 send(self._channel, {suffix: text[-MOST_LETTERS:]})
         if self._stage:
             remove_cuda_files(self._stage["pid"])
