@@ -123,6 +123,42 @@ def _unquoted(word: str) -> str:
     return "".join(shlex.split(word))
 
 
+LAUNCH_OPTIONS = (
+    "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "monitor-interval",
+    "start-method", "event-log-handler", "role", "node-rank", "master-addr",
+    "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle",
+    "shutdown-timeout",
+)  # fmt: skip
+"""Options of torchrun about the launch, which has been made."""
+OUTPUT_OPTIONS = (
+    "log-dir", "redirects", "tee", "local-ranks-filter", "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+)  # fmt: skip
+FLAGS = ("standalone", "run-path", "no-python", "virtual-local-rank")
+
+
+def _key(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _options_of_torchrun(magic: Any) -> Any:
+    """Add torchrun's options to a magic, in both of its spellings."""
+    short = {"redirects": ("-r",), "tee": ("-t",)}
+    named = {
+        "nproc-per-node": "torchrun's; the ranks of each host, which must be these",
+        "nnodes": "torchrun's; the number of hosts, or the fewest and the most: 1:3",
+        **dict.fromkeys((*LAUNCH_OPTIONS, *OUTPUT_OPTIONS), argparse.SUPPRESS),
+    }
+    for name, text in named.items():
+        spellings = dict.fromkeys((f"--{name}", f"--{_key(name)}"))
+        magic = argument(*short.get(name, ()), *spellings, help=text)(magic)
+    for name in FLAGS:
+        spellings = dict.fromkeys((f"--{name}", f"--{_key(name)}"))
+        magic = argument(*spellings, action="store_true", help=argparse.SUPPRESS)(magic)
+    module = "run a module, as python -m does"
+    return argument("-m", "--module", action="store_true", help=module)(magic)
+
+
 @magics_class
 class DistMagics(Magics):  # type: ignore[misc]
     """nbdist's line and cell magics, over one session."""
@@ -587,17 +623,23 @@ class DistMagics(Magics):  # type: ignore[misc]
     @argument("--timeout", help="seconds after which the ranks are interrupted")
     @argument(
         "--max-restarts",
+        "--max_restarts",
         help="how often all ranks begin the script again after one has failed or died",
     )
     @argument(
         "--keep", action="store_true", help="leave the script's variables to the cells"
     )
-    @argument("script", help="path of the script, relative to the notebook's folder")
+    @_options_of_torchrun
+    @argument(
+        "script",
+        help="path of the script, relative to the notebook's folder; with -m a module",
+    )
     @argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     @line_magic
     def dist_run(self, line: str) -> None:
         """Run a torchrun-style script on every rank."""
         args = _parse(self.dist_run, line)
+        self._check_torchrun(args)
         self.session.run_script(
             _unquoted(args.script),
             [_unquoted(each) for each in args.args],
@@ -605,7 +647,42 @@ class DistMagics(Magics):  # type: ignore[misc]
             timeout_s=_number("--timeout", args.timeout, float),
             max_restarts=_number("--max-restarts", args.max_restarts or "0", int),
             keep=args.keep,
+            module=args.module,
         )
+
+    def _check_torchrun(self, args: argparse.Namespace) -> None:
+        """Check torchrun's options against the cluster.
+
+        Raises:
+            UsageError: The cluster is another world, or an option cannot be followed.
+        """
+        cluster = self.session.cluster
+        hosts = len({info.host for info in cluster.ranks})
+        if args.no_python:
+            raise UsageError(
+                "--no-python: %dist_run runs Python; use !command in a cell"
+            )
+        if args.virtual_local_rank:
+            raise UsageError(
+                "--virtual-local-rank: use LOCAL_RANK, a rank sees all GPUs of its host"
+            )
+        fewest, _, most = str(args.nnodes or hosts).partition(":")
+        low = _number("--nnodes", fewest, int)
+        if not low <= hosts <= _number("--nnodes", most or fewest, int):
+            raise UsageError(
+                f"--nnodes {args.nnodes}: the cluster has {hosts}; %dist_scale -H or "
+                "another %dist_start changes that"
+            )
+        if args.nproc_per_node not in (None, "auto", "cpu", "gpu", "xpu"):
+            each = _number("--nproc-per-node", args.nproc_per_node, int)
+            if each * hosts != cluster.size:
+                raise UsageError(
+                    f"--nproc-per-node {each}: the cluster has {cluster.size} ranks on "
+                    f"{hosts} hosts; %dist_scale -n {each * hosts} changes that"
+                )
+        given = [f"--{name}" for name in OUTPUT_OPTIONS if getattr(args, _key(name))]
+        if given:
+            print(f"{', '.join(given)}: no effect, the notebook shows all output")
 
     @magic_arguments()
     @argument("-n", help="new number of ranks; default all slots of -H")
@@ -733,9 +810,9 @@ def _parse(magic: Any, line: str) -> argparse.Namespace:
         raise UsageError(f"{line.strip()}: a quotation mark is not closed") from error
     except IPythonUsageError as error:
         hint = _probably_meant(magic, line.split())
-        if not hint:
-            raise
-        raise UsageError(f"{str(error).strip()}: did you mean {hint}?") from None
+        question = f": did you mean {hint}?" if hint else ""
+        # IPython's own error is text to the front end, and no error of the cell.
+        raise UsageError(f"{str(error).strip()}{question}") from None
     return parsed
 
 

@@ -1149,6 +1149,7 @@ class Cluster:
         n_ps: int = 0,
         keep: bool = False,
         max_restarts: int = 0,
+        module: bool = False,
         timeout_s: float | None = None,
         check: bool = True,
         observer: Observer = QUIET,
@@ -1167,6 +1168,7 @@ class Cluster:
             max_restarts: how often all ranks begin the script again after one has
                 failed or died. The other ranks are interrupted first, and a dead rank
                 is replaced or dropped, as configured.
+            module: whether `path` is the name of a module, as of `python -m`.
             timeout_s: seconds until the ranks are interrupted, over all restarts; None
                 for no limit.
             check, observer: as for `execute`. The result is that of the last run.
@@ -1183,10 +1185,11 @@ class Cluster:
                 f"--max-restarts {max_restarts!r}: expected a whole number, 0 or more"
             )
         selected = self._select(None)
-        script = checked_script(path, n_ps, self.size)
+        script = checked_script(path, n_ps, self.size, module)
         allowance = transfer.Allowance(script.name, timeout_s)
         self._synchronize()
-        path = str(script) if self._hosts is None else ScriptPath(script)
+        is_here = module or self._hosts is None
+        path = str(script) if is_here else ScriptPath(script)
         arguments = path, [str(each) for each in args], n_ps, keep
         restarts = 0
         while True:
@@ -1194,7 +1197,7 @@ class Cluster:
                 return self._see(
                     endpoints.RUN_SCRIPT,
                     selected,
-                    (*arguments, restarts, max_restarts),
+                    (*arguments, restarts, max_restarts, module),
                     script.name,
                     OutputCollector(observer),
                     allowance.left_s if restarts else timeout_s,

@@ -197,8 +197,12 @@ def resume_of(config: ClusterConfig) -> Resume | None:
     return Resume(str(Path(config.resume).resolve()))
 
 
-def checked_script(path: str | os.PathLike[str], n_ps: int, size: int) -> Path:
+def checked_script(
+    path: str | os.PathLike[str], n_ps: int, size: int, is_module: bool = False
+) -> Path:
     """The absolute path of a script for `size` ranks with `n_ps` parameter servers.
+
+    The name of a module is returned as it is, because the ranks look for it.
 
     Raises:
         UsageError: The file does not exist, or no worker is left.
@@ -208,6 +212,8 @@ def checked_script(path: str | os.PathLike[str], n_ps: int, size: int) -> Path:
             f"--n-ps {n_ps!r}: expected 0 to {size - 1} parameter servers of {size} "
             "ranks, because at least one rank must be a worker"
         )
+    if is_module:
+        return Path(path)
     file = Path(path).expanduser().absolute()
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"

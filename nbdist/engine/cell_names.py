@@ -32,11 +32,11 @@ def name_by_number(shell: Any) -> None:
 def script(path: str) -> Iterator[None]:
     """Treat lines of this file as the user's, like a cell's, within this block."""
     global _script
-    _script = path
+    before, _script = _script, path
     try:
         yield
     finally:
-        _script = None
+        _script = before
 
 
 def line_of(filename: str, line: int) -> str:

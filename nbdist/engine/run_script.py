@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from nbdist.collectives.torch_backend.process_group import original_error
@@ -45,6 +46,7 @@ def run_script(
     keep: bool,
     restarts: int,
     max_restarts: int,
+    is_module: bool = False,
 ) -> CellReply:
     """Run a script as `torchrun path *args` does, in the world of this rank.
 
@@ -56,12 +58,20 @@ def run_script(
             script fails.
         restarts: How often the script has begun again, for its environment.
         max_restarts: How often it may.
+        is_module: Whether `path` is the working folder joined with the name of a
+            module, as of `python -m`.
     """
     rank = this_rank()
     variables = roles.environment(
         rank.info.rank, rank.info.world_size, n_ps, restarts, max_restarts
     )
+    # What torch's `@record` writes.
+    errors = rank.run_dir / f"{rank.info.name}.error-{restarts}.json"
+    errors.unlink(missing_ok=True)
+    variables["TORCHELASTIC_ERROR_FILE"] = str(errors)
     start = time.perf_counter()
+    if is_module:
+        path = os.path.join(os.getcwd(), path)
     name = Path(path).name
     release_variables_of_failure()
     rank.released = None
@@ -70,7 +80,7 @@ def run_script(
         try:
             with ExitStack() as stack:
                 _enter_environment(stack, module, path, args, n_ps, keep, variables)
-                failure = _run(module, path)
+                failure = _run(module, path, is_module)
                 failure = release_failure() or failure
                 if failure is not None:
                     world.current().note_failure()
@@ -111,22 +121,51 @@ def _enter_environment(
     stack.enter_context(cell_names.script(path))
 
 
-def _run(module: ModuleType, path: str) -> Failure | None:
+def _run(module: ModuleType, path: str, is_module: bool) -> Failure | None:
     """Run the script; the failure, or None."""
     rank = this_rank()
     children = set(multiprocessing.active_children())
     failure: Failure | None = None
-    try:
-        code = compile(Path(path).read_bytes(), path, "exec")
-        with rank.interrupts.armed():
-            exec(code, module.__dict__)
-    except SystemExit as end:
-        failure = _exit_failure(end)
-    except BaseException as error:  # noqa: BLE001 - any error is the reply
-        failure = _failure(error, path)
+    with ExitStack() as stack:
+        try:
+            with rank.interrupts.armed():
+                if is_module:
+                    path, code = _become_module(module, os.path.basename(path))
+                    stack.enter_context(cell_names.script(path))
+                else:
+                    code = compile(Path(path).read_bytes(), path, "exec")
+                exec(code, module.__dict__)
+        except SystemExit as end:
+            failure = _exit_failure(end)
+        except BaseException as error:  # noqa: BLE001 - any error is the reply
+            failure = _failure(error, path)
     if failure is not None:
         _end_processes(set(multiprocessing.active_children()) - children)
     return failure
+
+
+def _become_module(module: ModuleType, name: str) -> tuple[str, CodeType]:
+    """Give `__main__` what `python -m name` gives it.
+
+    Returns:
+        The module's file, and its code.
+
+    Raises:
+        ModuleNotFoundError: There is no such module, or it cannot be run.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = spec and spec.loader and getattr(spec.loader, "get_code", None)
+    if spec is None or spec.origin is None or not code:
+        raise ModuleNotFoundError(
+            f"no module {name!r} that can be run: it is looked for in the notebook's "
+            f"folder, {os.getcwd()}, and in sys.path",
+            name=name,
+        )
+    module.__file__ = sys.argv[0] = spec.origin
+    module.__spec__, module.__package__ = spec, spec.parent
+    return spec.origin, code(spec.name)
 
 
 def _end_processes(processes: set[Any]) -> None:

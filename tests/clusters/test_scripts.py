@@ -355,3 +355,57 @@ print("é", sys.stdout.encoding)
     assert {each.stdout for each in cluster.execute(check)} == {
         "backslashreplace False\n"
     }
+
+
+@pytest.fixture
+def package(cluster: Cluster, tmp_path: Path):
+    """A package in the working folder of the ranks, whose module `train` runs."""
+    folder = tmp_path / "own_package"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "part.py").write_text("value = 5\n")
+    (folder / "train.py").write_text(
+        "import sys\nfrom .part import value\n"
+        "if sys.argv[1:] == ['fail']: raise ValueError('asked')\n"
+        "print(__name__, __package__, __spec__.name, value, sys.argv[1:])\n"
+        "print(sys.argv[0] == __file__)\n"
+    )
+    (folder / "__main__.py").write_text("from . import train\n")
+    cluster.execute(f"import os; before = os.getcwd(); os.chdir({str(tmp_path)!r})")
+    yield "own_package"
+    cluster.execute("os.chdir(before)")
+
+
+def test_a_module_runs_as_with_dash_m(cluster: Cluster, package: str):
+    result = cluster.run_script(f"{package}.train", ["-x", 1], module=True)
+    line = f"__main__ {package} {package}.train 5 ['-x', '1']\nTrue\n"
+    assert {each.stdout for each in result} == {line}
+    result = cluster.run_script(package, module=True)
+    assert {each.stdout for each in result} == {
+        f"{package}.train {package} {package}.train 5 []\nFalse\n"
+    }
+    with pytest.raises(CellError, match=r"in train\.py line 3: ValueError: asked"):
+        cluster.run_script(f"{package}.train", ["fail"], module=True)
+    with pytest.raises(CellError, match=r"no module 'own_package\.absent'"):
+        cluster.run_script(f"{package}.absent", module=True)
+    with pytest.raises(CellError, match="ModuleNotFoundError"):
+        cluster.run_script("absent.package", module=True)
+
+
+def test_record_writes_the_error_of_each_rank(cluster: Cluster, script):
+    path = script(
+        """
+import os
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise ValueError("of rank " + os.environ["RANK"])
+print(os.environ["TORCHELASTIC_ERROR_FILE"])
+main()
+"""
+    )
+    result = cluster.run_script(path, check=False)
+    for each in result:
+        message = json.loads(Path(each.stdout.strip()).read_text())["message"]
+        assert f"ValueError: of rank {each.rank}" in message["message"]
+        assert each.failure.evalue == f"of rank {each.rank}"

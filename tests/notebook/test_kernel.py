@@ -947,3 +947,43 @@ def test_run_all_stops_at_a_failed_cell(tmp_path: Path):
     with pytest.raises(CellExecutionError, match="stop here"):
         client.execute()
     assert not (tmp_path / "must-not-exist").exists()
+
+
+LINES = {
+    "%dist_run -m no_module": "no module 'no_module'",
+    "%dist_run --nproc-per-node 5 s.py": "--nproc-per-node 5: the cluster has 2 ranks",
+    "%dist_run --nproc_per_node=x s.py": "--nproc-per-node 'x' is not a whole number",
+    "%dist_run --nnodes 2:4 s.py": "--nnodes 2:4: the cluster has 1",
+    "%dist_run --no-python s.py": "--no-python: %dist_run runs Python",
+    "%dist_run --unknown 5 s.py": "unrecognized arguments",
+    "%dist_run": "the following arguments are required: script",
+    "%dist_status 5": "unrecognized arguments: 5",
+    "%dist_auto maybe": "invalid choice",
+    "%dist_push": "the following arguments are required",
+    "%dist_monitor --metric": "expected one argument",
+    "%%distributed --unknown\n1": "unrecognized arguments",
+}
+
+
+def test_a_wrong_line_of_a_magic_fails_its_cell_with_one_line(notebook: Notebook):
+    for line, said in LINES.items():
+        reply = notebook.run(line)
+        assert (reply.status, bool(reply.traceback)) == ("error", True), line
+        assert said in reply.text, line
+        if "module" not in line:
+            assert reply.error == "UsageError"
+            assert len(reply.text.strip().splitlines()) == 1, reply.text
+
+
+def test_dist_run_has_the_options_of_torchrun(notebook: Notebook):
+    lines = [
+        "--nproc-per-node 2 --nnodes=1 --standalone",
+        "--nproc_per_node=auto --nnodes 1:3 --rdzv-backend=c10d --max_restarts 1",
+        "--rdzv_id 7 --master_addr localhost --master-port 29500 --node-rank 0",
+        "--tee 3 --log-dir logs",
+    ]
+    for line in lines:
+        reply = notebook.run(f"%dist_run {line} -m platform --terse")
+        assert reply.status == "ok", reply.text
+        assert "Linux" in reply.text
+        assert ("--log-dir, --tee: no effect" in reply.text) == ("--tee" in line)

@@ -425,7 +425,9 @@ class KeptCluster(Cluster):
     ) -> CellResult:
         """As `Cluster.run_script`."""
         self._await_background()
-        script = os.path.abspath(os.path.expanduser(path))
+        script = os.fspath(path)
+        if not options.get("module"):
+            script = os.path.abspath(os.path.expanduser(path))
         cell = Cell(0, 0, tuple(range(self.size)), os.path.basename(script))
         return self._run("run_script", cell, observer, script, list(args), **options)
 
