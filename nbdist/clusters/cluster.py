@@ -71,7 +71,7 @@ from nbdist.errors import (
     StartError,
     UsageError,
 )
-from nbdist.ipc import endpoints
+from nbdist.ipc import endpoints, folders
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.private_files import make_commit_folders
 from nbdist.ipc.shm_payload import Shipment
@@ -359,6 +359,7 @@ class Cluster:
             self._started,
             lambda rank, error: self.collector.mark("lost", error.summary, [rank]),
         )
+        self._registry.on_note = self._tell
         self._recovery = Recovery(
             self._registry, self._assignments, self.config, self._on_change
         )
@@ -387,6 +388,11 @@ class Cluster:
         self._supervisor.repair = self.repair
         for note in () if self._hosts is None else self._hosts.notes:
             self._tell(note)
+        if folders.is_gone():
+            self._tell(
+                f"the folder {folders.name()} was removed: the ranks work in "
+                f"{folders.current()}"
+            )
         self._started.process_supervisor.on_note = self._tell
         self._started.process_supervisor.on_loss(self._on_loss)
         self._follow_hosts()
@@ -573,7 +579,9 @@ class Cluster:
         """
         # A rank that runs a cell in the background is replaced at once.
         in_use = self._background.busy
-        chosen = self._live().select(ranks) if in_use else self._select(ranks)
+        if not in_use:
+            self.repair()
+        chosen = self._live().select(ranks, to_kill=True)
         if set(chosen) >= {info.rank for info in self.ranks}:
             raise UsageError(
                 f"rank {format_ranks(chosen)} is every rank, and no variables would be "

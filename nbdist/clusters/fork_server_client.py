@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.config import ForkConfig, read_file
+from nbdist.ipc import pidfd
 from nbdist.ipc.fork_messages import (
     SOCKET,
     SWITCHED_OFF,
@@ -205,8 +206,10 @@ def _prepare(
     global _server
     if config.preload is None:
         return SWITCHED_OFF
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+    if sys.platform != "linux":
         return f"{sys.platform} has no safe fork"
+    if not pidfd.can_open():  # the fork server hears of ends by them
+        return "this kernel or container refuses pidfd_open"
     kind = _kind(environment, config.preload, run_dir)
     if _server is not None and (_server.kind != kind or _server.is_spent):
         _replace(_server)

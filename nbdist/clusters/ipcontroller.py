@@ -32,6 +32,7 @@ from traitlets import default
 from traitlets.config import Config
 from zmq.eventloop.zmqstream import ZMQStream
 
+from nbdist.ipc import folders
 from nbdist.ipc.atomic_files import write_atomically
 from nbdist.ipc.bare_application import BareApplication
 from nbdist.ipc.prctl import name_process
@@ -290,7 +291,7 @@ def configuration(run_dir: Path) -> Config:
         controller.enable_curve = True
     controller.location = "127.0.0.1"
     # The default is the folder in which ipyparallel's module was imported.
-    controller.work_dir = os.getcwd()
+    controller.work_dir = folders.current()
     # One process instead of nine.
     controller.use_threads = True
     controller.broadcast_scheduler_depth = 0

@@ -16,7 +16,7 @@ from nbdist.clusters.ipp_client import Answer
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.clusters.startup_status import StartupStatus
 from nbdist.errors import ChangeFailed, RankDied
-from nbdist.ipc import endpoints, rank_parent
+from nbdist.ipc import endpoints, folders, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.process_files import JOINING
 from nbdist.wire import Change, Join, RankInfo, format_ranks
@@ -155,6 +155,7 @@ class Membership:
         ask: Ask,
     ) -> list[RankInfo]:
         write_assignments(self._registry.run_dir, assignments)
+        folders.write(self._registry.run_dir)
         self._generation = 1 + max(
             [self._generation, *(info.generation for info in self._registry.infos)]
         )

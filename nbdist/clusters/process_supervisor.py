@@ -43,6 +43,7 @@ from typing import Any
 
 import psutil
 
+from nbdist.ipc import pidfd
 from nbdist.ipc.fork_messages import (
     FORK_TIMEOUT_S,
     RANK_HOST,
@@ -57,6 +58,7 @@ from nbdist.ipc.process_files import remove_all_cuda_files
 
 TERMINATE_GRACE_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
+PARENT_LOOK_S = 0.5
 HOST_TIMEOUT_S = 10.0
 """Seconds in which a rank host that runs takes a request."""
 
@@ -79,6 +81,8 @@ class ProcessSupervisor:
         """The connections on which the rank host has forked a program."""
         self._to_fork: list[dict[str, Any]] = []
         """Orders to start programs that wait for the rank host."""
+        self._look_s: float | None = PARENT_LOOK_S
+        """Seconds between two looks at the parent; None where its end is an event."""
         self._fork_by = 0.0
         """When they are started without it, on the monotonic clock."""
 
@@ -96,9 +100,12 @@ class ProcessSupervisor:
             with self._selector as selector:
                 selector.register(0, selectors.EVENT_READ)
                 selector.register(wakeup_read, selectors.EVENT_READ)
-                if hasattr(os, "pidfd_open"):
-                    # A forked child of the notebook may keep our input open.
-                    selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ)
+                # A forked child of the notebook may keep our input open.
+                self._parent = os.getppid()
+                descriptor = pidfd.opened(self._parent)
+                if descriptor is not None:
+                    selector.register(descriptor, selectors.EVENT_READ)
+                    self._look_s = None
                 self._loop(selector, wakeup_read)
         finally:
             for terminating in (signal.SIGTERM, signal.SIGHUP):
@@ -111,7 +118,7 @@ class ProcessSupervisor:
     def _loop(self, selector: selectors.BaseSelector, wakeup: int) -> None:
         pending = b""
         while True:
-            for key, _ in selector.select(self._patience_s()):
+            for key, _ in selector.select(_sooner(self._patience_s(), self._look_s)):
                 if key.fd == wakeup:
                     os.read(wakeup, 4096)
                     continue
@@ -124,6 +131,8 @@ class ProcessSupervisor:
                 *lines, pending = (pending + received).split(b"\n")
                 for line in lines:
                     self._obey(json.loads(line))
+            if self._look_s is not None and os.getppid() != self._parent:
+                return
             if self._patience_s() == 0.0:
                 self._start_without_host()
             self._report_exits()
@@ -330,6 +339,11 @@ class ProcessSupervisor:
         self._remember_descendants()
         living = _signal_all(self._seen, signal.SIGKILL)
         psutil.wait_procs(living, timeout=TERMINATE_GRACE_S)
+
+
+def _sooner(first: float | None, second: float | None) -> float | None:
+    """The shorter of two times; None is for ever."""
+    return min((each for each in (first, second) if each is not None), default=None)
 
 
 def _family(pid: int) -> set[psutil.Process]:

@@ -7,12 +7,13 @@ import os
 import select
 import selectors
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -24,6 +25,7 @@ from nbdist.clusters.startup import Started
 from nbdist.clusters.startup_status import ends_within, is_stopped, runs
 from nbdist.clusters.supervisor_client import Loss
 from nbdist.errors import ClusterError, RankDied
+from nbdist.ipc import pidfd
 from nbdist.ipc.flight_record import FlightRecord, read_folder, remove_others
 from nbdist.ipc.private_files import memory_folder
 from nbdist.ipc.process_files import (
@@ -37,6 +39,9 @@ from nbdist.wire import RankInfo, format_ranks
 __all__ = ["ANSWER_TIMEOUT_S", "RankRegistry"]
 
 ANSWER_TIMEOUT_S = 2.0
+KILL_TIMEOUT_S = 60.0
+"""Seconds in which the system ends a process that was killed. It gives back the
+process's memory first."""
 INSTRUCTION_TIMEOUT_S = 30.0
 LAST_LINES = 5
 ENDING_TIMEOUT_S = 20.0
@@ -71,6 +76,8 @@ class RankRegistry:
         self.run_dir = started.process_supervisor.run_dir
         self._infos = {info.rank: info for info in started.infos}
         self._report_death = on_death
+        self.on_note: Callable[[str], None] = lambda _: None
+        """Called with what the user should know while a method waits."""
         self._died: dict[int, RankDied] = {}
         self._ended_on_request: set[str] = set()
         """The processes that `kill` has ended."""
@@ -132,7 +139,7 @@ class RankRegistry:
 
     def begin(self, infos: Iterable[RankInfo]) -> None:
         """Replace all ranks by those of a new generation."""
-        self._exit_monitor.close()
+        self._exit_monitor.watch(())  # no death of the former ranks counts from here
         before = self.infos
         with self._lock:
             self._infos = {info.rank: info for info in infos}
@@ -144,15 +151,20 @@ class RankRegistry:
             self.hosts.remove_flight_records(names)
         self.last_locations.clear()
         self._watch_order()
+        self._exit_monitor.watch(self.infos)
         self._pipes.hold(self.infos)
-        self._exit_monitor = ExitMonitor(self.infos, self._on_death)
 
     def update(self, infos: Iterable[RankInfo]) -> None:
         """Replace the descriptions of these ranks."""
         self._infos |= {info.rank: info for info in infos}
 
-    def select(self, ranks: Iterable[int] | None) -> list[int]:
+    def select(
+        self, ranks: Iterable[int] | None, *, to_kill: bool = False
+    ) -> list[int]:
         """Check a selection of ranks, None for all, and return it in rank order.
+
+        Args:
+            to_kill: Allow ranks that were killed and have not ended.
 
         Raises:
             UsageError: A rank does not exist, or the selection is empty.
@@ -174,6 +186,9 @@ class RankRegistry:
                 f"{what}. {others if living else ''}%dist_stop and %dist_start start "
                 "again"
             )
+        doomed = {r for r in wanted if self._infos[r].name in self._ended_on_request}
+        if doomed and not to_kill:
+            raise self._not_ended(doomed)
         return wanted
 
     def send(self, info: RankInfo, target: str, *args: object) -> Future[Answer]:
@@ -255,6 +270,8 @@ class RankRegistry:
     def kill(self, ranks: Iterable[int]) -> None:
         """Kill the processes of some ranks on request, and wait for their deaths.
 
+        A process with much memory, or one that uses a GPU, takes seconds to end.
+
         Raises:
             RankDied: A process does not end.
         """
@@ -263,9 +280,23 @@ class RankRegistry:
         for rank in wanted:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._infos[rank].watched_pid, signal.SIGKILL)
-        if not self.await_deaths(lambda died: wanted <= died, ANSWER_TIMEOUT_S):
-            late = format_ranks(wanted - self.died.keys())
-            raise RankDied(f"rank {late} does not end on SIGKILL: use %dist_stop")
+        if self.await_deaths(lambda died: wanted <= died, ANSWER_TIMEOUT_S):
+            return
+        late = format_ranks(wanted - self.died.keys())
+        self.on_note(
+            f"rank {late} was killed, and the system has not ended its process yet: "
+            f"waits up to {KILL_TIMEOUT_S:g} s"
+        )
+        if not self.await_deaths(lambda died: wanted <= died, KILL_TIMEOUT_S):
+            raise self._not_ended(wanted - self.died.keys())
+
+    def _not_ended(self, ranks: Iterable[int]) -> RankDied:
+        late = format_ranks(ranks)
+        return RankDied(
+            f"rank {late} was killed, and the system has not ended its process: no "
+            f"cell runs on it. %dist_restart -r {late} waits again; %dist_stop ends "
+            "all ranks"
+        )
 
     def await_deaths(
         self, condition: Callable[[Set[int]], bool], timeout_s: float
@@ -388,16 +419,37 @@ class ExitMonitor:
     """Calls `on_death(rank)` on its own thread, once for each rank that ends."""
 
     def __init__(
-        self, infos: Sequence[RankInfo], on_death: Callable[[int], None]
+        self, infos: Iterable[RankInfo], on_death: Callable[[int], None]
     ) -> None:
         self._on_death = on_death
         self._wake_read, self._wake_write = os.pipe()
-        self._closed = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread: threading.Thread | None = None
+        self.watch(infos)
+
+    def watch(self, infos: Iterable[RankInfo]) -> None:
+        """Watch these ranks and no others.
+
+        A rank whose process descriptor this process cannot have is looked at twice a
+        second. What else this needs is opened once, so that a process without a free
+        descriptor can change the ranks, and still notices their deaths.
+        """
+        self._end()
+        polled, ended = [], []
+        for info in infos:
+            try:
+                descriptor = pidfd.opened(info.watched_pid)
+            except ProcessLookupError:
+                ended.append(info)
+            else:
+                if descriptor is None:
+                    polled.append(info)
+                else:
+                    self._selector.register(descriptor, selectors.EVENT_READ, info.rank)
         self._thread = threading.Thread(
-            target=self._watch_descriptors
-            if hasattr(os, "pidfd_open")
-            else self._watch_by_polling,
-            args=(list(infos),),
+            target=self._run,
+            args=(polled, ended),
             name="nbdist-exit-monitor",
             daemon=True,
         )
@@ -405,59 +457,53 @@ class ExitMonitor:
 
     def close(self) -> None:
         """Stop watching. A second close does nothing."""
-        if not self._closed:
-            self._closed = True
-            os.write(self._wake_write, b"x")
-            self._thread.join()
+        if self._thread is not None:
+            self._end()
+            self._selector.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
 
-    def _watch_descriptors(self, infos: list[RankInfo]) -> None:
-        """On Linux, wait for process descriptors, readable once a process has ended."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            for info in infos:
-                try:
-                    descriptor = os.pidfd_open(info.watched_pid)
-                except ProcessLookupError:
-                    self._on_death(info.rank)
-                else:
-                    selector.register(descriptor, selectors.EVENT_READ, info.rank)
-            try:
-                while not self._closed:
-                    for key, _ in selector.select():
-                        if key.data is not None:
-                            selector.unregister(key.fd)
-                            os.close(key.fd)
-                            self._on_death(key.data)
-            finally:
-                for key in list(selector.get_map().values()):
-                    if key.data is not None:
-                        os.close(key.fd)
+    def _end(self) -> None:
+        """End the thread, and close the descriptors of the ranks."""
+        if self._thread is None:
+            return
+        os.write(self._wake_write, b"x")
+        self._thread.join()
+        self._thread = None
+        os.read(self._wake_read, 1)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._forget(key.fd)
 
-    def _watch_by_polling(self, infos: list[RankInfo]) -> None:
-        """On other systems, poll the processes twice a second."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            living = infos
-            while not self._closed and not selector.select(POLL_S):
-                ended = [
-                    info for info in living if not psutil.pid_exists(info.watched_pid)
-                ]
-                living = [info for info in living if info not in ended]
-                for info in ended:
-                    self._on_death(info.rank)
+    def _forget(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+
+    def _run(self, polled: list[RankInfo], ended: list[RankInfo]) -> None:
+        for info in ended:
+            self._on_death(info.rank)
+        while True:
+            ready = self._selector.select(POLL_S if polled else None)
+            if any(key.data is None for key, _ in ready):
+                return
+            for key, _ in ready:
+                self._forget(key.fd)
+                self._on_death(key.data)
+            ended = [info for info in polled if not runs(info.watched_pid)]
+            polled = [info for info in polled if info not in ended]
+            for info in ended:
+                self._on_death(info.rank)
 
 
 class ExitOrder:
     """The order in which processes end.
 
     On Linux, an epoll instance returns process descriptors in the order in which they
-    have become readable. On other systems the order is unknown.
+    have become readable. Where there are none, the order is unknown.
     """
 
     def __init__(self) -> None:
-        self._epoll = select.epoll() if hasattr(os, "pidfd_open") else None
+        self._epoll = select.epoll() if sys.platform == "linux" else None
         self._descriptors: dict[int, int] = {}
         """The descriptors of running processes, by pid."""
         self._ended: list[int] = []
@@ -476,8 +522,10 @@ class ExitOrder:
                 self._forget(self._epoll, pid)
             for pid in wanted - self._descriptors.keys() - set(self._ended):
                 with contextlib.suppress(ProcessLookupError):
-                    self._descriptors[pid] = os.pidfd_open(pid)
-                    self._epoll.register(self._descriptors[pid], select.EPOLLIN)
+                    descriptor = pidfd.opened(pid)
+                    if descriptor is not None:
+                        self._descriptors[pid] = descriptor
+                        self._epoll.register(descriptor, select.EPOLLIN)
 
     def ended_before(self, pid: int) -> set[int]:
         """The processes that ended before this one; none while it runs."""
@@ -520,6 +568,23 @@ class ExitOrder:
                 self._epoll = None
 
 
+class _Held(NamedTuple):
+    """The pipes of a rank's parent that are kept open."""
+
+    descriptors: list[int]
+    info: RankInfo
+    sockets: set[str]
+    """The inodes of the rank's sockets. One of them is its connection with the
+    daemon."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process has the connection with the daemon any longer."""
+        if self.info.pid != self.info.watched_pid or runs(self.info.parent_pid):
+            return False  # this host does not know the sockets of another
+        return not runs(self.info.pid) and self.sockets.isdisjoint(_tcp_sockets())
+
+
 class LauncherPipes:
     """Keeps the pipes open that connect the ranks' parents with the MPI launcher.
 
@@ -534,20 +599,29 @@ class LauncherPipes:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, list[int]] = {}
+        self._held: dict[tuple[str, int], _Held] = {}
 
     def hold(self, infos: Iterable[RankInfo]) -> None:
-        """Also keep the pipes of these ranks open."""
-        for info in infos:
-            if info.parent_pid not in self._held:
-                self._held[info.parent_pid] = list(_opened(info.parent_pid))
+        """Keep the pipes of these ranks open, and close those of ranks that have left
+        the world and whose connection with the daemon is closed."""
+        ranks = {(info.name, info.parent_pid): info for info in infos}
+        for key, held in list(self._held.items()):
+            if key not in ranks and held.is_over:
+                self._close(self._held.pop(key))
+        for key, info in ranks.items():
+            if key not in self._held:
+                descriptors = list(_opened(info.parent_pid))
+                self._held[key] = _Held(descriptors, info, _sockets_of(info.pid))
 
     def close(self) -> None:
         """Close all pipes. A second close does nothing."""
-        for descriptors in self._held.values():
-            for descriptor in descriptors:
-                os.close(descriptor)
+        for held in self._held.values():
+            self._close(held)
         self._held.clear()
+
+    def _close(self, held: _Held) -> None:
+        for descriptor in held.descriptors:
+            os.close(descriptor)
 
 
 def _opened(pid: int) -> Iterable[int]:
@@ -555,3 +629,24 @@ def _opened(pid: int) -> Iterable[int]:
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             path = f"/proc/{pid}/fd/{output}"
             yield os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _sockets_of(pid: int) -> set[str]:
+    """The inodes of a process's sockets."""
+    found = set()
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                kind, _, inode = os.readlink(entry.path).partition(":")
+                if kind == "socket":
+                    found.add(inode.strip("[]"))
+    return found
+
+
+def _tcp_sockets() -> set[str]:
+    """The inodes of all TCP sockets that a process has open."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as lines:
+            found |= {line.split()[9] for line in list(lines)[1:]}
+    return found

@@ -26,6 +26,7 @@ from nbdist.errors import (
 from nbdist.ipc import endpoints
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.ipc.resources import few_descriptors
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["Recovery"]
@@ -235,7 +236,7 @@ class Recovery:
         causes = [death.summary for death in died.values()]
         news = [cause for cause in causes if cause not in heard]
         heard += news
-        return [*news, done]
+        return [*news, done, *filter(None, [few_descriptors()])]
 
     def _replace(self, ask: Ask) -> str:
         """Replace the dead ranks. Those of a lost host move to free slots of others.
@@ -272,6 +273,7 @@ class Recovery:
             if info.engine_uuid in self._unprepared
         ]
         self._unprepared.clear()
+        done = [*done, *(note for info in newcomers for note in info.notes)]
         if not newcomers or len(newcomers) == len(self._registry.living):
             return done
         try:

@@ -24,7 +24,7 @@ from nbdist.clusters.startup_status import (
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import File, ForkConfig, rank_variables
 from nbdist.errors import ClusterError, StartError
-from nbdist.ipc import private_files, rank_parent
+from nbdist.ipc import folders, private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.fork_messages import SOCKET, STARTED
 from nbdist.ipc.ports import confine
@@ -181,7 +181,7 @@ class _Start:
             **added,
             STARTED: started,
             "NBDIST_RUN_DIR": str(self._run_dir),
-            "NBDIST_WORK_DIR": os.getcwd(),
+            "NBDIST_WORK_DIR": folders.current(),
             "NBDIST_PATH": os.pathsep.join(sys.path),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
             "PYTHONHASHSEED": fork_server_client.hash_seed(),
@@ -190,7 +190,7 @@ class _Start:
             self._start_controller()
             settings = {**rank_variables(file), **variables}
             try:
-                hosts.begin(self._assignments, settings, os.getcwd())
+                hosts.begin(self._assignments, settings, folders.current())
             except ClusterError as error:
                 raise StartError(f"{error}") from error
             environment |= hosts.variables()
@@ -333,7 +333,7 @@ class _Start:
         if (code := self._process_supervisor.own_exit_code) is not None:
             raise StartError(
                 f"the process supervisor ended with {describe_exit(code)} while the "
-                "cluster was starting",
+                f"cluster was starting{self._process_supervisor.errors()}",
                 died=True,
             )
         if first is not None:
@@ -357,9 +357,11 @@ class _Start:
 
     def _failed(self, rank: int, end: ProcessExit) -> str:
         host = self._assignments[rank].host
+        # A rank parent that fails before it has begun the rank writes to mpiexec's log.
+        log = "" if end.ending else self._log("mpiexec")
         return (
             f"rank {rank} of {len(self._assignments)} on {host} ended with {end.how} "
-            f"while it was starting{end.ending}"
+            f"while it was starting{end.ending}" + (log and f":\n{log}")
         )
 
     def _ended(self, program: str, code: int) -> str:

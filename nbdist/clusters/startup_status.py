@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from nbdist.ipc import pidfd
 from nbdist.ipc.process_files import process_name, read_exit_report
 
 __all__ = [
@@ -134,15 +135,15 @@ def _status(pid: int) -> str | None:
 
 def ends_within(pid: int, timeout_s: float) -> bool:
     """Wait until a process, which need not be a child, has ended; whether it has."""
-    if not hasattr(os, "pidfd_open"):
+    try:
+        descriptor = pidfd.opened(pid)
+    except ProcessLookupError:
+        return True
+    if descriptor is None:
         end = time.monotonic() + timeout_s
         while runs(pid) and time.monotonic() < end:
             time.sleep(END_POLL_S)
         return not runs(pid)
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from nbdist.clusters.startup_status import tail_of
 from nbdist.errors import ClusterError
 from nbdist.ipc.fork_messages import RANK_HOST
 from nbdist.ipc.private_files import remove_folders
@@ -63,6 +65,7 @@ class SupervisorClient:
         self._on_loss: Callable[[Loss], None] | None = None
         self.on_note: Callable[[str], None] = lambda _: None
         """Called on a thread when a stopped helper process has been continued."""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -73,6 +76,7 @@ class SupervisorClient:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._errors,
             start_new_session=True,
             cwd=Path(__file__).parents[2],  # where `nbdist` can be imported from
         )
@@ -80,7 +84,7 @@ class SupervisorClient:
             target=self._read, name="nbdist-supervisor-client", daemon=True
         )
         self._watch = HelperWatch(lambda note: self.on_note(note))
-        self._watch.add("the process supervisor", self._process.pid)
+        self._watch.add(SUPERVISOR, self._process.pid)
         self._reader.start()
 
     def start(
@@ -206,6 +210,15 @@ class SupervisorClient:
         """Exit code of the process supervisor, -N for signal N; None while it runs."""
         return self._process.poll()
 
+    def errors(self) -> str:
+        """The last lines that the process supervisor has written on its standard
+        error, after a line break; "" if there are none."""
+        with contextlib.suppress(ValueError):  # `close` has closed it
+            size = os.fstat(self._errors.fileno()).st_size
+            text = os.pread(self._errors.fileno(), size, 0).decode(errors="replace")
+            return text and f":\n{tail_of(text)}"
+        return ""
+
     def on_loss(self, callback: Callable[[Loss], None]) -> None:
         """Call back, on a thread, when a program or the process supervisor has ended.
 
@@ -214,6 +227,8 @@ class SupervisorClient:
         with self._changed:
             self._on_loss = callback
             lost = self._losses()
+            if self._ended:
+                lost[SUPERVISOR] = self._process.wait()
         for name, code in lost.items():
             self._report_loss(name, code)
 
@@ -237,6 +252,7 @@ class SupervisorClient:
                 f"the cluster's processes did not end within {timeout_s:.0f} s; "
                 f"process supervisor {self._process.pid} is still ending them"
             ) from error
+        self._errors.close()
         remove_folders(*self._folders)  # in case the process supervisor was killed
 
     def _read(self) -> None:
@@ -260,7 +276,7 @@ class SupervisorClient:
             self._ended = True
             self._changed.notify_all()
         if not self._closed:
-            self._report_loss("the process supervisor", self._process.wait())
+            self._report_loss(SUPERVISOR, self._process.wait())
             remove_folders(*self._folders)
 
     def _report_loss(self, name: str, code: int) -> None:
@@ -270,11 +286,14 @@ class SupervisorClient:
         if callback is not None:
             how = describe_exit(code)
             reason = f"{name} has ended with {how}, and all ranks with it"
+            if name == SUPERVISOR:
+                reason += self.errors()
             is_cause = name != "mpiexec" or code < 0
             pid = self.pid(name) or self._process.pid
             callback(Loss(reason, is_cause, pid, aborted=code == -signal.SIGABRT))
 
 
+SUPERVISOR = "the process supervisor"
 FORK_SERVER = "the fork server"
 LOOK_S = 0.5
 

@@ -24,6 +24,7 @@ from nbdist.clusters.hosts.machine import this_host
 from nbdist.clusters.options import checked_script
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.errors import UsageError
+from nbdist.ipc import folders
 from nbdist.ipc.ports import free_ports
 from nbdist.ipc.process_files import describe_exit
 from nbdist.ipc.roles import environment, role_of, tf_config
@@ -441,7 +442,7 @@ def _launch(
     """Start the processes. Returns them, and an address with a free port for each."""
     argv = _command(_count("n", n), n_ps, script, args, code)
     gpus = _gpus(n, nvidia_gpu)
-    options = {"cwd": os.getcwd(), "memory": _bytes(memory)}
+    options = {"cwd": folders.current(), "memory": _bytes(memory)}
     port, *ports = free_ports(n + 1)
     addresses = [f"{ADDRESS}:{each}" for each in ports]
     process_supervisor = _running_supervisor()

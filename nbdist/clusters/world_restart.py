@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.errors import CheckpointError, TransferError
-from nbdist.ipc import endpoints
+from nbdist.ipc import endpoints, folders
 from nbdist.ipc.private_files import (
     check_file,
     commit_folders,
@@ -278,7 +278,7 @@ def _lasting() -> Iterator[Path]:
     """The folders whose files outlive the cluster."""
     with contextlib.suppress(FileNotFoundError):  # no temporary folder is writable
         yield Path(tempfile.gettempdir())
-    yield Path.cwd()
+    yield Path(folders.current())
 
 
 def _write(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nbdist.errors import text_of
-from nbdist.ipc import ports
+from nbdist.ipc import folders, ports
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import FORKED, GATE, STARTED
 from nbdist.ipc.prctl import name_process
@@ -46,7 +46,9 @@ def main() -> None:
     faulthandler.enable(STDERR)
     process = Process.of_arguments(sys.argv[1:])
     name_process(f"nbdist rank {process.rank}")
-    _use_notebook_paths(os.environ["NBDIST_WORK_DIR"], os.environ["NBDIST_PATH"])
+    sys.path[:] = os.environ["NBDIST_PATH"].split(os.pathsep)
+    note = folders.enter(os.environ["NBDIST_WORK_DIR"], *folders.read(process.run_dir))
+    process.notes = (f"rank {process.rank} {note}",) if note else ()
     try:
         assignments = DeviceAssignment.read_all(process.run_dir)
         assignment = assignments[process.rank]
@@ -54,6 +56,9 @@ def main() -> None:
         ports.set_addresses_of_hosts({each.address for each in assignments} - {""})
         _keep_sockets_in(process.run_dir)
         _become_engine(process, assignment)
+    except SystemExit as error:  # what calls it has said why on standard error
+        sys.stderr.flush()
+        _end(f"its event loop has failed ({text_of(error)})")
     except BaseException as error:  # noqa: BLE001 - the process ends
         process.report_failure(error)
         traceback.print_exc()
@@ -68,12 +73,6 @@ def _end(why: str) -> NoReturn:
     if is_rank():  # it has started
         this_rank().end(why)
     os._exit(1)
-
-
-def _use_notebook_paths(work_dir: str, path: str) -> None:
-    """Take the notebook's working directory and `sys.path`."""
-    os.chdir(work_dir)
-    sys.path[:] = path.split(os.pathsep)
 
 
 def _keep_sockets_in(run_dir: Path) -> None:

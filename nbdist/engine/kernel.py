@@ -40,7 +40,7 @@ from nbdist.engine import (
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.world import World
-from nbdist.ipc import serialization
+from nbdist.ipc import folders, serialization
 from nbdist.ipc.bare_application import BareApplication
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import RANK_PARENT, STARTED
@@ -194,7 +194,7 @@ def run_engine(
     process: Process, world: World, assignment: DeviceAssignment, device: torch.device
 ) -> None:
     """Register with the controller, and answer requests until the rank ends."""
-    info = _describe(process.name, world, assignment, device)
+    info = _describe(process, world, assignment, device)
     security = process.run_dir / "security"
     config = Config()
     if world.generation == 0:  # later, a dead engine may still have the number
@@ -210,7 +210,7 @@ def run_engine(
     config.IPEngine.log_level = logging.ERROR
     config.HistoryManager.enabled = False  # no database; the cells are in memory
     # The default is the folder in which ipyparallel's module was imported.
-    config.IPEngine.work_dir = os.getcwd()
+    config.IPEngine.work_dir = folders.current()
     config.ProfileDir.location = str(process.run_dir)
     _Engine.launch_instance(
         argv=[],
@@ -223,7 +223,7 @@ def run_engine(
 
 
 def _describe(
-    name: str, world: World, assignment: DeviceAssignment, device: torch.device
+    process: Process, world: World, assignment: DeviceAssignment, device: torch.device
 ) -> RankInfo:
     limit = None
     proxy = os.environ.get(RANK_PROXY)
@@ -243,7 +243,7 @@ def _describe(
         watched_pid=int(proxy or os.getpid()),
         interface=assignment.interface,
         started=os.environ.get(STARTED, ""),
-        name=name,
+        name=process.name,
         device=str(device),
         device_name=assignment.gpu_name,
         device_uuid=assignment.gpu_uuid,
@@ -251,6 +251,7 @@ def _describe(
         threads=assignment.threads,
         transport=world.group.describe(),
         generation=world.generation,
+        notes=process.notes,
         mpi=MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
     )
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from nbdist.engine import torch_group, world
 from nbdist.engine.rank import this_rank
 from nbdist.engine.revocation import revoke
 from nbdist.errors import ChangeFailed, ClusterError
-from nbdist.ipc import ports
+from nbdist.ipc import folders, ports
 from nbdist.ipc.prctl import name_process
 from nbdist.wire import Change, RankInfo
 
@@ -201,30 +200,14 @@ def _admit(comm: Any, plan: Change, number: int, attempt: _Attempt) -> Any:
     count = len(arguments)
     # The launcher may run on another host, which has this rank's folder nowhere.
     info = MPI.Info.Create({"wdir": "/"})
-    with _in_existing_folder():
+    with folders.restored():
+        if folders.is_gone():  # Open MPI spawns no process there
+            os.chdir("/")
         bridge = comm.Spawn_multiple(
             [program] * count, arguments, [1] * count, [info] * count, root=0
         )
     info.Free()
     return attempt.own(attempt.merge(bridge).Split(0, key=number))
-
-
-@contextmanager
-def _in_existing_folder() -> Iterator[None]:
-    """Leave a current folder that was removed, in which Open MPI spawns no process."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        removed = os.open(".", os.O_PATH)
-    else:
-        yield
-        return
-    try:
-        os.chdir("/")
-        yield
-    finally:
-        os.fchdir(removed)
-        os.close(removed)
 
 
 def _update_rank(here: world.World) -> None:

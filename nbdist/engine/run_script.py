@@ -27,7 +27,7 @@ from nbdist.engine.cells import (
 )
 from nbdist.engine.error_text import text_within_bounds
 from nbdist.engine.rank import this_rank
-from nbdist.ipc import roles
+from nbdist.ipc import folders, roles
 from nbdist.wire import Failure
 
 __all__ = ["run_script"]
@@ -275,17 +275,17 @@ def _environment(
     rank: int, size: int, n_ps: int, variables: dict[str, str]
 ) -> Iterator[None]:
     """Set torchrun's variables; restore the environment and the folder at the end."""
-    before, folder = dict(os.environ), os.getcwd()
+    before = dict(os.environ)
     nowhere = [f"rank{other}:0" for other in range(size)]  # nothing listens there
     os.environ.update(variables)
     os.environ["TF_CONFIG"] = roles.tf_config(rank, nowhere, n_ps)
     try:
-        yield
+        with folders.restored():
+            yield
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-        os.chdir(folder)
 
 
 @contextmanager

@@ -63,6 +63,8 @@ LAST_AT = 8
 """The position of the last ticket in the head."""
 HEAD_BYTES = 64
 TEXT_BYTES = 180
+MEMBERS_BYTES = 100
+"""The most bytes of the text for the members of a group. The call needs the others."""
 ENTRY = struct.Struct(f"<QQqqqqIIIiiiHxx{TEXT_BYTES}s")
 COMMIT = struct.Struct("<Q")
 RECORD_BYTES = HEAD_BYTES + CALLS * ENTRY.size
@@ -88,7 +90,8 @@ class RecordedCall:
     rank: int
     """The world rank that the process had."""
     members: tuple[int, ...]
-    """The world ranks of the group's members, in the group's order."""
+    """The world ranks of the group's members, in the group's order. If the entry has no
+    room for all, some are left out at the end."""
     sequence: int
     """Counts the collectives of the group, or the messages of this rank to or from one
     peer, from 1. It is 0 until a scheduled call has started."""
@@ -214,15 +217,34 @@ def _write_head(descriptor: int) -> None:
 
 
 def members_text(ranks: Sequence[int]) -> bytes:
-    """The members of a group in their order, as an entry's text begins: "0-2,5"."""
+    """The members of a group in their order, as an entry's text begins: "0-2,5".
+
+    "0-30:10" are every tenth of these ranks. Members for which there is no room are
+    left out at the end, where "+7" counts them.
+    """
     runs: list[list[int]] = []
     for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
+        run = runs[-1] if runs else []
+        if len(run) > 1 and rank - run[-1] == run[1] - run[0]:
+            run.append(rank)
+        elif len(run) == 1 and rank > run[0]:
+            run.append(rank)
         else:
             runs.append([rank])
-    parts = (f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)
-    return ",".join(parts).encode()
+    parts = [part for run in runs for part in _run_texts(run)]
+    text, left = ",".join(parts), len(ranks)
+    if len(text) > MEMBERS_BYTES:
+        kept = text[: MEMBERS_BYTES - len(f",+{left}")].rpartition(",")[0]
+        text = f"{kept},+{left - len(_members(kept))}"
+    return text.encode()
+
+
+def _run_texts(run: list[int]) -> list[str]:
+    """The text of ranks with equal differences; two distant ranks are no range."""
+    step = run[1] - run[0] if run[1:] else 1
+    if step == 1:
+        return [f"{run[0]}-{run[-1]}" if run[1:] else str(run[0])]
+    return [f"{run[0]}-{run[-1]}:{step}"] if run[2:] else [str(each) for each in run]
 
 
 def call_text(
@@ -383,7 +405,7 @@ def _call(values: tuple[Any, ...]) -> RecordedCall:
     operation, reduce_op, root, dtype, device, shape = fields[1:7]
     peer = int(root) if root else None
     if operation in ("send", "recv") and peer is not None:
-        peer = members[peer]
+        peer = members[peer] if peer < len(members) else None
     return RecordedCall(
         ticket=ticket,
         group=group,
@@ -410,6 +432,9 @@ def _call(values: tuple[Any, ...]) -> RecordedCall:
 def _members(text: str) -> tuple[int, ...]:
     members: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        members.extend(range(int(first), int(last or first) + 1))
+        if part.startswith("+"):  # the number of those that are left out
+            break
+        ends, _, step = part.partition(":")
+        first, _, last = ends.partition("-")
+        members.extend(range(int(first), int(last or first) + 1, int(step or 1)))
     return tuple(members)

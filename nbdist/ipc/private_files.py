@@ -59,16 +59,21 @@ def make_run_folder() -> Path:
     """Make a run folder in the temporary folder, or in /dev/shm if that is full.
 
     Raises:
-        OSError: Neither folder has enough room. The message has the free space of each.
+        OSError: Neither folder has enough room and a path without "$". The message has
+            the free space of each.
     """
     refused = []
     for find in (tempfile.gettempdir, lambda: str(MEMORY_FOLDER)):
         try:
             parent = Path(find())
             free = shutil.disk_usage(parent).free
-            if free >= RUN_FOLDER_BYTES:
+            if "$" in str(parent):
+                # IPython replaces what looks like a variable in its folders' paths.
+                refused.append(f'{parent} has "$" in its path')
+            elif free >= RUN_FOLDER_BYTES:
                 return Path(tempfile.mkdtemp(prefix="nbdist-", dir=parent))
-            refused.append(f"{parent} has {free / 1e6:.1f} MB free")
+            else:
+                refused.append(f"{parent} has {free / 1e6:.1f} MB free")
         except OSError as error:
             refused.append(error.strerror or str(error))
     raise OSError(

@@ -69,6 +69,8 @@ class Process:
         self.run_dir = run_dir
         self.rank = rank
         self.generation = generation
+        self.notes: tuple[str, ...] = ()
+        """What the user should know of its start, one sentence each."""
 
     @classmethod
     def of_arguments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from nbdist.errors import UsageError
 
 __all__ = [
     "cores",
+    "few_descriptors",
     "host_name",
     "is_this_host",
     "memory_available",
@@ -150,3 +152,25 @@ def memory_fraction(
         return checked
     assert total is not None
     return checked / total
+
+
+FEW_DESCRIPTORS = 32
+"""The free descriptors below which a user is warned. A replacement needs some ten."""
+
+
+def few_descriptors() -> str:
+    """A sentence, if this process has few free descriptors; else ""."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # another system
+        return ""
+    except OSError:  # none is left for the list
+        used = most
+    if most == resource.RLIM_INFINITY or used <= most - FEW_DESCRIPTORS:
+        return ""
+    return (
+        f"process {os.getpid()} has {used} of the {most} files open that it may have, "
+        "and cannot watch ranks without: close some, or raise ulimit -n before Jupyter "
+        "starts"
+    )

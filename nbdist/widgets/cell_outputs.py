@@ -108,8 +108,13 @@ class CellOutputs:
         Returns:
             Whether a request has ended that is not a cell's.
         """
-        first = 1 + next(i for i, f in enumerate(frames) if bytes(f) == DELIMITER)
-        _signature, header, parent, _metadata, content = frames[first : first + 5]
+        parts = [bytes(frame) for frame in frames]
+        if DELIMITER not in parts:  # no message of Jupyter's: it is published as it is
+            return False
+        first = 1 + parts.index(DELIMITER)
+        if len(parts) < first + 5:
+            return False
+        _signature, header, parent, _metadata, content = parts[first : first + 5]
         kind = json.loads(bytes(header))["msg_type"]
         key = json.loads(bytes(parent)).get("msg_id", "")
         if kind == "execute_input":

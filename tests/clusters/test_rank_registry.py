@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
+import resource
 import select
 import signal
 import subprocess
@@ -16,10 +19,11 @@ from typing import Any
 import pytest
 
 from nbdist.clusters import rank_registry
-from nbdist.clusters.rank_registry import ExitOrder, RankRegistry
+from nbdist.clusters.rank_registry import ExitMonitor, ExitOrder, RankRegistry
 from nbdist.clusters.startup_status import ends_within
 from nbdist.clusters.supervisor_client import Loss
 from nbdist.errors import RankDied
+from nbdist.ipc.resources import few_descriptors
 from nbdist.wire import RankInfo
 from tests.rank_info import rank_info
 
@@ -99,10 +103,40 @@ def test_a_process_that_is_not_watched_keeps_no_descriptor(
     assert len(os.listdir("/proc/self/fd")) == before - 3
 
 
+def test_a_death_is_noticed_without_a_free_descriptor(
+    families: list[Family],
+) -> None:
+    died: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ranks = [_info(rank, family) for rank, family in enumerate(families)]
+    monitor = ExitMonitor(ranks[:1], died.put)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(taken[0]))
+        assert f"of the {taken[0] + 1} files" in few_descriptors()
+        monitor.watch(ranks[1:])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+    for family in families:
+        family.kill()
+    assert {died.get(timeout=WITHIN_S) for _ in range(2)} == {1, 2}
+    monitor.close()
+    assert died.empty()
+    assert few_descriptors() == ""
+
+
 class _NoMonitor:
     """A monitor that notices no death."""
 
     def __init__(self, *_: object) -> None:
+        pass
+
+    def watch(self, _infos: object) -> None:
         pass
 
     def close(self) -> None:

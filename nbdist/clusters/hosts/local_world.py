@@ -18,7 +18,7 @@ from nbdist.clusters.launchers.mpiexec import Mpiexec
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import ForkConfig
 from nbdist.errors import ClusterError
-from nbdist.ipc import private_files, rank_parent
+from nbdist.ipc import folders, private_files, rank_parent
 from nbdist.ipc.atomic_files import write_atomically
 from nbdist.ipc.device_assignment import write_text
 from nbdist.ipc.fork_messages import FORKED, SOCKET, STARTED, socket_address
@@ -235,7 +235,7 @@ def _existing(work_dir: str, path: str) -> dict[str, str]:
     there = [p for p in path.split(os.pathsep) if not p or os.path.exists(p)]
     own = [each for each in sys.path if each and each not in there]
     return {
-        "NBDIST_WORK_DIR": work_dir if os.path.isdir(work_dir) else os.getcwd(),
+        "NBDIST_WORK_DIR": work_dir if os.path.isdir(work_dir) else folders.current(),
         "NBDIST_PATH": os.pathsep.join([*there, *own]),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -9,6 +10,8 @@ import socket
 from typing import Any
 
 from nbdist.clusters.hosts.local_world import LocalWorld
+from nbdist.clusters.startup_status import runs
+from nbdist.ipc import pidfd
 from nbdist.ipc.fork_messages import receive, send
 from nbdist.ipc.process_files import (
     REGISTERING,
@@ -72,34 +75,37 @@ class _RankWatch:
         pid = supervisor.pid(name)
         assert pid is not None, f"{name} was not started"
         try:
-            handle = os.pidfd_open(pid)
+            handle = pidfd.opened(pid)
         except ProcessLookupError:
             self._report_end()
             return
         try:
             while True:
                 look_s = LATER_LOOK_S if self._is_up else LOOK_S
-                watched: list[Any] = [handle, self._channel]
+                watched: list[Any] = [self._channel]
+                watched += [] if handle is None else [handle]
                 ready, _, _ = select.select(watched, [], [], look_s)
                 self._report_stage()
-                if handle in ready:
+                if handle in ready or (handle is None and not runs(pid)):
                     self._report_end()
                     return
-                if self._channel in ready and not self._pass_signal(handle):
+                if self._channel in ready and not self._pass_signal(pid):
                     return
         finally:
-            os.close(handle)
+            if handle is not None:
+                os.close(handle)
 
     @property
     def _is_up(self) -> bool:
         return self._stage.get("stage") == REGISTERING
 
-    def _pass_signal(self, handle: int) -> bool:
+    def _pass_signal(self, pid: int) -> bool:
         """Pass a signal on. Returns False if the connection has ended."""
         received = receive(self._channel)
         if received is None:
             return False
-        signal.pidfd_send_signal(handle, received[0]["signal"])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, received[0]["signal"])
         return True
 
     def _report_stage(self) -> None:

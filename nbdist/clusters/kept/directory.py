@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nbdist.clusters.kept.messages import connected
 from nbdist.errors import UsageError
+from nbdist.ipc import folders
 from nbdist.ipc.private_files import check_folder, read_file, remove_folders
 from nbdist.ipc.resources import host_name
 
@@ -120,7 +121,7 @@ def _listens(entry: Entry) -> bool:
 
 def _default_names() -> Iterator[str]:
     """The name of the notebook or of the working folder, then with numbers from 2."""
-    title = Path(os.environ.get(SESSION_NAME, "")).stem or Path.cwd().name
+    title = Path(os.environ.get(SESSION_NAME, "")).stem or Path(folders.name()).name
     base = re.sub(r"[^\w-]+", "-", title).strip("-") or "cluster"
     yield base
     for number in itertools.count(2):

@@ -55,6 +55,7 @@ from nbdist.errors import (
     StartError,
     UsageError,
 )
+from nbdist.ipc import folders
 from nbdist.ipc.fork_messages import socket_address
 from nbdist.ipc.private_files import make_run_folder, remove_folders
 from nbdist.ipc.shm_payload import Shipment
@@ -274,7 +275,7 @@ class KeptCluster(Cluster):
             self.name,
             self._hours,
             str(folder),
-            os.getcwd(),
+            folders.current(),
             tuple(sys.path),
             self._options,
             self.comms.is_live,
@@ -427,7 +428,7 @@ class KeptCluster(Cluster):
         self._await_background()
         script = os.fspath(path)
         if not options.get("module"):
-            script = os.path.abspath(os.path.expanduser(path))
+            script = os.path.join(folders.current(), os.path.expanduser(path))
         cell = Cell(0, 0, tuple(range(self.size)), os.path.basename(script))
         return self._run("run_script", cell, observer, script, list(args), **options)
 

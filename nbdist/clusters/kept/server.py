@@ -67,6 +67,7 @@ from nbdist.errors import (
     NbdistError,
     text_of,
 )
+from nbdist.ipc import folders
 from nbdist.ipc.prctl import name_process
 from nbdist.ipc.resources import host_name
 from nbdist.telemetry.collector import Collector
@@ -249,7 +250,7 @@ class ClusterServer:
             name=self._order.name,
             host=host_name(),
             pid=os.getpid(),
-            folder=os.getcwd(),
+            folder=folders.name(),
             begun=self._begun,
             hours=self._order.hours,
             size=cluster.size if is_up else 0,
@@ -519,7 +520,7 @@ def main() -> None:
     order: Order = pickle.load(sys.stdin.buffer)
     name_process("nbdist server")
     sys.path[:] = order.path
-    os.chdir(order.folder)
+    folders.enter(order.folder)
     server = ClusterServer(order, listener)
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
