@@ -591,7 +591,7 @@ class Session:
         button = StopButton(
             f"nbdist-{id(self)}-stop{self._cells}",
             f"In[{number}]",
-            lambda: self._in_background[number].future.interrupt(),
+            lambda: future.interrupt(),  # another notebook's cell may have the number
         )
         before = cluster.background_calls
         if before:

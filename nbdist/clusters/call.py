@@ -520,13 +520,14 @@ class RankCall:
     """Its open request for a line from the user."""
     _orders: dict[int, Future[Answer]] = field(default_factory=dict)
     """The future answers to orders, by token."""
+    _takes_no_orders: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def order(self) -> tuple[int, Future[Answer]]:
         """Register an order. Returns the token of its answer, and the future answer."""
         token, future = next(_tokens), Future[Answer]()
         with self._lock:
-            if self.elastic is None or self.done:
+            if self.elastic is None or self.done or self._takes_no_orders:
                 future.set_exception(RankDied(f"rank {self.info.rank} is not paused"))
             else:
                 self._orders[token] = future
@@ -543,5 +544,6 @@ class RankCall:
         """Fail all orders, because the process has ended."""
         with self._lock:
             lost, self._orders = self._orders, {}
+            self._takes_no_orders = True  # `done` follows on another thread
         for future in lost.values():
             future.set_exception(RankDied(f"rank {self.info.rank} has ended"))

@@ -388,6 +388,9 @@ class Cluster:
         self._supervisor.repair = self.repair
         for note in () if self._hosts is None else self._hosts.notes:
             self._tell(note)
+        of_ranks = (note for info in self._started.infos for note in info.notes)
+        for note in dict.fromkeys(of_ranks):
+            self._tell(note)
         if folders.is_gone():
             self._tell(
                 f"the folder {folders.name()} was removed: the ranks work in "

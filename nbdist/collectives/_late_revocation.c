@@ -12,8 +12,10 @@
  *
  * The functions below stand before Open MPI's functions of the same names, because this
  * library is loaded into the global scope before libmpi (ELF symbol interposition). If
- * libmpi has none of these names, or MPI was initialised before, nothing changes.
+ * libmpi has none of these names, is of another version than 5.0, or MPI was initialised
+ * before, nothing changes.
  */
+#define _GNU_SOURCE /* RTLD_NEXT */
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
@@ -22,6 +24,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define REPLACES __attribute__((visibility("default")))
 
@@ -104,6 +107,9 @@ typedef int Activate(void **, void *, void *, const void *, const void *, bool, 
                      void **);
 typedef int Select(void *);
 typedef bool Revoke(void *, bool);
+typedef int Version(char *, int *);
+
+#define KNOWN "Open MPI v5.0."
 
 /* Only libmpi calls the functions below, so it is loaded. */
 static void *
@@ -113,11 +119,27 @@ open_mpi(const char *name)
     if (libmpi == NULL) {
         libmpi = dlopen("libmpi.so.40", RTLD_LAZY | RTLD_NOLOAD);
     }
-    void *found = libmpi == NULL ? NULL : dlsym(libmpi, name);
+    /* Another version has another name, and is what comes next in the global scope. */
+    void *found = dlsym(libmpi == NULL ? RTLD_NEXT : libmpi, name);
     if (found == NULL) {
         abort();
     }
     return found;
+}
+
+/* Whether libmpi has the version that this file was written for. Others may have other
+ * arguments and structures behind the same names. */
+static bool
+is_known(void)
+{
+    static int known = -1; /* each thread finds the same */
+    if (known < 0) {
+        char version[8192] = ""; /* above every MPI_MAX_LIBRARY_VERSION_STRING */
+        int length = 0;
+        ((Version *)open_mpi("MPI_Get_library_version"))(version, &length);
+        known = strncmp(version, KNOWN, strlen(KNOWN)) == 0;
+    }
+    return known;
 }
 
 /* Number a new communicator. After this, others can see it. */
@@ -126,7 +148,9 @@ ompi_comm_nextcid_nb(void *comm, void *parent, void *bridge, const void *first,
                      const void *second, bool send_first, int mode, void **request)
 {
     NextCid *original = (NextCid *)open_mpi("ompi_comm_nextcid_nb");
-    begin(comm);
+    if (is_known()) {
+        begin(comm);
+    }
     return original(comm, parent, bridge, first, second, send_first, mode, request);
 }
 
@@ -153,7 +177,7 @@ ompi_comm_activate_nb(void **comm, void *parent, void *bridge, const void *first
 {
     Activate *original = (Activate *)open_mpi("ompi_comm_activate_nb");
     int result = original(comm, parent, bridge, first, second, send_first, mode, request);
-    if (result != 0) {
+    if (result != 0 && is_known()) {
         keep_null(*comm);
     }
     return result;

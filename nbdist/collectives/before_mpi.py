@@ -15,6 +15,8 @@ import mpi4py
 
 from nbdist.ipc.launch_environment import is_launched_by_mpi, is_launched_by_torchrun
 
+KNOWN = "Open MPI v5.0."
+"""The beginning of the versions whose functions `_late_revocation.c` replaces."""
 _TRANSPORTS = "OMPI_MCA_btl"
 
 
@@ -27,6 +29,21 @@ def _survive_deaths() -> None:
             importlib.import_module("nbdist.collectives._late_revocation")
     finally:
         sys.setdlopenflags(flags)
+
+
+def unknown_version(library: str) -> str:
+    """A sentence for the user if `_late_revocation` leaves an Open MPI alone.
+
+    Args:
+        library: MPI's description of itself.
+    """
+    if not library.startswith("Open MPI v") or library.startswith(KNOWN):
+        return ""
+    version = library.split(",")[0]
+    return (
+        f"{version} is no version that nbdist knows ({KNOWN}x): if a rank dies while "
+        "others join, all ranks may end"
+    )
 
 
 def _initialize_alone() -> None:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from traitlets.config import Config
 
 import nbdist
+from nbdist.collectives.before_mpi import unknown_version
 from nbdist.collectives.call_timing import fastest_call
 from nbdist.config import OutputConfig
 from nbdist.engine import (
@@ -225,6 +226,7 @@ def run_engine(
 def _describe(
     process: Process, world: World, assignment: DeviceAssignment, device: torch.device
 ) -> RankInfo:
+    library = MPI.Get_library_version()
     limit = None
     proxy = os.environ.get(RANK_PROXY)
     if device.type == "cuda":
@@ -251,8 +253,8 @@ def _describe(
         threads=assignment.threads,
         transport=world.group.describe(),
         generation=world.generation,
-        notes=process.notes,
-        mpi=MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
+        notes=(*process.notes, *filter(None, [unknown_version(library)])),
+        mpi=library.splitlines()[0].split(",")[0].strip(),
     )
 
 

@@ -48,6 +48,7 @@ from nbdist.ipc.direct_socket import (
     listen,
     path_of,
 )
+from nbdist.ipc.listening import Acceptor
 from nbdist.ipc.signed_messages import (
     Gate,
     Opened,
@@ -182,7 +183,9 @@ class _Shell:
         self._stream.on_recv = self._on_recv
         self._loop = IOLoop.current()
         self._listener = listen(path_of(run_dir, kernel.ident))
+        self._acceptor: Acceptor | None = None
         if self._listener is not None:
+            self._acceptor = Acceptor(self._listener)
             self._loop.add_handler(self._listener, self._accept, IOLoop.READ)
 
     def _on_recv(self, _callback: Any, copy: bool = True) -> None:
@@ -197,8 +200,9 @@ class _Shell:
         self._take(opened)
 
     def _accept(self, listener: socket.socket, _events: int) -> None:
-        with contextlib.suppress(OSError):  # the notebook has ended meanwhile
-            direct = DirectSocket(listener.accept()[0])
+        assert self._acceptor is not None
+        if (connection := self._acceptor.accept()) is not None:
+            direct = DirectSocket(connection)
             self._directs.append(direct)
             self._loop.add_handler(direct, self._on_direct, IOLoop.READ)
 

@@ -32,6 +32,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from nbdist.ipc.listening import Acceptor
+
 __all__ = ["BEAT_S", "Channels"]
 
 OPEN, DATA, CREDIT, EOF, CLOSE, BEAT = range(6)
@@ -104,6 +106,7 @@ class Channels:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._wakeup, self._waker = os.pipe()
         self._selector = selectors.DefaultSelector()
+        self._acceptors: list[Acceptor] = []
         self._ending = ""
         self._lock = threading.Lock()
         """Held while the waker is used, so that it is not closed meanwhile."""
@@ -128,9 +131,12 @@ class Channels:
         The loop takes the listener over.
         """
 
+        acceptor = Acceptor(listener)
+        self._acceptors.append(acceptor)
+
         def accept(_events: int) -> None:
-            with contextlib.suppress(OSError):  # the peer has ended meanwhile
-                take(listener.accept()[0])
+            if (connection := acceptor.accept()) is not None:
+                take(connection)
 
         listener.setblocking(False)
         self._watch(listener, selectors.EVENT_READ, accept)
@@ -383,6 +389,8 @@ class Channels:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         with self._lock:
             os.close(self._waker)
             self._waker = -1

@@ -225,9 +225,8 @@ def members_text(ranks: Sequence[int]) -> bytes:
     runs: list[list[int]] = []
     for rank in ranks:
         run = runs[-1] if runs else []
-        if len(run) > 1 and rank - run[-1] == run[1] - run[0]:
-            run.append(rank)
-        elif len(run) == 1 and rank > run[0]:
+        step = run[1] - run[0] if run[1:] else max(1, rank - run[0]) if run else 0
+        if run and rank - run[-1] == step:
             run.append(rank)
         else:
             runs.append([rank])

@@ -65,6 +65,7 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
 )
 from nbdist.ipc.host_sockets import HOST  # noqa: E402
 from nbdist.ipc.launch_environment import launched_size  # noqa: E402
+from nbdist.ipc.listening import Acceptor  # noqa: E402
 from nbdist.ipc.prctl import (  # noqa: E402
     adopt_orphans,
     die_with_parent,
@@ -623,6 +624,7 @@ class _RankHost(_Loop):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._is_killing = False
         self._listener: socket.socket | None = listener
+        self._acceptor = Acceptor(listener)
         self._supervisor: socket.socket | None = None
         self._forked: dict[int, socket.socket] = {}
         """The connection on which each process was requested, by its pid."""
@@ -677,7 +679,9 @@ class _RankHost(_Loop):
 
     def _accept(self) -> _Requested | None:
         assert self._listener is not None
-        connection, _ = self._listener.accept()
+        connection = self._acceptor.accept()
+        if connection is None:
+            return None
         if peer_user(connection) != os.geteuid():
             connection.close()
             return None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from nbdist.clusters.kept.directory import names_folder
 from nbdist.ipc.fork_messages import peer_user, socket_address
+from nbdist.ipc.listening import Acceptor
 
 __all__ = ["serve"]
 
@@ -34,10 +35,14 @@ def serve(options: Sequence[str]) -> None:
         try:
             listener.listen()
             print(path, flush=True)
+            acceptor = Acceptor(listener)
             while True:
-                connection, _ = listener.accept()
+                connection = acceptor.accept()
                 served = [each for each in served if each.poll() is None]
-                with connection:
+                if connection is None:
+                    continue
+                # No process may be free for it: the other end sees its end.
+                with connection, contextlib.suppress(OSError):
                     if peer_user(connection) in (os.geteuid(), 0):
                         served.append(_server_of(connection, options))
         finally:

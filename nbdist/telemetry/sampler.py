@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from nbdist.telemetry.probes import CpuProbe, GpuProbe, Probe
@@ -54,6 +56,8 @@ class Sampler:
         self._bandwidth = bandwidth
         self._look_s = min(max(LOOK_S, ranks_on_host / LOOKS_OF_HOST), LONGEST_LOOK_S)
         self._interval_s = interval_s
+        self._missing: set[str] = set()
+        """The sources that have raised, of which the user was told."""
         # Released by `close`. A lock wakes its thread in half of an event's time.
         self._open = threading.Lock()
         self._open.acquire()
@@ -77,7 +81,9 @@ class Sampler:
         due = time.monotonic() + self._interval_s
         pause_s = self._interval_s
         while not self._open.acquire(timeout=pause_s):
-            runs = self._splitter.look()
+            runs = False
+            with self._telling("its main thread's activity"):
+                runs = self._splitter.look()
             if time.monotonic() >= due:
                 self._take(probe)
                 due = time.monotonic() + self._interval_s
@@ -86,16 +92,31 @@ class Sampler:
         probe.close()
 
     def _take(self, probe: Probe) -> None:
-        sample = replace(
-            probe.sample(self._recorder.rank),
-            split=self._splitter.split(),
-            bus_bandwidth=self._bandwidth(),
-        )
-        self._recorder.record(sample)
-        latest = self._splitter.latest()
+        bandwidth, split, latest = None, None, None
+        with self._telling("the bandwidth of its collectives"):
+            bandwidth = self._bandwidth()
+        with self._telling("its shares of time"):
+            split, latest = self._splitter.split(), self._splitter.latest()
+        with self._telling(f"device {self._device}"):
+            sample = probe.sample(self._recorder.rank)
+            self._recorder.record(replace(sample, split=split, bus_bandwidth=bandwidth))
         if latest is not None:
             names = (f"{SHARES}{activity}" for activity in ACTIVITIES)
             self._recorder.record_shares(dict(zip(names, latest.shares, strict=True)))
+
+    @contextlib.contextmanager
+    def _telling(self, source: str) -> Iterator[None]:
+        """Go on without a source that raises, and write once that it is missing."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the others must not end with it
+            if source not in self._missing:
+                self._missing.add(source)
+                print(
+                    f"nbdist: the monitor lacks {source} of rank "
+                    f"{self._recorder.rank}: {type(error).__name__}: {error}",
+                    file=sys.stderr,
+                )
 
     def _probe(self) -> Probe:
         if self._device_uuid is None:

@@ -87,7 +87,10 @@ class CellOutputs:
     def _send(self, frames: list[Any], *args: Any, **options: Any) -> None:
         """Publish a message, as the kernel's own method does, and keep it."""
         with self._lock:
-            ends_other = self._take(frames)
+            try:
+                ends_other = self._take(frames)
+            except (KeyError, TypeError, ValueError):
+                ends_other = False  # it is no message of Jupyter's, and published as is
             self._publish(frames, *args, **options)
             if ends_other:
                 self._stay_busy()
@@ -108,13 +111,9 @@ class CellOutputs:
         Returns:
             Whether a request has ended that is not a cell's.
         """
-        parts = [bytes(frame) for frame in frames]
-        if DELIMITER not in parts:  # no message of Jupyter's: it is published as it is
-            return False
-        first = 1 + parts.index(DELIMITER)
-        if len(parts) < first + 5:
-            return False
-        _signature, header, parent, _metadata, content = parts[first : first + 5]
+        at = (i for i, frame in enumerate(frames) if bytes(frame) == DELIMITER)
+        first = 1 + next(at, len(frames))
+        _signature, header, parent, _metadata, content = frames[first : first + 5]
         kind = json.loads(bytes(header))["msg_type"]
         key = json.loads(bytes(parent)).get("msg_id", "")
         if kind == "execute_input":

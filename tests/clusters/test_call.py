@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.clusters.call import Call
+from nbdist.clusters.call import Call, RankCall
 from nbdist.clusters.ipp_client import Exchange
 from nbdist.clusters.observer import Quiet
 from nbdist.errors import RankDied
@@ -70,3 +70,15 @@ def test_a_call_knows_the_run_that_a_dead_newcomer_was_to_join() -> None:
     call.follow([])
     assert call.wait(time.monotonic() + 10)
     assert call.lost_in == RUN
+
+
+def test_an_order_to_a_rank_that_has_just_ended_is_answered() -> None:
+    """The client's thread has dropped the orders, and `done` is not set yet."""
+    rank: Any = SimpleNamespace(engine_uuid="rank", rank=0)
+    rank_call = RankCall(rank, elastic=Notice("paused", RUN, pause=1))
+    _, before = rank_call.order()
+    rank_call.drop_orders()
+    _, after = rank_call.order()
+    for future in (before, after):
+        with pytest.raises(RankDied, match="rank 0"):
+            future.result(0)

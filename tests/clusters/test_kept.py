@@ -19,8 +19,9 @@ import nbdist
 from nbdist import Cluster, KeptCluster
 from nbdist.clusters.futures import CallFuture
 from nbdist.clusters.kept import directory
-from nbdist.clusters.kept.clusters import stop_cluster
-from nbdist.clusters.kept.messages import Cell
+from nbdist.clusters.kept.clusters import kept_clusters, stop_cluster
+from nbdist.clusters.kept.messages import Cell, connected
+from nbdist.clusters.kept.server import MOST_SILENT
 from nbdist.clusters.observer import Event
 from nbdist.clusters.result import CellResult
 from nbdist.errors import (
@@ -658,3 +659,28 @@ def test_no_session_of_a_debugger_leaves_a_rank_waiting():
             debug_at_random(cluster, reader, 100)
         finally:
             cluster.stop()
+
+
+def test_silent_connections_take_nothing_from_a_notebook(kept: KeptCluster):
+    """There may be more of them than the server may have descriptors."""
+    folder = Path(directory.find(kept.name).folder)
+    silent = [connected(folder) for _ in range(3 * MOST_SILENT)]
+    oldest = silent[0]
+    assert oldest.poll(DEADLINE_S), "the server ends the oldest"
+    with pytest.raises((EOFError, OSError)):
+        oldest.recv()
+    assert kept["rank"] == [0, 1]
+    kept.detach()
+    assert [c.size for c in kept_clusters() if c.name == kept.name] == [2]
+    nbdist.attach(kept.name).detach()
+    for each in silent:
+        each.close()
+
+
+def test_a_cell_that_another_notebook_has_seen_is_an_error_and_no_more(
+    kept: KeptCluster,
+):
+    gone = Cell(key=12345, number=5, ranks=(0, 1), code="x = 1")
+    with pytest.raises(ClusterError, match="another notebook has seen the end"):
+        follow(kept, gone).result(DEADLINE_S)
+    assert kept["rank"] == [0, 1]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.clusters.supervisor_client import SupervisorClient
+from nbdist.clusters.supervisor_client import Loss, SupervisorClient
 from nbdist.ipc.private_files import make_memory_folder, new_memory_folder
 from tests.cluster_processes import process_supervisors
 from tests.processes import Program, wait_until
@@ -111,3 +111,30 @@ def test_the_folders_of_a_supervisor_that_is_killed_while_it_ends_are_removed(
     os.kill(stubborn, signal.SIGKILL)
     assert not memory.exists()
     assert not run_dir.exists()
+
+
+def test_the_end_of_the_process_supervisor_is_told_to_who_asks_later(
+    client: SupervisorClient, run_dir: Path
+) -> None:
+    """It may end between the start of the ranks and the first who wants to know."""
+    supervisor_of(run_dir).kill()
+    assert not client.wait(lambda: False, None), "returns when it has ended"
+    told: list[Loss] = []
+    client.on_loss(told.append)
+    (loss,) = told
+    assert "the process supervisor has ended with SIGKILL" in loss.reason
+    client.close()
+
+
+def test_what_a_process_supervisor_writes_before_it_ends_is_in_the_reason(
+    client: SupervisorClient, run_dir: Path
+) -> None:
+    told: list[Loss] = []
+    client.on_loss(told.append)
+    assert client._process.stdin is not None
+    client._process.stdin.write(b"no order\n")
+    client._process.stdin.flush()
+    client.wait(lambda: bool(told), WITHIN_S)
+    assert "has ended with exit code 1" in told[0].reason
+    assert "JSONDecodeError" in told[0].reason
+    client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def logs(folder: Path, way: str, **identity: Any) -> Any:
     recorder: Any = PythonRecorder if way == "python" else native.Recorder
     kind: Any = PythonCallLog if way == "python" else native.CallLog
     made = {"group": 4, "generation": 2, "rank": 5} | identity
-    members = flight_record.members_text(MEMBERS)
+    members = flight_record.members_text(made.get("members", MEMBERS))
     try:
         recorded = recorder(descriptor, flight_record.CALLS)
     finally:
@@ -290,3 +291,46 @@ def test_a_child_does_not_write_to_its_parents_record(tmp_path: Path) -> None:
         timeout=60,
     )
     assert read(tmp_path).calls == ()
+
+
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("kind", ["stride", "any"])
+def test_a_group_with_many_members_is_recorded(
+    way: str, kind: str, tmp_path: Path
+) -> None:
+    """With as many as the entry has room for, and the whole of the call."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    members = tuple(
+        range(0, 5000, draw.randint(2, 9))
+        if kind == "stride"
+        else draw.sample(range(5000), draw.randint(60, 500))
+    )
+    log = logs(tmp_path, way, members=members)
+    send = flight_record.call_text("send", None, len(members) - 1, "float32", "cpu", ())
+    log.schedule(TEXT, 0)
+    log.schedule(send, 0)
+    both, sent = read(tmp_path).calls
+    assert members[: len(both.members)] == both.members
+    assert both.description == "all_reduce(sum, float32, (4,))"
+    if kind == "stride":
+        assert both.members == members
+        assert sent.root == members[-1]
+    else:
+        assert 10 < len(both.members) < len(members)
+        assert sent.root is None
+
+
+def test_the_members_of_a_group_are_read_as_they_were_written() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(500):
+        members = draw.sample(range(60), draw.randint(1, 20))
+        if draw.random() < 0.5:
+            members.sort()
+        text = flight_record.members_text(members)
+        assert flight_record._members(text.decode()) == tuple(members)
+    assert flight_record.members_text([0, 1, 2, 5]) == b"0-2,5"
+    assert flight_record.members_text([0, 10, 20, 30]) == b"0-30:10"

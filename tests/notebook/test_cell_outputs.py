@@ -19,6 +19,19 @@ while not os.path.exists({path!r}): time.sleep(0.02)
 """
 
 
+PUBLISHES = """
+outputs = get_ipython().kernel.iopub_thread.send_multipart.__self__
+sent, publish = [], outputs._publish
+outputs._publish = lambda frames: sent.append(frames)
+try:
+    for frames in ([b"odd"], [b"<IDS|MSG>"], [b"<IDS|MSG>", *[b"{}"] * 5]):
+        outputs._send(frames)
+finally:
+    outputs._publish = publish
+print(len(sent), "were published")
+"""
+
+
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     notebook = Notebook(tmp_path_factory.mktemp("outputs"))
@@ -179,3 +192,11 @@ def states(notebook: Notebook, count: int = 2) -> list[str]:
         else:
             assert message["content"].get("cell_id") != "shows"
     return found
+
+
+def test_what_is_no_message_of_jupyters_does_not_end_the_output(
+    notebook: Notebook,
+) -> None:
+    """Another extension may publish frames of its own."""
+    reply = notebook.run(PUBLISHES)
+    assert reply.stdout == "3 were published\n"

@@ -149,6 +149,25 @@ def test_the_sampler_records_samples_until_it_is_closed() -> None:
         assert sample.bus_bandwidth == 3e9
 
 
+def test_a_source_that_raises_is_named_once_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def bandwidth() -> float:
+        raise ValueError("no such rank")
+
+    batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
+    recorder = Recorder(5, batches.put, interval_s=0.01)
+    sampler = Sampler(recorder, "cpu", None, idle(), bandwidth, interval_s=0.02)
+    samples = [batches.get(timeout=5).records[0] for _ in range(3)]
+    assert sampler.close(5)
+    assert recorder.close(5)
+    assert all(isinstance(sample, DeviceSample) for sample in samples)
+    assert capsys.readouterr().err == (
+        "nbdist: the monitor lacks the bandwidth of its collectives of rank 5: "
+        "ValueError: no such rank\n"
+    )
+
+
 def idle() -> TimeSplitter:
     """A splitter of a thread that runs nothing."""
     return splitter_of(lambda: None)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from nbdist.clusters.hosts.host_list import HostSlots, discover_hosts
-from nbdist.errors import UsageError
+from nbdist.errors import NbdistError, UsageError
 
 __all__ = ["HostDiscovery"]
 
@@ -56,4 +56,7 @@ class HostDiscovery:
             failed = False
             if found != self._hosts and not self._ended.is_set():
                 self._hosts = found
-                self._adopt(found)
+                try:
+                    self._adopt(found)
+                except NbdistError as error:  # a rank died, or a setup cell failed
+                    self._on_note(f"the discovered hosts were not adopted: {error}")

@@ -68,6 +68,7 @@ from nbdist.errors import (
     text_of,
 )
 from nbdist.ipc import folders
+from nbdist.ipc.listening import Acceptor
 from nbdist.ipc.prctl import name_process
 from nbdist.ipc.resources import host_name
 from nbdist.telemetry.collector import Collector
@@ -77,6 +78,10 @@ __all__ = ["main"]
 
 LOOKS_AT_ONCE = 8
 HOUR_S = 3600.0
+MOST_SILENT = 32
+"""Connections that may be open without a message. Each has a thread."""
+HELLO_TIMEOUT_S = 60.0
+"""Seconds in which the first message arrives."""
 FINISH_S = 2.0
 """Seconds in which a notebook receives the last message."""
 
@@ -157,11 +162,22 @@ class ClusterServer:
     # -- connections -----------------------------------------------------------------
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed at the end
+        """Take connections until the socket is closed at the end."""
+        acceptor = Acceptor(self._listener)
+        silent = Silent()
+        with contextlib.suppress(OSError):
             while True:
-                end, _ = self._listener.accept()
+                end = acceptor.accept()
+                if end is None:
+                    continue
                 with end, contextlib.suppress(PermissionError):
-                    Greeting(connection_of(end), self._greet).start()
+                    connection = connection_of(end)
+                    silent.add(connection)
+                    try:
+                        Greeting(connection, self._greet, silent).start()
+                    except RuntimeError:  # no thread can begin
+                        silent.discard(connection)
+                        connection.close()
 
     def _greet(self, connection: Connection, hello: Hello) -> None:
         """Answer the first message of a connection."""
@@ -384,9 +400,13 @@ class ClusterServer:
     def _follow(self, peer: Peer, message: Follow) -> None:
         """Pass a cell on to a notebook that has attached meanwhile."""
         with self._lock:
-            record = self._records[message.key]
-            if record.future is not None:
+            record = self._records.get(message.key)
+            if record is not None and record.future is not None:
                 self._calls[peer, message.number] = record.future
+        if record is None:
+            error = ClusterError("another notebook has seen the end of this cell")
+            peer.send(Reply(message.number, error=error))
+            return
         with contextlib.suppress(OSError):  # it has ended
             record.follow(peer, message.number)
         with self._lock:
@@ -422,23 +442,64 @@ class ClusterServer:
             self._reader.interrupt_read()
 
 
+class Silent:
+    """The connections whose first message has not arrived, the oldest first."""
+
+    def __init__(self) -> None:
+        self._connections: list[Connection] = []
+        self._lock = threading.Lock()
+
+    def add(self, connection: Connection) -> None:
+        """Add a connection. The oldest ones end if there are too many."""
+        with self._lock:
+            self._connections.append(connection)
+            while len(self._connections) > MOST_SILENT:
+                # Its thread sees the end, and closes it.
+                _shut(self._connections.pop(0))
+
+    def discard(self, connection: Connection) -> None:
+        """Leave out a connection whose message has arrived, or which has ended."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._connections.remove(connection)
+
+
+def _shut(connection: Connection) -> None:
+    """End a connection for both ends. Its descriptor stays open."""
+    end = socket.socket(fileno=connection.fileno())
+    with contextlib.suppress(OSError):  # the other end has ended it
+        end.shutdown(socket.SHUT_RDWR)
+    end.detach()
+
+
 class Greeting(threading.Thread):
     """Receives the first message of a connection, which may never arrive.
 
     Args:
         connection: The connection.
         greet: Called with the connection and the message.
+        silent: Has the connection until its message arrives.
     """
 
     def __init__(
-        self, connection: Connection, greet: Callable[[Connection, Hello], None]
+        self,
+        connection: Connection,
+        greet: Callable[[Connection, Hello], None],
+        silent: Silent,
     ) -> None:
         super().__init__(daemon=True)
-        self._connection, self._greet = connection, greet
+        self._connection, self._greet, self._silent = connection, greet, silent
 
     def run(self) -> None:
+        hello = None
         with contextlib.suppress(OSError, EOFError):
-            self._greet(self._connection, self._connection.recv())
+            if self._connection.poll(HELLO_TIMEOUT_S):
+                hello = self._connection.recv()
+        self._silent.discard(self._connection)
+        if hello is None:
+            self._connection.close()
+            return
+        with contextlib.suppress(OSError, EOFError):
+            self._greet(self._connection, hello)
 
 
 class RelayedCollector(Collector):

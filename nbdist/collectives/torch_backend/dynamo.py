@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -33,8 +34,16 @@ def skip_in_dynamo() -> None:
 
 def _add_package(rules: ModuleType) -> None:
     folder = ModuleType.__getattribute__(sys.modules[_PACKAGE], "__path__")[0]
-    if not any(each.startswith(folder) for each in rules.SKIP_DIRS):
-        rules.add(_PACKAGE)
+    try:
+        if not any(each.startswith(folder) for each in rules.SKIP_DIRS):
+            rules.add(_PACKAGE)
+    except Exception as error:  # noqa: BLE001 - other releases of torch have other rules
+        # An error here would leave torch._dynamo half imported for good.
+        warnings.warn(
+            f"torch.compile may trace into nbdist, because torch._dynamo takes no "
+            f"package to skip ({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
 
 
 class _Finder(MetaPathFinder):
@@ -48,7 +57,8 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _RULES:
             return None
-        sys.meta_path.remove(self)
+        if self in sys.meta_path:  # another thread may have imported it
+            sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
