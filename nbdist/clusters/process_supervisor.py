@@ -39,7 +39,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -59,6 +59,8 @@ from nbdist.ipc.process_files import remove_all_cuda_files
 TERMINATE_GRACE_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
 PARENT_LOOK_S = 0.5
+CANNOT_START = 127
+"""The exit code of a program that cannot be started, as a shell has it."""
 HOST_TIMEOUT_S = 10.0
 """Seconds in which a rank host that runs takes a request."""
 
@@ -270,20 +272,28 @@ class ProcessSupervisor:
 
     def _start(self, order: dict[str, Any]) -> None:
         with open(order["log"], "ab") as log:
-            program = subprocess.Popen(
-                order["argv"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=order["env"],
-                cwd=order.get("cwd"),
-                start_new_session=True,  # Ctrl-C in a terminal must not reach it
-                preexec_fn=lambda: _prepare(order.get("memory")),
-            )
+            try:
+                program = self._program(order, log)
+            except OSError as error:  # its folder or file is gone: it fails alone
+                log.write(f"cannot start {order['argv'][0]}: {error}\n".encode())
+                self._tell({"exited": order["start"], "code": CANNOT_START})
+                return
         self._programs[order["start"]] = program
         if order.get("apart"):
             self._apart.add(order["start"])
         self._tell({"started": order["start"], "pid": program.pid})
+
+    def _program(self, order: dict[str, Any], log: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            order["argv"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=order["env"],
+            cwd=order.get("cwd"),
+            start_new_session=True,  # Ctrl-C in a terminal must not reach it
+            preexec_fn=lambda: _prepare(order.get("memory")),
+        )
 
     def _report_exits(self) -> None:
         exited = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import signal
 import tempfile
@@ -129,12 +130,23 @@ def test_the_end_of_the_process_supervisor_is_told_to_who_asks_later(
 def test_what_a_process_supervisor_writes_before_it_ends_is_in_the_reason(
     client: SupervisorClient, run_dir: Path
 ) -> None:
-    told: list[Loss] = []
-    client.on_loss(told.append)
+    told: queue.SimpleQueue[Loss] = queue.SimpleQueue()
+    client.on_loss(told.put)
     assert client._process.stdin is not None
     client._process.stdin.write(b"no order\n")
     client._process.stdin.flush()
-    client.wait(lambda: bool(told), WITHIN_S)
-    assert "has ended with exit code 1" in told[0].reason
-    assert "JSONDecodeError" in told[0].reason
+    loss = told.get(timeout=WITHIN_S)
+    assert "has ended with exit code 1" in loss.reason
+    assert "JSONDecodeError" in loss.reason
+    client.close()
+
+
+def test_a_program_that_cannot_be_started_fails_with_the_reason(
+    client: SupervisorClient, run_dir: Path
+) -> None:
+    nowhere = str(run_dir / "nowhere")
+    client.start("lost", ["true"], {}, cwd=nowhere)
+    client.wait(lambda: client.exit_code("lost") is not None, WITHIN_S)
+    assert client.exit_code("lost") == 127
+    assert nowhere in client.log("lost").read_text()
     client.close()
