@@ -273,11 +273,13 @@ class ProcessSupervisor:
     def _start(self, order: dict[str, Any]) -> None:
         with open(order["log"], "ab") as log:
             try:
-                program = self._program(order, log)
+                program: subprocess.Popen[bytes] | None = self._program(order, log)
             except OSError as error:  # its folder or file is gone: it fails alone
                 log.write(f"cannot start {order['argv'][0]}: {error}\n".encode())
-                self._tell({"exited": order["start"], "code": CANNOT_START})
-                return
+                program = None
+        if program is None:
+            self._tell({"exited": order["start"], "code": CANNOT_START})
+            return
         self._programs[order["start"]] = program
         if order.get("apart"):
             self._apart.add(order["start"])

@@ -120,9 +120,9 @@ def test_the_end_of_the_process_supervisor_is_told_to_who_asks_later(
     """It may end between the start of the ranks and the first who wants to know."""
     supervisor_of(run_dir).kill()
     assert not client.wait(lambda: False, None), "returns when it has ended"
-    told: list[Loss] = []
-    client.on_loss(told.append)
-    (loss,) = told
+    told: queue.SimpleQueue[Loss] = queue.SimpleQueue()
+    client.on_loss(told.put)
+    loss = told.get(timeout=WITHIN_S)
     assert "the process supervisor has ended with SIGKILL" in loss.reason
     client.close()
 

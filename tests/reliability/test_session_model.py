@@ -14,6 +14,7 @@ import pytest
 
 from nbdist import Cluster
 from nbdist.clusters.observer import Event, Quiet
+from nbdist.clusters.startup_status import ends_within
 from nbdist.errors import CellError, CellInterrupted
 
 MOST_RANKS = 4
@@ -232,7 +233,11 @@ def test_a_session_of_many_random_steps_is_the_models(session: Session) -> None:
 
 def _census(session: Session) -> tuple[int, int, int]:
     """Descriptors, threads and resident bytes, with two ranks."""
+    before = session.cluster.infos
     session.scale_to(2)
+    for info in before[2:]:  # what is held of them is given back at the next change
+        assert ends_within(info.parent_pid, WITHIN_S)
+    session.step(session.replace)
     session.step(session.look)
     process = psutil.Process()
     return process.num_fds(), process.num_threads(), process.memory_info().rss
