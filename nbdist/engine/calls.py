@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbdist.engine import ddp_modules
+from nbdist.engine.evaluation import evaluate
 from nbdist.engine.rank import this_rank
 from nbdist.engine.torch_settings import adopt_settings, settings
 from nbdist.engine.user_code import step, transfer_step
+from nbdist.engine.user_variables import user_variables
 from nbdist.engine.value_digest import digest_in_full
 from nbdist.engine.value_text import in_full
 from nbdist.errors import TransferError, text_of
@@ -145,9 +147,8 @@ async def _caught(value: Awaitable[Any]) -> tuple[Any, KeyboardInterrupt | None]
 
 
 def _evaluate(expression: str) -> Any:
-    shell = this_rank().shell
     with step(f"evaluating {expression!r}"):
-        return eval(expression, shell.user_global_ns, shell.user_ns)
+        return evaluate(expression)
 
 
 def _packed(what: str, value: object) -> shm_payload.Shipment:
@@ -191,7 +192,7 @@ def export_variables(
     limits = _TimeLimits("pickle")
     rank = this_rank()
     namespace = rank.shell.user_global_ns
-    good = {name: v for name, v in _variables().items() if name not in skip}
+    good = {name: v for name, v in user_variables().items() if name not in skip}
     bad: dict[str, str] = {}
     for name, value in list(good.items()):
         try:
@@ -290,13 +291,3 @@ class _TimeLimits:
                 why = f"did not {self._verb} within {limit_s:.2g} s"
                 raise _CannotTravel(why) from None
             raise _CannotTravel(text_of(error.__cause__)) from error
-
-
-def _variables() -> dict[str, Any]:
-    """The variables that the user has made, by name."""
-    shell = this_rank().shell
-    return {
-        name: value
-        for name, value in shell.user_ns.items()
-        if not name.startswith("_") and name not in shell.user_ns_hidden
-    }

@@ -11,6 +11,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -18,13 +19,22 @@ import numpy as np
 import torch
 
 from nbdist.engine import control_handlers
+from nbdist.engine.evaluation import evaluate
 from nbdist.engine.live_tensors import live_tensors
 from nbdist.engine.rank import this_rank
+from nbdist.engine.user_variables import user_variables
 from nbdist.engine.value_digest import digest_in_full, digest_of
 from nbdist.engine.value_text import in_full, short_text
 from nbdist.errors import encodable, text_of
+from nbdist.ipc.own_memory import Unreadable
 from nbdist.training.digest import digests_of
-from nbdist.training.leaves import Deadline, TooSlow, is_dataframe, leaves_of
+from nbdist.training.leaves import (
+    Deadline,
+    TooSlow,
+    is_dataframe,
+    leaves_of,
+    name_of_kind,
+)
 from nbdist.training.replicas import described_leaves
 from nbdist.wire import LeafDigest, MemoryReport, Shown, Variable
 
@@ -46,6 +56,7 @@ FIRST_ROUND_BYTES = 8 << 20
 """What takes longer, or is larger, has its turn after all others."""
 GRACE_S = 0.02
 """Seconds within which a function that looks at its deadline ends by itself."""
+REASON_LIMIT = 100
 SWITCH_S = 0.0002
 """Seconds after which a busy thread lets the thread that looks run.
 
@@ -64,14 +75,11 @@ def variables(pattern: str = "*") -> list[Variable]:
     rank = this_rank()
     each_s, all_s = BUSY_LIMITS_S if rank.activity else IDLE_LIMITS_S
     end = time.monotonic() + all_s
-    namespace = dict(rank.shell.user_ns)
     chosen = {
         name: value
-        for name, value in namespace.items()
-        if not name.startswith("_")
-        and name not in rank.shell.user_ns_hidden
-        and fnmatch.fnmatchcase(name, pattern)
-        and not isinstance(value, UNINTERESTING)
+        for name, value in user_variables().items()
+        if fnmatch.fnmatchcase(name, pattern)
+        and not issubclass(type(value), UNINTERESTING)
     }
     large = {name for name, value in chosen.items() if _is_large(value)}
     found: dict[str, Variable] = {}
@@ -103,9 +111,8 @@ def look(expression: str) -> Shown:
 
 def _look(expression: str, limit_s: float) -> Shown:
     deadline = Deadline(limit_s)
-    shell = this_rank().shell
     with _stream_of_its_own():
-        value = eval(expression, shell.user_global_ns, shell.user_ns)
+        value = evaluate(expression)
         text, rows, _no_image = in_full(value, deadline, images=False)
         digest, why = digest_in_full(expression, value, deadline)
         return Shown(text, digest, why, rows)
@@ -128,9 +135,8 @@ def leaves(expression: str) -> tuple[list[LeafDigest], str]:
 
 def _leaves(expression: str, limit_s: float) -> list[LeafDigest]:
     deadline = Deadline(limit_s)
-    shell = this_rank().shell
     with _stream_of_its_own():
-        value = eval(expression, shell.user_global_ns, shell.user_ns)
+        value = evaluate(expression)
         found = leaves_of(expression, value, deadline)
         return described_leaves(found, digests_of(found, deadline))
 
@@ -156,52 +162,101 @@ def memory_report(count: int) -> MemoryReport:
 def _is_large(value: object) -> bool:
     """Whether a tensor or array is too large for the first round."""
     with contextlib.suppress(Exception):  # a subclass may lack a size
-        if isinstance(value, (torch.Tensor, np.ndarray)):
-            return int(value.nbytes) > FIRST_ROUND_BYTES
+        if _is_numeric(value):
+            return int(value.nbytes) > FIRST_ROUND_BYTES  # type: ignore[attr-defined]
     return False
+
+
+def _is_numeric(value: object) -> bool:
+    return issubclass(type(value), (torch.Tensor, np.ndarray))
+
+
+@dataclass
+class _Row:
+    """What is known so far of a variable."""
+
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
+    device: str = ""
+    text: str | None = None
+    digest: str = ""
+    why: str = ""
+    """Why the value cannot be compared."""
+
+    def fill(self, name: str, value: Any, limit_s: float) -> None:
+        """Find out all; what is found before an error or the time limit stays.
+
+        Any code of the user's may run: no error of it leaves, except the time limit's.
+        """
+        deadline = Deadline(limit_s)
+        with _stream_of_its_own():
+            for step in self._steps(value):
+                try:
+                    step(self, name, value, deadline)
+                except TooSlow:
+                    raise
+                except BaseException as error:  # noqa: BLE001 - see above
+                    self.why = self.why or _reason(error)
+
+    @staticmethod
+    def _steps(value: object) -> list[Callable[[_Row, str, Any, Deadline], None]]:
+        # The norm of a tensor is bounded in bytes, and a digest is not.
+        if _is_numeric(value):
+            return [_Row._form, _Row._text, _Row._digest]
+        return [_Row._form, _Row._digest, _Row._text]
+
+    def _form(self, name: str, value: Any, deadline: Deadline) -> None:
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            self.dtype = str(value.dtype).removeprefix("torch.")
+            self.device = str(value.device)
+            self.shape = tuple(value.shape)
+        elif issubclass(kind, np.ndarray):
+            self.shape, self.dtype = value.shape, str(value.dtype)
+        elif is_dataframe(value):
+            self.shape = tuple(value.shape)
+
+    def _text(self, name: str, value: Any, deadline: Deadline) -> None:
+        try:
+            self.text = short_text(value, deadline)
+        except TooSlow:
+            raise
+        except BaseException as error:  # noqa: BLE001 - shown in the place of the text
+            self.text = f"<cannot be shown: {_reason(error)}>"
+
+    def _digest(self, name: str, value: Any, deadline: Deadline) -> None:
+        self.digest, self.why = digest_of(name, value, deadline)
 
 
 def _described(name: str, value: Any, limit_s: float) -> tuple[Variable, bool]:
     """A variable, and whether a part of its description is missing for lack of time."""
-    end = time.monotonic() + limit_s
-    text, digest, late = "", "", False
+    row, late = _Row(), ""
     try:
-        digest, why = _aside.call(_digest, name, value, limit_s=limit_s)
-        text = _aside.call(_text, value, limit_s=end - time.monotonic())
+        _aside.call(row.fill, name, value, limit_s=limit_s)
     except TooSlow as error:
-        late = True
-        if digest:
-            text = f"<repr takes longer than {limit_s:.2g} s>"
-        else:
-            why = str(error)
-    except Exception as error:  # noqa: BLE001 - one odd object must not hide the others
-        why = encodable(str(error)) or type(error).__name__
-    kind = type(value).__name__
-    return Variable(name, kind, *_form(value), text, digest, why), late
+        late = str(error)
+    text = row.text
+    if text is None:
+        text = (
+            f"<repr takes longer than {limit_s:.2g} s>" if row.digest or row.why else ""
+        )
+    return Variable(
+        name,
+        name_of_kind(value),
+        row.shape,
+        row.dtype,
+        row.device,
+        text,
+        row.digest,
+        row.why or ("" if row.digest else late),
+    ), bool(late)
 
 
-def _digest(name: str, value: Any, limit_s: float) -> tuple[str, str]:
-    with _stream_of_its_own():
-        return digest_of(name, value, Deadline(limit_s))
-
-
-def _form(value: Any) -> tuple[tuple[int, ...] | None, str, str]:
-    """(shape, dtype, device), as far as a value has them."""
-    with contextlib.suppress(Exception):  # a subclass may do anything
-        if isinstance(value, torch.Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
-            return tuple(value.shape), dtype, str(value.device)
-        if isinstance(value, np.ndarray):
-            return value.shape, str(value.dtype), ""
-        if is_dataframe(value):
-            return tuple(value.shape), "", ""
-    return None, "", ""
-
-
-def _text(value: Any, limit_s: float) -> str:
-    """A short text of a value, or the norm of a tensor or array."""
-    with _stream_of_its_own():
-        return short_text(value)
+def _reason(error: BaseException) -> str:
+    if isinstance(error, Unreadable):
+        return str(error)
+    text = " ".join(text_of(error).split())
+    return text if len(text) <= REASON_LIMIT else f"{text[: REASON_LIMIT - 1]}…"
 
 
 @contextlib.contextmanager
@@ -247,6 +302,7 @@ class _Aside:
         Raises:
             TooSlow: It took longer. TooSlow is also raised in the function, if it runs
                 Python code.
+            RuntimeError: It raised what is no Exception, such as SystemExit.
         """
         if limit_s <= 0:
             raise TooSlow("there is no time left for it")
@@ -269,7 +325,11 @@ class _Aside:
         if not wait([future], limit_s + GRACE_S).done:
             self._leave()
             raise TooSlow(f"it takes longer than {limit_s:.2g} s")
-        return future.result()
+        error = future.exception()
+        if error is None or isinstance(error, Exception):
+            return future.result()
+        # The user's code may raise SystemExit, which must not end this thread.
+        raise RuntimeError(text_of(error)) from error
 
     def _leave(self) -> None:
         assert self._thread is not None

@@ -24,6 +24,8 @@ from nbdist.collectives import Group, registry
 from nbdist.collectives.sync.cuda_peers import is_mapped
 from nbdist.engine import cells
 from nbdist.engine.rank import this_rank
+from nbdist.engine.user_variables import user_variables
+from nbdist.ipc.own_memory import has_memory
 from nbdist.ipc.stacks import Frame, from_user_code, is_own_file
 from nbdist.training.leaves import Deadline, TooSlow
 from nbdist.wire import HeldTensor
@@ -72,7 +74,7 @@ class HeldTensors:
         return ordered[:count]
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        if is_traceable_wrapper_subclass(tensor):  # its parts are tensors too
+        if not has_memory(type(tensor)):  # its parts are tensors too
             return
         try:
             storage = Tensor.untyped_storage(tensor)
@@ -123,7 +125,7 @@ class _Search:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Raises TooSlow after the deadline."""
-        variables = list(_variables())
+        variables = list(user_variables().items())
         modules = [each for each in variables if issubclass(type(each[1]), nn.Module)]
         # The modules first: an optimizer then knows its parameters' names.
         for roots in (modules, variables, _local_variables(), _kept_by_ipython()):
@@ -171,14 +173,6 @@ class _Search:
             label = self._parameters.get(id(parameter), f"parameter {index}")
             for key, each in list(optimizer.state.get(parameter, {}).items()):
                 yield f"{name}.state[{label}][{_key_text(key)}]", each
-
-
-def _variables() -> Iterator[Named]:
-    """The user's variables."""
-    shell = this_rank().shell
-    for name, value in dict(shell.user_ns).items():
-        if not name.startswith("_") and name not in shell.user_ns_hidden:
-            yield name, value
 
 
 def _local_variables() -> Iterator[Named]:

@@ -27,6 +27,7 @@ from nbdist.engine.cells import (
 )
 from nbdist.engine.error_text import text_within_bounds
 from nbdist.engine.rank import this_rank
+from nbdist.engine.user_variables import user_variables
 from nbdist.ipc import folders, roles
 from nbdist.wire import Failure
 
@@ -222,13 +223,7 @@ def _from_script(trace: TracebackType | None, path: str) -> TracebackType | None
 
 def _leave_variables(module: ModuleType) -> None:
     """Put the script's variables into the cells' namespace, except nbdist's names."""
-    shell = this_rank().shell
-    values = {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name not in shell.user_ns_hidden
-    }
-    shell.push(values)
+    this_rank().shell.push(user_variables(vars(module)))
 
 
 # -- the environment of a separate process ---------------------------------------------

@@ -15,9 +15,18 @@ import numpy as np
 import torch
 
 from nbdist.engine.rank import this_rank
+from nbdist.engine.reachable import check_reachable
+from nbdist.engine.user_variables import user_variables
 from nbdist.engine.value_digest import digest_of
+from nbdist.engine.value_numbers import histogram_of, norm_of, numbers_of
 from nbdist.errors import encodable
-from nbdist.training.leaves import Deadline, TooSlow, is_dataframe
+from nbdist.ipc.own_memory import (
+    Unreadable,
+    check_array,
+    check_tensor,
+    has_memory,
+)
+from nbdist.training.leaves import Deadline, TooSlow, is_dataframe, name_of_kind
 
 __all__ = ["InFull", "in_full", "short_text"]
 
@@ -31,11 +40,9 @@ SPARSE = {
     torch.sparse_bsc,
 }  # fmt: skip
 BARS = " ▁▂▃▄▅▆▇█"
-
-_short = reprlib.Repr()
-_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
-_short.maxstring = _short.maxother = _short.maxlong = 2 * TEXT_LIMIT
-_short.maxlevel = 3
+SHORT_REACH, REACH = 1_000, 20_000
+"""The most objects whose memory is checked before a short or a full text is made."""
+LONGEST_INT_BITS = 4096
 
 
 class InFull(NamedTuple):
@@ -48,7 +55,7 @@ class InFull(NamedTuple):
     """A PNG in base64, of a value that has one, such as a figure."""
 
 
-def in_full(value: object, deadline: Deadline, *, images: bool = True) -> InFull:
+def in_full(value: Any, deadline: Deadline, *, images: bool = True) -> InFull:
     """A value as IPython prints it, and more of what torch and dataclasses hold.
 
     A tensor has its statistics, a module a table of its parameters, and an optimizer
@@ -61,18 +68,23 @@ def in_full(value: object, deadline: Deadline, *, images: bool = True) -> InFull
     Raises:
         Exception: The value's `__repr__` has raised.
     """
+    try:
+        check_reachable(value, REACH, deadline)
+    except Unreadable as error:
+        return InFull(f"<cannot be shown: {error}>")
     if _has_only_attributes(value):
-        return _with_table(type(value).__name__, _attributes(value), deadline)
+        return _with_table(name_of_kind(value), _attributes(value), deadline)
     forms = {"text/plain", *((PNG,) if images else ())}
     bundle, _metadata = this_rank().shell.display_formatter.format(value, forms)
     # IPython gives no text where `repr` raises. This call raises the same error.
     text = encodable(bundle.get("text/plain") or repr(value))
+    kind = type(value)  # `isinstance` may run the value's own code
     with contextlib.suppress(RuntimeError):  # torch lacks it for some dtypes
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
-            text += f"\n{_statistics(value.detach())}"
-    if isinstance(value, torch.nn.Module):
+        if issubclass(kind, torch.Tensor) and value.numel() > 1:
+            text += f"\n{_statistics(value.detach(), deadline)}"
+    if issubclass(kind, torch.nn.Module):
         return _with_table(f"{text}\n", _parameters(value), deadline)
-    if isinstance(value, torch.optim.Optimizer):
+    if issubclass(kind, torch.optim.Optimizer):
         return _with_table(f"{text}\n", _optimizer_state(value), deadline)
     image = bundle.get(PNG, "")
     if isinstance(image, bytes):
@@ -192,8 +204,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> _Table:
 def _names_of_parameters() -> dict[int, str]:
     """The names of the parameters of the user's modules, by id."""
     names: dict[int, str] = {}
-    for name, value in list(this_rank().shell.user_ns.items()):
-        if isinstance(value, torch.nn.Module) and not name.startswith("_"):
+    for name, value in user_variables().items():
+        if issubclass(type(value), torch.nn.Module):
             for own, parameter in value.named_parameters():
                 names.setdefault(id(parameter), f"{name}.{own}")
     return names
@@ -210,7 +222,7 @@ def _state_text(value: object) -> str:
 def _has_only_attributes(value: object) -> bool:
     """Whether a value's own text says less than its attributes."""
     kind = type(value)
-    if isinstance(value, (type, torch.nn.Module, torch.optim.Optimizer)):
+    if issubclass(kind, (type, torch.nn.Module, torch.optim.Optimizer)):
         return False
     if any(hasattr(kind, name) for name in ("_repr_pretty_", "_repr_png_")):
         return False
@@ -256,15 +268,57 @@ def _attribute_text(value: Any) -> str:
 # -- short texts ----------------------------------------------------------------------
 
 
-def short_text(value: Any) -> str:
-    """A text of at most 60 characters; the norm of a tensor or array."""
-    if isinstance(value, torch.Tensor):
-        return _norm_of_tensor(value.detach())
-    if isinstance(value, np.ndarray):
-        return _norm_of_array(value)
-    if isinstance(value, torch.nn.Module):
+class _Short(reprlib.Repr):
+    """The text of a value's beginning. Memory that it may read is checked before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 8
+        self.maxstring = self.maxother = self.maxlong = 2 * TEXT_LIMIT
+        self.maxlevel = 3
+
+    def repr_int(self, number: int, level: int) -> str:
+        """The text of an integer. Python refuses to make one of many digits."""
+        if number.bit_length() > LONGEST_INT_BITS:
+            return f"an integer of {number.bit_length():,} bits"
+        return super().repr_int(number, level)
+
+    def repr_instance(self, value: object, level: int) -> str:
+        """The text of any other object, whose code is the user's."""
+        try:
+            check_reachable(value, SHORT_REACH, Deadline())
+            text = repr(value)
+        except KeyboardInterrupt:
+            raise
+        except Unreadable as error:
+            return f"<cannot be shown: {error}>"
+        except BaseException as error:  # noqa: BLE001 - a user's code may do anything
+            return f"<repr failed: {type(error).__name__}>"
+        if len(text) > self.maxother:
+            half = (self.maxother - 3) // 2
+            text = f"{text[:half]}...{text[-half:]}"
+        return text
+
+
+_short = _Short()
+
+
+def short_text(value: Any, deadline: Deadline | None = None) -> str:
+    """A text of at most 60 characters; the norm of a tensor or array.
+
+    Raises:
+        Unreadable: The memory of a tensor or array cannot be read.
+        TooSlow: The deadline has passed.
+    """
+    deadline = deadline or Deadline()
+    kind = type(value)  # `isinstance` may run the value's own code
+    if issubclass(kind, torch.Tensor):
+        return _norm_of_tensor(value.detach(), deadline)
+    if issubclass(kind, np.ndarray):
+        return _norm_of_array(value, deadline)
+    if issubclass(kind, torch.nn.Module):
         parameters = sum(p.numel() for p in value.parameters())
-        return f"{type(value).__name__}, {parameters:,} parameters"
+        return f"{name_of_kind(value)}, {parameters:,} parameters"
     if is_dataframe(value):
         return ""
     try:
@@ -292,92 +346,77 @@ def _form_text(value: Any) -> str:
 def _norm_text(tensor: torch.Tensor) -> str:
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     try:
-        return f"{_norm(local.detach()):.6g}"
+        return _norm(local.detach(), Deadline())
     except RuntimeError:  # torch lacks it for some layouts and dtypes
         return "?"
 
 
-@torch.no_grad()
-def _statistics(tensor: torch.Tensor) -> str:
+def _statistics(tensor: torch.Tensor, deadline: Deadline) -> str:
     """Two lines: form and histogram; minimum, maximum, mean, norm, NaNs, infinities."""
     form = f"{_form_text(tensor)} {tensor.device}"
     if tensor.layout != torch.strided or tensor.is_complex():
         return form
-    numbers = tensor.reshape(-1)
-    if tensor.dtype == torch.float16 or not tensor.is_floating_point():
-        numbers = numbers.to(
-            torch.float64 if numbers.numel() < 2**20 else torch.float32
-        )
-    elif tensor.element_size() < 4:
-        numbers = numbers.float()
-    nans, infinities = numbers.isnan().sum().item(), numbers.isinf().sum().item()
-    finite = numbers[numbers.isfinite()] if nans or infinities else numbers
-    counts = f"{nans} nan, {infinities} inf"
-    if not finite.numel():
-        return f"{form}, {counts}"
-    low, high = (each.item() for each in finite.aminmax())
-    mean = finite.mean(dtype=torch.float64).item()
-    norm = torch.linalg.vector_norm(finite, dtype=torch.float64).item()
-    bars = ""
-    if low < high:
-        histogram = torch.histc(finite, HISTOGRAM_BINS, low, high).tolist()
-        bars = "  " + "".join(
-            BARS[math.ceil(each / max(histogram) * (len(BARS) - 1))]
-            for each in histogram
-        )
+    try:
+        found = numbers_of(tensor, deadline)
+        counts = f"{found.nans} nan, {found.infinities} inf"
+        if not found.finite:
+            return f"{form}, {counts}"
+        bars = ""
+        if found.low < found.high:
+            histogram = histogram_of(
+                tensor, HISTOGRAM_BINS, found.low, found.high, deadline
+            )
+            most = max(*histogram, 1.0)
+            bars = "  " + "".join(
+                BARS[math.ceil(each / most * (len(BARS) - 1))] for each in histogram
+            )
+    except TooSlow as error:
+        return f"{form}, no statistics: {error}"
+    sampled = ", from a sample" if found.is_sampled else ""
     return (
-        f"{form}{bars}\nmin {low:.6g}, max {high:.6g}, mean {mean:.6g}, "
-        f"norm {norm:.6g}, {counts}"
+        f"{form}{bars}\nmin {found.low:.6g}, max {found.high:.6g}, "
+        f"mean {found.mean:.6g}, norm {found.norm:.6g}, {counts}{sampled}"
     )
 
 
-def _norm_of_tensor(tensor: torch.Tensor) -> str:
+def _norm_of_tensor(tensor: torch.Tensor, deadline: Deadline) -> str:
+    if not has_memory(type(tensor)):
+        local = getattr(tensor, "_local_tensor", None)  # of a DTensor
+        return "" if local is None else _norm_of_tensor(local.detach(), deadline)
     if tensor.is_meta:
         return "no values"
     if tensor.layout in SPARSE:
         if tensor.layout == torch.sparse_coo and not tensor.is_coalesced():
             return f"sparse, {tensor._nnz():,} values, some perhaps of one index"
         values = tensor.values()
-        return f"sparse, {values.numel():,} values, {_norm_of_tensor(values)}"
+        text = _norm_of_tensor(values, deadline)
+        return f"sparse, {values.numel():,} values, {text}"
     if tensor.layout != torch.strided:
         return str(tensor.layout).removeprefix("torch.")
     if tensor.is_quantized:
+        check_tensor(tensor)
         tensor = tensor.dequantize()
     if tensor.numel() == 1:
+        check_tensor(tensor)
         return (
             f"{tensor.item():.6g}" if tensor.dtype != torch.bool else str(tensor.item())
         )
-    norm = _norm(tensor)
-    if math.isfinite(norm):
-        return f"norm {norm:.6g}"
-    if tensor.element_size() == 1:
-        tensor = tensor.float()
-    nans, infinities = tensor.isnan().sum().item(), tensor.isinf().sum().item()
-    return _norm_with_counts(norm, nans, infinities)
+    return f"norm {_norm(tensor, deadline)}"
 
 
-def _norm_with_counts(norm: float, nans: float, infinities: float) -> str:
-    """A norm that is no finite number, and why."""
-    return f"norm {norm:.6g} ({nans} nan, {infinities} inf)"
+def _norm(content: torch.Tensor | np.ndarray[Any, Any], deadline: Deadline) -> str:
+    norm, is_sampled = norm_of(content, deadline)
+    text = f"{norm:.6g}"
+    if not math.isfinite(norm):
+        found = numbers_of(content, deadline)
+        text = f"{text} ({found.nans} nan, {found.infinities} inf)"
+    return f"{text}, from a sample" if is_sampled else text
 
 
-def _norm(tensor: torch.Tensor) -> float:
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor = tensor.float()  # torch has no arithmetic for 8-bit floats
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    flat = tensor.reshape(-1)
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        flat = flat.to(wide)
-    return float(torch.linalg.vector_norm(flat, dtype=wide).item())
-
-
-def _norm_of_array(array: np.ndarray[Any, Any]) -> str:
+def _norm_of_array(array: np.ndarray[Any, Any], deadline: Deadline) -> str:
     if array.dtype.kind not in "biufc":
         return ""
     if array.size == 1:
+        check_array(array)
         return f"{array.item():.6g}" if array.dtype.kind in "iuf" else str(array.item())
-    wide = np.complex128 if array.dtype.kind == "c" else np.float64
-    norm = float(np.linalg.norm(array.ravel().astype(wide)))
-    if math.isfinite(norm):
-        return f"norm {norm:.6g}"
-    return _norm_with_counts(norm, np.isnan(array).sum(), np.isinf(array).sum())
+    return f"norm {_norm(array, deadline)}"

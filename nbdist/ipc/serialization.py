@@ -22,6 +22,7 @@ import cloudpickle
 
 from nbdist.ipc import keras_objects
 from nbdist.ipc.memory_regions import ReceivedRegions, Regions
+from nbdist.ipc.own_memory import check_array, check_buffer, check_values
 from nbdist.ipc.stacks import cell_name, cell_of
 
 __all__ = [
@@ -154,7 +155,9 @@ def loads_named(frames: list[Any], each: Each = _unchanged) -> dict[str, Any]:
 
 def _pickler(stream: io.BytesIO, buffers: list[Any], namespace: object) -> _Pickler:
     def keep(buffer: pickle.PickleBuffer) -> None:
-        buffers.append(buffer.raw())
+        octets = buffer.raw()
+        check_buffer(octets)
+        buffers.append(octets)
 
     pickler = _Pickler(stream, protocol=5, buffer_callback=keep)
     pickler.regions = Regions()
@@ -220,12 +223,15 @@ class _Pickler(_CodePickler):
             return _cells_namespace, ()
         if self.own_gpu is not None and type(obj) is type(self.own_gpu):
             return (_current_gpu, ()) if obj == self.own_gpu else NotImplemented
-        torch = sys.modules.get("torch")
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if numpy is not None and issubclass(type(obj), numpy.ndarray):
+            check_array(obj)
+        if torch is not None and issubclass(type(obj), torch.Tensor):
+            check_values(obj)
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter):
             reduced = _reduce_tensor(obj, torch, self.regions)
             if reduced is not None:
                 return reduced
-        numpy = sys.modules.get("numpy")
         if numpy is not None and type(obj) is numpy.ndarray:
             reduced = _reduce_array(obj, self.regions)
             if reduced is not None:

@@ -11,7 +11,7 @@ Frames are unpickled, so a file is opened only if no other user can have written
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import io
 import mmap
 import os
@@ -24,6 +24,7 @@ from typing import Any
 
 from nbdist.ipc import private_files, serialization
 from nbdist.ipc.host_sockets import HOST
+from nbdist.ipc.own_memory import Unreadable
 
 __all__ = ["Shipment", "discard", "frames_of", "load", "unload", "write_parts"]
 
@@ -47,12 +48,21 @@ serialization.PLAIN.add(Shipment)
 
 
 def load(frames: list[Any], run_dir: Path) -> Shipment:
-    """Pack frames into a shipment: small frames directly, others into a file."""
+    """Pack frames into a shipment: small frames directly, others into a file.
+
+    Raises:
+        Unreadable: A frame's memory cannot be read.
+    """
     sizes = tuple(memoryview(frame).nbytes for frame in frames)
     if sum(sizes) >= FILE_FROM_BYTES:
         for folder in _folders(sum(map(_padded, sizes)), run_dir):
-            with contextlib.suppress(OSError):  # no room after all
+            try:
                 path, host = _write(frames, folder), os.environ.get(HOST, "")
+            except OSError as error:
+                # `write` gives this error where a plain read would end the process.
+                if error.errno == errno.EFAULT:
+                    raise Unreadable("its memory has become unreadable") from error
+            else:
                 return Shipment(path=path, sizes=sizes, host=host)
     return Shipment(frames=tuple(bytes(frame) for frame in frames))
 

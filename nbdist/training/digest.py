@@ -9,7 +9,6 @@ are equal if their bits are, and 0.0 differs from -0.0.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,11 +19,12 @@ import torch
 from torch import Tensor
 
 from nbdist.errors import text_of
+from nbdist.ipc.own_memory import Unreadable
+from nbdist.training.blocks import check_device, octet_blocks, strided
 from nbdist.training.leaves import Deadline, Leaf
 
 __all__ = ["combined", "device_hash", "digests_of", "octets_of"]
 
-HOST_BLOCK_BYTES = 16 << 20
 DEVICE_BLOCK_BYTES = 32 << 20
 """Bytes that are read between two looks at the deadline."""
 DIGEST_BYTES = 16
@@ -56,10 +56,13 @@ def digests_of(
         content = leaf.content
         try:
             if isinstance(content, Tensor) and content.device.type != "cpu":
+                check_device(content.device)
                 hashed = device_hash(content, deadline)
                 pending[content.device].append((index, hashed))
             elif content is not None:
                 digests[index] = _host_digest(leaf.form, content, deadline)
+        except Unreadable as error:
+            digests[index] = str(error)
         except RuntimeError as error:  # torch's, such as one of a lack of memory
             digests[index] = text_of(error)
     for hashes in pending.values():
@@ -137,24 +140,12 @@ def _host_digest(
     """The digest of a content in host memory. Large ones are read without the GIL."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     hasher.update(form.encode("utf-8", "surrogatepass") + b"\0")
-    view, owner = _memory(content)
-    for start in range(0, len(view), HOST_BLOCK_BYTES):
-        deadline.check()
-        hasher.update(view[start : start + HOST_BLOCK_BYTES])
-    del owner
-    return hasher.digest()
-
-
-def _memory(content: Tensor | np.ndarray[Any, Any] | bytes) -> tuple[memoryview, Any]:
-    """The bytes of a content, and the object that owns the memory."""
     if isinstance(content, bytes):
-        return memoryview(content), content
-    if isinstance(content, np.ndarray):
-        dense = np.ascontiguousarray(content).reshape(-1)
-        return dense.view(np.uint8).data, dense
-    octets = octets_of(content)
-    if not octets.numel():
-        return memoryview(b""), octets
-    # `Tensor.numpy()` would forbid the storage to be resized later, as FSDP does.
-    array = (ctypes.c_ubyte * octets.numel()).from_address(octets.data_ptr())
-    return memoryview(array), octets
+        hasher.update(content)
+        return hasher.digest()
+    if isinstance(content, Tensor):
+        content = content.detach().resolve_conj().resolve_neg()
+    for block in octet_blocks(strided(content)):
+        deadline.check()
+        hasher.update(block.data)
+    return hasher.digest()

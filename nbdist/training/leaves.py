@@ -22,9 +22,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Content", "Deadline", "Leaf", "TooSlow", "is_dataframe", "leaves_of"]
+from nbdist.errors import message_of
+from nbdist.ipc.own_memory import check_array, check_tensor, has_memory
+
+__all__ = [
+    "Content",
+    "Deadline",
+    "Leaf",
+    "TooSlow",
+    "is_dataframe",
+    "leaves_of",
+    "name_of_kind",
+]
 
 Content = Tensor | np.ndarray[Any, Any] | bytes
 
@@ -35,6 +45,10 @@ RANKS_OWN = {"rank", "local_rank", "device"}
 """Attributes of modules that may differ between replicas."""
 LISTED_TEXT = {bool, int, str, bytes, type(None)}
 """Types of which a whole list is one leaf."""
+MOST_DEEP = 150
+"""The most containers around a value. The walk of more would exhaust the stack."""
+LARGE_BITS = 4096
+"""Integers with more bits have hexadecimal texts: Python limits decimal ones."""
 
 
 class TooSlow(Exception):
@@ -94,7 +108,12 @@ def leaves_of(name: str, value: object, deadline: Deadline | None = None) -> lis
 def is_dataframe(value: object) -> bool:
     """Whether a value is pandas's DataFrame or Series."""
     kinds = {"DataFrame", "Series"}
-    return type(value).__name__ in kinds and _module_of(value).startswith("pandas")
+    return name_of_kind(value) in kinds and _module_of(value).startswith("pandas")
+
+
+def name_of_kind(value: object) -> str:
+    """The name of a value's class. No code of the class runs."""
+    return str(type.__dict__["__name__"].__get__(type(value)))
 
 
 class _Walk:
@@ -124,13 +143,16 @@ class _Walk:
             path = self._open[id(value)]
             self._text(name, value, f"cycle {len(path)}")
             return
+        if len(self._open) >= MOST_DEEP:
+            self._refuse(name, value, "it is nested too deeply")
+            return
         self._open[id(value)] = name
         count = len(self.leaves)
         try:
             self._take(name, value)
-        except (TooSlow, MemoryError):
+        except (TooSlow, MemoryError, KeyboardInterrupt):
             raise
-        except Exception as error:  # noqa: BLE001 - any object may be looked at
+        except BaseException as error:  # noqa: BLE001 - any object may be looked at
             del self.leaves[count:]
             self._refuse(name, value, _why(error))
         finally:
@@ -139,7 +161,7 @@ class _Walk:
     def _take(self, name: str, value: Any) -> None:
         kind = type(value)
         if kind in EXACT_TEXT:
-            self._text(name, value, repr(value))
+            self._text(name, value, _exact_text(value))
         elif kind is float:
             self._add(name, "float", _octets(value))
         elif kind is complex:
@@ -150,7 +172,7 @@ class _Walk:
             self._mapping(name, "OrderedDict", value, ordered=True)
         elif kind in (list, tuple):
             self._sequence(name, kind.__name__, list(value))
-        elif isinstance(value, tuple) and hasattr(kind, "_fields"):
+        elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
             self._add(name, _kind_of(value), b"")
             for field, item in zip(kind._fields, value, strict=True):
                 self.take(f"{name}.{field}", item)
@@ -158,7 +180,8 @@ class _Walk:
             self._dataframe(name, value)
         else:
             for kinds, rule in self._rules:
-                if isinstance(value, kinds):
+                # The type, because `isinstance` asks the value for its class.
+                if issubclass(kind, kinds):
                     rule(name, value)
                     return
             self._pickled(name, value)
@@ -182,7 +205,7 @@ class _Walk:
             self._add(name, f"{form} float", np.array(items))
         elif kinds == {int} and _fits(items):
             self._add(name, f"{form} int", np.array(items, np.int64))
-        elif kinds <= LISTED_TEXT | {float}:
+        elif kinds <= LISTED_TEXT | {float} and not any(map(_is_large, items)):
             texts = [(0, _octets(x)) if type(x) is float else x for x in items]
             self._add(name, form, repr(texts).encode("utf-8", "surrogatepass"))
         else:
@@ -233,10 +256,10 @@ class _Walk:
     # -- tensors, arrays and what holds them --------------------------------------
 
     def _tensor(self, name: str, tensor: Tensor) -> None:
-        if isinstance(tensor, UninitializedTensorMixin):
+        if issubclass(type(tensor), UninitializedTensorMixin):
             self._refuse(name, tensor, "it has no values yet")
             return
-        if is_traceable_wrapper_subclass(tensor):
+        if not has_memory(type(tensor)):
             self._wrapped(name, tensor)
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -261,6 +284,8 @@ class _Walk:
         elif tensor.is_nested or tensor.is_mkldnn:
             self._refuse(name, tensor, f"its layout is {tensor.layout}")
         elif tensor.layout == torch.sparse_coo:
+            check_tensor(tensor._indices())
+            check_tensor(tensor._values())
             tensor = tensor.coalesce()
             self._add(name, f"sparse {form}", b"")
             self.take(f"{name}.indices", tensor.indices())
@@ -271,10 +296,12 @@ class _Walk:
             self._add(name, f"{tensor.layout} {form}", b"")
             for part in (f"{first}_indices", f"{second}_indices", "values"):
                 self.take(f"{name}.{part}", getattr(tensor, part)())
-        elif tensor.is_quantized:
-            self._quantized(name, form, tensor)
         else:
-            self._add(name, form, tensor)
+            check_tensor(tensor)
+            if tensor.is_quantized:
+                self._quantized(name, form, tensor)
+            else:
+                self._add(name, form, tensor)
 
     def _quantized(self, name: str, form: str, tensor: Tensor) -> None:
         self._add(name, f"{tensor.qscheme()} {form}", tensor.int_repr())
@@ -287,6 +314,7 @@ class _Walk:
             self.take(f"{name}.axis", tensor.q_per_channel_axis())
 
     def _array(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        check_array(array)
         shape = "×".join(map(str, array.shape))
         form = f"{_kind_of(array)} {array.dtype.str} {shape}".rstrip()
         if isinstance(array, np.ma.MaskedArray):
@@ -400,17 +428,26 @@ def _is_plain(value: object) -> bool:
 
 
 def _kind_of(value: object) -> str:
-    kind = type(value)
-    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return prefix + kind.__qualname__
+    module = _module_of(value)
+    name = str(type.__dict__["__qualname__"].__get__(type(value)))
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 def _module_of(value: object) -> str:
-    return str(getattr(type(value), "__module__", ""))
+    module = type.__dict__["__module__"].__get__(type(value))
+    return module if type(module) is str else "?"  # a class may have a property
 
 
 def _octets(number: float) -> bytes:
     return struct.pack("<d", number)
+
+
+def _exact_text(value: object) -> str:
+    return hex(value) if _is_large(value) else repr(value)  # type: ignore[arg-type]
+
+
+def _is_large(value: object) -> bool:
+    return type(value) is int and value.bit_length() > LARGE_BITS
 
 
 def _fits(items: list[int]) -> bool:
@@ -428,7 +465,7 @@ def _key_text(key: object) -> str:
     if isinstance(key, float) and kind is float:
         return f"nan {_octets(key).hex()}" if key != key else repr(key)
     if kind in EXACT_TEXT:
-        return repr(key)
+        return _exact_text(key)
     if kind in (tuple, frozenset):
         texts = [_key_text(each) for each in key]  # type: ignore[attr-defined]
         texts = texts if kind is tuple else sorted(texts)
@@ -447,8 +484,8 @@ def _label(column: object) -> str:
         return str(column)
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    text = " ".join(str(error).split())
+    text = " ".join(message_of(error).split()) or type(error).__name__
     return text if len(text) <= 100 else f"{text[:99]}…"

@@ -1,0 +1,255 @@
+"""Looks at variables that cannot be read, block, raise, or are very large."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from nbdist import CellTimeout, Cluster, NbdistError
+from nbdist.wire import Variable
+from tests.clusters import odd_values
+
+HOSTILE = """
+import os, threading, weakref, numpy as np
+from torch._subclasses.fake_tensor import FakeTensorMode
+path = f'/tmp/nbdist-cut-{os.getpid()}.npy'
+np.save(path, np.ones(100_000))
+cut = np.load(path, mmap_mode='r')
+cut_tensor = torch.from_file(path, shared=True, size=100_000)
+cut_list = [cut]
+class Holder:
+    def __init__(self, data): self.data, self.lock = data, threading.Lock()
+    def __repr__(self): return f'a sum of {self.data.sum()}'
+holder = Holder(cut)
+os.truncate(path, 4096)
+fake = FakeTensorMode().from_tensor(torch.ones(3))
+with FakeTensorMode(): fake_model = torch.nn.Linear(1000, 1000)
+freed = torch.ones(1000); freed.untyped_storage().resize_(0)
+from torch.distributed.fsdp import fully_shard
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+fully_shard(net[0]); fully_shard(net)
+state = []
+hook = net[0].register_forward_pre_hook(lambda m, i: state.append(m.weight))
+net(torch.ones(2, 8))
+gathered = state[0]
+class Exits:
+    @property
+    def __class__(self): raise SystemExit('class')
+    def __repr__(self): raise KeyboardInterrupt
+    def __reduce_ex__(self, protocol): raise SystemExit('reduce')
+exits = Exits()
+class Blocks:
+    @property
+    def __class__(self): __import__('time').sleep(60)
+blocks = Blocks()
+class Target: pass
+target = Target()
+proxy = weakref.proxy(target)
+del target
+huge_int = 10**5000
+deep = []
+for _ in range(5000): deep = [deep]
+plain = 5
+"""
+
+
+@contextmanager
+def kept_alive(cluster: Cluster, replaced: int | None = None) -> Iterator[None]:
+    """Check that the ranks, but for one, are those of before, and work."""
+    before = {i.rank: i.pid for i in cluster.ranks if i.rank != replaced}
+    yield
+    assert cluster.died() == {}
+    assert {i.rank: i.pid for i in cluster.ranks if i.rank != replaced} == before
+    cluster.execute("t = torch.ones(2)\nnbdist.all_reduce(t)")
+    assert [t.tolist() for t in cluster["t"]] == [[4.0, 4.0]] * 4
+
+
+def described(cluster: Cluster, pattern: str = "*") -> dict[str, Variable]:
+    """Rank 0's variables. Every rank must have answered."""
+    answers = cluster.variables(pattern)
+    assert all(answer is not None for answer in answers.values()), answers
+    return {each.name: each for each in answers[0] or []}
+
+
+@pytest.fixture
+def hostile(cluster: Cluster) -> Iterator[Cluster]:
+    cluster.execute(HOSTILE)
+    yield cluster
+    cluster.execute("import pathlib; pathlib.Path(path).unlink(missing_ok=True)")
+
+
+def test_a_table_shows_what_cannot_be_read_in_its_rows(hostile: Cluster):
+    with kept_alive(hostile):
+        rows = described(hostile)
+    assert rows["plain"].value == "5"
+    for name in ("cut", "cut_tensor", "cut_list", "holder"):
+        assert "cannot be shown" in rows[name].value, rows[name]
+    assert "has become shorter" in rows["cut"].uncompared
+    for name in ("freed", "gathered"):
+        assert "it was freed" in rows[name].uncompared, rows[name]
+    assert rows["fake_model"].kind == "Linear"
+    assert rows["exits"].kind == "Exits"
+    assert rows["proxy"].uncompared
+    assert rows["huge_int"].value == "an integer of 16,610 bits"
+    assert rows["huge_int"].uncompared == ""
+
+
+NAMES = "cut cut_tensor cut_list holder fake fake_model freed gathered state exits"
+NAMES += " proxy huge_int deep cut[90_000] cut_tensor[90_000]"
+
+
+def test_no_look_at_one_value_ends_a_rank(hostile: Cluster):
+    with kept_alive(hostile):
+        for name in NAMES.split():
+            for look in (hostile.inspect, hostile.compare, hostile.pull):
+                with contextlib.suppress(NbdistError):
+                    look(name)
+            assert hostile.died() == {}, name
+
+
+def test_check_replicas_refuses_what_cannot_be_read(hostile: Cluster):
+    hostile.execute(
+        "holders = [torch.nn.Module() for _ in range(2)]\n"
+        "holders[0].register_buffer('data', cut_tensor)\n"
+        "holders[1].register_buffer('data', freed)\n"
+        "said = []\n"
+        "for each in (*holders, fake_model):\n"
+        "    try: nbdist.check_replicas(each)\n"
+        "    except nbdist.UsageError as error: said.append(str(error))"
+    )
+    (shorter, was_freed, fake), *_ = hostile["said"]
+    assert "has become shorter" in shorter
+    assert "it was freed" in was_freed
+    assert "no content of its own" in fake
+
+
+def test_a_rank_with_unreadable_memory_survives_the_replacement_of_another(
+    hostile: Cluster,
+):
+    notes: list[str] = []
+    hostile.on_note = notes.append
+    before = {info.rank: info.pid for info in hostile.ranks}
+    hostile.replace([1])
+    after = {info.rank: info.pid for info in hostile.ranks}
+    assert {rank for rank in after if after[rank] != before[rank]} == {1}
+    assert hostile.pull("plain", [1]) == [5]
+    told = "\n".join(notes)
+    for name in ("cut", "cut_tensor", "freed", "holder"):
+        assert name in told, told
+
+
+# -- bounds ----------------------------------------------------------------------------
+
+PEAK = """
+def peak():
+    status = open('/proc/self/status').read()
+    return int(status.split('VmHWM:')[1].split()[0]) << 10
+def begin():
+    global begun
+    open('/proc/self/clear_refs', 'w').write('5')
+    begun = peak()
+begin()
+"""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "torch.ones(256 << 20, dtype=torch.uint8)",
+        "torch.ones(32 << 20, 8, dtype=torch.uint8).t()",
+        "__import__('numpy').ones(256 << 20, 'u1')",
+        "torch.ones(1).expand(10**9)",
+    ],
+)
+def test_a_look_takes_little_memory(cluster: Cluster, make: str):
+    cluster.execute(f"large = {make} if rank == 0 else None\n{PEAK}")
+    described(cluster, "large")
+    assert cluster["peak() - begun"][0] < 200 << 20
+    cluster.execute("begin()")
+    with contextlib.suppress(CellTimeout):
+        cluster.inspect("large", [0], timeout_s=2.0)
+    assert cluster["peak() - begun"][0] < 200 << 20
+
+
+def test_an_expanded_tensor_is_read_as_it_lies_in_memory(cluster: Cluster):
+    cluster.execute("wide = torch.full((1, 2), 3.0).expand(10**9, 2)")
+    assert described(cluster, "wide")["wide"].value == "norm 134164"
+
+
+def test_a_large_value_is_sampled_and_the_table_says_so(cluster: Cluster):
+    cluster.execute(
+        "import nbdist.engine.value_numbers as numbers\n"
+        "before, numbers.SAMPLE_BYTES = numbers.SAMPLE_BYTES, 4 << 20\n"
+        "large = torch.ones(4 << 20)"
+    )
+    try:
+        assert described(cluster, "large")["large"].value == "norm 2048, from a sample"
+        assert "from a sample" in cluster.inspect("large")[0]
+    finally:
+        cluster.execute("numbers.SAMPLE_BYTES = before")
+
+
+def test_the_statistics_agree_with_torch(cluster: Cluster):
+    cluster.execute(
+        "torch.manual_seed(5)\n"
+        "many = torch.randn(700, 1100).t()[::3]\n"
+        "many[5, 5], many[6, 6] = float('nan'), float('inf')\n"
+        "good = many[many.isfinite()]\n"
+        "said = (f'min {good.min():.6g}, max {good.max():.6g}, mean '\n"
+        "        f'{good.mean(dtype=torch.float64):.6g}, norm '\n"
+        "        f'{good.double().norm():.6g}, 1 nan, 1 inf')"
+    )
+    assert cluster["said"][0] in cluster.inspect("many")[0]
+
+
+# -- any value -------------------------------------------------------------------------
+
+
+def define(cluster: Cluster, seeds: list[int]) -> None:
+    """Put a value of each seed on every rank, and check that the table has them."""
+    cluster.execute(
+        "from tests.clusters import odd_values\n"
+        f"odd_values.define(globals(), {seeds!r})"
+    )
+    rows = described(cluster, "v_*")
+    is_shown = f"[odd_values.is_shown(globals()[f'v_{{s}}']) for s in {seeds!r}]"
+    shown = [s for s, is_so in zip(seeds, cluster[is_shown][0], strict=True) if is_so]
+    assert sorted(rows) == sorted(f"v_{seed}" for seed in shown)
+
+
+def test_random_values_do_no_harm(cluster: Cluster):
+    first = random.randrange(10**6)
+    print("seed", first)
+    seeds = list(range(first, first + 100))
+    with kept_alive(cluster):
+        define(cluster, seeds)
+        cluster.execute("odd_values.remove_files()")
+
+
+@pytest.mark.slow
+def test_two_thousand_random_values_do_no_harm(cluster: Cluster):
+    first = int(os.environ.get("NBDIST_SEED", random.randrange(10**6)))
+    print("seed", first)
+    for begin in range(first, first + 2000, 50):
+        seeds = list(range(begin, begin + 50))
+        with kept_alive(cluster, replaced=1):
+            define(cluster, seeds)
+            for seed in seeds:
+                for look in (cluster.inspect, cluster.compare, cluster.pull):
+                    with contextlib.suppress(NbdistError):
+                        look(f"v_{seed}", timeout_s=1.0)
+                assert cluster.died() == {}, seed
+            cluster.execute(
+                f"for s in {seeds!r}:\n"
+                "    try: nbdist.check_replicas(globals()[f'v_{s}'])\n"
+                "    except BaseException as error: pass"
+            )
+            if begin % 500 == first % 500:
+                cluster.replace([1])
+            cluster.execute("odd_values.remove_files()")
+        cluster.run(odd_values.forget, seeds)
