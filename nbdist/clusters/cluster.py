@@ -110,7 +110,7 @@ if TYPE_CHECKING:
     from nbdist.clusters.recovery import Recovery
     from nbdist.clusters.world_restart import LastCommit, SavedVariables, SavedWorld
 
-__all__ = ["Cluster"]
+__all__ = ["SILENT_WAIT_S", "Cluster", "compared_by_digests"]
 
 LOOK_TIMEOUT_S = 10.0
 LOSS_TIMEOUT_S = 5.0
@@ -1945,7 +1945,7 @@ class Cluster:
         """
         seen = self._ask_if_busy(endpoints.LEAVES, expression)
         if seen is not None:
-            return _compared_by_digests(seen)
+            return compared_by_digests(seen)
         what = f"compare {expression}"
         target = endpoints.COMPARE
         answers = self._call(
@@ -2064,7 +2064,7 @@ def _several_hosts(config: ClusterConfig) -> Hosts | None:
     return Hosts(slots, config)
 
 
-def _compared_by_digests(
+def compared_by_digests(
     answers: Mapping[int, tuple[list[LeafDigest], str] | None],
 ) -> Comparison:
     """Compare the answers of `endpoints.LEAVES`."""

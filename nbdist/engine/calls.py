@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbdist.engine import ddp_modules
-from nbdist.engine.evaluation import evaluate
+from nbdist.engine.evaluation import evaluate, looking_at
 from nbdist.engine.rank import this_rank
 from nbdist.engine.torch_settings import adopt_settings, settings
 from nbdist.engine.user_code import step, transfer_step
@@ -103,6 +103,11 @@ def show(expression: str) -> Shown:
     If the value has an image, the digest is the image's. The object behind it may hold
     what differs between ranks and is not seen.
     """
+    with looking_at(expression):
+        return _shown(expression)
+
+
+def _shown(expression: str) -> Shown:
     value = _evaluate(expression)
     with step(f"printing {expression!r}"):
         text, rows, image = in_full(value, Deadline(COMPARISON_LIMIT_S))
@@ -117,12 +122,13 @@ def show(expression: str) -> Shown:
 def compare(expression: str) -> Comparison:
     """Compare an expression's values with those of the other ranks, leaf by leaf."""
     value, error = None, ""
-    try:
-        value = _evaluate(expression)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one
-        error = text_of(raised)
-    with step(f"comparing {expression!r}"):
-        return replicas.compare(expression, value, error)
+    with looking_at(expression):
+        try:
+            value = _evaluate(expression)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one
+            error = text_of(raised)
+        with step(f"comparing {expression!r}"):
+            return replicas.compare(expression, value, error)
 
 
 async def _interruptible(value: Awaitable[Any]) -> Any:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections import ChainMap, defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
+from nbdist.engine.random_states import unmoved
 from nbdist.engine.rank import this_rank
 from nbdist.ipc.own_memory import check_array, check_values
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "looking_at"]
+
+READING = (
+    ast.Expression, ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple,
+    ast.Constant, ast.UnaryOp, ast.USub, ast.Load,
+)  # fmt: skip
 
 BASE = "_nbdist_base"
 """The name of the value of which an item is looked up."""
@@ -30,6 +37,20 @@ def evaluate(expression: str) -> Any:
         Exception: The expression has raised.
     """
     return _value(ast.parse(expression.strip(), mode="eval").body)
+
+
+def looking_at(expression: str) -> AbstractContextManager[None]:
+    """The context in which an expression's value is made and shown.
+
+    A name with attributes and indices only reads. What its `__getitem__` and properties
+    draw, such as a dataset's, does not move the random numbers of later cells.
+    """
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except SyntaxError:
+        return nullcontext()
+    is_reading = all(isinstance(node, READING) for node in ast.walk(tree))
+    return unmoved() if is_reading else nullcontext()
 
 
 def _value(node: ast.expr) -> Any:

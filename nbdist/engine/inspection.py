@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nbdist.engine import control_handlers
-from nbdist.engine.evaluation import evaluate
+from nbdist.engine.evaluation import evaluate, looking_at
 from nbdist.engine.live_tensors import live_tensors
 from nbdist.engine.rank import this_rank
 from nbdist.engine.user_variables import user_variables
@@ -111,7 +111,7 @@ def look(expression: str) -> Shown:
 
 def _look(expression: str, limit_s: float) -> Shown:
     deadline = Deadline(limit_s)
-    with _stream_of_its_own():
+    with _stream_of_its_own(), looking_at(expression):
         value = evaluate(expression)
         text, rows, _no_image = in_full(value, deadline, images=False)
         digest, why = digest_in_full(expression, value, deadline)
@@ -135,7 +135,7 @@ def leaves(expression: str) -> tuple[list[LeafDigest], str]:
 
 def _leaves(expression: str, limit_s: float) -> list[LeafDigest]:
     deadline = Deadline(limit_s)
-    with _stream_of_its_own():
+    with _stream_of_its_own(), looking_at(expression):
         value = evaluate(expression)
         found = leaves_of(expression, value, deadline)
         return described_leaves(found, digests_of(found, deadline))

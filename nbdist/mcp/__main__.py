@@ -10,7 +10,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m nbdist.mcp",
         description="Serve a kept cluster to assistants and scripts, by the Model "
-        "Context Protocol. Without --allow-run, nothing is changed.",
+        "Context Protocol. Without --allow-run, no cell runs and no rank ends.",
     )
     parser.add_argument(
         "--cluster", metavar="NAME", help="its name, if several clusters are kept"

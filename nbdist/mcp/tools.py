@@ -29,7 +29,10 @@ INSTRUCTIONS = (
     "variables. To find out why a cell does not end, call collectives, which says in "
     "which call the ranks parted, then status and stacks."
 )
-WITHOUT_RUN = " The server was started without --allow-run, and changes nothing."
+WITHOUT_RUN = (
+    " The server was started without --allow-run: it runs no cells and ends no ranks. "
+    "inspect and diff evaluate an expression, which may run code of the user's."
+)
 MOST_CHARACTERS = 20_000
 """The most characters of a rank's text in an answer; the first half and the last."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -50,7 +53,7 @@ class Tools:
 
     @property
     def reading(self) -> list[Callable[..., Any]]:
-        """The tools that change nothing."""
+        """The tools that run no cell and end no rank."""
         return [
             self.clusters,
             self.status,
@@ -107,6 +110,11 @@ class Tools:
 
     def inspect(self, expression: str) -> answers.Values:
         """Show the value of an expression on all ranks; equal values are one.
+
+        The expression is evaluated beside the cells, for 1.5 s at most. Properties,
+        `__getitem__` and `__repr__` are the user's code, and may change something. The
+        random states of Python, numpy and torch on the CPU are restored if no cell
+        runs.
 
         Args:
             expression: Such as model.layers[0].weight.

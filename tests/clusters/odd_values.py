@@ -115,7 +115,6 @@ def viewed(r: random.Random) -> Any:
         lambda t: t.to_mkldnn(),
         lambda t: t.to("meta"),
         lambda t: masked_tensor(t, t > 3),
-        lambda t: t.refine_names("n"),
         lambda t: t.untyped_storage(),
         lambda t: Traced(t),
         lambda t: nn.Parameter(t),

@@ -19,7 +19,7 @@ import nbdist
 from nbdist import Cluster, KeptCluster
 from nbdist.clusters.futures import CallFuture
 from nbdist.clusters.kept import directory
-from nbdist.clusters.kept.clusters import kept_clusters, stop_cluster
+from nbdist.clusters.kept.clusters import kept_clusters, stop_cluster, visit
 from nbdist.clusters.kept.messages import Cell, connected
 from nbdist.clusters.kept.server import MOST_SILENT
 from nbdist.clusters.observer import Event
@@ -30,6 +30,7 @@ from nbdist.errors import (
     CellInterrupted,
     CellTimeout,
     ClusterError,
+    NbdistError,
     NotRunning,
     UsageError,
 )
@@ -684,3 +685,96 @@ def test_a_cell_that_another_notebook_has_seen_is_an_error_and_no_more(
     with pytest.raises(ClusterError, match="another notebook has seen the end"):
         follow(kept, gone).result(DEADLINE_S)
     assert kept["rank"] == [0, 1]
+
+
+# -- what visitors look at -------------------------------------------------------------
+
+WAITING = """
+import os, time
+class Holder:
+    @property
+    def waits(self):
+        open(f"{folder}/began-{rank}", "w").close()
+        while not os.path.exists(f"{folder}/released"): time.sleep(0.01)
+        return 5
+h = Holder()
+"""
+
+
+@contextlib.contextmanager
+def visiting(kept: KeptCluster, folder: Path, how: str) -> Iterator[CallFuture[object]]:
+    """A visitor's look at what waits until the block ends."""
+    kept.execute(f"folder = {str(folder)!r}\n{WAITING}")
+    future: CallFuture[object] = CallFuture()
+
+    def look() -> None:
+        try:
+            with visit(kept.name) as visitor:
+                future.set_result(getattr(visitor, how)("h.waits"))
+        except NbdistError as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        wait_until(lambda: len(list(folder.glob("began-*"))) == 2, DEADLINE_S)
+        yield future
+    finally:
+        (folder / "released").touch()
+        thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("how", ["look", "compare"])
+def test_no_cell_waits_for_what_a_visitor_looks_at(
+    kept: KeptCluster, tmp_path: Path, how: str
+):
+    with visiting(kept, tmp_path, how):
+        cell = kept.in_background(lambda: kept.execute("x = 5"), "In[1]")
+        cell.result(DEADLINE_S)
+        assert not (tmp_path / "released").exists()
+
+
+def test_a_cell_that_waits_for_a_visitor_says_so_and_an_interrupt_ends_both(
+    kept: KeptCluster, tmp_path: Path
+):
+    notes: list[str] = []
+    kept.on_note = notes.append
+    with visiting(kept, tmp_path, "pull") as pulled:
+        cell = kept.in_background(lambda: kept.execute("x = 5"), "In[1]")
+        wait_until(lambda: bool(notes), DEADLINE_S)
+        assert f"waits for pull h.waits of process {os.getpid()}" in notes[0]
+        cell.interrupt()
+        with pytest.raises(CellInterrupted, match=r"it waited for pull h\.waits"):
+            cell.result(DEADLINE_S)
+        with pytest.raises(CellInterrupted):
+            pulled.result(DEADLINE_S)
+    kept.execute("x = 6")
+
+
+def test_a_pull_with_a_time_limit_does_not_wait_longer_for_a_visitor(
+    kept: KeptCluster, tmp_path: Path
+):
+    with visiting(kept, tmp_path, "pull"):
+        pull = kept.in_background(lambda: kept.pull("h", timeout_s=0.5), "pull")
+        with pytest.raises(CellTimeout, match=r"did not begin within 0\.5 s"):
+            pull.result(DEADLINE_S)
+
+
+def test_a_rank_in_which_a_visitor_waits_is_replaced(kept: KeptCluster, tmp_path: Path):
+    before = [info.pid for info in kept.infos]
+    with visiting(kept, tmp_path, "pull") as pulled:
+        kept.in_background(lambda: kept.replace([1]), "replace").result(DEADLINE_S)
+        with pytest.raises(NbdistError):
+            pulled.result(DEADLINE_S)
+    after = [info.pid for info in kept.infos]
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+def test_a_visitor_that_leaves_ends_its_look(kept: KeptCluster, tmp_path: Path):
+    kept.execute(f"folder = {str(tmp_path)!r}\n{WAITING}")
+    with visit(kept.name) as visitor:
+        visitor.in_background(lambda: visitor.pull("h.waits"), "pull")
+        wait_until(lambda: len(list(tmp_path.glob("began-*"))) == 2, DEADLINE_S)
+    kept.in_background(lambda: kept.execute("x = 5"), "").result(DEADLINE_S)

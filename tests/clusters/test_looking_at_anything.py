@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nbdist import CellTimeout, Cluster, NbdistError
+from nbdist import CellError, CellTimeout, Cluster, NbdistError
 from nbdist.wire import Variable
 from tests.clusters import odd_values
 
@@ -141,6 +141,28 @@ def test_a_rank_with_unreadable_memory_survives_the_replacement_of_another(
     told = "\n".join(notes)
     for name in ("cut", "cut_tensor", "freed", "holder"):
         assert name in told, told
+
+
+def test_a_look_adds_no_items_and_draws_no_random_numbers(cluster: Cluster):
+    cluster.execute(
+        "import collections, random, numpy as np\n"
+        "counts = collections.defaultdict(list, a=[1])\n"
+        "class Noisy:\n"
+        "    def __getitem__(self, index):\n"
+        "        return random.random() + np.random.rand() + torch.rand(1).item()\n"
+        "noisy = Noisy()\n"
+        "def states():\n"
+        "    key = np.random.get_state()\n"
+        "    return random.getstate(), key[1].tolist(), key[2], "
+        "torch.get_rng_state().tolist()\n"
+        "before = states()"
+    )
+    with pytest.raises(CellError, match="'new', which a look does not add"):
+        cluster.inspect("counts['new']")
+    assert cluster.inspect("counts['a']")[0] == "[1]"
+    cluster.inspect("noisy[0]")
+    cluster.compare("noisy[0]")
+    assert cluster["len(counts), states() == before"] == [(1, True)] * 4
 
 
 # -- bounds ----------------------------------------------------------------------------

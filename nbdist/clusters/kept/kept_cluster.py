@@ -450,7 +450,7 @@ class KeptCluster(Cluster):
             args,
             None if ranks is None else list(ranks),
             what,
-            timeout_s,
+            timeout_s=timeout_s,
             observer=observer,
             needs_all=needs_all,
         )

@@ -23,10 +23,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbdist.clusters import fork_server_client, transfer
-from nbdist.clusters.cluster import Cluster
+from nbdist.clusters.cluster import SILENT_WAIT_S, Cluster
 from nbdist.clusters.futures import CallFuture
 from nbdist.clusters.kept import directory
 from nbdist.clusters.kept.cell_record import CellRecord
@@ -62,7 +62,9 @@ from nbdist.clusters.kept.relayed_reader import RelayedReader
 from nbdist.clusters.observer import Event, Observer
 from nbdist.clusters.startup import Progress
 from nbdist.errors import (
+    CellError,
     CellInterrupted,
+    CellTimeout,
     ClusterError,
     NbdistError,
     text_of,
@@ -82,6 +84,9 @@ MOST_SILENT = 32
 """Connections that may be open without a message. Each has a thread."""
 HELLO_TIMEOUT_S = 60.0
 """Seconds in which the first message arrives."""
+VISIT_LIMIT_S = 60.0
+"""Seconds that a visitor's call may take if it sets no limit; cells set their own."""
+LEAST_LEFT_S = 0.05
 FINISH_S = 2.0
 """Seconds in which a notebook receives the last message."""
 
@@ -121,6 +126,8 @@ class ClusterServer:
         self._keys = itertools.count(1)
         self._calls: dict[tuple[Peer, int], CallFuture[Any]] = {}
         """By notebook and its number of the call."""
+        self._visits: dict[CallFuture[Any], Visit] = {}
+        """The calls of visitors that run or wait for their turn."""
         self._looks = ThreadPoolExecutor(LOOKS_AT_ONCE, "nbdist-looks")
         self._is_starting = True
         self._is_ending = False
@@ -247,6 +254,10 @@ class ClusterServer:
             self._forget(peer)
             self._peers.discard(peer)
             self._visitors.pop(peer, None)
+            visits = list(self._visits.items())
+        for future, visit in visits:
+            if visit.peer is peer and visit.is_look:  # nobody waits for it
+                future.interrupt()
         self._reader.leave(peer)
         self._comms.leave(peer)
 
@@ -340,6 +351,12 @@ class ClusterServer:
         """Have a call made after those before it."""
         record = None if call.cell is None else self._recorded(peer, call, call.cell)
 
+        limit_s = call.kwargs.get("timeout_s") if call.name == "_call" else None
+        pid = self._visitors.get(peer)
+        if pid is not None and call.name == "_call" and limit_s is None:
+            limit_s = VISIT_LIMIT_S
+        what, ahead, turn = _name_of(call, pid), "", Turn(limit_s)
+
         def show(item: Item) -> None:
             if record is not None:
                 record.append(item)
@@ -364,24 +381,59 @@ class ClusterServer:
 
         def end_cancelled(future: Future[None]) -> None:
             if future.cancelled():
-                error = CellInterrupted(f"{what} was interrupted before it began")
+                waited = f": it waited for {ahead}" if ahead else ""
+                error: CellError = CellInterrupted(
+                    f"{what} was interrupted before it began{waited}"
+                )
+                if turn.is_late:
+                    error = CellTimeout(
+                        f"{what} did not begin within {limit_s:.2g} s{waited}"
+                    )
                 finish(Reply(call.number, error=error))
 
         def work() -> None:
+            turn.begin()
             with self._reader.through(show, ask):
-                finish(_outcome(call, lambda: self._call(call, show)))
+                finish(_outcome(call, lambda: self._call(turn.shortened(call), show)))
 
-        if call.at_once:
+        is_busy = bool(self._cluster.background_calls)
+        # A rank is replaced at once where the queue may wait for it.
+        if call.at_once or (call.name == "replace" and is_busy):
             threading.Thread(target=work, name="nbdist-call", daemon=True).start()
             return
-        what = call.name if call.cell is None else f"In[{call.cell.number}]"
         with self._lock:
             self._calls = {k: f for k, f in self._calls.items() if not f.done()}
+            self._visits = {f: v for f, v in self._visits.items() if not f.done()}
+            ahead = self._names_of_visits() if is_busy else ""
             future = self._cluster.in_background(work, what)
             self._calls[peer, call.number] = future
+            if pid is not None:
+                self._visits[future] = Visit(peer, call.cell is None)
             if record is not None:
                 record.future = future
+        if ahead and self._holds(peer):
+            turn.after(SILENT_WAIT_S, lambda: self._say_what_is_ahead(future))
+        if limit_s is not None and is_busy:
+            turn.after(limit_s, lambda: turn.give_up(future))
         future.add_done_callback(end_cancelled)
+
+    def _names_of_visits(self) -> str:
+        """The calls of visitors that run or wait for their turn."""
+        return " and ".join(
+            f"{future.what} since {future.seconds or 0:.0f} s"
+            for future in self._visits
+            if not future.done()
+        )
+
+    def _say_what_is_ahead(self, future: CallFuture[None]) -> None:
+        """Tell the notebook why its call has not begun."""
+        with self._lock:
+            ahead = self._names_of_visits()
+        if ahead and not (future.running() or future.done()):
+            self._note(
+                f"waits for {ahead}, on the same ranks: the interrupt button ends this "
+                "wait, and what an assistant looks at"
+            )
 
     def _recorded(self, peer: Peer, call: Call, cell: Cell) -> CellRecord:
         """Record what a cell shows, and pass it on to a notebook."""
@@ -432,12 +484,16 @@ class ClusterServer:
     def _interrupt(self, peer: Peer, number: int) -> None:
         with self._lock:
             future = self._calls.get((peer, number))
+            looks = [each for each, visit in self._visits.items() if visit.is_look]
         if self._is_starting:
             error = CellInterrupted("the start was interrupted; nothing is left")
             peer.finish(Reply(number, error=error), FINISH_S)
             self._remove_files()
             os._exit(1)  # the process supervisor ends what was started
         if future is not None:
+            if self._holds(peer) and not future.running():
+                for each in looks:
+                    each.interrupt()
             future.interrupt()
             self._reader.interrupt_read()
 
@@ -469,6 +525,52 @@ def _shut(connection: Connection) -> None:
     with contextlib.suppress(OSError):  # the other end has ended it
         end.shutdown(socket.SHUT_RDWR)
     end.detach()
+
+
+class Visit(NamedTuple):
+    """A call of a visitor."""
+
+    peer: Peer
+    is_look: bool
+    """Whether it runs no cell."""
+
+
+class Turn:
+    """The time that a call waits for its turn, which counts for its time limit.
+
+    Args:
+        limit_s: The seconds that it may take, its wait included; None for no limit.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s, self._since = limit_s, time.monotonic()
+        self._timers: list[threading.Timer] = []
+        self.is_late = False
+        """Whether the time has passed before the call has begun."""
+
+    def after(self, seconds: float, act: Callable[[], object]) -> None:
+        """Act after this time, unless the call has begun."""
+        timer = threading.Timer(seconds, act)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    def give_up(self, future: CallFuture[None]) -> None:
+        """Cancel a call that has not begun."""
+        self.is_late = not future.running()
+        future.cancel()
+
+    def begin(self) -> None:
+        """End the timers, because the call begins."""
+        for timer in self._timers:
+            timer.cancel()
+
+    def shortened(self, call: Call) -> Call:
+        """The call, with the time limit that is left."""
+        if self._limit_s is None:
+            return call
+        left_s = max(self._limit_s + self._since - time.monotonic(), LEAST_LEFT_S)
+        return replace(call, kwargs={**call.kwargs, "timeout_s": left_s})
 
 
 class Greeting(threading.Thread):
@@ -555,6 +657,13 @@ class Progressing:
 
     def __call__(self, progress: Progress) -> None:
         self._show(Item("progress", progress))
+
+
+def _name_of(call: Call, visitor: int | None) -> str:
+    """The name of a call, for those who wait for it."""
+    name = str(call.args[3]) if call.name == "_call" else call.name.lstrip("_")
+    name = name if call.cell is None else f"In[{call.cell.number}]"
+    return name if visitor is None else f"{name} of process {visitor}, a visitor,"
 
 
 def _resolved(cluster: Cluster, look: Look) -> Any:
