@@ -27,6 +27,9 @@ __all__ = ["Strided", "octet_blocks", "strided"]
 BLOCK_BYTES = 1 << 20
 DIRECT_BLOCK_BYTES = 4 << 20
 """The same of memory that is not copied."""
+LEAST_COPIED_BYTES = 2048
+"""Less memory of torch's or numpy's own is read as it is. The allocator keeps it mapped
+when another thread frees it."""
 
 Octets = np.ndarray[Any, np.dtype[np.uint8]]
 Box = tuple[int, tuple[int, ...]]
@@ -50,6 +53,18 @@ class Strided(NamedTuple):
         """The bytes of all elements."""
         return math.prod(self.shape) * self.width
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements lie one after another, in the order of their indices."""
+        size = self.width
+        for length, stride in zip(
+            reversed(self.shape), reversed(self.strides), strict=True
+        ):
+            if length != 1 and stride != size:
+                return False
+            size *= length
+        return True
+
     def distinct(self) -> tuple[Strided, int]:
         """Each element once, in the order of addresses, and how often it occurs."""
         pairs = sorted(
@@ -70,16 +85,14 @@ def strided(content: Tensor | np.ndarray[Any, Any]) -> Strided:
     is_aside = threading.current_thread() is not threading.main_thread()
     if isinstance(content, np.ndarray):
         is_foreign = own_memory.check_array(content)
+        is_copied = is_foreign or (is_aside and content.nbytes > LEAST_COPIED_BYTES)
         address, strides = content.ctypes.data, content.strides
-        return Strided(
-            address, content.itemsize, content.shape, strides, is_foreign or is_aside
-        )
-    address, _, is_foreign = own_memory.check_tensor(content)
+        return Strided(address, content.itemsize, content.shape, strides, is_copied)
+    address, span, is_foreign = own_memory.check_tensor(content)
+    is_copied = is_foreign or (is_aside and span > LEAST_COPIED_BYTES)
     width = content.element_size()
     strides = tuple(width * each for each in content.stride())
-    return Strided(
-        address, width, tuple(content.shape), strides, is_foreign or is_aside
-    )
+    return Strided(address, width, tuple(content.shape), strides, is_copied)
 
 
 def octet_blocks(where: Strided, most_bytes: int | None = None) -> Iterator[Octets]:
@@ -97,13 +110,22 @@ def octet_blocks(where: Strided, most_bytes: int | None = None) -> Iterator[Octe
     """
     if not where.size:
         return
+    room: Octets
     step = 1 if most_bytes is None else -(-where.size // most_bytes)
+    if where.is_dense and where.is_copied and step == 1:
+        room = np.empty(min(where.size, BLOCK_BYTES), np.uint8)
+        target = room.ctypes.data
+        for begin in range(0, where.size, BLOCK_BYTES):
+            size = min(where.size - begin, BLOCK_BYTES)
+            own_memory.copy(where.address + begin, size, target)
+            yield room[:size]
+        return
     boxes = itertools.islice(boxes_of(where), 0, None, step)
     if not where.is_copied:
         for offset, shape in boxes:
             yield _viewed(where.address + offset, where, shape)
         return
-    room: Octets = np.empty(BLOCK_BYTES + where.width, np.uint8)
+    room = np.empty(BLOCK_BYTES + where.width, np.uint8)
     for offset, shape in boxes:
         below = _below(shape, where.strides)
         span = _span(shape, where.strides, where.width)

@@ -254,6 +254,7 @@ def test_random_values_do_no_harm(cluster: Cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_two_thousand_random_values_do_no_harm(cluster: Cluster):
     first = int(os.environ.get("NBDIST_SEED", random.randrange(10**6)))
     print("seed", first)
