@@ -95,5 +95,5 @@ def test_a_storage_is_sent_once_and_a_part_of_it_alone() -> None:
 def test_a_storage_that_was_freed_is_an_error() -> None:
     tensor = torch.ones(10)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(Unreadable, match="0 bytes of the 40 .* was freed"):
+    with pytest.raises(Unreadable, match=r"0 bytes of the 40 .* was freed"):
         serialization.dumps(tensor)
