@@ -23,6 +23,7 @@ __all__ = [
     "SHARES",
     "TELEMETRY",
     "Batch",
+    "Begun",
     "Change",
     "CollectiveCall",
     "CommBatch",
@@ -52,6 +53,7 @@ __all__ = [
     "Sample",
     "Shown",
     "StepProgress",
+    "Tally",
     "Variable",
     "Verdict",
     "are_unequal",
@@ -84,6 +86,41 @@ class Outcome(NamedTuple):
     nccl: Mapping[str, NcclTotal]
     """The collectives that the rank has queued with NCCL, by the process group's
     name, of the groups that have used NCCL."""
+    tallies: Mapping[str, Tally] = {}
+    """What the rank has begun so far, of the groups on which that has changed."""
+
+
+class Tally(NamedTuple):
+    """What a rank has begun on one group of ranks since it was made or renewed.
+
+    If nothing is left over, all members have an equal `calls`, and what one has sent to
+    another is what that one receives. Each number has a count in its lowest 32 bits,
+    and above them a sum over what was counted, such as the messages' tags.
+    """
+
+    ranks: Sequence[int]
+    """The world ranks of the members, in the group's order."""
+    calls: int
+    """The collectives."""
+    sent: Sequence[tuple[int, int]] = ()
+    """For some world ranks, the messages that were sent to them."""
+    received: Sequence[tuple[int, int]] = ()
+    """The messages that were received from them, or are to be received."""
+    from_any: int = 0
+    """The messages that are to be received from any rank."""
+
+
+class Begun(NamedTuple):
+    """A call that a rank has begun."""
+
+    group: str
+    """The name of its group, as in a table of tallies."""
+    number: int
+    """As `RecordedCall.sequence`."""
+    text: str
+    """Such as "all_reduce (In[3] line 2)"."""
+    peer: int | None
+    """The other rank of a message; None for a collective."""
 
 
 CLOCK_MARK = "nbdist: clock"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from nbdist.errors import (
     UsageError,
 )
 from nbdist.ipc import endpoints
+from nbdist.ipc.left_over import LeftOver, describe, left_over
 from nbdist.widgets.user_input import UserInput
 from nbdist.wire import (
     CollectiveCall,
@@ -59,6 +60,10 @@ RENEW_TIMEOUT_S = 20.0
 RELEASE_S = 0.5
 """Seconds between two releases of ranks from a renewal that has failed. A release that
 comes before a rank waits has no effect."""
+MOVING_S = 2.0
+"""Seconds in which the calls of a user's threads may change what is left over."""
+MOST_TOLD = 3
+"""The most operations that one note names."""
 TOGETHER_GRACE_S = 1.0
 """Seconds in which further ranks may fail by themselves, before the failure of one ends
 them."""
@@ -123,6 +128,12 @@ class CallSupervisor:
         """The number of process groups that each engine has last reported."""
         self._nccl: dict[str, Mapping[str, NcclTotal]] = {}
         """What each engine has last reported of its collectives of NCCL."""
+        self._compared = 0
+        """The number of replies with tallies at the last comparison."""
+        self._kept: list[LeftOver] = []
+        """What is left over, and was told or begun by calls that have succeeded."""
+        self._ended_badly = ""
+        """The call that has failed or was stopped since the last comparison."""
         self._acknowledged: set[str] = set()
         """UUIDs of dead engines. Living ranks were released from calls with them."""
         self._interrupted_at: float | None = None
@@ -137,6 +148,8 @@ class CallSupervisor:
         """Continues elastic runs after failures."""
         self.repair: Callable[[], None] = lambda: None
         """Makes the ranks a working world again."""
+        self.tell: Callable[[str], None] = lambda _: None
+        """Shows a note to the user."""
         self.take_interrupt: Callable[[], bool] = lambda: False
         """Whether the call of this thread, which gets no SIGINT, is to be interrupted.
         A call clears the request."""
@@ -154,6 +167,7 @@ class CallSupervisor:
                 f"{self._positions(busy & set(ranks))}. "
                 f"Wait for it, or {self._replacing(busy & set(ranks))}"
             )
+        self._compare_what_is_left()
         self._renew_if_broken()
         if self._recovery.is_broken:
             self.repair()
@@ -172,6 +186,7 @@ class CallSupervisor:
         self._broken = False
         self._groups.clear()
         self._nccl.clear()
+        self.forget_what_was_left()
 
     def see_through(self, call: Call, timeout_s: float | None) -> CellError | None:
         """Begin a call, and wait until it has ended on all its ranks.
@@ -284,7 +299,11 @@ class CallSupervisor:
         self._broken |= self._differ_after(call) or _are_late(call.nccl.values())
         if is_stopped or (not call.succeeded and call.failed):
             self._broken |= self._differ_in_nccl()
+        if is_stopped or not call.succeeded:
+            how = "was stopped" if is_stopped else "has failed"
+            self._ended_badly = f"{call.what} {how}"
         with contextlib.suppress(KeyboardInterrupt):  # the next call does it then
+            self._compare_what_is_left(call.what)
             self._renew_if_broken()
 
     def _check_interrupt(self, call: Call) -> None:
@@ -577,6 +596,69 @@ class CallSupervisor:
             "variables, and NCCL's groups are made again"
         )
 
+    def _compare_what_is_left(self, what: str = "") -> None:
+        """Compare what the ranks have begun, once all are idle.
+
+        What a failed call has left over would meet the next call's operations, so the
+        groups are renewed. What other calls have left over may be meant for the next
+        one: it stays, and is told once.
+
+        Args:
+            what: The call that has ended.
+        """
+        client, failed = self._registry.client, bool(self._ended_badly)
+        if client.told == self._compared and not failed:
+            return
+        if self._broken or self._registry.died or self._busy():
+            return
+        told = client.told
+        uuids = {info.rank: info.engine_uuid for info in self._registry.living}
+        left = left_over({r: client.tallies.get(uuids[r], {}) for r in uuids})
+        new = [each for each in left if each not in self._kept]
+        if new and failed:
+            left = self._steadily_left(left)
+            self._broken = any(each not in self._kept for each in left)
+        elif new:
+            self._tell_left(new, what)
+        if not self._broken:
+            self._kept, self._ended_badly, self._compared = left, "", told
+
+    def _steadily_left(self, left: list[LeftOver]) -> list[LeftOver]:
+        """What remains of it for a while. Threads of the user's may make their calls.
+
+        Nothing remains of what changes all the time.
+        """
+        since, end = time.monotonic(), time.monotonic() + MOVING_S
+        while left and time.monotonic() < since + STEADY_S:
+            if time.monotonic() > end:
+                return []
+            time.sleep(PROBE_S)
+            found = self._registry.ask(endpoints.IN_FLIGHT)
+            now = left_over({r: each[0] for r, each in found.items() if each})
+            if now != left:
+                left, since = now, time.monotonic()
+        return left
+
+    def _tell_left(self, left: Sequence[LeftOver], what: str) -> None:
+        """Tell what a call that has succeeded has left over."""
+        found = self._registry.ask(endpoints.IN_FLIGHT)
+        begun = {rank: each[1] for rank, each in found.items() if each}
+        texts = [describe(each, begun) for each in left[:MOST_TOLD]]
+        more = f"; and {len(left) - MOST_TOLD} more" if len(left) > MOST_TOLD else ""
+        self.tell(
+            f"{what or 'a call'} has left in flight: {'; '.join(texts)}{more}. It "
+            "meets the next calls of these ranks there"
+        )
+
+    def forget_what_was_left(self) -> None:
+        """Forget the tallies of groups that were renewed or closed.
+
+        Each renewed group has another name.
+        """
+        self._kept, self._ended_badly = [], ""
+        self._compared = self._registry.client.told
+        self._registry.client.tallies.clear()
+
     def _renew_if_broken(self) -> None:
         """Renew the groups of the ranks once all are idle, if groups are broken.
 
@@ -586,7 +668,9 @@ class CallSupervisor:
             return
         client = self._registry.client
         replies = {
-            info: client.send(info.engine_uuid, endpoints.RENEW, what="renew").reply
+            info: client.send(
+                info.engine_uuid, endpoints.RENEW, self._ended_badly, what="renew"
+            ).reply
             for info in self._registry.living
         }
         self._await_renewal(replies)
@@ -601,6 +685,7 @@ class CallSupervisor:
         self._groups = {uuid: answer.groups for uuid, answer in answers.items()}
         self._nccl = {uuid: answer.nccl for uuid, answer in answers.items()}
         self._broken = False
+        self.forget_what_was_left()
 
     def _await_renewal(self, replies: Mapping[RankInfo, Future[Answer]]) -> None:
         """Wait for all ranks; release those that wait for a rank that has failed."""

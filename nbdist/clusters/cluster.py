@@ -365,6 +365,7 @@ class Cluster:
         )
         self._supervisor = CallSupervisor(self._registry, self._recovery)
         self._supervisor.reader = self.reader
+        self._supervisor.tell = self._tell
         self._recovery.setup = self._setup
         self._elastic = Elastic(
             self._registry,
@@ -737,6 +738,7 @@ class Cluster:
 
     def _on_change(self) -> None:
         """Adopt the ranks of a new generation."""
+        self._live_supervisor().forget_what_was_left()
         self.collector.set_ranks(self.infos)
         self.comms.keep({info.engine_uuid for info in self.infos})
         if self._beginning is not None:

@@ -44,6 +44,7 @@ from nbdist.wire import (
     InputRequest,
     NcclTotal,
     Outcome,
+    Tally,
 )
 
 __all__ = ["Answer", "Exchange", "IppClient"]
@@ -258,6 +259,18 @@ class IppClient:
         """Refuse a rank's request for a line from the user. Any thread may call."""
         self._client.refuse_input(engine_uuid, request)
 
+    @property
+    def tallies(self) -> dict[str, dict[str, Tally]]:
+        """What each engine has told of what it has begun, by its UUID and the group.
+
+        `told` counts the replies that have told something.
+        """
+        return self._client.tallies
+
+    @property
+    def told(self) -> int:
+        return self._client.told
+
     def pass_comms_to(self, receiver: CommReceiver) -> None:
         """Pass the messages of the engines' comms on, on the client's thread."""
         self._client.comms = receiver
@@ -297,6 +310,8 @@ class _Client(Client):  # type: ignore[misc]
         """By `Exchange.key`."""
         self._gone: dict[str, RankDied] = {}
         self._exchanges_lock = threading.Lock()
+        self.tallies: dict[str, dict[str, Tally]] = {}
+        self.told = 0
         self.gates: list[Gate] = []
         self.refused_by_controller = 0
         self.comms: CommReceiver = IGNORED
@@ -466,6 +481,10 @@ class _Client(Client):  # type: ignore[misc]
     def _take_reply(
         self, name: str, uuid: str, outcome: Outcome, frames: Sequence[Any]
     ) -> None:
+        if outcome.tallies:  # of any reply, because a rank tells each change once
+            table = {key: Tally(*tally) for key, tally in outcome.tallies.items()}
+            self.tallies[uuid] = {**self.tallies.get(uuid, {}), **table}
+            self.told += 1
         with self._exchanges_lock:
             exchange = self._exchanges.get((name, uuid))
         if exchange is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 # First, because it decides whether the import of mpi4py starts MPI.
 from nbdist.collectives import before_mpi  # noqa: F401
 from nbdist.collectives.group import Group
-from nbdist.collectives.handle import Handle
+from nbdist.collectives.handle import Handle, unseen_errors
 from nbdist.collectives.mailbox import Message
 from nbdist.collectives.ops.all_gather import all_gather, all_gather_into_tensor
 from nbdist.collectives.ops.all_reduce import all_reduce
@@ -33,6 +33,8 @@ from nbdist.collectives.registry import (
     release_calls_with,
     renew_groups,
     set_default_group,
+    settle_calls,
+    tallies,
 )
 from nbdist.collectives.signature import Signature, signature
 from nbdist.collectives.tolerant_messages import TolerantMessages
@@ -77,5 +79,8 @@ __all__ = [
     "scatter",
     "send",
     "set_default_group",
+    "settle_calls",
     "signature",
+    "tallies",
+    "unseen_errors",
 ]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from nbdist.collectives.call_site import CallSite, find_call_site
+from nbdist.collectives.call_site import CallSite, find_call_site, where
 from nbdist.collectives.signature import Signature
 from nbdist.wire import CollectiveCall
 
@@ -52,6 +52,11 @@ class Call:
     def label(self) -> str:
         """The call's name in errors, such as "all_reduce #12"."""
         return f"{self.kind.operation} #{self.sequence}"
+
+    @property
+    def where(self) -> str:
+        """The operation and the line that called it."""
+        return where(self.kind.operation, self.call_site)
 
     def record(self, rank: int) -> CollectiveCall:
         """The call as a record of `rank`. Any thread may call."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nbdist.ipc.stacks import cell_of
 
-__all__ = ["CallSite", "find_call_site"]
+__all__ = ["CallSite", "find_call_site", "where"]
 
 _LIBRARIES = ("nbdist", "torch", "threading", "concurrent", "contextlib", "functools")
 
@@ -30,3 +30,11 @@ def find_call_site(frame: FrameType | None) -> CallSite:
             return CallSite(cell_of(frame.f_code.co_filename), frame.f_lineno)
         frame = frame.f_back
     return CallSite(None, None)
+
+
+def where(operation: str, site: CallSite | None) -> str:
+    """An operation and its call site, such as "all_reduce of In[3] line 2"."""
+    if site is None or site.line is None:
+        return operation
+    cell = "" if site.cell is None else f"In[{site.cell}] "
+    return f"{operation} of {cell}line {site.line}"

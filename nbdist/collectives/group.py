@@ -46,18 +46,23 @@ from nbdist.errors import (
     UsageError,
     WrongProcess,
 )
-from nbdist.wire import CollectiveCall
+from nbdist.wire import CollectiveCall, Tally
 
 __all__ = ["Group", "Plan"]
 
 _numbers = itertools.count()
 _ALL_REDUCE = signature("all_reduce", None, None, None, (), "cpu")
+_NUMBER = "number"
 _FINISH_WITHIN_S = 10.0
 """A device that takes longer waits for a rank that makes no call."""
 
 
 class _OutOfTime(Exception):
     """The time-out of the running call has passed."""
+
+
+class Renewed(CollectiveAborted):
+    """The group was renewed while a call was under way."""
 
 
 class Plan(NamedTuple):
@@ -106,6 +111,15 @@ class Group:
         self._awaited: Call | None = None
         self._noted = False
         self._turn = threading.Lock()
+        self._counting = threading.Lock()
+        self.submitted: Callable[[], int] | None = None
+        """The calls of this rank so far, as in `Tally.calls`, if another object than
+        the user makes the calls on this group, in its own time."""
+        self.renewal = ""
+        """What the last renewal did to the calls under way, as "cancelled, ..."."""
+        self.counters: dict[str, int] = {}
+        """Numbers that each member counts on its own, and that must be equal on all.
+        After a renewal they are the largest of any member."""
         self._worker = Worker(f"nbdist collectives of {self.ranks}")
         self.number = next(_numbers)
         """The number of this group. The groups of a process are numbered in the order
@@ -118,8 +132,14 @@ class Group:
             self._pass_barrier, self._raise_mismatch, self._check, self._on_late
         )
         self._connection: Connection = connect(self.comm, self.config, self._hooks)
-        self.identity = self.ranks, self._connection.largest(self.number)
+        counts = self._connection.largest({**self.counters, _NUMBER: self.number})
+        self.identity = self.ranks, counts.pop(_NUMBER)
         """Equal on all members, and different for every open group."""
+        self.counters = counts
+        self.key = f"{self.identity[1]}/{self.generation}"
+        """Equal on all members, and different for every group and renewal."""
+        self._scheduled = 0
+        """The asynchronous calls that have not started."""
         self._log = self._new_log()
         reductions = self._connection.reductions
         self.quick = None if reductions is None else reductions.quick_calls(self._log)
@@ -329,8 +349,10 @@ class Group:
                 return None
             if self._error is None:  # otherwise it never starts
                 call.ticket = self._log.schedule(call.kind.text, call.kind.fingerprint)
+                with self._counting:
+                    self._scheduled += 1
             self._locate(call)
-            handle = Handle(call.kind.operation, self.abort)
+            handle = Handle(call.where, self.abort)
             body = for_any_thread(body, call.kind.device, self._check)
             if self.quick is not None:
                 self._hold(self.quick)
@@ -351,12 +373,16 @@ class Group:
                 if self._error is not None:
                     self.raise_if_aborted()
                 if call.ticket:
-                    self._log.start(call.ticket)
+                    with self._counting:
+                        self._log.start(call.ticket)
+                        self._scheduled -= 1
                 else:
                     call.ticket = self._log.begin(call.kind.text, call.kind.fingerprint)
                 call.sequence = self.sequence
                 self._run_body(call, body, has_barrier)
                 ok = True
+            except Renewed as renewed:
+                raise CollectiveAborted(f"{call.where} was {renewed}") from None
             finally:
                 self._log.end(call.ticket, ok)
                 if quick is not None:
@@ -475,14 +501,21 @@ class Group:
         """Whether the group is broken: every call raises until `renew`."""
         return self._error is not None
 
-    def renew(self, generation: int) -> None:
+    def renew(self, generation: int, why: str = "") -> None:
         """Make a broken group usable again. Every member must call.
 
         Calls and messages under way end with an error on all members.
+
+        Args:
+            generation: Of the world.
+            why: The reason, for that error.
         """
-        self.abort(CollectiveAborted("this group of ranks was renewed"))
+        text = f"cancelled, because {why or 'its group of ranks was renewed'}"
+        self.renewal = text
+        self.abort(Renewed(text))
         self._worker.drain()
         with self._turn:  # another thread's call has ended too
+            self.mailbox.cancel(f"was {text}")
             self._connection.discard()
             self.generation = generation
             self._error = None
@@ -550,6 +583,36 @@ class Group:
     def sequence(self) -> int:
         """The number of collectives started since the group was made or renewed."""
         return self._log.sequence
+
+    @property
+    def mark(self) -> tuple[int, int, int]:
+        """What has begun. Equal marks have equal tallies. Any thread may read it."""
+        if self.submitted is not None:
+            calls = self.submitted()
+        elif self._worker.last is None:
+            calls = self._log.sequence
+        else:
+            with self._counting:
+                calls = self._log.sequence + self._scheduled
+        mailbox = self.mailbox
+        return calls, mailbox.sequence, mailbox.traffic.from_any()
+
+    @property
+    def tally(self) -> Tally:
+        """What this rank has begun since the group was made or renewed."""
+        calls, _, from_any = self.mark
+        traffic = self.mailbox.traffic
+        sent, received = (
+            [(self.ranks[peer], number) for peer, number in list(each.items())]
+            for each in (traffic.sent, traffic.received)
+        )
+        return Tally(self.ranks, calls, sent, received, from_any)
+
+    def settle(self, until: float) -> None:
+        """Wait until the asynchronous calls have ended, until a monotonic time."""
+        last = self._worker.last
+        if last is not None:
+            last.await_end(until)
 
     @property
     def gpu(self) -> torch.device | None:

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import collections
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from nbdist.collectives.sync import timeout_clock
-from nbdist.errors import CollectiveTimeout
+from nbdist.errors import CollectiveAborted, CollectiveTimeout
 
-__all__ = ["Handle"]
+__all__ = ["Handle", "unseen_errors"]
+
+_FOLLOW = (CollectiveAborted, KeyboardInterrupt)
+"""Errors that follow from another one, which is told."""
+_unseen: collections.deque[Handle] = collections.deque(maxlen=100)
+"""The last handles whose call has failed."""
+
+
+def unseen_errors() -> list[tuple[str, BaseException]]:
+    """The errors that nobody has waited for or asked for, each with its call.
+
+    Each is returned once. The errors of calls that another failure has released are no
+    part of them.
+    """
+    failed = []
+    while _unseen:
+        failed.append(_unseen.popleft())
+    return [
+        (each._label, each._error)
+        for each in failed
+        if each._error is not None and not each._is_seen
+    ]
 
 
 class Handle(dist.Work):
@@ -37,6 +60,8 @@ class Handle(dist.Work):
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Handle], None]] = []
         self._error: BaseException | None = None
+        self._is_seen = False
+        """Whether someone has taken the error, or takes it when it comes."""
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the result is in place.
@@ -57,6 +82,7 @@ class Handle(dist.Work):
         if not self._wait(timeout or None):
             raise CollectiveTimeout(f"{self._label} is not done after {timeout} s")
         if self._error is not None:
+            self._is_seen = True
             raise self._error
         return True
 
@@ -84,10 +110,18 @@ class Handle(dist.Work):
 
     def exception(self) -> BaseException | None:
         """The error of the call; None while it is under way and after success."""
+        self._is_seen |= self._error is not None
         return self._error
 
+    def await_end(self, until: float) -> None:
+        """Wait until the call has ended, until a monotonic time. Raises no error."""
+        self._done.wait(max(0.0, until - time.monotonic()))
+
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """Call `callback(self)` when the call ends, or at once if it has ended."""
+        """Call `callback(self)` when the call ends, or at once if it has ended.
+
+        A callback that needs the error asks for it by `exception`.
+        """
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
@@ -101,5 +135,7 @@ class Handle(dist.Work):
                 return
             self._error = error
             self._done.set()
+        if error is not None and not isinstance(error, _FOLLOW):
+            _unseen.append(self)
         for callback in self._callbacks:
             callback(self)

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,13 @@ from nbdist.errors import (
     UsageError,
 )
 
-__all__ = ["MailHooks", "Mailbox", "Message"]
+__all__ = ["MailHooks", "Mailbox", "Message", "Traffic"]
 
 _KIND_BITS = 11
 _LARGEST_TAG = (2**31 - 1) >> _KIND_BITS
 _LOOK_EVERY_S = 0.25
+_PRIME = 2**61 - 1
+_OFFSET = 0x9E3779B97F4A7C15 % _PRIME
 _under_way: list[Message] = []
 
 
@@ -72,7 +75,7 @@ class Message(dist.Work):
         self._request = request
         self._label = label
         self._size = size
-        self._hooks = hooks
+        self.hooks = hooks
         self._check_arrived = check_arrived
         self._flat = flat  # keeps the memory whose address MPI has
         self._ticket = hooks.on_start(kind)
@@ -80,26 +83,35 @@ class Message(dist.Work):
         self._arrived = False
         self.error: NbdistError | None = None
         """The error of the message, such as a wrong size or a dead rank."""
-        self.source: int | None = None
-        """The sender's rank in the group, after the message has arrived."""
+        self._source: int | None = None
+        self._cancelled = ""
 
     def is_completed(self) -> bool:
         """Whether the message was sent or received, or has failed (see `error`)."""
         if not self._arrived and self._test():
             self._arrived = True
-            self._hooks.on_end(self._ticket, self.error is None)
+            self.hooks.on_end(self._ticket, self.error is None)
         return self._arrived
 
     def _test(self) -> bool:
         try:
             done = self._request.Test(self._status)
         except MPI.Exception as cause:  # the other rank has died, or comm is revoked
-            self.error = CollectiveAborted(f"{self._label} failed in MPI: {cause}")
+            why = self._cancelled or f"failed in MPI: {cause}"
+            self.error = CollectiveAborted(f"{self._label} {why}")
             self.error.__cause__ = cause
             return True
         if done:
             self._finish()
         return done
+
+    def cancel(self, why: str) -> None:
+        """Have `wait` raise, from now on, unless the message has arrived.
+
+        Args:
+            why: As in "was cancelled, because ...".
+        """
+        self._cancelled = why
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until the tensor may be used again.
@@ -118,7 +130,9 @@ class Message(dist.Work):
 
         def check() -> None:
             nonlocal next_look
-            self._hooks.check()
+            if self._cancelled:  # MPI may not know it, without fault tolerance
+                raise CollectiveAborted(f"{self._label} {self._cancelled}")
+            self.hooks.check()
             now = time.monotonic()
             if timeout_clock.now() > end:
                 raise CollectiveTimeout(f"{self._label} is not done after {seconds} s")
@@ -126,21 +140,26 @@ class Message(dist.Work):
                 next_look = now + _LOOK_EVERY_S
                 self._check_arrived()
 
-        self._hooks.on_wait(self)
+        self.hooks.on_wait(self)
         try:
             wait_until(self.is_completed, check)
         except KeyboardInterrupt as error:
-            self._hooks.on_leave(error)  # MPI may still write to the tensor
-            self._hooks.on_end(self._ticket, False)
+            self.hooks.on_leave(error)  # MPI may still write to the tensor
+            self.hooks.on_end(self._ticket, False)
             raise
         except (CollectiveAborted, CollectiveMismatch):
-            self._hooks.on_end(self._ticket, False)
+            self.hooks.on_end(self._ticket, False)
             raise
         finally:
-            self._hooks.on_wait(None)
+            self.hooks.on_wait(None)
         if self.error is not None:
             raise self.error
         return True
+
+    @property
+    def source(self) -> int | None:
+        """The sender's rank in the group, after the message has arrived."""
+        return self._source
 
     @property
     def is_over(self) -> bool:
@@ -153,7 +172,7 @@ class Message(dist.Work):
     def _finish(self) -> None:
         if self._size is None:
             return
-        self.source = self._status.Get_source()
+        self._source = self._status.Get_source()
         got = self._status.Get_count(MPI.BYTE)
         if got != self._size:
             self.error = CollectiveMismatch(
@@ -165,6 +184,63 @@ class Message(dist.Work):
         if gpu is not None:
             # The stream that uses the tensor next may be another one.
             torch.cuda.current_stream(gpu).synchronize()
+
+
+class Arriving(Protocol):
+    """A message that is to be received from any rank."""
+
+    @property
+    def source(self) -> int | None:
+        """The sender's position in the group; None before the message has arrived."""
+
+    def is_completed(self) -> bool:
+        """Whether the message has arrived, or has failed."""
+
+
+class Traffic:
+    """The messages between this rank and the others of a group, counted by tag.
+
+    A number has the count in its lowest 32 bits, and above them a sum over the tags. It
+    is equal at both ends if each message was received, in any order.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[int, int] = {}
+        """By the receiver's position in the group."""
+        self.received: dict[int, int] = {}
+        """By the sender's position. Receives count when they begin."""
+        self._from_any: list[tuple[Arriving, int]] = []
+
+    def send(self, target: int, tag: int) -> None:
+        self.sent[target] = self.sent.get(target, 0) + _mark(tag)
+
+    def receive(self, source: int, tag: int) -> None:
+        self.received[source] = self.received.get(source, 0) + _mark(tag)
+
+    def receive_from_any(self, message: Arriving, tag: int) -> None:
+        self._from_any.append((message, tag))
+
+    def from_any(self) -> int:
+        """The receives from any rank whose message has not arrived."""
+        waiting = []
+        for message, tag in self._from_any:
+            if message.source is None:
+                waiting.append((message, tag))
+            else:
+                self.receive(message.source, tag)
+        self._from_any = waiting
+        return sum(_mark(tag) for _, tag in waiting)
+
+    def test(self) -> None:
+        """Find out what has arrived. Only the main thread may call."""
+        for message, _ in self._from_any:
+            message.is_completed()
+
+
+def _mark(tag: int) -> int:
+    """What one message adds to a number. Sums of different sets of tags differ."""
+    x = tag + _OFFSET
+    return (x * x * x % _PRIME) << 32 | 1
 
 
 class Mailbox:
@@ -179,12 +255,15 @@ class Mailbox:
         self._hooks = hooks
         self.sequence = 0
         """The number of messages started so far."""
+        self.traffic = Traffic()
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Message:
         """Start to send a tensor to a rank of the group."""
         self.sequence += 1
         flat = self._flat(tensor, writes=False)
-        request = self._comm.Isend(moved(flat.tensor), target, _full_tag(tag, tensor))
+        full = _full_tag(tag, tensor)
+        request = self._comm.Isend(moved(flat.tensor), target, full)
+        self.traffic.send(target, full)
         label = f"send to rank {target}, tag {tag}"
         kind = _kind("send", target, tensor)
         return _kept(Message(request, label, None, self._hooks, _nothing, kind, flat))
@@ -200,9 +279,18 @@ class Mailbox:
         label = f"recv from rank {'any' if source is None else source}, tag {tag}"
         check_arrived = self._mismatch_check(peer, full, label, tensor)
         kind = _kind("recv", source, tensor)
-        return _kept(
-            Message(request, label, size, self._hooks, check_arrived, kind, flat)
-        )
+        message = Message(request, label, size, self._hooks, check_arrived, kind, flat)
+        if source is None:
+            self.traffic.receive_from_any(message, full)
+        else:
+            self.traffic.receive(source, full)
+        return _kept(message)
+
+    def cancel(self, why: str) -> None:
+        """Cancel the messages under way. See `Message.cancel`."""
+        for message in _under_way:
+            if message.hooks is self._hooks:
+                message.cancel(why)
 
     def _flat(self, tensor: Tensor, writes: bool) -> Flat:
         """Memory that MPI may use at once: the tensor's own, or a copy on the host."""

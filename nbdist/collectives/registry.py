@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from nbdist.errors import CollectiveAborted, WrongProcess
-from nbdist.wire import CollectiveCall, format_ranks
+from nbdist.wire import CollectiveCall, Tally, format_ranks
 
 if TYPE_CHECKING:
     from nbdist.collectives.group import Group
@@ -26,6 +27,8 @@ __all__ = [
     "release_calls_with",
     "renew_groups",
     "set_default_group",
+    "settle_calls",
+    "tallies",
     "waiters",
 ]
 
@@ -73,6 +76,8 @@ class _Waiters:
         return iter([waiter for waiter in found if waiter is not None])
 
 
+NOTHING = (0, 0, 0)
+"""The mark of a group on which nothing has begun."""
 waiters = _Waiters()
 """The waiters of this process."""
 live: set[Group] = set()
@@ -107,7 +112,34 @@ def calls_made() -> int:
     return sum(group.sequence + group.mailbox.sequence for group in list(live))
 
 
-def renew_groups(generation: int) -> None:
+def tallies(known: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Tally]]:
+    """What this process has begun on its groups, which their members compare.
+
+    Args:
+        known: The first result of an earlier call; {} for the tallies of all groups.
+
+    Returns:
+        A mark of each group, and the tallies of the groups whose mark has changed. They
+        are named by `Group.key`.
+    """
+    marks: dict[str, object] = {}
+    changed = {}
+    for group in list(live):
+        if group.size > 1:
+            marks[group.key] = mark = group.mark
+            if known.get(group.key, NOTHING) != mark:
+                changed[group.key] = group.tally
+    return marks, changed
+
+
+def settle_calls(seconds: float) -> None:
+    """Wait a while for asynchronous calls that are under way."""
+    until = time.monotonic() + seconds
+    for group in list(live):
+        group.settle(until)
+
+
+def renew_groups(generation: int, why: str = "") -> None:
     """Renew every group of this process. All ranks of the world must call.
 
     All members have made their common groups in the same order, so groups are renewed
@@ -125,7 +157,7 @@ def renew_groups(generation: int) -> None:
             error = CollectiveAborted(f"{reason}: make a new group on all its ranks")
             group.give_up(error)
         else:
-            group.renew(generation)
+            group.renew(generation, why)
 
 
 def close_groups() -> None:

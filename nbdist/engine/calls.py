@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nbdist.engine import ddp_modules
+from nbdist.engine import ddp_modules, in_flight
 from nbdist.engine.evaluation import evaluate, looking_at
 from nbdist.engine.rank import this_rank
 from nbdist.engine.torch_settings import adopt_settings, settings
@@ -72,8 +72,20 @@ async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
                 )
             value = function(*args, **kwargs)
             if not inspect.isawaitable(value):
-                return _packed("the result", value)
-        return _packed("the result", await _interruptible(value))
+                return _result(value)
+        return _result(await _interruptible(value))
+
+
+def _result(value: object) -> shm_payload.Shipment:
+    """A function's result, packed.
+
+    Raises:
+        BaseException: That of an asynchronous call for which nobody has waited.
+    """
+    error = in_flight.unseen_error()
+    if error is not None:
+        raise error
+    return _packed("the result", value)
 
 
 def store(shipment: shm_payload.Shipment) -> None:

@@ -17,7 +17,14 @@ from IPython.core.interactiveshell import ExecutionResult
 from IPython.core.magics.execution import ExecutionMagics
 
 from nbdist.collectives.torch_backend.process_group import original_error
-from nbdist.engine import cell_names, cuda_context, profiler, torch_group, world
+from nbdist.engine import (
+    cell_names,
+    cuda_context,
+    in_flight,
+    profiler,
+    torch_group,
+    world,
+)
 from nbdist.engine.error_text import ErrorText, text_within_bounds
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.rank import this_rank
@@ -123,9 +130,8 @@ async def run_cell(code: str, number: int) -> CellReply:
         shown = None if _is_stopped(result) else _tracebacks.of(result)
         _last_error = _error_of(result) or (shown and shown.error)
         failure = release_failure() or _failure(result, shown)
-        _tracebacks = Tracebacks(
-            ExecutionResult(None)
-        )  # between cells, errors are text
+        failure = in_flight.with_unseen(failure)
+        _tracebacks = Tracebacks(ExecutionResult(None))  # between cells: errors are text
         _show_pages(rank.shell)
     if failure is not None:
         world.current().note_failure()

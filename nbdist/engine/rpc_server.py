@@ -35,7 +35,7 @@ import zmq
 from jupyter_client.session import extract_header
 from tornado.ioloop import IOLoop
 
-from nbdist.engine import comms, cuda_context, debugger, torch_group, world
+from nbdist.engine import comms, cuda_context, debugger, in_flight, torch_group, world
 from nbdist.engine.error_text import text_within_bounds
 from nbdist.engine.rank import Activity, is_rank, this_rank
 from nbdist.engine.user_code import end_forked_child
@@ -384,7 +384,10 @@ async def _answer(kernel: Any, shell: _Shell, opened: Opened) -> None:
     rank.recorder.flush(METRICS_TIMEOUT_S)
     rank.recorder.end_loops()
     has_published = kernel.session.has_published
-    shell.reply(opened, _outcome_now(ok, has_published), frames)
+    outcome = _outcome_now(ok, has_published)
+    if changed := in_flight.changed_tallies():
+        outcome = outcome._replace(tallies=changed)
+    shell.reply(opened, outcome, frames)
     if has_published:
         kernel._publish_status("idle", "shell")
 

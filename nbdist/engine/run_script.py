@@ -18,7 +18,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from nbdist.collectives.torch_backend.process_group import original_error
-from nbdist.engine import cell_names, shared_default_group, world
+from nbdist.engine import cell_names, in_flight, shared_default_group, world
 from nbdist.engine.cells import (
     CellReply,
     release_failure,
@@ -83,6 +83,7 @@ def run_script(
                 _enter_environment(stack, module, path, args, n_ps, keep, variables)
                 failure = _run(module, path, is_module)
                 failure = release_failure() or failure
+                failure = in_flight.with_unseen(failure)
                 if failure is not None:
                     world.current().note_failure()
         finally:

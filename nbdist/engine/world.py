@@ -13,7 +13,7 @@ from typing import Any
 
 from nbdist.collectives import Group, any_broken, renew_groups, set_default_group
 from nbdist.collectives.sync.wait import complete
-from nbdist.engine import ddp_modules, shared_default_group, torch_group
+from nbdist.engine import ddp_modules, in_flight, shared_default_group, torch_group
 from nbdist.engine.rank import this_rank
 from nbdist.engine.revocation import revoke
 from nbdist.errors import WrongProcess
@@ -117,8 +117,12 @@ class World:
         flags = self._shared_revoked, self._nccl_aborted, self._has_open_step
         return any(flags) or any_broken() or shared_default_group.is_reconfigured()
 
-    def renew(self) -> None:
-        """Begin the next generation with the same ranks. Every rank must call."""
+    def renew(self, why: str = "") -> None:
+        """Begin the next generation with the same ranks. Every rank must call.
+
+        Args:
+            why: The reason, for the errors of the calls that this ends.
+        """
         self.generation += 1
         self._revoke_shared()
         self.shared = self.comm.Dup()
@@ -126,7 +130,8 @@ class World:
         if self._nccl_has_failed():
             torch_group.renew_nccl(self.generation)
             self._nccl_aborted = False
-        renew_groups(self.generation)
+        renew_groups(self.generation, why)
+        in_flight.renew_differing_gloo(self.comm)
         torch_group.equalize_group_counts(self.comm)
         shared_default_group.begin_again()
         lasting.begin_again(self.comm.allgather)
@@ -241,13 +246,16 @@ def communicator_of(generation: int) -> Any:
     return _comms[generation]
 
 
-def renew() -> RankInfo:
+def renew(why: str = "") -> RankInfo:
     """Rebuild the groups after a collective was interrupted on some rank.
 
     Every rank must call, from its main thread. Returns this rank's new description.
+
+    Args:
+        why: As for `World.renew`.
     """
     here = current()
-    here.renew()
+    here.renew(why)
     rank = this_rank()
     rank.info = replace(rank.info, generation=here.generation)
     return rank.info

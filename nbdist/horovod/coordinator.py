@@ -12,16 +12,17 @@ with elements that do not change the result.
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch
 
 from nbdist.collectives import Group, all_gather_object, signature
+from nbdist.collectives.call_site import where
 from nbdist.errors import CollectiveAborted, CollectiveMismatch, UsageError
 from nbdist.horovod.negotiation import (
     JOIN,
@@ -36,6 +37,8 @@ from nbdist.horovod.timeline import running
 from nbdist.training import lasting
 
 __all__ = ["Coordinator"]
+
+_OPTIMIZERS = "optimizers"
 
 
 class Coordinator:
@@ -56,6 +59,9 @@ class Coordinator:
         """Numbers the optimizers whose gradients this coordinator reduces."""
         self._waiting: set[int] = set()
         """The threads that wait for a call."""
+        self._submitted = 0
+        """As `Tally.calls`: all ranks submit the same names, in any order."""
+        group.submitted = self._count
         self._offers_changed = False
         """Whether this rank's offers may have changed."""
         self._joined: frozenset[int] = frozenset()
@@ -83,8 +89,18 @@ class Coordinator:
         """
         if given is not None:
             return f"{operation}.{given}"
+        self._refresh()
         self._unnamed[operation] += 1
         return f"{operation}.noname.{self._unnamed[operation]}"
+
+    def _count(self) -> int:
+        return self._submitted if self._generation == self.group.generation else 0
+
+    def number_optimizer(self) -> int:
+        """The number of a further optimizer whose gradients this reduces."""
+        number = self.group.counters.get(_OPTIMIZERS, 0)
+        self.group.counters[_OPTIMIZERS] = number + 1
+        return number
 
     def submit(self, request: Request) -> None:
         """Start a call and return at once.
@@ -174,15 +190,21 @@ class Coordinator:
                     "way; synchronize() it first, or give another name"
                 )
             self._pending[request.name] = request
+            self._submitted += crc32(request.name.encode()) << 32 | 1
             if not self._offers_changed:
                 self._offers_changed = True
                 self._changed.notify_all()
 
     def _refresh(self) -> None:
-        """Fail the calls that were submitted before the group was renewed."""
+        """Begin again after a renewal of the group, which has ended all calls."""
         if self._generation != self.group.generation:
             self._generation, self._joined = self.group.generation, frozenset()
-            self._fail_all(CollectiveAborted("the group of ranks was renewed"))
+            self._unnamed.clear()
+            self._submitted = 0
+            for request in list(self._pending.values()):
+                what = where(request.kind.operation, request.call_site)
+                why = self.group.renewal
+                self._finish(request, CollectiveAborted(f"{what} was {why}"))
 
     def _note_change(self) -> None:
         with self._changed:
@@ -338,6 +360,7 @@ class Coordinator:
     def _end_join(self, last: int) -> None:
         self._joined = frozenset()
         self._last_joined = last
+        self._submitted = 0  # the ranks that joined first have submitted fewer calls
         self._finish(self._pending[JOIN])
 
     def _fail_all(self, error: BaseException) -> None:

@@ -55,7 +55,7 @@ class NamedReduction:
         coordinator = coordinator_of(self._set)
         if self._owner is not coordinator:
             self._owner = coordinator
-            self._number = next(coordinator.optimizers)
+            self._number = coordinator.number_optimizer()
         return f"gradients.{self._number}"
 
     @property

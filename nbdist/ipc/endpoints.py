@@ -30,6 +30,7 @@ __all__ = [
     "HOLD_TIMEOUTS",
     "INPUT_REPLY",
     "INTERRUPT",
+    "IN_FLIGHT",
     "LEAVES",
     "LOOK",
     "MEMORY",
@@ -94,6 +95,8 @@ ELASTIC_ORDER = "nbdist.engine.elastic:order"
 ELASTIC_VARIABLES = "nbdist.engine.elastic:variables"
 ELASTIC_WANT_RESIZE = "nbdist.engine.elastic:want_resize"
 ELASTIC_WANT_SAVE = "nbdist.engine.elastic:want_save"
+
+IN_FLIGHT = "nbdist.engine.in_flight:in_flight"
 
 LEAVES = "nbdist.engine.inspection:leaves"
 LOOK = "nbdist.engine.inspection:look"

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.collectives.registry import default_group
+from nbdist.collectives.torch_backend.gloo_groups import count_messages
 from nbdist.collectives.torch_backend.process_group import NAME, ProcessGroup
 from nbdist.collectives.torch_backend.rendezvous import rendezvous
 
@@ -29,6 +30,7 @@ def replace_functions() -> None:
         setattr(distributed_c10d, name, ours)
         setattr(dist, name, ours)
     distributed_c10d._new_process_group_helper = _new_process_group_helper
+    count_messages()
     ddp: Any = DistributedDataParallel
     ddp._register_builtin_comm_hook = _register_builtin_comm_hook
 

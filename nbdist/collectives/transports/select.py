@@ -149,9 +149,13 @@ class Connection:
             self.transports["cpu"], BlockingCopier(), self.config, rank, size
         )
 
-    def largest(self, number: int) -> int:
-        """The largest number that any rank has passed. Every rank must call."""
-        return max(_swap_items(self.inner, number, self.hooks.check))
+    def largest(self, numbers: Mapping[str, int]) -> dict[str, int]:
+        """The largest number that a rank has passed, by name. Every rank must call."""
+        found: dict[str, int] = {}
+        for each in _swap_items(self.inner, numbers, self.hooks.check):
+            for name, number in each.items():
+                found[name] = max(number, found.get(name, number))
+        return found
 
     def describe(self) -> str:
         """The transports in words."""
