@@ -82,9 +82,9 @@ def _result(value: object) -> shm_payload.Shipment:
     Raises:
         BaseException: That of an asynchronous call for which nobody has waited.
     """
-    error = in_flight.unseen_error()
-    if error is not None:
-        raise error
+    unseen = in_flight.unseen_error()
+    if unseen is not None:
+        raise unseen[0]
     return _packed("the result", value)
 
 

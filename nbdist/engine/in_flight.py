@@ -67,10 +67,13 @@ def renew_differing_gloo(comm: Any) -> None:
     renew_gloo({each.group for each in left_over(dict(enumerate(tables)))})
 
 
-def unseen_error() -> BaseException | None:
+def unseen_error() -> tuple[BaseException, str] | None:
     """The first error of an asynchronous call of this cell that nobody has waited for.
 
     Calls under way have a moment to end.
+
+    Returns:
+        The error, and the line that made the call.
     """
     settle_calls(SETTLE_S)
     errors = unseen_errors()
@@ -78,7 +81,7 @@ def unseen_error() -> BaseException | None:
         return None
     label, error = errors[0]
     note = f"no wait() has raised this error of the asynchronous {label}"
-    return type(error)(f"{error}\n{note}")
+    return type(error)(f"{error}\n{note}"), label.partition(" of ")[2]
 
 
 def with_unseen(failure: Failure | None) -> Failure | None:
@@ -86,8 +89,9 @@ def with_unseen(failure: Failure | None) -> Failure | None:
     if failure is not None:
         unseen_errors()  # they mostly follow from it
         return failure
-    error = unseen_error()
-    if error is None:
+    unseen = unseen_error()
+    if unseen is None:
         return None
     info = this_rank().info
-    return Failure(info.rank, info.host, type(error).__name__, str(error))
+    (error, place), name = unseen, type(unseen[0]).__name__
+    return Failure(info.rank, info.host, name, str(error), place)
