@@ -323,3 +323,22 @@ def test_the_description_names_the_last_calls() -> None:
         "rank 0's all_reduce of line 2, all_reduce of line 3, "
         "which rank 1 has not called"
     )
+
+
+def test_a_gloo_group_that_torch_cannot_connect_again_refuses_its_calls(
+    cluster: Cluster,
+) -> None:
+    cluster.execute(GROUPS["gloo"])
+    begin = (
+        "if rank == 0: dist.all_reduce(torch.ones(1000), async_op=True, group=group)"
+    )
+    for _ in range(4):
+        with pytest.raises(CellError):
+            cluster.execute(begin + FAILS)
+        assert outputs(cluster, LOOP) == ["[4.0, 8.0, 12.0, 16.0]\n"] * 4
+    with pytest.raises(CellError):
+        cluster.execute(begin + FAILS)
+    with pytest.raises(CellError, match="make a new group on all its ranks"):
+        cluster.execute(LOOP)
+    cluster.execute(GROUPS["gloo"])
+    assert outputs(cluster, LOOP) == ["[4.0, 8.0, 12.0, 16.0]\n"] * 4

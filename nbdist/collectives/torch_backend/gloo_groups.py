@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives.mailbox import Traffic
+from nbdist.collectives.torch_backend.dispatcher import OPERATORS
 from nbdist.collectives.torch_backend.process_group import ProcessGroup
 from nbdist.errors import CollectiveAborted
 from nbdist.wire import Tally
@@ -32,6 +33,8 @@ _KEYS = [
 """The keys of the connections that replace a group's first one. A group keeps the
 connection that it got first for a key."""
 _messages: WeakKeyDictionary[dist.ProcessGroup, Traffic] = WeakKeyDictionary()
+_spent: WeakSet[dist.ProcessGroup] = WeakSet()
+"""The groups that cannot be connected again."""
 _renewals: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -119,20 +122,16 @@ def gloo_tallies(
 def renew_gloo(keys: Collection[str]) -> None:
     """Connect the groups of these names again. All their members must call.
 
-    What is under way on the old connection stays there, and meets no later call.
-
-    Raises:
-        CollectiveAborted: A group was connected again too often.
+    What is under way on the old connection stays there, and meets no later call. A
+    group that was connected again too often refuses every later call.
     """
     for key, group, _, backend in sorted(_groups(), key=lambda each: each[0]):
         if key not in keys:
             continue
         number = _renewals.get(group, 0)
         if number == len(_KEYS):
-            raise CollectiveAborted(
-                f"the gloo group {key.split()[1]} was connected again {number} times, "
-                "and torch has no place for more: make a new group"
-            )
+            _refuse(group)
+            continue
         _, store = distributed_c10d._world.pg_map[group]
         options = getattr(backend, "options", None)
         timeout = options._timeout if options else distributed_c10d.default_pg_timeout
@@ -144,3 +143,27 @@ def renew_gloo(keys: Collection[str]) -> None:
                 group._register_backend(device, _KEYS[number], fresh)
         _renewals[group] = number + 1
         _messages.pop(group, None)
+
+
+def _refuse(group: dist.ProcessGroup) -> None:
+    """Have the group's operations raise."""
+    if not _spent:
+        made: Any = dist.ProcessGroup
+        for name in OPERATORS:
+            if hasattr(made, name):
+                setattr(made, name, _refusing(getattr(made, name)))
+    _spent.add(group)
+
+
+def _refusing(operation: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def refusing(self: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        if self in _spent:
+            raise CollectiveAborted(
+                "failed cells have left calls in flight on this group of gloo "
+                f"{len(_KEYS) + 1} times, and torch cannot connect it again: make a "
+                "new group on all its ranks"
+            )
+        return operation(self, *args, **named)
+
+    return refusing
