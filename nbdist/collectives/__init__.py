@@ -9,7 +9,7 @@ from __future__ import annotations
 # First, because it decides whether the import of mpi4py starts MPI.
 from nbdist.collectives import before_mpi  # noqa: F401
 from nbdist.collectives.group import Group
-from nbdist.collectives.handle import Handle, unseen_errors
+from nbdist.collectives.handle import Handle, forget_unseen_errors, unseen_errors
 from nbdist.collectives.mailbox import Message
 from nbdist.collectives.ops.all_gather import all_gather, all_gather_into_tensor
 from nbdist.collectives.ops.all_reduce import all_reduce
@@ -65,6 +65,7 @@ __all__ = [
     "close_groups",
     "current_call",
     "default_group",
+    "forget_unseen_errors",
     "gather",
     "irecv",
     "isend",

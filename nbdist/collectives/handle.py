@@ -7,34 +7,56 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from nbdist.collectives.sync import timeout_clock
 from nbdist.errors import CollectiveAborted, CollectiveTimeout
 
-__all__ = ["Handle", "unseen_errors"]
+__all__ = ["Handle", "UnseenError", "forget_unseen_errors", "unseen_errors"]
 
 _FOLLOW = (CollectiveAborted, KeyboardInterrupt)
 """Errors that follow from another one, which is told."""
 _unseen: collections.deque[Handle] = collections.deque(maxlen=100)
 """The last handles whose call has failed."""
+_looks = 0
+"""How often this process has looked at them."""
+_forgotten = -1
+"""The number of looks before which calls were begun that are forgotten."""
 
 
-def unseen_errors() -> list[tuple[str, BaseException]]:
-    """The errors that nobody has waited for or asked for, each with its call.
+class UnseenError(NamedTuple):
+    """The error of a call for which nobody has waited or asked."""
 
-    Each is returned once. The errors of calls that another failure has released are no
-    part of them.
+    call: str
+    """Such as "all_reduce of In[3] line 2"."""
+    error: BaseException
+    is_old: bool
+    """Whether the call was begun before the last look at these errors."""
+
+
+def unseen_errors() -> list[UnseenError]:
+    """The unseen errors since the last look, each of which is returned once.
+
+    The errors of calls that another failure has released are no part of them.
     """
+    global _looks
+    now, _looks = _looks, _looks + 1
     failed = []
     while _unseen:
         failed.append(_unseen.popleft())
     return [
-        (each._label, each._error)
+        UnseenError(each._label, each._error, each._begun < now)
         for each in failed
-        if each._error is not None and not each._is_seen
+        if each._error is not None and not each._is_seen and each._begun > _forgotten
     ]
+
+
+def forget_unseen_errors() -> None:
+    """Return no error of the calls until now, also if they have not failed yet."""
+    global _forgotten, _looks
+    _forgotten, _looks = _looks, _looks + 1
 
 
 class Handle(dist.Work):
@@ -60,6 +82,7 @@ class Handle(dist.Work):
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Handle], None]] = []
         self._error: BaseException | None = None
+        self._begun = _looks
         self._is_seen = False
         """Whether someone has taken the error, or takes it when it comes."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from nbdist.collectives import settle_calls, tallies, unseen_errors
@@ -70,28 +71,26 @@ def renew_differing_gloo(comm: Any) -> None:
 def unseen_error() -> tuple[BaseException, str] | None:
     """The first error of an asynchronous call of this cell that nobody has waited for.
 
-    Calls under way have a moment to end.
+    Calls under way have a moment to end. The errors of earlier cells are printed.
 
     Returns:
         The error, and the line that made the call.
     """
     settle_calls(SETTLE_S)
-    errors = unseen_errors()
-    if not errors:
-        return None
-    label, error = errors[0]
-    note = f"no wait() has raised this error of the asynchronous {label}"
-    return type(error)(f"{error}\n{note}"), label.partition(" of ")[2]
+    own = None
+    for call, error, is_old in unseen_errors():
+        text = f"{error}\nno wait() has raised this error of the asynchronous {call}"
+        if is_old:
+            print(f"{type(error).__name__}: {text}", file=sys.stderr)
+        elif own is None:
+            own = type(error)(text), call.partition(" of ")[2]
+    return own
 
 
 def with_unseen(failure: Failure | None) -> Failure | None:
     """The failure of a cell, or else one of `unseen_error`."""
-    if failure is not None:
-        unseen_errors()  # they mostly follow from it
+    if failure is not None or (unseen := unseen_error()) is None:
         return failure
-    unseen = unseen_error()
-    if unseen is None:
-        return None
     info = this_rank().info
     (error, place), name = unseen, type(unseen[0]).__name__
     return Failure(info.rank, info.host, name, str(error), place)

@@ -11,7 +11,13 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from nbdist.collectives import Group, any_broken, renew_groups, set_default_group
+from nbdist.collectives import (
+    Group,
+    any_broken,
+    forget_unseen_errors,
+    renew_groups,
+    set_default_group,
+)
 from nbdist.collectives.sync.wait import complete
 from nbdist.engine import ddp_modules, in_flight, shared_default_group, torch_group
 from nbdist.engine.rank import this_rank
@@ -105,6 +111,7 @@ class World:
 
     def note_failure(self) -> None:
         """Note what a failed cell has left behind."""
+        forget_unseen_errors()  # they mostly follow from its error
         self._has_open_step |= lasting.are_alive() or ddp_modules.has_open_step()
 
     @property
@@ -135,6 +142,7 @@ class World:
         torch_group.equalize_group_counts(self.comm)
         shared_default_group.begin_again()
         lasting.begin_again(self.comm.allgather)
+        forget_unseen_errors()
         self._has_open_step = False
 
     def _nccl_has_failed(self) -> bool:

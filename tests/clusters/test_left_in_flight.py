@@ -251,6 +251,20 @@ def test_an_error_of_an_async_call_fails_its_cell_if_nobody_waits(
     assert outputs(cluster, "group = None" + LOOP)[0] == "[4.0, 8.0, 12.0, 16.0]\n"
 
 
+def test_a_late_error_of_a_failed_cell_does_not_fail_the_next(cluster: Cluster) -> None:
+    """Rank 0 fails before rank 1 makes the other call."""
+    with pytest.raises(CellError, match="typo"):
+        cluster.execute(
+            """
+import time
+w = dist.all_reduce(torch.ones(rank + 1), async_op=True) if rank < 3 else None
+if rank == 0: raise ValueError('typo')
+if rank == 3: time.sleep(1); w = dist.all_reduce(torch.ones(9), async_op=True)
+"""
+        )
+    cluster.execute("pass")
+
+
 def begin_different_calls() -> None:
     import torch
     import torch.distributed as dist

@@ -161,7 +161,7 @@ def run(cluster: Cluster, seed: int) -> None:
         if drawn.failure in ("background", "interrupt"):
             call = cluster.execute(drawn.cell, drawn.chosen, wait=False)
             if drawn.failure == "interrupt":
-                await_sleep(cluster, drawn.chosen)
+                await_cell(cluster, drawn.chosen)
                 call.interrupt()
             call.result(60)
         else:
@@ -179,14 +179,14 @@ def run(cluster: Cluster, seed: int) -> None:
     cluster.execute(RIGHT, timeout_s=60)
 
 
-def await_sleep(cluster: Cluster, ranks: tuple[int, ...]) -> None:
-    """Wait until the cell has come to its last line on each of these ranks."""
+def await_cell(cluster: Cluster, ranks: tuple[int, ...]) -> None:
+    """Wait until each of these ranks is in a line of the cell."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         stacks = cluster.stacks()
-        if all("time.sleep(600)" in (stacks[rank] or "") for rank in ranks):
+        if all("In[" in (stacks[rank] or "") for rank in ranks):
             return
-    raise AssertionError(f"the cell did not come to its end: {cluster.stacks()}")
+    raise AssertionError(f"the cell does not begin: {cluster.stacks()}")
 
 
 def run_many(cluster: Cluster, count: int) -> None:
