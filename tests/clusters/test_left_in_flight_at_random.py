@@ -189,12 +189,12 @@ def await_cell(cluster: Cluster, ranks: tuple[int, ...]) -> None:
     raise AssertionError(f"the cell does not begin: {cluster.stacks()}")
 
 
-def run_many(cluster: Cluster, count: int) -> None:
-    print(f"NBDIST_TEST_SEED={SEED}, {count} draws on {cluster.size} ranks")
+def run_many(cluster: Cluster, first: int, count: int) -> None:
+    print(f"NBDIST_TEST_SEED={first}, {count} draws on {cluster.size} ranks")
     cluster.execute(SETUP, timeout_s=60)
     before, cluster.on_note = cluster.on_note, lambda _note: None
     try:
-        for seed in range(SEED, SEED + count):
+        for seed in range(first, first + count):
             try:
                 run(cluster, seed)
             except Exception as error:
@@ -216,20 +216,24 @@ def two() -> Iterator[Cluster]:
 def test_what_any_cell_leaves_on_four_ranks_meets_no_later_call(
     cluster: Cluster,
 ) -> None:
-    run_many(cluster, 20)
+    run_many(cluster, SEED, 20)
 
 
 def test_what_any_cell_leaves_on_two_ranks_meets_no_later_call(two: Cluster) -> None:
-    run_many(two, 10)
+    run_many(two, SEED, 10)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
 def test_what_many_cells_leave_on_four_ranks_meets_no_later_call(
-    cluster: Cluster,
+    cluster: Cluster, part: int
 ) -> None:
-    run_many(cluster, 350)
+    run_many(cluster, SEED + 35 * part, 35)
 
 
 @pytest.mark.slow
-def test_what_many_cells_leave_on_two_ranks_meets_no_later_call(two: Cluster) -> None:
-    run_many(two, 150)
+@pytest.mark.parametrize("part", range(10))
+def test_what_many_cells_leave_on_two_ranks_meets_no_later_call(
+    two: Cluster, part: int
+) -> None:
+    run_many(two, SEED + 15 * part, 15)
