@@ -222,6 +222,8 @@ class Traffic:
 
     def from_any(self) -> int:
         """The receives from any rank whose message has not arrived."""
+        if not self._from_any:
+            return 0
         waiting = []
         for message, tag in self._from_any:
             if message.source is None:

@@ -85,7 +85,7 @@ class _AnySource:
 def _groups() -> Iterator[tuple[str, dist.ProcessGroup, torch.device, Any]]:
     """Each group's name, and a device whose tensors gloo takes, with its backend."""
     for group, name in list(distributed_c10d._world.pg_names.items()):
-        if isinstance(group, ProcessGroup):
+        if type(group) is ProcessGroup:
             continue
         for device in group._device_types:
             backend: Any = group._get_backend(device)
