@@ -9,7 +9,11 @@ from nbdist.collectives import settle_calls, tallies, unseen_errors
 from nbdist.collectives.call_site import CallSite, where
 from nbdist.collectives.flight_recorder import recent_calls
 from nbdist.collectives.registry import live
-from nbdist.collectives.torch_backend.gloo_groups import gloo_tallies, renew_gloo
+from nbdist.collectives.torch_backend.gloo_groups import (
+    gloo_tallies,
+    refuse_gloo,
+    renew_gloo,
+)
 from nbdist.engine.rank import this_rank
 from nbdist.ipc.left_over import left_over
 from nbdist.wire import Begun, Failure, Tally
@@ -65,7 +69,12 @@ def renew_differing_gloo(comm: Any) -> None:
         comm: An mpi4py communicator over all ranks.
     """
     tables = comm.allgather(gloo_tallies({})[1])
-    renew_gloo({each.group for each in left_over(dict(enumerate(tables)))})
+    keys = {each.group for each in left_over(dict(enumerate(tables)))}
+    if keys:  # on all ranks
+        failed: dict[str, str] = {}
+        for each in comm.allgather(renew_gloo(keys)):
+            failed |= each
+        refuse_gloo(failed)
 
 
 def unseen_error() -> tuple[BaseException, str] | None:

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import pytest
 
 from nbdist import Cluster
+from nbdist.clusters.futures import CallFuture
+from nbdist.clusters.result import CellResult
 from nbdist.errors import CellError
 
 SEED = int(os.environ.get("NBDIST_TEST_SEED", random.randrange(10**6)))
+DEADLOCK_S = 10
+"""Ranks whose drawn calls wait for each other end then."""
 ASYNC = [
     "dist.all_reduce(torch.ones(N), async_op=True, group=group)",
     "dist.broadcast(torch.ones(N), first, async_op=True, group=group)",
@@ -159,13 +163,15 @@ def run(cluster: Cluster, seed: int) -> None:
     cluster.execute(drawn.setup, timeout_s=60)
     try:
         if drawn.failure in ("background", "interrupt"):
-            call = cluster.execute(drawn.cell, drawn.chosen, wait=False)
+            call = cluster.execute(
+                drawn.cell, drawn.chosen, wait=False, timeout_s=DEADLOCK_S
+            )
             if drawn.failure == "interrupt":
-                await_cell(cluster, drawn.chosen)
+                await_cell(cluster, drawn.chosen, call)
                 call.interrupt()
             call.result(60)
         else:
-            limit_s = 1 if drawn.failure == "timeout" else 60
+            limit_s = 1 if drawn.failure == "timeout" else DEADLOCK_S
             cluster.execute(drawn.cell, drawn.chosen, timeout_s=limit_s)
     except CellError:
         pass
@@ -179,14 +185,16 @@ def run(cluster: Cluster, seed: int) -> None:
     cluster.execute(RIGHT, timeout_s=60)
 
 
-def await_cell(cluster: Cluster, ranks: tuple[int, ...]) -> None:
-    """Wait until each of these ranks is in a line of the cell."""
+def await_cell(
+    cluster: Cluster, ranks: tuple[int, ...], call: CallFuture[CellResult]
+) -> None:
+    """Wait until each of these ranks is in a line of the cell, or it has failed."""
     end = time.monotonic() + 60
-    while time.monotonic() < end:
+    while not call.done() and time.monotonic() < end:
         stacks = cluster.stacks()
         if all("In[" in (stacks[rank] or "") for rank in ranks):
             return
-    raise AssertionError(f"the cell does not begin: {cluster.stacks()}")
+    assert call.done(), f"the cell does not begin: {cluster.stacks()}"
 
 
 def run_many(cluster: Cluster, first: int, count: int) -> None:

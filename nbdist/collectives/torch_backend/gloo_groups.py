@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from nbdist.collectives.torch_backend.process_group import ProcessGroup
 from nbdist.errors import CollectiveAborted
 from nbdist.wire import Tally
 
-__all__ = ["count_messages", "gloo_tallies", "renew_gloo"]
+__all__ = ["count_messages", "gloo_tallies", "refuse_gloo", "renew_gloo"]
 
 _Type = dist.ProcessGroup.BackendType
 _KEYS = [
@@ -32,9 +33,10 @@ _KEYS = [
 ]
 """The keys of the connections that replace a group's first one. A group keeps the
 connection that it got first for a key."""
+_CONNECT_WITHIN = timedelta(seconds=8)
 _messages: WeakKeyDictionary[dist.ProcessGroup, Traffic] = WeakKeyDictionary()
-_spent: WeakSet[dist.ProcessGroup] = WeakSet()
-"""The groups that cannot be connected again."""
+_spent: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+"""Why a group could not be connected again."""
 _renewals: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -119,50 +121,77 @@ def gloo_tallies(
     return marks, changed
 
 
-def renew_gloo(keys: Collection[str]) -> None:
+def renew_gloo(keys: Collection[str]) -> dict[str, str]:
     """Connect the groups of these names again. All their members must call.
 
-    What is under way on the old connection stays there, and meets no later call. A
-    group that was connected again too often refuses every later call.
+    What is under way on the old connection stays there, and meets no later call.
+
+    Returns:
+        Why a group could not be connected, by its name.
     """
+    failed = {}
     for key, group, _, backend in sorted(_groups(), key=lambda each: each[0]):
-        if key not in keys:
-            continue
-        number = _renewals.get(group, 0)
-        if number == len(_KEYS):
-            _refuse(group)
-            continue
-        _, store = distributed_c10d._world.pg_map[group]
-        options = getattr(backend, "options", None)
-        timeout = options._timeout if options else distributed_c10d.default_pg_timeout
-        store = PrefixStore(f"renewal/{number}", store)
-        made: Any = dist.ProcessGroupGloo
-        fresh = made(store, group.rank(), group.size(), timeout=timeout)
-        for device in group._device_types:
-            if group._get_backend(device).name() == "gloo":
-                group._register_backend(device, _KEYS[number], fresh)
-        _renewals[group] = number + 1
-        _messages.pop(group, None)
+        if key in keys:
+            try:
+                _connect(group, backend)
+            except RuntimeError as error:
+                failed[key] = str(error)
+    return failed
 
 
-def _refuse(group: dist.ProcessGroup) -> None:
+def _connect(group: dist.ProcessGroup, backend: Any) -> None:
+    number = _renewals.get(group, 0)
+    if number == len(_KEYS):
+        raise RuntimeError(
+            f"torch cannot connect it again after {number} times in which failed cells "
+            "have left calls in flight"
+        )
+    _, store = distributed_c10d._world.pg_map[group]
+    options = getattr(backend, "options", None)
+    timeout = options._timeout if options else distributed_c10d.default_pg_timeout
+    store = PrefixStore(f"renewal/{number}", store)
+    made: Any = dist.ProcessGroupGloo
+    # The notebook ends ranks that do not renew their groups within 20 s.
+    fresh = made(store, group.rank(), group.size(), timeout=_CONNECT_WITHIN)
+    fresh._set_default_timeout(timeout)
+    for device in group._device_types:
+        if group._get_backend(device).name() == "gloo":
+            group._register_backend(device, _KEYS[number], fresh)
+    _renewals[group] = number + 1
+    _messages.pop(group, None)
+
+
+def refuse_gloo(failed: Mapping[str, str]) -> None:
+    """Have the operations of these groups raise. Their members must call.
+
+    Args:
+        failed: Why, by the group's name before `renew_gloo`.
+    """
+    names = {key.split()[1].partition("/")[0]: why for key, why in failed.items()}
+    for key, group, _, _ in list(_groups()):
+        name = key.split()[1].partition("/")[0]
+        if name in names:
+            _refuse(group, names[name])
+
+
+def _refuse(group: dist.ProcessGroup, why: str) -> None:
     """Have the group's operations raise."""
     if not _spent:
         made: Any = dist.ProcessGroup
         for name in OPERATORS:
             if hasattr(made, name):
                 setattr(made, name, _refusing(getattr(made, name)))
-    _spent.add(group)
+    _spent[group] = why
 
 
 def _refusing(operation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operation)
     def refusing(self: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
-        if self in _spent:
+        why = _spent.get(self)
+        if why is not None:
             raise CollectiveAborted(
-                "failed cells have left calls in flight on this group of gloo "
-                f"{len(_KEYS) + 1} times, and torch cannot connect it again: make a "
-                "new group on all its ranks"
+                f"this group of gloo is broken, because {why}: make a new group on all "
+                "its ranks"
             )
         return operation(self, *args, **named)
 
