@@ -131,7 +131,9 @@ async def run_cell(code: str, number: int) -> CellReply:
         _last_error = _error_of(result) or (shown and shown.error)
         failure = release_failure() or _failure(result, shown)
         failure = in_flight.with_unseen(failure)
-        _tracebacks = Tracebacks(ExecutionResult(None))  # between cells: errors are text
+        _tracebacks = Tracebacks(
+            ExecutionResult(None)
+        )  # between cells: errors are text
         _show_pages(rank.shell)
     if failure is not None:
         world.current().note_failure()

@@ -55,8 +55,6 @@ class Coordinator:
         self._work: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """True for each call submitted; False ends the thread."""
         self._unnamed: Counter[str] = Counter()
-        self.optimizers = itertools.count()
-        """Numbers the optimizers whose gradients this coordinator reduces."""
         self._waiting: set[int] = set()
         """The threads that wait for a call."""
         self._submitted = 0
@@ -70,13 +68,11 @@ class Coordinator:
         lasting.register(self)
 
     def _begin_again(self) -> None:
-        """Number calls without a name, and optimizers, from the start again.
+        """Leave no turn taken and no thread waiting. `_refresh` does the rest.
 
-        A rank may have begun more of them than another one.
+        An interrupt can come when a thread has entered these, and before the `try`
+        that leaves them.
         """
-        self._unnamed, self.optimizers = Counter(), itertools.count()
-        # An interrupt can come when a thread has entered these, and before the `try`
-        # that leaves them.
         self._turn = threading.Lock()
         self._waiting.clear()
 
