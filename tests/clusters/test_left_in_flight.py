@@ -339,6 +339,16 @@ def test_the_description_names_the_last_calls() -> None:
     )
 
 
+def test_a_gloo_group_with_a_cancelled_call_can_be_dropped(cluster: Cluster) -> None:
+    cluster.execute(GROUPS["gloo"])
+    begin = (
+        "if rank == 0: dist.all_reduce(torch.ones(1000), async_op=True, group=group)"
+    )
+    with pytest.raises(CellError):
+        cluster.execute(begin + FAILS)
+    cluster.execute("dist.destroy_process_group(group)\ngroup = None", timeout_s=30)
+
+
 def test_a_gloo_group_that_torch_cannot_connect_again_refuses_its_calls(
     cluster: Cluster,
 ) -> None:

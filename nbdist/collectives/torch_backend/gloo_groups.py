@@ -35,6 +35,9 @@ _KEYS = [
 connection that it got first for a key."""
 _CONNECT_WITHIN = timedelta(seconds=8)
 _messages: WeakKeyDictionary[dist.ProcessGroup, Traffic] = WeakKeyDictionary()
+_abandoned: list[Any] = []
+"""Connections with calls under way. torch's destructor would wait for these calls, for
+the time-out of the group, in the line of the user's that drops it."""
 _spent: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 """Why a group could not be connected again."""
 _renewals: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -132,6 +135,7 @@ def renew_gloo(keys: Collection[str]) -> dict[str, str]:
     failed = {}
     for key, group, _, backend in sorted(_groups(), key=lambda each: each[0]):
         if key in keys:
+            _abandoned.append(backend)
             try:
                 _connect(group, backend)
             except RuntimeError as error:
