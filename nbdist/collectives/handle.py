@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -78,7 +80,11 @@ class Handle(dist.Work):
         super().__init__()
         self._label = label
         self._on_leave = on_leave
-        self._done = threading.Event()
+        self._ended = False
+        # An Event would be left locked by an interrupt between two lines of its `wait`,
+        # and `complete` would then wait forever. All of this is C code.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One item once the call has ended."""
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Handle], None]] = []
         self._error: BaseException | None = None
@@ -112,24 +118,41 @@ class Handle(dist.Work):
     def _wait(self, timeout: float | None) -> bool:
         end = None if timeout is None else timeout_clock.now() + timeout
         try:
-            while not self._done.wait(timeout):
-                # More is left if the clock was held meanwhile.
-                timeout = 0.0 if end is None else end - timeout_clock.now()
-                if timeout <= 0:
-                    return False
+            while not self._ended:
+                try:
+                    self._await_news(timeout)
+                except queue.Empty:
+                    # More is left if the clock was held meanwhile.
+                    timeout = 0.0 if end is None else end - timeout_clock.now()
+                    if timeout <= 0:
+                        return self._ended
             return True
         except KeyboardInterrupt as error:
             if self._on_leave is not None:
                 self._on_leave(error)
             raise
 
+    def _await_news(self, timeout: float | None) -> None:
+        """Wait until the call has ended.
+
+        Raises:
+            queue.Empty: The seconds have passed.
+        """
+        if self._ended:
+            return
+        try:
+            self._news.get(timeout=timeout)
+        finally:
+            if self._ended:
+                self._news.put(None)  # wakes the next thread that waits
+
     def is_completed(self) -> bool:
         """Whether the call has ended, with success or an error."""
-        return self._done.is_set()
+        return self._ended
 
     def is_success(self) -> bool:
         """Whether the call has ended with its result in place."""
-        return self._done.is_set() and self._error is None
+        return self._ended and self._error is None
 
     def exception(self) -> BaseException | None:
         """The error of the call; None while it is under way and after success."""
@@ -138,7 +161,8 @@ class Handle(dist.Work):
 
     def await_end(self, until: float) -> None:
         """Wait until the call has ended, until a monotonic time. Raises no error."""
-        self._done.wait(max(0.0, until - time.monotonic()))
+        with contextlib.suppress(queue.Empty):
+            self._await_news(max(0.0, until - time.monotonic()))
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
         """Call `callback(self)` when the call ends, or at once if it has ended.
@@ -146,7 +170,7 @@ class Handle(dist.Work):
         A callback that needs the error asks for it by `exception`.
         """
         with self._lock:
-            if not self._done.is_set():
+            if not self._ended:
                 self._callbacks.append(callback)
                 return
         callback(self)
@@ -154,10 +178,11 @@ class Handle(dist.Work):
     def complete(self, error: BaseException | None = None) -> None:
         """End the call. A second call has no effect."""
         with self._lock:
-            if self._done.is_set():
+            if self._ended:
                 return
             self._error = error
-            self._done.set()
+            self._ended = True
+            self._news.put(None)
         if error is not None and not isinstance(error, _FOLLOW):
             _unseen.append(self)
         for callback in self._callbacks:

@@ -48,7 +48,10 @@ class Coordinator:
         """Make a coordinator for a group. No other code may make calls on the group."""
         self.group = group
         self._pending: dict[str, Request] = {}
-        self._changed = threading.Condition()
+        # A `with` statement of this lock is safe from interrupts, because C code enters
+        # and leaves it. An interrupt inside `Condition.__enter__` would leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._turn = threading.Lock()
         """Held by the thread that makes calls."""
         self._thread: threading.Thread | None = None
@@ -68,13 +71,13 @@ class Coordinator:
         lasting.register(self)
 
     def _begin_again(self) -> None:
-        """Leave no turn taken and no thread waiting. `_refresh` does the rest.
+        """Leave no thread waiting, and no offer without notice.
 
-        An interrupt can come when a thread has entered these, and before the `try`
-        that leaves them.
+        An interrupt can end `_waits` before its `try`, and `_add` before its notice.
+        `_refresh` does the rest.
         """
-        self._turn = threading.Lock()
         self._waiting.clear()
+        self._note_change()
 
     # -- calls ---------------------------------------------------------------------
 
@@ -120,8 +123,7 @@ class Coordinator:
             UsageError: A call of this name is under way.
             BaseException: The error of a call that has failed.
         """
-        turn = self._turn
-        if self._pending or not turn.acquire(blocking=False):
+        if self._pending or self._turn.locked():
             self.submit(request)
             self.wait(request)
             return
@@ -129,12 +131,11 @@ class Coordinator:
             self._add(request)
             with self._waits():
                 while not request.handle.is_completed():
-                    self._step()
+                    with self._turn:
+                        self._step()
         except BaseException as error:  # an interrupt between two calls
             self._finish(request, error)
             raise
-        finally:
-            turn.release()
         request.handle.wait()
 
     def wait(self, request: Request) -> None:
@@ -179,7 +180,7 @@ class Coordinator:
     def _add(self, request: Request) -> None:
         self._refresh()
         request.use_gpu(self.group.gpu)
-        with self._changed:
+        with self._lock:
             if request.name in self._pending:
                 raise UsageError(
                     f"{request.kind.operation}: a call named {request.name!r} is under "
@@ -203,7 +204,7 @@ class Coordinator:
                 self._finish(request, CollectiveAborted(f"{what} was {why}"))
 
     def _note_change(self) -> None:
-        with self._changed:
+        with self._lock:
             self._offers_changed = True
             self._changed.notify_all()
 
@@ -211,14 +212,14 @@ class Coordinator:
     def _waits(self) -> Iterator[None]:
         """Mark this thread as waiting for a call. It makes no other call meanwhile."""
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._waiting.add(thread)
             if len(self._waiting) == 1:
                 self._changed.notify_all()
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiting.discard(thread)
 
     # -- turns ---------------------------------------------------------------------
@@ -274,7 +275,7 @@ class Coordinator:
             self._fail_all(error)
 
     def _finish(self, request: Request, error: BaseException | None = None) -> None:
-        with self._changed:
+        with self._lock:
             self._pending.pop(request.name, None)
         request.handle.complete(error)
 
@@ -304,7 +305,7 @@ class Coordinator:
             self._await_change()
 
     def _offers(self) -> Offers:
-        with self._changed:
+        with self._lock:
             self._offers_changed = False
             calls = {name: request.offer for name, request in self._pending.items()}
             return Offers(calls, bool(self._waiting), self._unnamed)
@@ -365,7 +366,7 @@ class Coordinator:
 
     def _await_change(self) -> None:
         """Wait until this rank has submitted another call, or waits for one."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: self._offers_changed or self._waiting or self.group.broken
             )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from datetime import timedelta
+from types import FrameType
 
 import pytest
 
@@ -37,6 +40,41 @@ def test_a_wait_can_be_repeated_after_its_timeout() -> None:
         handle.wait(0.01)
     handle.complete()
     assert handle.wait(0.01)
+
+
+def test_an_interrupt_in_a_wait_does_not_keep_the_call_from_ending() -> None:
+    handle = Handle("all_reduce")
+
+    def interrupt(frame: FrameType, event: str, _: object) -> object:
+        if frame.f_code is not threading.Condition.__enter__.__code__:
+            return None
+        if event == "return":
+            raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt, CollectiveTimeout):
+            handle.wait(0.01)
+    finally:
+        sys.settrace(before)
+    ender = threading.Thread(target=handle.complete, daemon=True)
+    ender.start()
+    ender.join(10)
+    assert not ender.is_alive()
+    assert handle.wait()
+
+
+def test_all_threads_that_wait_for_a_call_see_its_end() -> None:
+    handle = Handle("all_reduce")
+    waiters = [threading.Thread(target=handle.wait, daemon=True) for _ in range(4)]
+    for each in waiters:
+        each.start()
+    handle.complete()
+    for each in waiters:
+        each.join(10)
+        assert not each.is_alive()
 
 
 def test_a_callback_runs_once_whether_it_is_added_before_or_after_the_end() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dis
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +36,8 @@ class Failure(Exception):
 def ended(after: int | None, kind: str) -> Iterator[list[int]]:
     """Count the lines of this package that run, and end the block at a drawn one.
 
+    The ends of the methods of locks, which lines of this package call, count as lines.
+
     Args:
         after: the line that ends the block; None for none.
         kind: "error" to raise there, "interrupt" to send SIGINT.
@@ -42,9 +46,10 @@ def ended(after: int | None, kind: str) -> Iterator[list[int]]:
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith((*OURS, __file__)):
+        is_lock = name == threading.__file__ and _is_called_here(frame)
+        if not is_lock and not name.startswith((*OURS, __file__)):
             return None
-        if event == "line":
+        if event == ("return" if is_lock else "line") and not _loads_none(frame):
             count[0] += 1
             if count[0] == after:
                 if kind == "error":
@@ -57,6 +62,24 @@ def ended(after: int | None, kind: str) -> Iterator[list[int]]:
         yield count
     finally:
         sys.settrace(None)
+
+
+def _is_called_here(frame: FrameType | None) -> bool:
+    """Whether a line of nbdist has called a method of a lock."""
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(str(PACKAGE))
+
+
+def _loads_none(frame: FrameType) -> bool:
+    """Whether the frame is about to load None, where no signal is handled.
+
+    The end of a `with` statement begins so. Python lets no interrupt come between the
+    body and the exit, which a failure of the trace function would skip.
+    """
+    code, at = frame.f_code, frame.f_lasti
+    opcode, argument = code.co_code[at : at + 2]
+    return dis.opname[opcode] == "LOAD_CONST" and code.co_consts[argument] is None
 
 
 class Case:

@@ -168,3 +168,32 @@ def test_ranks_that_were_interrupted_in_different_steps_load_the_same_batches(
     cluster.execute("result = case.train()", timeout_s=DEADLINE_S)
     # 9 steps of 12 samples, of which rank 0 has begun the third
     assert agreed(cluster).tolist() == [6, 2, 0]
+
+
+INTERRUPTED_AS_IT_LOCKS = """
+import sys, threading
+
+def trace(frame, event, _):
+    if frame.f_code is threading.Condition.__enter__.__code__:
+        if event == "return":
+            raise KeyboardInterrupt
+        return trace
+
+if rank == 1:
+    sys.settrace(trace)
+try:
+    cases.hvd.synchronize(cases.hvd.allreduce_async(torch.ones(2)))
+finally:
+    sys.settrace(None)
+raise ValueError
+"""
+
+
+def test_an_interrupt_as_a_lock_is_taken_does_not_leave_it_taken(
+    cluster: Cluster,
+) -> None:
+    expected, _ = begin(cluster, "plain")
+    with pytest.raises(CellError):
+        cluster.execute(INTERRUPTED_AS_IT_LOCKS, timeout_s=DEADLINE_S)
+    cluster.execute(AGAIN, timeout_s=DEADLINE_S)
+    torch.testing.assert_close(agreed(cluster), expected)
