@@ -194,14 +194,20 @@ class Coordinator:
 
     def _refresh(self) -> None:
         """Begin again after a renewal of the group, which has ended all calls."""
-        if self._generation != self.group.generation:
-            self._generation, self._joined = self.group.generation, frozenset()
+        if self._generation == self.group.generation:
+            return
+        with self._lock:  # the thread of the calls may be here too
+            if self._generation == self.group.generation:
+                return
+            ended = list(self._pending.values())
+            self._pending.clear()
             self._unnamed.clear()
-            self._submitted = 0
-            for request in list(self._pending.values()):
-                what = where(request.kind.operation, request.call_site)
-                why = self.group.renewal
-                self._finish(request, CollectiveAborted(f"{what} was {why}"))
+            self._submitted, self._joined = 0, frozenset()
+            self._generation = self.group.generation
+        for request in ended:
+            what = where(request.kind.operation, request.call_site)
+            error = CollectiveAborted(f"{what} was {self.group.renewal}")
+            request.handle.complete(error)
 
     def _note_change(self) -> None:
         with self._lock:
@@ -276,7 +282,9 @@ class Coordinator:
 
     def _finish(self, request: Request, error: BaseException | None = None) -> None:
         with self._lock:
-            self._pending.pop(request.name, None)
+            # After a renewal there may be another call of this name.
+            if self._pending.get(request.name) is request:
+                del self._pending[request.name]
         request.handle.complete(error)
 
     def _all_joined_at_once(self) -> None:
