@@ -12,6 +12,7 @@ output. The message marks the end of the output.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import collections
 import contextlib
 import contextvars
@@ -77,6 +78,7 @@ METRICS_TIMEOUT_S = 1.0
 """The most seconds that a reply waits for logged values that a GPU still computes."""
 
 T = TypeVar("T")
+_import = builtins.__import__
 
 _gates: list[Gate] = []
 
@@ -351,6 +353,7 @@ def _end_process(error: BaseException) -> NoReturn:
     User code may have replaced what the answer needs, such as a function of `json`. The
     notebook would wait forever for the answer of a process that lives.
     """
+    builtins.__import__ = _import  # the report imports modules
     this_rank().end(f"it can no longer answer the notebook ({text_of(error)})")
 
 
@@ -376,6 +379,9 @@ async def _answer(kernel: Any, shell: _Shell, opened: Opened) -> None:
         debugger.end_tracing()
         end_forked_child()
         rank.activity = None
+    # The threads that send output import modules. Where that fails, they end without a
+    # word, and the notebook would wait for the end of the output.
+    __import__(__name__)
     if rank.interrupts.delivered:  # also if the cell has caught it
         world.current().note_failure()
     _flush_streams()
@@ -428,7 +434,7 @@ def _called(target: str, buffers: list[Any]) -> tuple[bool, list[Any]]:
     """Call a function that is not a coroutine; whether it succeeded, and its frames."""
     try:
         args, kwargs = serialization.loads([bytearray(frame) for frame in buffers])
-        return True, serialization.dumps(function_of(target)(*args, **kwargs))
+        return True, _dumped(function_of(target)(*args, **kwargs))
     except BaseException as error:  # noqa: BLE001 - as in `_answer`
         return False, serialization.dumps(describe(error))
 
@@ -444,7 +450,12 @@ async def _call(target: str, buffers: list[Any]) -> list[Any]:
     value = function_of(target)(*args, **kwargs)
     if inspect.isawaitable(value):
         value = await value
-    return serialization.dumps(value)
+    return _dumped(value)
+
+
+def _dumped(value: object) -> list[Any]:
+    """A function's value, pickled. It is nbdist's own, and has the user's as bytes."""
+    return _or_end(serialization.dumps, value)
 
 
 @functools.cache

@@ -182,17 +182,23 @@ def test_a_rank_that_joins_has_the_settings_of_torch(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["pickle.dumps = None", "json.dumps = json.dump = None"]
+    ("change", "reason"),
+    [
+        ("pickle.dumps = None", "TypeError"),
+        ("json.dumps = json.dump = None", "TypeError"),
+        ("builtins.__import__ = None", "PicklingError"),
+        ("builtins.__import__ = lambda *_, **__: 1 / 0", "PicklingError"),
+    ],
 )
 def test_a_rank_that_cannot_answer_ends_and_is_replaced(
-    cluster: Cluster, change: str
+    cluster: Cluster, change: str, reason: str
 ) -> None:
     """What a cell prints is sent as JSON, and its reply is pickled."""
     cluster.execute("kept = 7")
-    broken = f"import json, pickle\nif rank == 1: {change}\nprint('printed')"
+    broken = f"import builtins, json, pickle\nif rank == 1: {change}\nprint('printed')"
     with pytest.raises(CellError, match="rank 1") as raised:
         cluster.execute(broken, timeout_s=DEADLINE_S)
-    assert "it can no longer answer the notebook (TypeError" in str(raised.value)
+    assert f"it can no longer answer the notebook ({reason}" in str(raised.value)
     assert cluster["kept"] == [7, 7]
 
 
