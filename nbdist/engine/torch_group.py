@@ -79,8 +79,7 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
 
     Args:
         run_dir: The cluster's folder.
-        owns_gpu: Whether this rank has a GPU of its own. NCCL is used if all have one:
-            a rank that used it alone would wait for the others.
+        owns_gpu: Whether each rank has a GPU of its own, so that NCCL can be used.
         generation: The world's generation. Each has its own file.
     """
     global _at_start
@@ -89,7 +88,6 @@ def start(run_dir: Path, owns_gpu: bool, generation: int = 0) -> None:
     for name, value in {**DEFAULTS, **dict.fromkeys(INTERFACES, interface)}.items():
         os.environ.setdefault(name, value)
     name = f"torch-store-{generation}"
-    owns_gpu = all(_flags(owns_gpu))
     if owns_gpu:
         _make("cpu:nbdist,cuda:nccl", make_store(default_group(), run_dir, name))
         if not _nccl_takes_devices():
