@@ -678,7 +678,8 @@ class DistMagics(Magics):  # type: ignore[misc]
             if each * hosts != cluster.size:
                 raise UsageError(
                     f"--nproc-per-node {each}: the cluster has {cluster.size} ranks on "
-                    f"{hosts} host{'s' * (hosts > 1)}; %dist_scale -n {each * hosts} changes that"
+                    f"{hosts} host{'s' * (hosts > 1)}; %dist_scale -n {each * hosts} "
+                    "changes that"
                 )
         given = [f"--{name}" for name in OUTPUT_OPTIONS if getattr(args, _key(name))]
         if given:
