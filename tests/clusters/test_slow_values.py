@@ -217,7 +217,7 @@ def test_an_error_whose_str_raises_arrives(cluster: Cluster):
 
     with pytest.raises(CellError, match="Silent: <its __str__ raised ValueError>"):
         cluster.run(fail, timeout_s=20)
-    with pytest.raises(CellError, match="line 2: ValueError"):
+    with pytest.raises(CellError, match="line 3: Silent: <its __str__ raised Value"):
         cluster.execute(
             "class Silent(Exception):\n"
             "    def __str__(self): raise ValueError\n"
