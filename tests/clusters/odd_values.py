@@ -20,6 +20,7 @@ import pathlib
 import queue
 import random
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -49,8 +50,7 @@ def _path() -> str:
 
 
 def remove_files() -> None:
-    for path in _FOLDER.iterdir() if _FOLDER.exists() else ():
-        path.unlink()
+    shutil.rmtree(_FOLDER, ignore_errors=True)
 
 
 # -- whole values ----------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.clusters import odd_values
 HOSTILE = """
 import os, threading, weakref, numpy as np
 from torch._subclasses.fake_tensor import FakeTensorMode
-path = f'/tmp/nbdist-cut-{os.getpid()}.npy'
+path = f'{folder}/cut-{rank}.npy'
 np.save(path, np.ones(100_000))
 cut = np.load(path, mmap_mode='r')
 cut_tensor = torch.from_file(path, shared=True, size=100_000)
@@ -77,10 +78,9 @@ def described(cluster: Cluster, pattern: str = "*") -> dict[str, Variable]:
 
 
 @pytest.fixture
-def hostile(cluster: Cluster) -> Iterator[Cluster]:
-    cluster.execute(HOSTILE)
-    yield cluster
-    cluster.execute("import pathlib; pathlib.Path(path).unlink(missing_ok=True)")
+def hostile(cluster: Cluster, tmp_path: Path) -> Cluster:
+    cluster.execute(f"folder = {str(tmp_path)!r}\n{HOSTILE}")
+    return cluster
 
 
 def test_a_table_shows_what_cannot_be_read_in_its_rows(hostile: Cluster):
