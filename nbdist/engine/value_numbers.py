@@ -113,7 +113,8 @@ def histogram_of(
     Raises:
         Unreadable, TooSlow: As `norm_of`.
     """
-    counts = torch.zeros(bins, dtype=torch.float64)
+    # Whatever the default device of the user is.
+    counts = torch.zeros(bins, dtype=torch.float64, device="cpu")
     for block in _Blocks(content, deadline):
         finite = block[block.isfinite()]
         counts += torch.histc(finite, bins, low, high).double().cpu()
