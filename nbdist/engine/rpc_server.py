@@ -378,12 +378,12 @@ async def _answer(kernel: Any, shell: _Shell, opened: Opened) -> None:
     finally:
         debugger.end_tracing()
         end_forked_child()
+        if rank.interrupts.delivered:  # also if the cell has caught it
+            world.current().note_failure()
         rank.activity = None
     # The threads that send output import modules. Where that fails, they end without a
     # word, and the notebook would wait for the end of the output.
     __import__(__name__)
-    if rank.interrupts.delivered:  # also if the cell has caught it
-        world.current().note_failure()
     _flush_streams()
     comms.flush()
     # The last batch of the cell has its step.

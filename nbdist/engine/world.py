@@ -112,7 +112,9 @@ class World:
     def note_failure(self) -> None:
         """Note what a failed cell has left behind."""
         forget_unseen_errors()  # they mostly follow from its error
-        self._has_open_step |= lasting.are_alive() or ddp_modules.has_open_step()
+        self._has_open_step = (
+            self._has_open_step or lasting.are_alive() or ddp_modules.has_open_step()
+        )
 
     @property
     def broken(self) -> bool:
