@@ -40,7 +40,7 @@ SPARSE = {
     torch.sparse_bsc,
 }  # fmt: skip
 BARS = " ▁▂▃▄▅▆▇█"
-SHORT_REACH, REACH = 1_000, 4_000
+SHORT_REACH, REACH = 1_000, 1_000
 """The most objects whose memory is checked before a short or a full text is made."""
 LONGEST_INT_BITS = 4096
 
