@@ -40,8 +40,8 @@ SPARSE = {
     torch.sparse_bsc,
 }  # fmt: skip
 BARS = " ▁▂▃▄▅▆▇█"
-SHORT_REACH, REACH = 1_000, 1_000
-"""The most objects whose memory is checked before a short or a full text is made."""
+REACH = 1_000
+"""The most objects whose memory is checked before a text is made."""
 LONGEST_INT_BITS = 4096
 
 
@@ -286,7 +286,7 @@ class _Short(reprlib.Repr):
     def repr_instance(self, value: object, level: int) -> str:
         """The text of any other object, whose code is the user's."""
         try:
-            check_reachable(value, SHORT_REACH, Deadline())
+            check_reachable(value, REACH, Deadline())
             text = repr(value)
         except KeyboardInterrupt:
             raise
