@@ -1907,7 +1907,7 @@ class Cluster:
         """As `shown`, also while ranks are busy.
 
         If a rank is busy, another thread of each rank evaluates the expression, for
-        1.5 s at most. The text of a value then says if it has failed. The value is None
+        5 s at most. The text of a value then says if it has failed. The value is None
         for a rank that does not answer.
         """
         answers = self._ask_if_busy(endpoints.LOOK, expression)
@@ -1924,7 +1924,8 @@ class Cluster:
         if not any(what is not None for what in doing.values()):
             return None
         answering = [rank for rank in living if states[rank] is not None]
-        return dict.fromkeys(living) | self._ask(target, *args, ranks=answering)
+        answers = self._ask(target, *args, ranks=answering, timeout_s=LOOK_TIMEOUT_S)
+        return dict.fromkeys(living) | answers
 
     def compare(self, expression: str, *, timeout_s: float | None = None) -> Comparison:
         """Compare the values of an expression on all ranks, bit for bit.
@@ -1933,7 +1934,7 @@ class Cluster:
         a model. They measure the first leaves that differ, which are sent from one rank
         to the others.
 
-        If a rank is busy, another thread of each rank computes the digests, for 1.5 s
+        If a rank is busy, another thread of each rank computes the digests, for 5 s
         at most, and the differences of tensors are not measured. The ranks may be at
         different steps then.
 

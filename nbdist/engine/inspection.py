@@ -51,6 +51,8 @@ UNINTERESTING = (types.ModuleType, types.FunctionType, type)
 IDLE_LIMITS_S = 2.0, 8.0
 BUSY_LIMITS_S = 1.0, 1.5
 """Seconds for one variable, and for all, on a rank that is idle, or busy."""
+LOOK_LIMIT_S = 5.0
+"""Seconds for an expression. A busy machine gives a thread that looks little time."""
 FIRST_ROUND_S = 0.05
 FIRST_ROUND_BYTES = 8 << 20
 """What takes longer, or is larger, has its turn after all others."""
@@ -99,23 +101,28 @@ def look(expression: str) -> Shown:
     """An expression's value as text, on a rank whose main thread may be busy.
 
     The expression is evaluated in another thread, while the cell runs. An error or a
-    value that takes too long becomes the text.
+    value that takes too long becomes the text. What cannot be compared in time has its
+    text.
     """
+    found: list[Shown] = []
     try:
         with _quick_switches():
-            return _aside.call(_look, expression, limit_s=BUSY_LIMITS_S[1])
+            _aside.call(_look, expression, found, limit_s=LOOK_LIMIT_S)
     except Exception as error:  # noqa: BLE001 - a user's expression may raise anything
         why = text_of(error)
-        return Shown(f"<{why}>", "", why)
+        found = found or [Shown(f"<{why}>", "", why)]
+    return found[-1]
 
 
-def _look(expression: str, limit_s: float) -> Shown:
+def _look(expression: str, found: list[Shown], limit_s: float) -> None:
+    """Append the value's text, and then the text with its digest."""
     deadline = Deadline(limit_s)
     with _stream_of_its_own(), looking_at(expression):
         value = evaluate(expression)
         text, rows, _no_image = in_full(value, deadline, images=False)
+        found.append(Shown(text, "", "it takes too long", rows))
         digest, why = digest_in_full(expression, value, deadline)
-        return Shown(text, digest, why, rows)
+        found.append(Shown(text, digest, why, rows))
 
 
 def leaves(expression: str) -> tuple[list[LeafDigest], str]:
@@ -128,7 +135,7 @@ def leaves(expression: str) -> tuple[list[LeafDigest], str]:
     """
     try:
         with _quick_switches():
-            return _aside.call(_leaves, expression, limit_s=BUSY_LIMITS_S[1]), ""
+            return _aside.call(_leaves, expression, limit_s=LOOK_LIMIT_S), ""
     except Exception as error:  # noqa: BLE001 - a user's expression may raise anything
         return [], encodable(text_of(error))
 

@@ -111,7 +111,7 @@ class Tools:
     def inspect(self, expression: str) -> answers.Values:
         """Show the value of an expression on all ranks; equal values are one.
 
-        The expression is evaluated beside the cells, for 1.5 s at most. Properties,
+        The expression is evaluated beside the cells, for 5 s at most. Properties,
         `__getitem__` and `__repr__` are the user's code, and may change something. The
         random states of Python, numpy and torch on the CPU are restored if no cell
         runs.

@@ -47,6 +47,12 @@ LISTED_TEXT = {bool, int, str, bytes, type(None)}
 """Types of which a whole list is one leaf."""
 MOST_DEEP = 150
 """The most containers around a value. The walk of more would exhaust the stack."""
+MOST_TWICE = 64
+"""The most leaves of an object that are taken again where the object occurs again.
+
+An object with more becomes one leaf there, or else objects that share their parts, such
+as a figure's, would have a number of leaves exponential in their depth.
+"""
 LARGE_BITS = 4096
 """Integers with more bits have hexadecimal texts: Python limits decimal ones."""
 
@@ -124,6 +130,8 @@ class _Walk:
         self._deadline = deadline
         self._open: dict[int, str] = {}
         """The values that are being taken apart, by id, with their names."""
+        self._large: dict[int, tuple[str, object]] = {}
+        """The objects of many leaves by id, which stays theirs, with their names."""
         self._rules: list[tuple[type | tuple[type, ...], Callable[..., None]]] = [
             (Tensor, self._tensor),
             (np.ndarray, self._array),
@@ -378,6 +386,16 @@ class _Walk:
 
     def _pickled(self, name: str, value: Any) -> None:
         """Take an object apart as `pickle` does."""
+        if id(value) in self._large:
+            first_name, _ = self._large[id(value)]
+            self._text(name, value, f"again {first_name}")
+            return
+        before = len(self.leaves)
+        self._take_state(name, value)
+        if len(self.leaves) - before > MOST_TWICE:
+            self._large[id(value)] = name, value
+
+    def _take_state(self, name: str, value: Any) -> None:
         reduced = value.__reduce_ex__(4)
         if isinstance(reduced, str):
             self._text(name, value, reduced)

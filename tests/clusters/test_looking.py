@@ -549,7 +549,7 @@ def test_busy_ranks_are_compared_without_a_measurement(
         assert missing.errors.keys() == {0, 1, 2, 3}
         assert "'missing' is not defined" in missing.errors[0]
         begin = time.monotonic()
-        assert "longer than 1.5 s" in cluster.compare("slow").errors[3]
+        assert "longer than 5 s" in cluster.compare("slow").errors[3]
         assert time.monotonic() - begin < 10
     (weight,) = cluster.compare("model").differing
     assert weight.index == (1, 2)

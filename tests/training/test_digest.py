@@ -217,6 +217,31 @@ def test_a_deeply_nested_list_is_not_compared():
         deep = deep.pop()  # type: ignore[assignment]
 
 
+class Shared:
+    """An object with two references."""
+
+    def __init__(self, left: object, right: object) -> None:
+        self.left, self.right = left, right
+
+
+def shared_pairs(depth: int, value: object, *, copies: bool = False) -> object:
+    """Pairs of pairs that are one object; 2^depth paths lead to the value."""
+    pair = Shared(value, value)
+    for _ in range(depth):
+        pair = Shared(pair, copy.deepcopy(pair) if copies else pair)
+    return pair
+
+
+def test_objects_that_share_their_parts_are_compared_soon():
+    pairs = shared_pairs(40, 1.0)
+    assert len(leaves_of("pairs", pairs)) < 1000
+    assert digest(pairs) == digest(shared_pairs(40, 1.0))
+    assert digest(pairs) != digest(shared_pairs(40, 2.0))
+    # Small objects are equal whether or not they are one.
+    small = [shared_pairs(3, 1.0, copies=copies) for copies in (False, True)]
+    assert digest(small[0]) == digest(small[1])
+
+
 def test_looking_neither_keeps_nor_locks_a_tensor():
     tensor = torch.ones(1000)
     digest(tensor)
