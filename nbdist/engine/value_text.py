@@ -68,12 +68,12 @@ def in_full(value: Any, deadline: Deadline, *, images: bool = True) -> InFull:
     Raises:
         Exception: The value's `__repr__` has raised.
     """
+    if _has_only_attributes(value):
+        return _with_table(name_of_kind(value), _attributes(value), deadline)
     try:
         check_reachable(value, REACH, deadline)
     except Unreadable as error:
         return InFull(f"<cannot be shown: {error}>")
-    if _has_only_attributes(value):
-        return _with_table(name_of_kind(value), _attributes(value), deadline)
     forms = {"text/plain", *((PNG,) if images else ())}
     bundle, _metadata = this_rank().shell.display_formatter.format(value, forms)
     # IPython gives no text where `repr` raises. This call raises the same error.
@@ -258,11 +258,15 @@ def _attributes(value: Any) -> _Table:
 
 
 def _attribute_text(value: Any) -> str:
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
-        return f"{_form_text(value)}, {short_text(value)}"
-    if is_dataframe(value):
-        return f"{type(value).__name__} {_shape_text(value)}"
-    return short_text(value)
+    kind = type(value)  # `isinstance` may run the value's own code
+    try:
+        if issubclass(kind, (torch.Tensor, np.ndarray)) and value.ndim:
+            return f"{_form_text(value)}, {short_text(value)}"
+        if is_dataframe(value):
+            return f"{kind.__name__} {_shape_text(value)}"
+        return short_text(value)
+    except Unreadable as error:
+        return f"<cannot be shown: {error}>"
 
 
 # -- short texts ----------------------------------------------------------------------
@@ -286,7 +290,8 @@ class _Short(reprlib.Repr):
     def repr_instance(self, value: object, level: int) -> str:
         """The text of any other object, whose code is the user's."""
         try:
-            check_reachable(value, REACH, Deadline())
+            if type(value).__repr__ is not object.__repr__:  # which reads no memory
+                check_reachable(value, REACH, Deadline())
             text = repr(value)
         except KeyboardInterrupt:
             raise

@@ -38,6 +38,9 @@ state = []
 hook = net[0].register_forward_pre_hook(lambda m, i: state.append(m.weight))
 net(torch.ones(2, 8))
 gathered = state[0]
+class Handle: pass
+handle = Handle()
+handle.cut, handle.number = cut, 5
 class Exits:
     @property
     def __class__(self): raise SystemExit('class')
@@ -92,6 +95,8 @@ def test_a_table_shows_what_cannot_be_read_in_its_rows(hostile: Cluster):
     assert "has become shorter" in rows["cut"].uncompared
     for name in ("freed", "gathered"):
         assert "it was freed" in rows[name].uncompared, rows[name]
+    assert rows["handle"].value == "<__main__.Handle object>"
+    assert "has become shorter" in rows["handle"].uncompared
     assert rows["fake_model"].kind == "Linear"
     assert rows["exits"].kind == "Exits"
     assert rows["proxy"].uncompared
@@ -110,6 +115,12 @@ def test_no_look_at_one_value_ends_a_rank(hostile: Cluster):
                 with contextlib.suppress(NbdistError):
                     look(name)
             assert hostile.died() == {}, name
+
+
+def test_an_object_shows_the_attributes_that_can_be_read(hostile: Cluster):
+    text = hostile.inspect("handle")[0]
+    assert "cut     <cannot be shown: its file " in text
+    assert "number  5" in text
 
 
 def test_check_replicas_refuses_what_cannot_be_read(hostile: Cluster):
