@@ -55,6 +55,8 @@ def step(what: str, limit_s: float | None = None) -> Iterator[None]:
     except Overdue:
         raise TransferError(f"{what} took longer than {limit_s:g} s") from None
     except KeyboardInterrupt as interrupt:
+        if not interrupts.delivered:  # the user's code has raised it
+            raise
         line = cell_names.last_line(interrupt)
         at = f", at {line}" if line else ""
         raise KeyboardInterrupt(f"while {what}{at}") from None
@@ -68,13 +70,16 @@ def transfer_step(what: str, limit_s: float | None = None) -> Iterator[None]:
 
     Raises:
         TransferError: The message names the step. The user's own error is its cause.
-        KeyboardInterrupt: As `step` does.
+        KeyboardInterrupt: As `step` does, if the step was interrupted.
     """
     try:
         with step(what, limit_s):
             yield
-    except (KeyboardInterrupt, TransferError):
+    except TransferError:
         raise
     except BaseException as error:
-        # User code may raise anything, also SystemExit.
+        # User code may raise anything, also SystemExit and KeyboardInterrupt.
+        is_own = is_rank() and not this_rank().interrupts.delivered
+        if isinstance(error, KeyboardInterrupt) and not is_own:
+            raise
         raise TransferError(f"{what}: {text_of(error)}") from error

@@ -183,6 +183,24 @@ def test_a_slow_variable_is_left_out_of_the_copy_and_named(
     cluster.execute(SUM, timeout_s=30)
 
 
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit", "GeneratorExit"])
+def test_a_variable_that_raises_any_error_is_left_out_of_the_copy(
+    cluster: Cluster, notes: list[str], error: str
+) -> None:
+    """Also one that raises an interrupt's error, with none delivered."""
+    cluster.execute(
+        "class Rude:\n"
+        f"    def __reduce_ex__(self, protocol): raise {error}('no')\n"
+        "rude = Rude()"
+    )
+    os.kill(cluster.ranks[2].pid, signal.SIGKILL)
+    wait_until(lambda: bool(cluster.died()), 10)
+    cluster.repair()
+    (note,) = notes
+    assert f"rude ({error}: no)" in note
+    assert cluster["mine"] == [100, 101, 100, 103]
+
+
 def test_an_interrupt_ends_the_copy_and_the_world_is_complete(
     cluster: Cluster, tmp_path: Path
 ) -> None:
