@@ -239,6 +239,7 @@ def test_what_any_cell_leaves_on_two_ranks_meets_no_later_call(two: Cluster) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(10))
 def test_what_many_cells_leave_on_four_ranks_meets_no_later_call(
     cluster: Cluster, part: int
@@ -247,6 +248,7 @@ def test_what_many_cells_leave_on_four_ranks_meets_no_later_call(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(10))
 def test_what_many_cells_leave_on_two_ranks_meets_no_later_call(
     two: Cluster, part: int
