@@ -2,8 +2,8 @@
 
 `launch` starts `mpiexec python ranks.py FOLDER DEADLINE`: this file runs in the test
 and on the ranks. A rank that is late prints its stack and exits, so that no process
-outlives a test. With NBDIST_FORK_LAUNCHES=1, the fork server of nbdist forks the ranks,
-because an import of torch takes seconds.
+outlives a test. The fork server of nbdist forks the ranks, because an import of torch
+takes seconds. With NBDIST_FORK_LAUNCHES=0, or `forked=False`, they start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ ROOT = Path(__file__).parents[2]
 GRACE_S = 10.0
 FORK_TIMEOUT_S = 60.0
 """Seconds that the fork server may take, with its imports."""
-IS_FORKING = os.environ.get("NBDIST_FORK_LAUNCHES") == "1"
+IS_FORKING = os.environ.get("NBDIST_FORK_LAUNCHES", "1") == "1" and (
+    sys.platform == "linux"
+)
 FORKED_RANK = Path(__file__).with_name("forked_rank.py")
 MODULE = "tests.collectives.ranks"
 
@@ -50,8 +52,14 @@ def launch(
     deadline_s: float = 60.0,
     environment: dict[str, str] | None = None,
     may_die: bool = False,
+    forked: bool = True,
 ) -> list[Any]:
     """Call `function(*arguments)`, which a file defines, on `n` ranks.
+
+    Args:
+        environment: Variables of the ranks. An import does not see them in forked ones.
+        may_die: Whether a rank may end without a result.
+        forked: Whether the ranks may be forked.
 
     Returns:
         The results in rank order; None for a rank that died, with `may_die`.
@@ -64,7 +72,7 @@ def launch(
         own = {"OMPI_MCA_btl_sm_backing_directory": stack.enter_context(mapped)}
         (folder / "call").write_bytes(pickle.dumps((file, function, arguments)))
         program = [sys.executable, __file__]
-        if IS_FORKING:
+        if IS_FORKING and forked:
             rank_host = stack.enter_context(forking(folder))
             program = [sys.executable, "-S", str(FORKED_RANK), str(rank_host), MODULE]
         extra = {**own, **(environment or {})}

@@ -31,6 +31,7 @@ def found() -> list[dict[str, Any]]:
         "run_on_xla",
         deadline_s=300,
         environment=environment,
+        forked=False,  # torch_xla reads it when it is imported
     )
 
 
