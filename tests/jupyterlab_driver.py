@@ -25,13 +25,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import nbformat
 import pytest
-from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
 
 from nbdist.ipc.ports import free_ports
+
+if TYPE_CHECKING:  # every test session loads this file
+    from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).parent.parent
 SCREENSHOTS = ROOT / "out" / "screenshots"
@@ -153,6 +154,8 @@ class Lab:
 
     def open_notebook(self, cells: list[str]) -> Path:
         """Open a new notebook, and start its kernel. Returns the notebook's path."""
+        import nbformat
+
         self._count += 1
         notebook = nbformat.v4.new_notebook(
             cells=[nbformat.v4.new_code_cell(source) for source in cells],
@@ -258,6 +261,8 @@ class Lab:
             AssertionError: It was not true in time. It has what the page shows, and
                 what its console says.
         """
+        from playwright.sync_api import TimeoutError
+
         try:
             self.page.wait_for_function(condition, timeout=timeout * 1000)
         except TimeoutError:
@@ -356,6 +361,8 @@ def lab_browser() -> Iterator[Browser]:
     """A headless Chromium for the whole test run."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM, args=CHROMIUM_OPTIONS

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
+
+NAMES = [
+    "rank", "all_reduce", "elastic.run", "horovod.allreduce",
+    "horovod.elastic.TorchState", "keras.allreduce",
+]  # fmt: skip
 
 
 def run(program: str) -> str:
@@ -41,29 +47,37 @@ print(asked)
     assert run(program) == "['UsageError', 'CellError']\n"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rank", "all_reduce", "elastic.run", "horovod.allreduce",
-        "horovod.elastic.TorchState", "keras.allreduce",
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("used_before", [False, True])
-def test_in_the_notebook_a_name_of_a_rank_raises_wrong_process(
-    name: str, used_before: bool
-):
+@pytest.fixture(scope="module", params=[False, True])
+def said(request: pytest.FixtureRequest) -> dict[str, list[object]]:
+    """For each name, used before or not: the error, whether torch is loaded, and the
+    name's docstring."""
     program = f"""
-import sys
+import json, operator, sys
 import nbdist, nbdist.horovod, nbdist.keras
 from nbdist import lazy
-if {used_before}:
-    nbdist.{name}
+said = {{}}
+def look(name):
+    return operator.attrgetter(name)(nbdist)
+for name in {NAMES}:
+    if {request.param}:
+        look(name)
 lazy.refuse_rank_names()
-try:
-    nbdist.{name}(1, of=2)
-except nbdist.NbdistError as error:
-    print(type(error).__name__, error)
-print("torch" in sys.modules, nbdist.{name}.__doc__)
+for name in {NAMES}:
+    try:
+        look(name)(1, of=2)
+    except nbdist.NbdistError as error:
+        found = [type(error).__name__, str(error), "torch" in sys.modules]
+        said[name] = [*found, look(name).__doc__]
+print(json.dumps([{request.param}, said]))
 """
-    said = f"nbdist.{name} runs on a rank: put it in a %%distributed cell"
-    assert run(program) == f"WrongProcess {said}\n{used_before} {said}.\n"
+    used_before, found = json.loads(run(program))
+    return {name: [used_before, *answer] for name, answer in found.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_notebook_a_name_of_a_rank_raises_wrong_process(
+    name: str, said: dict[str, list[object]]
+):
+    text = f"nbdist.{name} runs on a rank: put it in a %%distributed cell"
+    used_before, *found = said[name]
+    assert found == ["WrongProcess", text, used_before, f"{text}."]
