@@ -25,26 +25,33 @@ from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import ClusterConfig
 from nbdist.errors import AlreadyRunning
 from nbdist.ipc.fork_messages import RANK_HOST
-from tests.cluster_processes import is_rank
+from tests.cluster_processes import fork_server, is_rank
 from tests.processes import left_in, wait_until
 
 GONE_WITHIN_S = 10.0
 
 
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which the fork server, which tests share, leaves nothing."""
+    folder = tmp_path_factory.mktemp("a folder")
+    yield folder
+    fork_server_client.close()
+    assert left_in(folder) == []
+
+
 @pytest.fixture
-def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def traces(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder. A test must leave no file in it and no child process."""
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
     before = set(psutil.Process().children(recursive=True))
-    yield folder
-    fork_server_client.close()  # it lives as long as this process
+    yield temporary
     started = set(psutil.Process().children(recursive=True)) - before
+    started.discard(fork_server())  # it lives as long as this process
     _, living = psutil.wait_procs(started, timeout=GONE_WITHIN_S)
     assert living == []
-    assert left_in(folder) == []
+    assert left_in(temporary) == []
 
 
 @pytest.mark.parametrize(
