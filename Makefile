@@ -17,13 +17,16 @@ SIMGPU_MINUTES ?= 60
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab test soak upstream gpu simgpu simgpu-mutants bench reliability lint docs clean
+.PHONY: help demo lab quick test more together serial unforked soak upstream gpu simgpu simgpu-mutants bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo   run examples/quickstart.ipynb on 4 ranks, without a browser"
 	@echo "make lab    open it in JupyterLab"
-	@echo "make test   every test but the long ones"
+	@echo "make quick  ruff, and the tests that take seconds: what to run after each edit"
+	@echo "make test   every test but the long ones and those of make more"
+	@echo "make more   the tests with a browser, with several hosts, and of the examples;"
+	@echo "            bash .ci/run has all: lint, docs, test, more and demo"
 	@echo "make soak   the long ones"
 	@echo "make upstream  PyTorch's and Horovod's own distributed tests; downloads 27 MB"
 	@echo "make gpu    the tests and benchmarks of a machine with GPUs; writes out/gpu-report.md"
@@ -40,12 +43,43 @@ demo: $(VENV)/.notebook
 lab: $(VENV)/.notebook
 	$(RUN) -m jupyterlab $(AS_ROOT) examples/quickstart.ipynb
 
+PYTEST := $(RUN) -m pytest -p tests.cpu_seconds -m "not slow"
+QUICK := $(wildcard tests/test_*.py) tests/amd tests/telemetry tests/widgets \
+	--ignore=tests/widgets/test_browser.py
+MORE := tests/examples tests/hosts tests/widgets/test_browser.py \
+	$(wildcard tests/notebook/test_*jupyterlab.py)
+# The tests of these folders neither look for other processes nor measure time: two files
+# run at once.
+TOGETHER := $(filter-out tests/test_exports.py,$(wildcard tests/test_*.py)) tests/amd \
+	tests/collectives tests/docs tests/horovod tests/ipc tests/keras \
+	tests/process_group tests/strategies tests/telemetry tests/training
+WORKERS := --dist loadfile --tx '2*popen//python=$(RUN) tests/cpu_seconds.py $(RUN)'
 # Some tests again, with ranks that are not forked.
-ALONE := tests/reliability tests/clusters/test_cells.py
+UNFORKED := tests/reliability tests/clusters/test_cells.py \
+	tests/collectives/test_small_slots.py
 
+quick: $(VENV)/.test
+	$(RUN) -m ruff check --quiet
+	$(PYTEST) --quiet $(QUICK)
+
+# Fails if it takes more CPU time than is allowed; `make test CPU_SECONDS=` takes another
+# file with a number, for a slower machine.
+CPU_SECONDS ?= .ci/cpu-seconds
 test: $(VENV)/.test
-	$(RUN) -m pytest -m "not slow"
-	NBDIST_PRELOAD=0 $(RUN) -m pytest -m "not slow" $(ALONE)
+	$(RUN) tests/cpu_seconds.py --limit $(CPU_SECONDS) \
+		$(MAKE) --no-print-directory --keep-going together serial unforked
+
+together:
+	$(PYTEST) $(WORKERS) $(TOGETHER)
+
+serial:
+	$(PYTEST) $(addprefix --ignore=,$(TOGETHER) $(MORE))
+
+unforked:
+	NBDIST_PRELOAD=0 NBDIST_FORK_LAUNCHES=0 $(PYTEST) $(UNFORKED)
+
+more: $(VENV)/.test
+	$(RUN) tests/cpu_seconds.py $(PYTEST) $(MORE)
 
 soak: $(VENV)/.test
 	$(RUN) -m pytest -m slow
@@ -73,7 +107,7 @@ bench: $(VENV)/.test
 reliability: $(VENV)/.test
 	NBDIST_WRITE_RELIABILITY=1 $(RUN) -m pytest tests/reliability tests/chaos/test_chaos.py
 
-lint: $(VENV)/.test
+lint: $(VENV)/.lint
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
