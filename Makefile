@@ -60,7 +60,7 @@ UNFORKED := tests/reliability tests/clusters/test_cells.py \
 
 quick: $(VENV)/.test
 	$(RUN) -m ruff check --quiet
-	$(PYTEST) --quiet $(QUICK)
+	$(PYTEST) --quiet -k "not mypy" $(QUICK)
 
 # Fails if it takes more CPU time than is allowed; `make test CPU_SECONDS=` takes another
 # file with a number, for a slower machine.
