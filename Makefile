@@ -45,14 +45,15 @@ lab: $(VENV)/.notebook
 
 PYTEST := $(RUN) -m pytest -p tests.cpu_seconds -m "not slow"
 QUICK := $(wildcard tests/test_*.py) tests/amd tests/telemetry tests/widgets \
-	--ignore=tests/widgets/test_browser.py
+	$(addprefix --ignore=,tests/test_shared_cluster.py tests/telemetry/test_slow_ranks.py \
+	tests/widgets/test_browser.py)
 MORE := tests/examples tests/hosts tests/widgets/test_browser.py \
 	$(wildcard tests/notebook/test_*jupyterlab.py)
-# The tests of these folders neither look for other processes nor measure time: two files
-# run at once.
+# The tests of these folders neither look for other processes, nor measure time, nor train
+# until a deadline: two files run at once.
 TOGETHER := $(filter-out tests/test_exports.py,$(wildcard tests/test_*.py)) tests/amd \
-	tests/collectives tests/docs tests/horovod tests/ipc tests/keras \
-	tests/process_group tests/strategies tests/telemetry tests/training
+	tests/collectives tests/docs tests/horovod tests/ipc tests/process_group \
+	tests/telemetry tests/training
 WORKERS := --dist loadfile --tx '2*popen//python=$(RUN) tests/cpu_seconds.py $(RUN)'
 # Some tests again, with ranks that are not forked.
 UNFORKED := tests/reliability tests/clusters/test_cells.py \
