@@ -44,9 +44,9 @@ lab: $(VENV)/.notebook
 	$(RUN) -m jupyterlab $(AS_ROOT) examples/quickstart.ipynb
 
 PYTEST := $(RUN) -m pytest -p tests.cpu_seconds -m "not slow"
-QUICK := $(wildcard tests/test_*.py) tests/amd tests/telemetry tests/widgets \
-	$(addprefix --ignore=,tests/test_shared_cluster.py tests/telemetry/test_slow_ranks.py \
-	tests/widgets/test_browser.py)
+QUICK := $(filter-out tests/test_shared_cluster.py,$(wildcard tests/test_*.py)) tests/amd \
+	tests/telemetry tests/widgets --ignore=tests/telemetry/test_slow_ranks.py \
+	--ignore=tests/widgets/test_browser.py
 MORE := tests/examples tests/hosts tests/widgets/test_browser.py \
 	$(wildcard tests/notebook/test_*jupyterlab.py)
 # The tests of these folders neither look for other processes, nor measure time, nor train
