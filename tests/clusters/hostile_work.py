@@ -29,6 +29,7 @@ def main(during: str) -> None:
     between = {"full": fill_the_disk, "clock": move_the_clock}.get(during, nothing)
     with Cluster(n=2, device="cpu", threads=1, timeout_s=100) as cluster:
         cluster.on_note = print
+        print(*(info.started for info in cluster.infos), sep="\n")
         compute(cluster)
         between(cluster, 1)
         compute(cluster)

@@ -22,6 +22,7 @@ import pytest
 
 from nbdist.collectives.sync import semaphore
 from nbdist.collectives.sync.shared_segment import Segment
+from nbdist.ipc.fork_messages import FORKED
 from tests.collectives.test_shared_segment import address_of
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,13 @@ do touch $each && mount --bind /dev/$each $each; done
 ln -s /proc/self/fd fd && ln -s pts/ptmx ptmx && mount --bind /dev/pts pts
 mount --rbind $dev /dev && cd / && ! test -e /dev/shm
 """
+# /proc/sys/net is that of a network namespace, whose loopback device has to be set up.
+NO_IPV6 = """
+ip link set lo up &&
+for each in all default lo; do echo 1 > /proc/sys/net/ipv6/conf/$each/disable_ipv6; done
+"""
+OPTIONAL = ("amdsmi", "anywidget", "ipywidgets", "keras", "mcp", "pynvml", "rich")
+"""Modules that a cluster works without."""
 
 
 def full(folder: str) -> tuple[str, ...]:
@@ -87,6 +95,7 @@ def cover(folder: str, option: str) -> str:
 def work(
     *arguments: str,
     mounts: tuple[str, ...] = (),
+    namespaces: tuple[str, ...] = ("--mount",),
     environment: Mapping[str, str | None] = {},
     descriptors: int | None = None,
     folder: str | Path = ROOT,
@@ -94,7 +103,7 @@ def work(
     """Run hostile_work.py. Returns its output.
 
     Args:
-        mounts: shell commands that run first, in a mount namespace.
+        mounts: shell commands that run first, as root in these namespaces.
         environment: variables; None removes one.
         descriptors: as for `ulimit -n`.
         folder: its working folder.
@@ -104,7 +113,7 @@ def work(
         if why := why_no_mounts():
             pytest.skip(f"no mount namespace: {why}")
         script = " && ".join([*mounts, f"cd {shlex.quote(str(folder))}", 'exec "$@"'])
-        command = ["unshare", "--mount", "sh", "-c", script, "sh", *command]
+        command = ["unshare", *namespaces, "sh", "-c", script, "sh", *command]
 
     def limit() -> None:
         if descriptors is not None:
@@ -113,7 +122,7 @@ def work(
     variables = {**os.environ, **environment}
     return subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=folder,
         env={name: value for name, value in variables.items() if value is not None},
         preexec_fn=limit,
         capture_output=True,
@@ -144,6 +153,25 @@ def test_shared_memory_is_full() -> None:
 
 def test_shared_memory_is_absent() -> None:
     assert_works(work(mounts=(NO_MEMORY_FOLDER.strip(),)))
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2")
+def test_ipv6_is_absent() -> None:
+    assert_works(work(mounts=(NO_IPV6.strip(),), namespaces=("--mount", "--net")))
+
+
+def test_optional_parts_are_absent(tmp_path: Path) -> None:
+    """The compiled parts are absent, and packages that a user may lack."""
+    no_binaries = shutil.ignore_patterns("*.so")
+    shutil.copytree(ROOT / "nbdist", tmp_path / "nbdist", ignore=no_binaries)
+    for name in OPTIONAL:
+        text = f"raise ModuleNotFoundError('No module named {name}', name={name!r})"
+        (tmp_path / f"{name}.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {"PYTHONPATH": path, "NBDIST_PRELOAD": None}
+    done = work(environment=environment, folder=tmp_path)
+    assert_works(done)
+    assert done.stdout.splitlines()[:2] == [FORKED] * 2
 
 
 def test_tmp_is_noexec() -> None:
