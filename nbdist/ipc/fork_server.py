@@ -170,7 +170,7 @@ def _preload(names: Iterable[str]) -> None:
     mpi4py.rc(initialize=False, finalize=True)
     importlib.import_module(DEBUGGER).leave_out()
     for name in PRELOADED:
-        # If one is absent, such as the compiled part, a rank does without it or says so.
+        # If one is absent, like the compiled part, a rank does without it or says so.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     importlib.import_module(REGISTRATION).define()
