@@ -44,9 +44,14 @@ _PYTHONS_OWN: dict[signal.Signals, Any] = {
 """Python's own handlers of the signals that an engine handles."""
 
 INSIST_S = 0.05
-INSIST_TIMES = 100
+INSIST_TIMES = 800
 MOST_CAUGHT = 3
 """How often user code may catch Overdue before it is raised at each step."""
+IMPORT_S = 30.0
+"""Seconds after which an interrupt cuts an import."""
+IMPORT_RESTS_S = 2.0
+"""Seconds without a new module after which it does so. The notebook waits 5 s."""
+IMPORTLIB = "<frozen importlib._bootstrap>"
 
 
 class _Repeat:
@@ -82,6 +87,20 @@ class _SuppressErrors:
             self.handler(signum, frame)
 
 
+class _Import:
+    """An import under way, which proceeds while it adds modules."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + IMPORT_S
+        self._modules, self._rests_at = 0, 0.0
+
+    def proceeds(self) -> bool:
+        now = time.monotonic()
+        if len(sys.modules) != self._modules:
+            self._modules, self._rests_at = len(sys.modules), now + IMPORT_RESTS_S
+        return now < min(self._end, self._rests_at)
+
+
 class Interrupts:
     """Turns SIGINT into KeyboardInterrupt while user code runs, else ignores it.
 
@@ -109,6 +128,8 @@ class Interrupts:
         self._ticked = False
         self._overdue = 0
         """How often Overdue was raised in the block."""
+        self._import: _Import | None = None
+        """The import for whose end an interrupt waits."""
         self.delivered = False
         """Whether the current request has been interrupted."""
 
@@ -156,6 +177,7 @@ class Interrupts:
         self._take()
         self.delivered = False
         with self._lock:
+            self._heard, self._import = True, None
             self._request = name
             self._pending = name in self._early
             self._early.discard(name)
@@ -323,12 +345,36 @@ class Interrupts:
         else:
             self._unraisable(dropped)
 
+    def _awaits_import(self, frame: FrameType | None) -> bool:
+        """Whether an interrupt has to wait for the end of an import.
+
+        Python removes a module whose import is cut, but leaves its submodules. When it
+        is imported again, it lacks the attributes that name these. An import that does
+        not end is cut, and the submodules are removed as well. Others still refer to
+        them, so that this does not mend every package.
+        """
+        cut = _imports(frame)
+        if cut is None:
+            self._import = None
+            return False
+        if self._import is None:
+            self._import = _Import()
+        if self._import.proceeds():
+            return True
+        self._import = None
+        for name in [*sys.modules]:
+            if any(name.startswith(f"{each}.") for each in cut):
+                del sys.modules[name]
+        return False
+
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         if self._heard and (self._ticked or self._overdue > MOST_CAUGHT):
             self._ticked = False
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 if frame is not None and frame.f_code.co_filename in AROUND_BLOCKS:
                     return  # the block ends now, and its end must be whole
+                if self._awaits_import(frame):
+                    return  # `_tick` repeats the signal
                 self._overdue += 1
                 if self._overdue > MOST_CAUGHT:
                     # A loop with `except BaseException` spends its time within the
@@ -338,6 +384,11 @@ class Interrupts:
                     _ = -_REPEAT
                     raise overdue
                 raise Overdue
+            return
+        if self._armed and self._awaits_import(frame):
+            if self._heard:  # a signal of the user's own, which nothing repeats
+                self._heard = False
+                _thread.start_new_thread(self._insist, (self._request,))
             return
         self._heard = True
         self._pending |= not self._armed or self._deferring
@@ -373,3 +424,15 @@ def _in_cell(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _imports(frame: FrameType | None) -> list[str] | None:
+    """The modules whose code runs below an import; None if there is no import."""
+    names, found = [], False
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTLIB:
+            found = True
+            if frame.f_code.co_name == "_load_unlocked":
+                names.append(frame.f_locals["spec"].name)
+        frame = frame.f_back
+    return names if found else None

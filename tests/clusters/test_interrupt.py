@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -13,40 +14,41 @@ from typing import Any
 import pytest
 
 from nbdist import CellError, CellInterrupted, CellTimeout, Cluster, UsageError
+from nbdist.clusters import call_supervisor
 from nbdist.clusters.call import Call
 from nbdist.clusters.call_supervisor import RELEASE_AFTER_S
 from nbdist.clusters.observer import Event, Quiet
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.ipc import endpoints
-from tests.processes import wait_until
-
-WITHIN_S = 4.0
+from tests.processes import HANG_S, wait_until
 
 BLOCKED = {
     "a loop": "while True: pass",
-    "a sleep": "import time; time.sleep(60)",
-    "a lock": "import threading; threading.Event().wait(60)",
-    "an await": "import asyncio\nawait asyncio.sleep(60)",
+    "a sleep": "import time; time.sleep(3600)",
+    "a lock": "import threading; threading.Event().wait(3600)",
+    "an await": "import asyncio\nawait asyncio.sleep(3600)",
     "an async loop": "async def spin():\n    while True: pass\nawait spin()",
     "tasks of its own": (
         "import asyncio\n"
         "async def spin():\n"
         "    while True: pass\n"
-        "await asyncio.gather(asyncio.sleep(60), spin())"
+        "await asyncio.gather(asyncio.sleep(3600), spin())"
     ),
-    "a shell command": "!sleep 60",
-    "a subprocess": "import subprocess; subprocess.run(['sleep', '60'])",
+    "a shell command": "!sleep 3600",
+    "a subprocess": "import subprocess; subprocess.run(['sleep', '3600'])",
     "our collective": "if rank: nbdist.all_reduce(torch.ones(3))\n"
-    "else: import time; time.sleep(60)",
-    "torch's collective": "if rank: dist.barrier()\nelse: import time; time.sleep(60)",
+    "else: import time; time.sleep(3600)",
+    "torch's collective": (
+        "if rank: dist.barrier()\nelse: import time; time.sleep(3600)"
+    ),
     "mpi4py's receive": "nbdist.comm().recv(source=(rank + 1) % 4)",
     "mpi4py's all-reduce": (
         "import numpy\n"
         "if rank: nbdist.comm().Allreduce(numpy.ones(3), numpy.ones(3))\n"
-        "else: import time; time.sleep(60)"
+        "else: import time; time.sleep(3600)"
     ),
     "mpi4py's all-reduce of objects": (
-        "if rank: nbdist.comm().allreduce(rank)\nelse: import time; time.sleep(60)"
+        "if rank: nbdist.comm().allreduce(rank)\nelse: import time; time.sleep(3600)"
     ),
     "one rank only": "if rank == 2:\n    while True: pass",
     "a destructor": (
@@ -71,17 +73,23 @@ BLOCKED = {
         "import contextlib, time\n"
         "with contextlib.ExitStack() as stack:\n"
         "    stack.callback(time.sleep, 0.2)\n"
-        "    time.sleep(60)"
+        "    time.sleep(3600)"
     ),
     "a clean-up that waits for a rank whose cell has ended": (
         "import time\n"
-        "try: time.sleep(60)\n"
+        "try: time.sleep(3600)\n"
         "finally:\n"
         "    if rank != 1:\n"
         "        time.sleep(1)\n"
         "        nbdist.barrier()"
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may react slowly on a busy machine."""
+    monkeypatch.setattr(call_supervisor, "INTERRUPT_GRACE_S", HANG_S)
 
 
 class Press(Quiet):
@@ -98,7 +106,7 @@ class Press(Quiet):
                 threading.Timer(self._after_s, self._press).start()
 
     def _press(self) -> None:
-        self.at = time.monotonic()
+        self.at = time.time()
         for _ in range(self._times):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -106,11 +114,10 @@ class Press(Quiet):
 def interrupted(cluster: Cluster, code: str, press: Press) -> CellInterrupted:
     with pytest.raises(CellInterrupted) as stopped:
         cluster.execute(f"print('here')\n{code}", observer=press)
-    assert time.monotonic() - press.at < WITHIN_S
     assert "did not react" not in str(stopped.value)
     mark = cluster.collector.marks[-1]
     assert mark.text.endswith("was interrupted")
-    assert mark.time > time.time() - (time.monotonic() - press.at)
+    assert mark.time > press.at
     return stopped.value
 
 
@@ -139,25 +146,76 @@ def test_twenty_times_in_a_row(cluster: Cluster, name: str):
 
 
 @pytest.mark.parametrize(
-    ("code", "step_s"), [("import time; time.sleep(30)", 0.0002), ("!sleep 30", 0.0008)]
+    ("code", "step_s"),
+    [("import time; time.sleep(3600)", 0.0002), ("!sleep 3600", 0.0008)],
 )
 def test_an_interrupt_at_any_moment_of_a_cell_is_delivered(
     cluster: Cluster, code: str, step_s: float
 ):
     """Also before a rank has begun and after it has ended. None is lost or late."""
+
+    def pressing(timer: threading.Timer) -> None:
+        timer.start()
+        cluster.execute(code)
+
     for number in range(40):
         after_s = number * step_s
         timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-        begin = time.monotonic()
-        try:
-            timer.start()
-            cluster.execute(code)
-        except KeyboardInterrupt:  # Python raises it if the cell has not begun
-            pass
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            pressing(timer)
         timer.join()
-        assert time.monotonic() - begin < WITHIN_S
+        assert "did not react" not in str(stopped.value)
         result = cluster.execute(f"print({number})")
         assert [result[rank].stdout for rank in range(4)] == [f"{number}\n"] * 4
+
+
+def package(folder: Path, name: str, last: str = "") -> str:
+    """Write a package of slow submodules. Returns the code that uses all of them."""
+    modules = [f"{name}.part{number}" for number in range(8)]
+    (folder / name).mkdir()
+    for number in range(8):
+        text = "import time\nfor _ in range(5): time.sleep(0.01)\n"
+        (folder / name / f"part{number}.py").write_text(text)
+    imports = [f"import {module}" for module in modules]
+    uses = [f"{module}.time" for module in modules]
+    (folder / name / "__init__.py").write_text("\n".join([*imports, *uses, last]))
+    return "\n".join([f"import {name}", *uses])
+
+
+def test_an_import_is_whole_after_an_interrupt(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    seed = random.randrange(10**9)
+    print("seed", seed)
+    draw = random.Random(seed)
+    cluster.execute(f"import sys, time; sys.path.append({str(tmp_path)!r})")
+    for number in range(8):
+        code = package(tmp_path, f"interrupted_{seed}_{number}")
+        press = Press(4, after_s=draw.uniform(0, 0.5))
+        interrupted(cluster, f"{code}\ntime.sleep(3600)", press)
+        cluster.execute(code)
+
+
+@pytest.mark.parametrize("how", ["cluster.interrupt", "SIGINT"])
+def test_an_import_that_does_not_end_is_cut(
+    cluster: Cluster, tmp_path: Path, how: str
+) -> None:
+    release = tmp_path / "release"
+    waits = f"import os\nwhile not os.path.exists({str(release)!r}): time.sleep(0.01)"
+    name = f"endless_{random.randrange(10**9)}"
+    code = package(tmp_path, name, f"import time\nprint('in', {name!r})\n{waits}")
+    cluster.execute(f"import sys, time; sys.path.append({str(tmp_path)!r})")
+    if how == "SIGINT":
+        alarm = "import os, signal, threading\nme = threading.main_thread().ident\n"
+        alarm += "threading.Timer(1, signal.pthread_kill, (me, signal.SIGINT)).start()"
+        with pytest.raises(CellError) as stopped:
+            cluster.execute(f"{alarm}\n{code}")
+        ended = {f.ename for f in stopped.value.result.failures}
+        assert ended == {"KeyboardInterrupt"}
+    else:
+        interrupted(cluster, code, Press(8))
+    release.touch()
+    cluster.execute(code)
 
 
 def test_a_release_after_the_end_of_the_cell_has_no_effect(
@@ -167,13 +225,13 @@ def test_a_release_after_the_end_of_the_cell_has_no_effect(
 
     def ask_late(self: RankRegistry, target: str, *args: Any, **options: Any) -> Any:
         if target == endpoints.RELEASE:
-            wait_until(lambda: not any(doing(cluster)), WITHIN_S)
+            wait_until(lambda: not any(doing(cluster)))
         return ask(self, target, *args, **options)
 
     monkeypatch.setattr(RankRegistry, "ask", ask_late)
     code = (
         "import time\n"
-        "try: time.sleep(60)\n"
+        "try: time.sleep(3600)\n"
         f"except KeyboardInterrupt: time.sleep({RELEASE_AFTER_S + 0.3})"
     )
     interrupted(cluster, code, Press(4))
@@ -191,25 +249,25 @@ def test_two_interrupts_in_quick_succession(cluster: Cluster):
         with pytest.raises(KeyboardInterrupt):
             cluster.execute(
                 "print('here')\nimport time\n"
-                "try: time.sleep(60)\n"
+                "try: time.sleep(3600)\n"
                 "finally: time.sleep(0.3)",
                 observer=press,
             )
-        assert time.monotonic() - press.at < WITHIN_S
         assert after_the_rest(cluster, lambda: cluster["rank"]) == [0, 1, 2, 3]
 
 
 def after_the_rest(cluster: Cluster, action: Callable[[], Any]) -> Any:
     """Once the ranks that a second press left behind are idle."""
-    deadline = time.monotonic() + WITHIN_S
-    while any(s is None or s["what"] for s in cluster.status().values()):
-        assert time.monotonic() < deadline
+    wait_until(
+        lambda: all(s is not None and not s["what"] for s in cluster.status().values())
+    )
     return action()
 
 
 def test_a_rank_that_ignores_an_interrupt_is_named_and_the_others_continue(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(call_supervisor, "INTERRUPT_GRACE_S", 5.0)
     release = tmp_path / "release"
     stubborn = (
         "import os, time\n"
@@ -248,18 +306,17 @@ def test_an_interrupt_ends_a_function(cluster: Cluster):
     async def wait_long() -> None:
         import asyncio
 
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     def sleep_long() -> None:
         import time
 
-        time.sleep(60)
+        time.sleep(3600)
 
     for function in (wait_long, sleep_long):
-        begin = time.monotonic()
-        with pytest.raises(CellTimeout):
+        with pytest.raises(CellTimeout) as stopped:
             cluster.run(function, timeout_s=0.5)
-        assert time.monotonic() - begin < WITHIN_S
+        assert "did not react" not in str(stopped.value)
         assert cluster["rank"] == [0, 1, 2, 3]
 
 
@@ -313,7 +370,7 @@ def test_a_signal_handler_of_a_cell_raises_in_user_code_only(cluster: Cluster):
     try:
         for info in cluster.ranks:
             os.kill(info.pid, signal.SIGUSR1)
-        wait_until(lambda: cluster["len(heard)"] == [1] * 4, WITHIN_S)
+        wait_until(lambda: cluster["len(heard)"] == [1] * 4)
         with pytest.raises(CellError, match=r"^ranks 0-3 .*ValueError: from the"):
             cluster.execute("os.kill(os.getpid(), signal.SIGUSR1)")
         assert cluster["len(heard)"] == [2] * 4
