@@ -99,7 +99,6 @@ def debug_at_random(cluster: Cluster, reader: Scripted, count: int) -> Sessions:
         steps: list[Answer] = draw.choices(choices, k=draw.randint(0, 6))
         end = draw.choice([*ends]) if draw.random() >= 0.1 else "kill"
         last = killing(cluster, reader) if end == "kill" else ends[end]
-        begun = time.monotonic()
         print(number, kind, stopped, steps, end, flush=True)
         quit_at.clear()
         said = ""
@@ -117,12 +116,11 @@ def debug_at_random(cluster: Cluster, reader: Scripted, count: int) -> Sessions:
             said = str(error)
         ended = time.monotonic()
         assert "did not react" not in said, (seed, number)
-        assert ended - begun < 60, (seed, number)
         if "the debugger was quit" in said and quit_at:
             sessions.quit_s.append(ended - quit_at[-1])
         sessions.kinds[kind] += 1
         sessions.ends[end] += 1
-        wait_until(lambda: is_idle(cluster), 10)
+        wait_until(lambda: is_idle(cluster))
         result = cluster.execute("nbdist.barrier()\nprint(rank)")
         assert [each.stdout for each in result] == ["0\n", "1\n", "2\n"], (seed, number)
     return sessions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -88,6 +89,58 @@ def anchors(page: Path) -> set[str]:
     headings = HEADING.findall(page.read_text(encoding="utf-8"))
     words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {word.replace(" ", "-") for word in words}
+
+
+CLOCKS = {f"time.{name}" for name in ("monotonic", "perf_counter", "time")}
+
+
+def bounded_from_above(tested: ast.expr) -> Iterator[ast.expr]:
+    """The operands of comparisons that must be less than another operand."""
+    for compared in ast.walk(tested):
+        if isinstance(compared, ast.Compare):
+            operands = [compared.left, *compared.comparators]
+            pairs = zip(compared.ops, operands, operands[1:], strict=False)
+            for operator, left, right in pairs:
+                if isinstance(operator, (ast.Lt, ast.LtE)):
+                    yield left
+                elif isinstance(operator, (ast.Gt, ast.GtE)):
+                    yield right
+
+
+def is_elapsed(node: ast.expr) -> bool:
+    """Whether an expression is the time since a moment, as `time.monotonic() - a`."""
+    return isinstance(node, ast.BinOp) and any(
+        isinstance(call, ast.Call) and ast.unparse(call.func) in CLOCKS
+        for call in ast.walk(node)
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("assert time.monotonic() - begun < 4", True),
+        ("assert 0.1 < time.time() - begun <= 4", True),
+        ("assert 4 > time.perf_counter() - begun", True),
+        ("assert time.monotonic() - begun >= 0.1", False),
+        ("assert time.monotonic() < deadline", False),
+        ("assert sample.time <= time.time()", False),
+    ],
+)
+def test_a_bound_in_seconds_is_found(line: str, is_found: bool) -> None:
+    (tested,) = [n.test for n in ast.walk(ast.parse(line)) if isinstance(n, ast.Assert)]
+    assert any(map(is_elapsed, bounded_from_above(tested))) == is_found
+
+
+def test_no_test_asserts_that_something_takes_at_most_some_seconds() -> None:
+    """It would fail on a busy machine, and tell nothing on a fast one."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted(ROOT.glob("tests/**/*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert)
+        and any(map(is_elapsed, bounded_from_above(node.test)))
+    ]
+    assert found == []
 
 
 def test_the_readme_lists_all_magics() -> None:

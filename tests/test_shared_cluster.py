@@ -13,8 +13,6 @@ from nbdist.errors import NotRunning
 from tests.processes import wait_until
 from tests.shared_cluster import SharedCluster
 
-DIED_WITHIN_S = 10.0
-
 
 @pytest.fixture
 def shared() -> Iterator[SharedCluster]:
@@ -25,7 +23,7 @@ def shared() -> Iterator[SharedCluster]:
 
 def kill(cluster: Cluster) -> None:
     os.kill(cluster.ranks[0].pid, signal.SIGKILL)
-    wait_until(lambda: bool(cluster.died()), DIED_WITHIN_S)
+    wait_until(lambda: bool(cluster.died()))
 
 
 def hang(cluster: Cluster) -> None:

@@ -37,7 +37,7 @@ def main(during: str) -> None:
         if during == "full":
             take_all_space()
         os.kill(cluster.ranks[1].pid, signal.SIGKILL)
-        wait_until(lambda: 1 in cluster.died(), 10)
+        wait_until(lambda: 1 in cluster.died())
         assert "SIGKILL" in str(cluster.died()[1]), cluster.died()
         if during == "full":
             take_all_space()  # what the dead rank has left free, too

@@ -14,6 +14,7 @@ from nbdist.clusters.observer import Quiet
 from nbdist.errors import RankDied
 from nbdist.ipc import serialization
 from nbdist.wire import ELASTIC, ElasticCall, Notice
+from tests.processes import HANG_S
 
 RUN = ElasticCall("train", max_restarts=1, min_ranks=1, max_ranks=None, timeout_s=1)
 
@@ -56,7 +57,7 @@ def test_a_call_knows_the_run_in_which_its_last_rank_died(
     for kind in notices:
         client.notify("newcomer", kind)
     client.die("newcomer")
-    assert call.wait(time.monotonic() + 10)
+    assert call.wait(time.monotonic() + HANG_S)
     assert call.lost_in == lost_in
 
 
@@ -68,7 +69,7 @@ def test_a_call_knows_the_run_that_a_dead_newcomer_was_to_join() -> None:
     client.notify("first", "entered")
     assert not call.wait(time.monotonic() + 0.1)
     call.follow([])
-    assert call.wait(time.monotonic() + 10)
+    assert call.wait(time.monotonic() + HANG_S)
     assert call.lost_in == RUN
 
 

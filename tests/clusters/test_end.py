@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,17 +107,15 @@ def test_nothing_is_left_when_a_helper_process_is_killed(victim: str, busy: bool
         footprint = Footprint([victim_pid(cluster, "process supervisor")], run_dir)
         pid = victim_pid(cluster, victim)
         if busy:
-            begin = time.monotonic()
             result = cluster.execute(
-                f"import os, time\nif rank: os.kill({pid}, 9)\ntime.sleep(60)",
+                f"import os, time\nif rank: os.kill({pid}, 9)\ntime.sleep(3600)",
                 check=False,
             )
             assert {f.ename for f in result.failures} == {"RankDied"}
-            assert time.monotonic() - begin < 10
         else:
             os.kill(pid, signal.SIGKILL)
         footprint.assert_gone()
-        wait_until(lambda: not cluster.running, 5)
+        wait_until(lambda: not cluster.running)
         notes: list[str] = []
         cluster.on_note = notes.append
         cluster.execute("nbdist.barrier()")
@@ -179,7 +176,7 @@ def test_loader_workers_of_a_killed_rank_leave_no_files(
         cluster.execute("import tempfile\n" + LOADS, timeout_s=60)
         assert cluster["tempfile.gettempdir()"] == [str(tmp_path)] * 2  # the user's own
         os.kill(cluster.ranks[1].pid, signal.SIGKILL)
-        wait_until(lambda: 1 in cluster.died(), 10)
+        wait_until(lambda: 1 in cluster.died())
     assert list(tmp_path.glob("pymp-*")) == []
 
 
@@ -213,9 +210,9 @@ def test_cudas_files_in_shared_memory_end_with_their_rank():
         )
         first, second = [list(map(Path, paths)) for paths in cluster["paths"]]
         os.kill(cluster.ranks[1].pid, signal.SIGKILL)
-        wait_until(lambda: not any(path.exists() for path in second), 10)
+        wait_until(lambda: not any(path.exists() for path in second))
         assert all(path.exists() for path in first)
-    wait_until(lambda: not any(path.exists() for path in first), 10)
+    wait_until(lambda: not any(path.exists() for path in first))
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -334,7 +333,7 @@ def test_the_exit_code_of_a_forked_rank_is_reported() -> None:
 def test_replaced_and_added_ranks_are_forked() -> None:
     with Cluster(2, device="cpu", threads=1) as cluster:
         os.kill(cluster.infos[1].pid, signal.SIGKILL)
-        wait_until(lambda: bool(cluster.died()), 10)
+        wait_until(lambda: bool(cluster.died()))
         cluster.execute(SUM)
         cluster.scale(3)
         cluster.execute(SUM)
@@ -367,7 +366,7 @@ def test_killing_the_fork_server_ends_no_rank() -> None:
         os.kill(before, signal.SIGKILL)
         cluster.execute(SUM)
         os.kill(cluster.infos[1].pid, signal.SIGKILL)
-        wait_until(lambda: bool(cluster.died()), 10)
+        wait_until(lambda: bool(cluster.died()))
         cluster.execute(SUM)
         assert started(cluster) == [FORKED] * 2
         footprint = Footprint([rank_host(cluster).pid])
@@ -404,9 +403,8 @@ def test_a_stopped_fork_server_does_not_delay_a_start(when: str) -> None:
 
     if when == "before":
         stopped.suspend()
-    start = time.monotonic()
     with cluster.start(stop if when != "before" else lambda _: None):
-        assert time.monotonic() - start < 30  # a rank parent would wait 60 s
+        # A rank that its parent starts by itself, after 60 s, is not forked.
         assert started(cluster) == [FORKED]
     stopped.resume()
 
@@ -438,7 +436,7 @@ def test_killing_the_fork_server_during_a_start_ends_no_rank(
 
     def killed(client: SupervisorClient, path: Path, server: int) -> None:
         os.kill(server, signal.SIGKILL)
-        wait_until(lambda: not runs(psutil.Process(server)), 5)
+        wait_until(lambda: not runs(psutil.Process(server)))
         attend(client, path, server)
 
     with monkeypatch.context() as patch:
@@ -500,7 +498,7 @@ def test_a_replaced_rank_has_what_its_rank_host_imports_later() -> None:
 
         wait_until(has_imported, 60)
         os.kill(cluster.infos[1].pid, signal.SIGKILL)
-        wait_until(lambda: bool(cluster.died()), 10)
+        wait_until(lambda: bool(cluster.died()))
         cluster.execute("import sys; seen = 'torch._dynamo' in sys.modules")
         assert started(cluster) == [FORKED, FORKED]
         assert cluster["seen"] == [False, True]
@@ -543,7 +541,7 @@ def test_a_rank_ends_with_its_parent_process(two: Cluster) -> None:
     with Cluster(2, device="cpu", on_failure="stop") as cluster:
         rank = psutil.Process(cluster.infos[1].pid)
         os.kill(cluster.infos[1].parent_pid, signal.SIGKILL)
-        wait_until(lambda: not runs(rank), 5)
+        wait_until(lambda: not runs(rank))
 
 
 # -- when ranks are not forked -----------------------------------------------------
@@ -687,7 +685,7 @@ def test_another_environment_has_another_fork_server(
         assert server_pid() != before.pid
         cluster.execute(SUM)
         assert before.is_running(), "it collects the rank host's exit"
-    wait_until(lambda: not before.is_running(), 5)
+    wait_until(lambda: not before.is_running())
     assert not psutil.pid_exists(before.pid), "it is a zombie"
 
 
@@ -727,7 +725,5 @@ def test_a_fork_server_ends_with_its_program_during_its_imports() -> None:
     )
     with Program(begin) as program:
         server = psutil.Process(int(program.line()))
-        start = time.monotonic()
         program.kill()
         wait_until(lambda: not server.is_running(), 60)
-        assert time.monotonic() >= start

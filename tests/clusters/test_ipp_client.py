@@ -21,7 +21,7 @@ from nbdist.clusters.ipcontroller import Controller
 from nbdist.clusters.ipp_client import IppClient
 from nbdist.ipc import endpoints
 from nbdist.ipc.signed_messages import SignedSession
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 WITHIN_S = 30.0
 QUIET_MS = 500
@@ -83,7 +83,9 @@ def test_a_client_whose_controller_was_killed_leaves_no_socket(
     client.send("no engine", endpoints.STATUS)
     assert taken.wait(WITHIN_S)  # by the socket, for a controller that may come back
     client.close()
-    wait_until(lambda: events() <= without_sockets, 5.0, lambda: f"{events()} are left")
+    wait_until(
+        lambda: events() <= without_sockets, HANG_S, lambda: f"{events()} are left"
+    )
 
 
 class Engine:

@@ -339,10 +339,8 @@ def test_quit_and_the_interrupt_button_free_all_ranks(
     kept: KeptCluster, user: Scripted, how: Answer
 ):
     user.give(how)
-    begun = time.monotonic()
     with pytest.raises(CellInterrupted):
         kept.execute(STOPS)
-    assert time.monotonic() - begun < 6
     assert kept["rank"] == [0, 1]
 
 
@@ -424,9 +422,7 @@ def test_a_cell_goes_on_when_its_notebook_is_killed(kept: KeptCluster):
     )
     other.await_line()
     other.kill()
-    begun = time.monotonic()
     again = nbdist.attach("shared")
-    assert time.monotonic() < begun + DEADLINE_S
     (cell,) = again.unseen_cells
     assert (cell.number, cell.ranks) == (7, (0, 1))
     lines = Lines()

@@ -7,8 +7,7 @@ import random
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -18,9 +17,7 @@ from nbdist.clusters.observer import Event, Quiet
 from nbdist.session import Session
 from nbdist.wire import format_ranks
 from tests.clusters import flipped_bits
-from tests.processes import stop, wait_until
-
-DEADLINE_S = 10.0
+from tests.processes import HANG_S, stop, wait_until
 
 
 class AllPrinted(Quiet):
@@ -54,11 +51,11 @@ def running(cluster: Cluster, code: str, ranks: list[int]) -> Iterator[None]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert all_printed.event.wait(DEADLINE_S)
+        assert all_printed.event.wait(HANG_S)
         yield
     finally:
         cluster.interrupt()
-        thread.join(DEADLINE_S)
+        thread.join(HANG_S)
         assert not thread.is_alive()
 
 
@@ -69,15 +66,8 @@ def session(cluster: Cluster) -> Session:
     return session
 
 
-def within(seconds: float, action: Callable[[], object]) -> str:
-    begin = time.monotonic()
-    shown = str(action())
-    assert time.monotonic() - begin < seconds
-    return shown
-
-
 def test_the_status_of_idle_ranks(cluster: Cluster, session: Session):
-    lines = within(DEADLINE_S, session.status_table).splitlines()
+    lines = str(session.status_table()).splitlines()
     assert lines[0].split() == [
         "rank", "state", "device", "memory", "host", "pid", "transport",
     ]  # fmt: skip
@@ -102,7 +92,7 @@ def test_status_and_stacks_show_the_position_of_busy_ranks(
     cluster: Cluster, session: Session, code: str, place: str
 ):
     with running(cluster, f"if rank != 3:\n    {code}\nelse:\n    {code}", [0, 1, 2]):
-        status = within(DEADLINE_S, session.status_table).splitlines()
+        status = str(session.status_table()).splitlines()
         for line in status[2:5]:
             assert "busy: In[31] for" in line
             assert "line 3" in line or place in line
@@ -110,24 +100,24 @@ def test_status_and_stacks_show_the_position_of_busy_ranks(
         begin = "rank 0-2:\n  In[31] line 3, in <module>\n    "
         wait_until(  # a rank may be on the way into the barrier
             lambda: session.stacks_text().startswith(begin),
-            DEADLINE_S,
+            HANG_S,
             session.stacks_text,
         )
-        stacks = within(DEADLINE_S, session.stacks_text)
+        stacks = str(session.stacks_text())
         assert stacks.endswith("rank 3:\n  idle")
-        full = within(DEADLINE_S, lambda: session.stacks_text(everything=True))
+        full = str(session.stacks_text(everything=True))
         assert "nbdist/engine/cells.py" in full
         assert "idle" not in full
         states = cluster.status()
         assert states[0] is not None
         assert states[0]["what"] == "In[31]"
-        assert 0 < states[0]["seconds"] < DEADLINE_S * 3
+        assert states[0]["seconds"] > 0
 
 
 def test_variables_are_shown_while_a_cell_runs(cluster: Cluster, session: Session):
     cluster.execute("same = torch.ones(2, 3)\nown = rank\nhidden_ = 1")
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
-        table = within(DEADLINE_S, lambda: session.variables_table("*"))
+        table = str(session.variables_table("*"))
     rows = [line.split() for line in str(table).splitlines()]
     device = cluster.ranks[0].device
     assert [r for r in rows if r[0] == "same"] == [
@@ -295,9 +285,9 @@ def test_inspect_answers_while_a_cell_runs(cluster: Cluster, session: Session):
         "slow = Slow()"
     )
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
-        x = within(DEADLINE_S, lambda: session.inspect_table("x"))
-        own = within(DEADLINE_S, lambda: session.inspect_table("own"))
-        slow = within(DEADLINE_S, lambda: session.inspect_table("slow"))
+        x = str(session.inspect_table("x"))
+        own = str(session.inspect_table("own"))
+        slow = str(session.inspect_table("slow"))
     assert "0-3" in x
     assert "1 nan" in x
     assert "[3]" in own
@@ -389,7 +379,7 @@ def test_inspect_has_a_row_for_each_attribute_of_an_object(
 
     check()
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
-        within(DEADLINE_S, check)
+        check()
 
 
 def test_inspect_has_figures_in_a_grid(cluster: Cluster, session: Session):
@@ -407,7 +397,7 @@ def test_inspect_has_figures_in_a_grid(cluster: Cluster, session: Session):
     some = session.inspect_table("figure if rank else None")._repr_html_()
     assert "<pre>None</pre>" in some
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
-        busy = within(DEADLINE_S, lambda: session.inspect_table("figure"))
+        busy = str(session.inspect_table("figure"))
     assert "<Figure size 200x100" in busy
 
 
@@ -435,7 +425,7 @@ def test_inspect_has_a_row_for_each_parameter_of_a_module(
     assert "the first 100 of 150 parameters:" in str(session.inspect_table("wide"))
     assert "parameter" not in str(session.inspect_table("alone"))
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
-        busy = within(DEADLINE_S, lambda: session.inspect_table("model[0]"))
+        busy = str(session.inspect_table("model[0]"))
     assert busy == str(table)
 
 
@@ -461,18 +451,14 @@ def test_one_slow_variable_costs_the_others_nothing(cluster: Cluster, session: S
         "d_large = torch.ones(20_000_000)\n"
     )
     session.variables_table("c")  # the ranks' first look starts a thread
-    begin = time.monotonic()
     table = session.variables_table("*")
-    assert time.monotonic() - begin < 9
     rows = rows_of(table)
     assert rows["c"] == rows["d_large"] == rows["a_slow"] == ["all"], table
     assert rows["b_slow"] == ["all, not compared"]
     assert "b_slow is not compared: it takes longer than" in str(table)
     assert "<repr takes longer than" in str(table)
     with running(cluster, "while True: pass", [0, 1, 2, 3]):
-        begin = time.monotonic()
         table = session.variables_table("*")
-        assert time.monotonic() - begin < 4
     assert rows_of(table)["c"] == ["all"], table  # the others had to share two cores
     cluster.execute("del a_slow, b_slow, d_large")
 
@@ -510,15 +496,15 @@ def test_a_rank_that_does_not_answer_is_named_in_time(
     pid = cluster.ranks[1].pid
     stop(pid)
     try:
-        status = within(5, session.status_table).splitlines()
+        status = str(session.status_table()).splitlines()
         assert "does not answer" in status[3]
         assert "idle" in status[2]
-        assert "does not answer" in within(5, session.stacks_text)
-        variables = within(8, lambda: session.variables_table("*"))
+        assert "does not answer" in str(session.stacks_text())
+        variables = str(session.variables_table("*"))
         assert "rank 1 does not answer" in str(variables)
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: cluster.status()[1] is not None, DEADLINE_S)
+    wait_until(lambda: cluster.status()[1] is not None, HANG_S)
     assert cluster["rank"] == [0, 1, 2, 3]
 
 
@@ -548,9 +534,7 @@ def test_busy_ranks_are_compared_without_a_measurement(
         missing = cluster.compare("missing")
         assert missing.errors.keys() == {0, 1, 2, 3}
         assert "'missing' is not defined" in missing.errors[0]
-        begin = time.monotonic()
         assert "longer than 5 s" in cluster.compare("slow").errors[3]
-        assert time.monotonic() - begin < 10
     (weight,) = cluster.compare("model").differing
     assert weight.index == (1, 2)
 
@@ -571,12 +555,10 @@ def test_a_description_comes_from_rank_0(cluster: Cluster, session: Session):
         assert session.describe("nothing_there", 0) == {}
     stop(cluster.ranks[0].pid)
     try:
-        begin = time.monotonic()
         assert session.describe("scaled", 0) == {}
-        assert time.monotonic() - begin < 5
     finally:
         os.kill(cluster.ranks[0].pid, signal.SIGCONT)
-    wait_until(lambda: cluster.status()[0] is not None, DEADLINE_S)
+    wait_until(lambda: cluster.status()[0] is not None, HANG_S)
 
 
 def test_logged_values_arrive_while_the_cell_runs(cluster: Cluster):
@@ -585,7 +567,7 @@ def test_logged_values_arrive_while_the_cell_runs(cluster: Cluster):
     with running(cluster, code, [0, 1, 2, 3]):
         wait_until(
             lambda: len(last_arrivals(cluster)) == 4,
-            DEADLINE_S,
+            HANG_S,
             lambda: str(last_arrivals(cluster)),
         )
     assert last_arrivals(cluster) == {rank: rank + 0.5 for rank in range(4)}

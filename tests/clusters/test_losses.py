@@ -17,9 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.clusters import recovery
+from nbdist.clusters import membership, recovery
 from nbdist.clusters.cluster import Cluster
-from nbdist.clusters.membership import MEET_TIMEOUT_S
 from nbdist.errors import CellError, ScaleFailed, UsageError
 from nbdist.ipc.private_files import memory_folder, rendezvous_folder
 from tests.cluster_processes import ClusterProcesses
@@ -212,10 +211,8 @@ def test_all_ranks_that_end_in_a_cell_are_started_again(
 ) -> None:
     said = "import sys; print('last words', file=sys.stderr, flush=True)\n"
     said += "import time; time.sleep(0.2)\n"
-    start = time.monotonic()
     with pytest.raises(CellError) as lost:
         cluster.execute(said + fault, timeout_s=DEADLINE_S)
-    assert time.monotonic() - start < 5
     for info in range(3):
         assert f"rank {info} (pid " in str(lost.value)
     assert str(lost.value).count(f"has died with {how}") == 3
@@ -229,7 +226,7 @@ def test_all_ranks_that_are_killed_between_cells_are_started_again(
     cluster: Cluster, notes: list[str]
 ) -> None:
     kill_all(cluster)
-    wait_until(lambda: len(cluster.died()) == 3, 10)
+    wait_until(lambda: len(cluster.died()) == 3)
     cluster.execute(SUM)
     assert notes[-1].count("SIGKILL") == 3
 
@@ -271,9 +268,7 @@ while time.monotonic() < end:
         cluster.execute(deaf, timeout_s=0.5)
     assert "%dist_restart starts all ranks again" in str(late.value)
     assert "%dist_restart -r" not in str(late.value)
-    start = time.monotonic()
     cluster.restart()
-    assert time.monotonic() - start < 60
     cluster.execute(SUM)
 
 
@@ -305,7 +300,7 @@ if rank == {rank}:
 def test_without_replacement_dead_ranks_are_not_started_again(cluster: Cluster) -> None:
     with Cluster(n=2, device="cpu", threads=1, on_failure="shrink") as two:
         kill_all(two)
-        wait_until(lambda: len(two.died()) == 2, 10)
+        wait_until(lambda: len(two.died()) == 2)
         with pytest.raises(Exception, match=r"SIGKILL.*"):
             two.execute("1")
         two.restart()
@@ -348,25 +343,26 @@ def test_a_rank_with_a_stopped_parent_dies(cluster: Cluster) -> None:
 
 
 def test_ranks_continue_after_the_death_of_a_rank_that_was_spawned_with_them(
-    cluster: Cluster, notes: list[str]
+    cluster: Cluster, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def strike(*ranks: int) -> float:
-        """Kill these ranks. Returns the seconds until they are replaced."""
+    # No rank may wait for others that never come.
+    monkeypatch.setattr(membership, "MEET_TIMEOUT_S", 3600.0)
+
+    def strike(*ranks: int) -> None:
+        """Kill these ranks, and have them replaced."""
         for rank in ranks:
             os.kill(cluster.infos[rank].pid, signal.SIGKILL)
-        wait_until(lambda: cluster.died().keys() == set(ranks), 10)
-        start = time.monotonic()
+        wait_until(lambda: cluster.died().keys() == set(ranks))
         cluster.execute(SUM)
-        return time.monotonic() - start
 
     cluster.scale(1, drop=True)
     cluster.scale(4)  # ranks 1 to 3 are spawned together
     cluster.execute("mine = 100 + rank")
-    assert strike(0, 1) < MEET_TIMEOUT_S
+    strike(0, 1)
     assert "rank 0-1 was replaced" in notes[-1]
     assert cluster["mine"] == [102, 102, 102, 103]
     cluster.execute("mine = 100 + rank")
-    assert strike(1, 2, 3) < MEET_TIMEOUT_S  # the last of the two that were spawned
+    strike(1, 2, 3)  # the last of the two that were spawned
     assert "rank 1-3 was replaced" in notes[-1]
     assert cluster["mine"] == [100] * 4
 
@@ -390,7 +386,7 @@ def test_a_killed_helper_is_named_and_the_world_is_restarted(
     cluster: Cluster, notes: list[str], name: str
 ) -> None:
     os.kill(helper_pid(cluster, name), signal.SIGKILL)
-    wait_until(lambda: bool(notes), 5)
+    wait_until(lambda: bool(notes))
     said = {"process supervisor": "the process supervisor"}.get(name, name)
     assert notes == [f"{said} has ended with SIGKILL, and all ranks with it"]
     cluster.execute(SUM + "assert prepared == 7")
@@ -401,10 +397,8 @@ def test_a_killed_helper_is_named_and_the_world_is_restarted(
 def test_a_killed_helper_ends_the_running_cell(cluster: Cluster) -> None:
     timer = threading.Timer(0.5, os.kill, (helper_pid(cluster, "mpiexec"), 9))
     timer.start()
-    start = time.monotonic()
     with pytest.raises(CellError, match="mpiexec has ended with SIGKILL"):
-        cluster.execute("import time; time.sleep(30)")
-    assert time.monotonic() - start < 10
+        cluster.execute("import time; time.sleep(3600)")
     cluster.execute(SUM)
 
 
@@ -414,7 +408,7 @@ def test_a_stopped_helper_is_continued(
 ) -> None:
     process = psutil.Process(helper_pid(cluster, name))
     process.suspend()
-    wait_until(lambda: bool(notes), 4)
+    wait_until(lambda: bool(notes))
     assert f"(pid {process.pid}) was stopped, and has been continued" in notes[0]
     cluster.execute(SUM)
     assert cluster["mine"] == [100, 101, 102]
@@ -466,20 +460,15 @@ def test_a_rank_dies_while_the_world_grows(
 ) -> None:
     generation = 1 + max(info.generation for info in cluster.infos)
     pid = {"first": cluster.infos[0].pid, "last": cluster.infos[2].pid}.get(victim)
-    times: list[float] = []
 
     def strike(newcomer: int) -> None:
         os.kill(pid or newcomer, signal.SIGKILL)
-        times.append(time.monotonic())
 
     # Generations that failed are counted too: look at whichever comes first.
     watcher = at_stage(cluster, f"rank3-{_next(cluster, generation)}", stage, strike)
     with pytest.raises(ScaleFailed, match=r"SIGKILL|unknown exit code"):
         cluster.scale(4)
-    ended = time.monotonic()
     watcher.join()
-    # No rank waits for a timeout. The longest step is a replacement.
-    assert ended - times[0] < 20
     assert cluster.size == 3
     cluster.execute(SUM, timeout_s=DEADLINE_S)
     gone = {"first": 0, "last": 2}.get(victim)
@@ -544,7 +533,7 @@ def test_a_newcomer_that_does_not_start_is_abandoned(
                     os.kill(record["pid"], signal.SIGKILL)
 
     os.kill(cluster.infos[2].pid, signal.SIGKILL)
-    wait_until(lambda: 2 in cluster.died(), 10)
+    wait_until(lambda: 2 in cluster.died())
     thread = threading.Thread(target=kill_newcomers)
     thread.start()
     try:

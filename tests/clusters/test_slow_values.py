@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +24,6 @@ from nbdist import (
 from nbdist.magics import parse_ranks
 from tests.processes import wait_until
 
-WITHIN_S = 4.0
-
 SLOW = """
 import time
 class Slow:
@@ -35,7 +32,7 @@ class Slow:
     def wait(self, where, rank):
         if where == self.where and rank in self.ranks:
             open(f"{self.folder}/{where}-{rank}", "w").close()
-            time.sleep(60)
+            time.sleep(3600)
     def __reduce__(self):
         import nbdist
         from nbdist.engine.rank import is_rank
@@ -58,12 +55,10 @@ def _made(kind, *args):
 
 @contextmanager
 def pressed_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """Interrupt when the condition holds. The block must end soon after that."""
-    at: list[float] = []
+    """Interrupt when the condition holds. This must end the block."""
 
     def press() -> None:
-        wait_until(condition, 20)
-        at.append(time.monotonic())
+        wait_until(condition)
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -72,7 +67,6 @@ def pressed_when(condition: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         presser.join()
-    assert time.monotonic() - at[0] < WITHIN_S
 
 
 @pytest.fixture
@@ -241,7 +235,7 @@ def test_a_slow_repr_delays_neither_status_nor_interrupt(
     found: list[Any] = []
     looking = threading.Thread(target=lambda: found.append(cluster.variables("thing")))
     looking.start()
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 20)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 4)
     assert all(state is not None for state in cluster.status().values())
     with pytest.raises(CellTimeout):
         cluster.execute("time.sleep(60)", timeout_s=0.3)

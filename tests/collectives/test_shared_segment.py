@@ -51,7 +51,7 @@ def test_a_wait_without_a_post_times_out() -> None:
     semaphore.initialise(address_of(segment))
     start = time.monotonic()
     assert not semaphore.wait(address_of(segment), 0.05)
-    assert 0.03 < time.monotonic() - start < 5
+    assert time.monotonic() - start > 0.03
 
 
 def test_a_process_without_a_launcher_leaves_no_file_of_mpi() -> None:

@@ -97,7 +97,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_code(
     done = mpiexec(script, tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stdout + done.stderr
-    wait_until(lambda: not running(tmp_path / "train.py"), 10)
+    wait_until(lambda: not running(tmp_path / "train.py"))
 
 
 CLEAN = """

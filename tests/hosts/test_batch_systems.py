@@ -20,7 +20,7 @@ from tests.hosts.batch_commands import INSTALL
 from tests.hosts.console import Console
 from tests.hosts.network import HostNetwork
 from tests.hosts.test_slurm import SUM
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 FOLDER = "/run/batch"
 START = """
@@ -102,7 +102,7 @@ def test_a_job_is_submitted_and_cancelled(
     console.do("cluster.stop()")
     state = f"cat {FOLDER}/job.41"
     assert '"ended"' in hosts["laptop"].run("sh", "-c", state).stdout
-    wait_until(lambda: is_unused(hosts), 20.0, str)
+    wait_until(lambda: is_unused(hosts), HANG_S, str)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_the_reason_of_the_wait_is_shown(
 ):
     hosts["laptop"].run("touch", f"{FOLDER}/hold")
     console.begin(f"cluster = started({system!r}, {SYSTEMS[system]})")
-    wait_until(lambda: "script.41" in listed(hosts), 30.0, str)
+    wait_until(lambda: "script.41" in listed(hosts), HANG_S, str)
     hosts["laptop"].run("rm", f"{FOLDER}/hold")
     console.result()
     # The job may have been asked for the first time after that.
@@ -156,9 +156,9 @@ def test_a_job_that_ends_takes_its_ranks(
     console.result()
     assert "rank 0" in console.value("raised")
     # Where the system ends the ranks itself, its state is seen after their end.
-    wait_until(lambda: "ends job 41" in console.value("' '.join(notes)"), 20.0, str)
+    wait_until(lambda: "ends job 41" in console.value("' '.join(notes)"), HANG_S, str)
     console.do("cluster.stop()")
-    wait_until(lambda: is_unused(hosts), 20.0, str)
+    wait_until(lambda: is_unused(hosts), HANG_S, str)
 
 
 @pytest.mark.parametrize(

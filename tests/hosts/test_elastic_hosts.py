@@ -9,7 +9,7 @@ import pytest
 
 from tests.hosts.console import Console
 from tests.hosts.network import HOME, HostNetwork
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 TRAIN = """
 import time
@@ -142,7 +142,7 @@ def test_the_last_commit_is_brought_from_another_host(
     console.do("cluster = started(hosts='b:1,c:1')")
     console.do(f"cell = cluster.execute({training(4, 0.05)!r}, wait=False)")
     steps = lambda: hosts["b"].run("cat", "/tmp/step", check=False).stdout  # noqa: E731
-    wait_until(lambda: int(steps() or 0) >= 10, 30.0, str)
+    wait_until(lambda: int(steps() or 0) >= 10, HANG_S, str)
     console.do(
         "import psutil\n"
         "launchers = [p for p in psutil.process_iter() if p.name() == 'prterun']\n"
@@ -186,7 +186,7 @@ def test_ranks_follow_a_script_that_prints_the_hosts(
     time.sleep(3)
     assert console.value("printed('print(kept)')") == ["3"]
     assert console.value("[i.host for i in cluster.infos]") == ["c"]
-    wait_until(lambda: hosts["b"].processes() == [], 10.0, str)
+    wait_until(lambda: hosts["b"].processes() == [], HANG_S, str)
 
 
 def test_a_start_may_leave_out_hosts_that_do_not_answer(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.hosts.network import ROOT, HostNetwork, TestHost
 from tests.hosts.slurm_network import FOLDER, Slurm, why_no_slurm
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 RUN = f"""
 import sys
@@ -37,7 +37,7 @@ def test_the_notebook_on_two_hosts_runs(hosts: HostNetwork):
         assert printed.count(f"on {name}: the sum of all ranks is 6") == 2
     assert "accuracy 0.9" in printed
     for name in ("a", "b", "laptop"):
-        wait_until(lambda name=name: hosts[name].processes() == [], 10.0, str)
+        wait_until(lambda name=name: hosts[name].processes() == [], HANG_S, str)
 
 
 @pytest.fixture

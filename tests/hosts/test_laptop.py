@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -68,11 +67,9 @@ def test_the_ranks_import_the_modules_of_the_notebooks_folder(console: Console):
 
 def test_an_edit_reaches_the_next_cell(console: Console, hosts: HostNetwork):
     console.do("printed('import helper')")
-    begun = time.monotonic()
     hosts["laptop"].write(f"{PROJECT}/helper.py", "def answer(): return 42 * 1\n")
     code = "import importlib; importlib.reload(helper); print(helper.answer())"
     assert console.value(f"printed({code!r})") == ["42"] * 4
-    assert time.monotonic() - begun < 2
 
 
 def test_a_script_runs_with_its_modules(console: Console):

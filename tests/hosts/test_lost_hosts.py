@@ -9,7 +9,7 @@ import pytest
 
 from tests.hosts.console import Console
 from tests.hosts.network import HostNetwork
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 SILENCE_S = 4.0
 START = f"""
@@ -35,7 +35,7 @@ def console(hosts: HostNetwork) -> Iterator[Console]:
         console.do(START)
         yield console
         console.do("cluster.stop()")
-    wait_until(lambda: hosts["a"].processes() == [], 10, str)
+    wait_until(lambda: hosts["a"].processes() == [], HANG_S, str)
 
 
 def is_clean(hosts: HostNetwork, name: str) -> None:
@@ -52,10 +52,9 @@ def test_a_killed_host_takes_its_ranks_and_no_more(
 ):
     console.begin(f"cluster.execute({WAIT!r})")
     time.sleep(1.5)
-    begun = time.monotonic()
     hosts["b"].kill()
     _, _, error = console._answer()
-    assert time.monotonic() - begun < 8
+    assert "nothing was heard" not in error
     assert "on b) was lost with its host" in error
     assert console.value("[(i.rank, i.host) for i in cluster.infos]") == [
         (0, "a"),
@@ -78,10 +77,8 @@ def test_a_killed_host_takes_its_ranks_and_no_more(
 def test_a_link_that_is_cut(hosts: HostNetwork, console: Console):
     console.begin(f"cluster.execute({WAIT!r})")
     time.sleep(1.5)
-    begun = time.monotonic()
     hosts["b"].cut()
     _, _, error = console._answer()
-    assert time.monotonic() - begun < SILENCE_S + 10
     assert "on b) was lost with its host" in error
     assert f"nothing was heard for {SILENCE_S:g} s" in error
     assert console.value("printed('nbdist.barrier(); print(kept)')") == ["0", "1"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.hosts.console import Console
 from tests.hosts.network import HOME, HostNetwork
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 FOLDER = f"{HOME}/notebooks"
 START = f"""
@@ -27,7 +27,7 @@ def console(hosts: HostNetwork) -> Iterator[Console]:
         yield console
         console.do("notebook.close()")
     for name in ("a", "b"):
-        wait_until(lambda name=name: hosts[name].processes() == [], 10.0, str)
+        wait_until(lambda name=name: hosts[name].processes() == [], HANG_S, str)
 
 
 def shown(console: Console, cell: str) -> str:

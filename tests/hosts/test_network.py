@@ -62,7 +62,7 @@ def test_a_slow_link_takes_the_time_that_its_rate_says(hosts: HostNetwork):
     hosts["b"].slow("20mbit")
     begun = time.monotonic()
     hosts["a"].run("sh", "-c", send)
-    assert 1.2 < time.monotonic() - begun < 10  # 4 MB at 2.5 MB/s
+    assert time.monotonic() - begun > 1.2  # 4 MB at 2.5 MB/s
 
 
 @pytest.mark.skipif(bool(why_no_delay()), reason=why_no_delay())

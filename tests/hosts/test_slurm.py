@@ -11,7 +11,7 @@ import pytest
 from tests.hosts.console import Console
 from tests.hosts.network import HostNetwork
 from tests.hosts.slurm_network import Slurm, why_no_slurm
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 START = """
 import os, threading, time
@@ -106,7 +106,7 @@ def test_the_place_in_the_queue_is_shown(slurm: Slurm, console: Console):
     blocking = slurm.block()
     console.begin("cluster = started(n=2, nnodes='2')")
     pending = ("squeue", "-h", "-t", "PD", "-o", "%j")
-    wait_until(lambda: slurm.run(*pending) == "nbdist", 30.0, str)
+    wait_until(lambda: slurm.run(*pending) == "nbdist", HANG_S, str)
     slurm.run("scancel", blocking)
     console.result()
     assert "position 1 of 1 in partition debug" in console.value("seen[-1]")
@@ -198,7 +198,7 @@ def test_a_pre_empted_job_commits_in_its_grace_time(
     raised = console.error("cluster.execute('import time; time.sleep(100)')")
     assert "rank 0" in raised
     assert "was lost with its host: Slurm ends job" in raised
-    wait_until(lambda: "PREEMPTED" in console.value("str(notes)"), 30.0, str)
+    wait_until(lambda: "PREEMPTED" in console.value("str(notes)"), HANG_S, str)
 
 
 def test_a_cancelled_run_commits_before_it_ends(
@@ -217,7 +217,7 @@ def test_a_cancelled_run_commits_before_it_ends(
     slurm.run("scancel", slurm.run("squeue", "-h", "-o", "%i"))
     console.result()
     assert "rank 0" in console.value("raised")
-    wait_until(lambda: "CANCELLED" in console.value("str(notes)"), 30.0, str)
+    wait_until(lambda: "CANCELLED" in console.value("str(notes)"), HANG_S, str)
     run("test", "-s", f"{STATES}/cancelled.state")
 
 
@@ -231,7 +231,9 @@ def test_a_drained_node_keeps_its_ranks_and_gets_no_others(
     console.do("cluster.stop(); seen.clear()")
     console.begin("cluster = started(n=2, nnodes='2')")
     waits = ("squeue", "-h", "-t", "PD", "-o", "%r")
-    wait_until(lambda: "DRAINED" in slurm.run(*waits), 30.0, lambda: slurm.run(*waits))
+    wait_until(
+        lambda: "DRAINED" in slurm.run(*waits), HANG_S, lambda: slurm.run(*waits)
+    )
     slurm.run("scontrol", "update", "NodeName=b", "State=RESUME")
     console.result()
     assert "DRAINED" in console.value("' '.join(seen)")

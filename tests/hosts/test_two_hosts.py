@@ -234,12 +234,11 @@ def test_an_interrupt_ends_a_cell_that_waits_on_both_hosts(console: Console):
         "def interrupt_soon():\n"
         "    time.sleep(1)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "threading.Thread(target=interrupt_soon).start()\n"
-        "begun = time.time()"
+        "threading.Thread(target=interrupt_soon).start()"
     )
-    error = console.error("cluster.execute('import time\\ntime.sleep(60)')")
+    error = console.error("cluster.execute('import time\\ntime.sleep(3600)')")
     assert "interrupted" in error
-    assert console.value("time.time() - begun") < 8
+    assert "did not react" not in error
     assert console.value("printed('print(1)')") == ["1"] * 4
 
 

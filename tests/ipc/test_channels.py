@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.ipc.channels import CLOSE, DATA, OPEN, WINDOW_BYTES, Channels
+from tests.processes import wait_until
 
 SILENCE_S = 3.0
 
@@ -61,10 +62,7 @@ class Pair:
     def joined(self, name: str) -> tuple[socket.socket, socket.socket]:
         """Both ends of a new channel."""
         mine = self.open(name)
-        deadline = time.monotonic() + 10
-        while name not in self.accepted:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: name in self.accepted)
         self.accepted[name].settimeout(20)
         return mine, self.accepted[name]
 
@@ -159,7 +157,7 @@ def test_a_stream_that_is_silent_has_been_cut():
     channels = Channels(source, sink, socket.socket, is_first=True, timeout_s=1.5)
     begun = time.monotonic()
     assert channels.run() == "nothing was heard for 1.5 s"
-    assert 1.4 < time.monotonic() - begun < 10
+    assert time.monotonic() - begun > 1.4
     channels.close()
     os.close(_other)
     os.close(_unread)

@@ -167,7 +167,7 @@ def test_the_ranks_are_looked_at_while_a_notebook_runs_a_cell(cluster: str, ask:
         notebook.execute("import threading\nkeep_on = threading.Event()")
         code = "print('begun')\nwhile rank == 1: keep_on.wait(1)\nnbdist.barrier()"
         running = notebook.execute(code, wait=False, number=7)
-        wait_until(lambda: "running" in str(ask("collectives")["table"]), 20)
+        wait_until(lambda: "running" in str(ask("collectives")["table"]))
         (described,) = ask("clusters")["result"]
         assert described["notebook"] == os.getpid()
         state = ask("status")

@@ -125,16 +125,14 @@ class Notebook:
                 answer()
         return self.finish(request), prompts
 
-    def start(self, code: str) -> tuple[str, Reply, float]:
+    def start(self, code: str) -> tuple[str, Reply]:
         """Run a cell that goes on in the background.
 
         Returns:
-            The request, its output so far, and the seconds that the kernel was busy.
+            The request, and its output so far.
         """
-        begun = time.monotonic()
         request = self.send(code)
-        reply = self.finish(request)
-        return request, reply, time.monotonic() - begun
+        return request, self.finish(request)
 
     def read(self, request: str, reply: Reply, until: Callable[[Reply], bool]) -> None:
         """Read the output of an ended request until a condition holds for it."""
@@ -246,7 +244,7 @@ def test_output_is_in_rank_order_and_equal_output_shown_once_at_the_end(
     if option and ipykernel.version_info[0] < 7:
         pytest.skip("before ipykernel 7 a thread cannot clear the output of its cell")
     code = OUT_OF_STEP.replace("%%distributed", f"%%distributed{option}")
-    request, reply, _ = notebook.start(code)
+    request, reply = notebook.start(code)
     if option:
         notebook.read(request, reply, lambda reply: "finished in" in reply.stdout)
     number = re.search(r"Out\[(\d+)\]", reply.text)
@@ -618,11 +616,10 @@ ENDLESS = "%%distributed -b\nprint('here')\nimport time\ntime.sleep(600)"
 
 
 def test_a_cell_in_the_background_shows_its_output_in_its_own_area(notebook: Notebook):
-    request, reply, busy_s = notebook.start(STEPS)
+    request, reply = notebook.start(STEPS)
     assert reply.status == "ok"
     assert "● rank 0-1 running" in reply.text
     assert "step 2" not in reply.text
-    assert busy_s < 0.3  # 50 ms on a quiet machine
     other = notebook.run("print('the kernel is free')")
     assert other.text.strip() == "the kernel is free"
     notebook.read(request, reply, is_there("finished in"))
@@ -650,27 +647,17 @@ def test_the_button_of_a_cell_in_the_background_can_be_left_out(
 ):
     notebook.run(f"import os\nos.environ['NBDIST_WIDGETS'] = '{setting}'")
     try:
-        _, reply, _ = notebook.start("%%distributed -b\nprint(rank)")
+        _, reply = notebook.start("%%distributed -b\nprint(rank)")
     finally:
         notebook.run("del os.environ['NBDIST_WIDGETS']")
     assert any(WIDGET in each for each in reply.displays) == (setting == "1")
     assert notebook.run("%dist_wait").status == "ok"
 
 
-def test_the_kernel_is_back_within_50_ms(notebook: Notebook):
-    seconds = []
-    for _ in range(10):
-        _, _, busy_s = notebook.start("%%distributed -b\nprint(rank)")
-        seconds.append(busy_s)
-        assert notebook.run("%dist_wait").status == "ok"
-    # The machine may be busy. The fault that this finds is in every cell.
-    assert min(seconds) < 0.05, seconds
-
-
 def test_cells_in_the_background_are_listed_queued_and_interrupted(notebook: Notebook):
-    first, output, _ = notebook.start(ENDLESS)
+    first, output = notebook.start(ENDLESS)
     number = number_of(output)
-    _second, waiting, _ = notebook.start("%%distributed -b -r 0\nnever = 1")
+    _second, waiting = notebook.start("%%distributed -b -r 0\nnever = 1")
     assert f"waits for In[{number}]" in waiting.text
     table = notebook.run("%dist_jobs").text
     assert re.search(rf"In\[{number}\] +0-1 +running for .* print\('here'\)", table)
@@ -696,7 +683,7 @@ def test_a_failure_in_the_background_is_shown_and_raised_by_dist_wait(
     notebook: Notebook,
 ):
     code = "%%distributed -b\nif rank:\n    raise ValueError('on purpose')"
-    request, reply, _ = notebook.start(code)
+    request, reply = notebook.start(code)
     notebook.read(request, reply, lambda reply: bool(reply.traceback))
     assert "✗ rank 1 failed" in reply.text
     for shown in (reply, notebook.run("%dist_wait")):
@@ -716,7 +703,7 @@ def test_calls_that_need_the_ranks_say_that_they_wait(notebook: Notebook):
 
 
 def test_the_interrupt_button_ends_a_wait_and_not_the_cell(notebook: Notebook):
-    request, output, _ = notebook.start(ENDLESS)
+    request, output = notebook.start(ENDLESS)
     number = number_of(output)
     reply = notebook.interrupt_when_it_prints(f"print('x')\n%dist_wait {number}")
     assert reply.error == "CellInterrupted"
@@ -848,7 +835,7 @@ def test_a_front_end_that_cannot_ask_gets_an_error(notebook: Notebook, asks: str
     assert reply.error == "CellError"
     assert f"NoInput: {asks}: this front end cannot ask" in reply.text
     assert "%dist_push" in reply.text
-    request, reply, _ = notebook.start(f"%%distributed -b\n{asks}")
+    request, reply = notebook.start(f"%%distributed -b\n{asks}")
     notebook.read(request, reply, lambda reply: bool(reply.traceback))
     assert "run the cell without -b" in reply.text
 

@@ -154,7 +154,7 @@ def reload_during(lab: Lab, path: Path, cell: int) -> None:
     before = lab.page.evaluate(STEP) if cell == TRAINS_BEHIND else 0
     lab.wait(f"() => {STEP} > 20 && {STEP} !== {before}")
     choose(lab, "lr")
-    wait_until(lambda: still(lab).startswith("lr of 2 ranks"), 10)
+    wait_until(lambda: still(lab).startswith("lr of 2 ranks"))
     lab.reload(path)
     lab.wait(f"() => {STEP} > 20", 15)
     assert lab.page.evaluate(CHOSEN) == "lr", "the choice is remembered"
@@ -162,7 +162,7 @@ def reload_during(lab: Lab, path: Path, cell: int) -> None:
     lab.wait(f"() => {STEP} > {step} + 40", 15)
     lab.screenshot(f"reload-monitor-{type(lab).__name__.lower()}-{cell}")
     choose(lab, "loss")
-    wait_until(lambda: still(lab).startswith("loss of 2 ranks"), 10)
+    wait_until(lambda: still(lab).startswith("loss of 2 ranks"))
     if cell == TRAINS:
         # The indicator shows that a cell runs, although another channel is used.
         lab.wait(f"() => {STATUS} === 'busy'", 5)
@@ -221,7 +221,7 @@ def test_a_monitor_that_a_page_loads_slowly_is_alive(notebook7: Notebook7) -> No
     notebook7.start_cell(TRAINS)
     notebook7.wait(f"() => {STEP} > 20")
     choose(notebook7, "lr")
-    wait_until(lambda: still(notebook7).startswith("lr of 2 ranks"), 10)
+    wait_until(lambda: still(notebook7).startswith("lr of 2 ranks"))
     trained.touch()
     notebook7.wait_cell(TRAINS)
     assert notebook7.page.evaluate("window.lostPatience")

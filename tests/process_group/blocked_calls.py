@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import signal
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -29,7 +28,6 @@ from nbdist.errors import (
 )
 
 SOON_S = 0.3
-PROMPT_S = 2.0
 
 
 def run_all_cases() -> dict[str, str | None]:
@@ -120,7 +118,6 @@ def mismatch_in_backward() -> None:
 
 def interrupt_in_barrier() -> None:
     sub = dist.new_group([0, 1])
-    start = time.monotonic()
     if dist.get_rank() == 1:
         after_delay(interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -128,7 +125,6 @@ def interrupt_in_barrier() -> None:
     elif dist.get_rank() != 0:
         with pytest.raises(CollectiveAborted, match="left it"):
             dist.barrier()
-    assert time.monotonic() - start < PROMPT_S
     renew_groups_as_a_cluster()
     if dist.get_rank() in (0, 1):
         tensor = torch.ones(2)
@@ -160,13 +156,11 @@ def interrupt_in_receive() -> None:
 def release_from_backward() -> None:
     net = DistributedDataParallel(nn.Linear(4, 4))
     loss = net(torch.ones(1, 4)).sum()
-    start = time.monotonic()
     if dist.get_rank() == 1:
         after_delay(lambda: release_calls(CollectiveAborted("rank 0 is gone")))
     if dist.get_rank() != 0:
         with pytest.raises(RuntimeError, match="rank 0 is gone"):
             loss.backward()
-    assert time.monotonic() - start < PROMPT_S
     renew_groups_as_a_cluster()
     net = DistributedDataParallel(nn.Linear(4, 4))
     net(torch.ones(1, 4) * dist.get_rank()).sum().backward()

@@ -20,14 +20,11 @@ PLACES = (
 class Fault:
     """A fault of one rank.
 
-    `says` is a pattern for the error, with `{rank}` for the rank of the fault. The cell
-    must end `within_s` seconds after the fault, or after the interrupt if the user has
-    to interrupt it.
+    `says` is a pattern for the error, with `{rank}` for the rank of the fault.
     """
 
     name: str
     says: str
-    within_s: float
     prints: int = 0
     """How many ranks print "here" before the user presses the interrupt button."""
     dies: bool = False
@@ -39,17 +36,17 @@ _DIED = r"rank {rank} \(pid \d+ on .*\) has died with "
 _TABLE = r"(?s)different collectives.*\n{rank}  +#\d+ .*{odd}"
 
 FAULTS = (
-    Fault("raise", r"rank {rank} of 3.*ValueError: injected", 8.0),
-    Fault("SIGKILL", _DIED + "SIGKILL", 8.0, dies=True),
-    Fault("segfault", _DIED + "SIGSEGV", 8.0, dies=True),
-    Fault("exit", _DIED + "exit code 3", 8.0, dies=True),
-    Fault("SIGSTOP", r"Rank {rank} did not react.*-r {rank}", 15.0, prints=1),
-    Fault("leave", r"the cell of rank {rank} has ended", 8.0, idle=False),
-    Fault("wrong shape", _TABLE.replace("{odd}", r"\(5,\)"), 8.0, idle=False),
-    Fault("wrong op", _TABLE.replace("{odd}", "max"), 8.0, idle=False),
-    Fault("wrong root", _TABLE.replace("{odd}", "  1  "), 8.0, idle=False),
-    Fault("loop", "interrupted; all ranks keep", 8.0, prints=1),
-    Fault("blocked", "interrupted; all ranks keep", 8.0, prints=3),
+    Fault("raise", r"rank {rank} of 3.*ValueError: injected"),
+    Fault("SIGKILL", _DIED + "SIGKILL", dies=True),
+    Fault("segfault", _DIED + "SIGSEGV", dies=True),
+    Fault("exit", _DIED + "exit code 3", dies=True),
+    Fault("SIGSTOP", r"Rank {rank} did not react.*-r {rank}", prints=1),
+    Fault("leave", r"the cell of rank {rank} has ended", idle=False),
+    Fault("wrong shape", _TABLE.replace("{odd}", r"\(5,\)"), idle=False),
+    Fault("wrong op", _TABLE.replace("{odd}", "max"), idle=False),
+    Fault("wrong root", _TABLE.replace("{odd}", "  1  "), idle=False),
+    Fault("loop", "interrupted; all ranks keep", prints=1),
+    Fault("blocked", "interrupted; all ranks keep", prints=3),
 )
 
 

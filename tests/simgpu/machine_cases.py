@@ -192,8 +192,8 @@ CONFIGS = {
 }
 
 
-def nccl_closes_alone(case: str) -> float:
-    """How long rank 0 takes to close NCCL's transport, which rank 1 does not close."""
+def nccl_closes_alone(case: str) -> None:
+    """Rank 0 closes NCCL's transport, which rank 1 does not close."""
     torch.cuda.set_device(RANK)
     torch.cuda.synchronize()
     nccl._CLOSE_WITHIN_S = 1.0
@@ -204,16 +204,13 @@ def nccl_closes_alone(case: str) -> float:
     transport.all_reduce_flat(torch.ones(5, device="cuda"), "sum")
     torch.cuda.synchronize()
     COMM.Barrier()
-    begun = time.monotonic()
     if RANK == 0:
         if case == "unfinished":
             transport.all_reduce_flat(torch.ones(5, device="cuda"), "sum")
         transport.close()
-    took_s = time.monotonic() - begun
     COMM.Barrier()
     transport.abort()
     group.close()
-    return took_s
 
 
 def nccl_is_aborted_together() -> list[str]:
@@ -232,14 +229,14 @@ def nccl_is_aborted_together() -> list[str]:
     return ended
 
 
-def nccl_store_outlives_its_maker() -> tuple[bool, float]:
+def nccl_store_outlives_its_maker() -> bool:
     """Rank 0, which has made the store of NCCL's ranks, closes before the others.
 
     A thread of NCCL in each other rank looks into the store once a second. Without the
     store's file it tries again for 300 s, and the end of the group waits for it.
 
     Returns:
-        Whether the store is there after that, and how long this rank's close took.
+        Whether the store is there after that.
     """
     torch.cuda.set_device(RANK)
     nccl._CLOSE_WITHIN_S = 1.0
@@ -256,22 +253,19 @@ def nccl_store_outlives_its_maker() -> tuple[bool, float]:
     ((path, _),) = made
     transport = group.transport("cuda", "nccl")
     COMM.Barrier()
-    begun = time.monotonic()
     if RANK == 0:
         transport.close()
     COMM.Barrier()
     is_there = path.exists()
     if RANK > 0:
         time.sleep(2.5)  # NCCL's thread, which tells nobody, looks in the meantime
-        begun = time.monotonic()
         transport.close()
     group.close()
     del transport, group
     made.clear()
     gc.collect()
-    took_s = time.monotonic() - begun
     COMM.Barrier()
-    return is_there, took_s
+    return is_there
 
 
 class _Noting:

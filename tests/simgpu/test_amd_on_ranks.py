@@ -59,7 +59,7 @@ def test_ranks_train_on_the_gpus_and_the_driver_is_read(cluster: Cluster) -> Non
             for samples in devices.values()
         )
 
-    wait_until(read, 20)
+    wait_until(read)
 
 
 def test_a_replaced_rank_gets_the_gpu_of_the_lost_one(cluster: Cluster) -> None:

@@ -6,7 +6,6 @@ The faults, places and checks are those of `tests/reliability`.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -64,13 +63,10 @@ def test_a_fault_ends_its_cell_and_names_the_rank(ranks: GpuRanks, case: Case) -
         interrupter = matrix.Interrupter(
             case.prints, lambda: matrix._has_happened(case, before[case.rank])
         )
-        begun = time.monotonic()
         with pytest.raises(NbdistError) as ended:
             matrix._inject(cluster, case, interrupter, before[case.rank])
-        seconds = matrix._ended(case, interrupter) - (interrupter.at or begun)
         said = str(ended.value) + "\n".join(getattr(ended.value, "rendered", ()))
         assert re.search(case.says, said), said
-        assert seconds < 2 * case.fault.within_s, said
         matrix._repair(cluster, case)
         matrix._assert_usable(cluster, case, before)
     except BaseException:

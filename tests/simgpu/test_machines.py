@@ -83,8 +83,7 @@ def test_case_on_two_gpus(case: str) -> None:
 @needs_two
 @pytest.mark.parametrize("work", ["unfinished", "finished"])
 def test_nccl_closes_without_the_other_rank(work: str) -> None:
-    closing_s, _ = launch(2, CASES_FILE, "nccl_closes_alone", work, deadline_s=100)
-    assert closing_s < 20
+    launch(2, CASES_FILE, "nccl_closes_alone", work, deadline_s=100)
 
 
 @needs_two
@@ -99,9 +98,7 @@ def test_a_rank_closes_nccl_after_the_rank_that_made_its_store(tmp_path: Path) -
         2, CASES_FILE, "nccl_store_outlives_its_maker", deadline_s=100,
         environment={"TMPDIR": str(tmp_path), "TORCH_NCCL_ENABLE_MONITORING": "1"},
     )  # fmt: skip
-    for is_there, took_s in found:
-        assert is_there
-        assert took_s < 20
+    assert found == [True, True]
     assert not list(tmp_path.glob("nbdist-nccl-*"))
 
 

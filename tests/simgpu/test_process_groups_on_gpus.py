@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -83,24 +82,18 @@ def test_groups_stay_valid_after_an_abort_of_nccl(cluster: Cluster, name: str) -
 
 def test_a_group_is_destroyed_with_its_part_of_nccl(cluster: Cluster) -> None:
     cluster.execute(
-        "import time\n"
         "group = dist.new_group([0, 1])\n"
         "x = torch.ones(3, device=device)\n"
         "dist.all_reduce(x, group=group)\n"
-        "before = time.monotonic()\n"
-        "dist.destroy_process_group(group)\n"
-        "took_s = time.monotonic() - before",
+        "dist.destroy_process_group(group)",
         timeout_s=60,
     )
     assert cluster["'_nccl' in vars(group)"] == [False] * N
-    assert max(cluster["took_s"]) < 8
 
 
 def test_a_rank_that_destroys_a_group_alone_is_not_kept(cluster: Cluster) -> None:
     cluster.execute(GROUP, timeout_s=60)
-    begun = time.monotonic()
     cluster.execute("if rank == 0: dist.destroy_process_group(group)", timeout_s=60)
-    assert time.monotonic() - begun < 30
     cluster.execute("dist.all_reduce(x); x.tolist()", timeout_s=60)
     cluster.execute("if rank == 1: dist.destroy_process_group(group)", timeout_s=60)
 
@@ -109,8 +102,6 @@ def test_a_rank_that_destroys_a_group_alone_can_be_interrupted(
     cluster: Cluster,
 ) -> None:
     cluster.execute(GROUP, timeout_s=60)
-    begun = time.monotonic()
     with pytest.raises(CellError, match="not finished after 2 s"):
         cluster.execute("if rank == 0: dist.destroy_process_group(group)", timeout_s=2)
-    assert time.monotonic() - begun < 8
     cluster.execute("dist.all_reduce(x); x.tolist()", timeout_s=60)

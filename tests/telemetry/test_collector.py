@@ -11,6 +11,7 @@ import pytest
 
 from nbdist.telemetry.collector import MARKS_OF_A_KIND, MAX_METRICS, Collector
 from nbdist.wire import Batch, DeviceSample, Mark, RankInfo, Sample
+from tests.processes import HANG_S
 from tests.rank_info import rank_info
 
 
@@ -253,7 +254,7 @@ def test_64_ranks_report_from_threads_while_a_view_reads() -> None:
     while any(thread.is_alive() for thread in threads):
         cursor = collector.snapshot(cursor).cursor
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     snapshot = collector.snapshot()
     assert {delta.rank for delta in snapshot.deltas} == set(range(64))
     assert {len(delta.steps) for delta in snapshot.deltas} <= set(range(32, 65))

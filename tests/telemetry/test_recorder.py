@@ -18,6 +18,7 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import Batch, DeviceSample, Mark, Sample
+from tests.processes import HANG_S
 
 DEVICE = DeviceSample(0, 0.0, "cpu", 1.0, 2, 3, 1.0, 2)
 
@@ -28,7 +29,7 @@ def recorder(publish: Callable[[Batch], None], **options: float) -> Iterator[Rec
     try:
         yield made
     finally:
-        assert made.close(5)
+        assert made.close(HANG_S)
 
 
 def logged(**scalars: object) -> dict[str, float]:
@@ -36,7 +37,7 @@ def logged(**scalars: object) -> dict[str, float]:
     batches: list[Batch] = []
     with recorder(batches.append) as made:
         made.log(**scalars)
-        assert made.flush(5)
+        assert made.flush(HANG_S)
     (sample,) = batches[0].records
     assert isinstance(sample, Sample)
     return sample.scalars
@@ -47,7 +48,7 @@ def test_a_record_has_rank_step_time_and_scalars() -> None:
     before = time.time()
     with recorder(batches.append) as made:
         made.log(7, loss=0.5, lr=1)
-        assert made.flush(5)
+        assert made.flush(HANG_S)
     (sample,) = batches[0].records
     assert isinstance(sample, Sample)
     assert (sample.rank, sample.step) == (3, 7)
@@ -60,7 +61,7 @@ def test_a_mark_is_published_with_the_records() -> None:
     with recorder(batches.append) as made:
         made.mark("nan", "step 2: x has NaNs")
         made.mark("commit", "commit 7", of_world=True)
-        assert made.flush(5)
+        assert made.flush(HANG_S)
     marks = [record for batch in batches for record in batch.records]
     assert all(isinstance(mark, Mark) for mark in marks)
     assert list(map(str, marks)) == ["rank 3: step 2: x has NaNs", "commit 7"]
@@ -76,20 +77,20 @@ def test_a_total_holds_until_the_loops_end() -> None:
     batches: list[Batch] = []
     with recorder(batches.append) as made:
         made.log(loss=1)
-        assert made.flush(5)
+        assert made.flush(HANG_S)
         assert progress(batches) is None
         made.log(10, total=np.int64(50), loss=1)
         made.log(loss=1)
         made.count_batches(3, 4)
-        assert made.flush(5)
+        assert made.flush(HANG_S)
         assert progress(batches) == (12, 50, "steps")
         made.log(loss=1)
         made.end_loops()
-        assert made.flush(5)
+        assert made.flush(HANG_S)
         assert progress(batches) is None
         made.count_batches(3, 4)
         made.record_internal(step_s=1.0)
-        assert made.flush(5)
+        assert made.flush(HANG_S)
         assert progress(batches) == (3, 4, "batches")
     scalars = [r.scalars for b in batches for r in b.records if isinstance(r, Sample)]
     assert all("total" not in each for each in scalars)
@@ -166,7 +167,7 @@ def test_values_that_are_not_numbers_are_refused(value: object, said: str) -> No
         with pytest.raises(UsageError, match=r"log\(loss=...\)") as caught:
             made.log(loss=value)
         assert caught.match(said)
-        assert made.flush(5)
+        assert made.flush(HANG_S)
     assert batches == []
 
 
@@ -183,7 +184,7 @@ def test_batches_have_a_number_and_the_name_of_their_recorder() -> None:
     with recorder(batches.append) as first, recorder(batches.append) as second:
         for made in (first, first, second):
             made.log(loss=1)
-            assert made.flush(5)
+            assert made.flush(HANG_S)
     assert [batch.sequence for batch in batches] == [0, 1, 0]
     assert batches[0].source == batches[1].source != batches[2].source
 
@@ -208,18 +209,18 @@ def test_logging_does_not_wait_and_drops_the_oldest_records() -> None:
 
     def publish(batch: Batch) -> None:
         arrived.set()
-        assert go.wait(10)
+        assert go.wait(HANG_S)
         batches.put(batch)
 
     with recorder(publish, capacity=10) as made:
         made.log(loss=0)
-        assert arrived.wait(5)
+        assert arrived.wait(HANG_S)
         for step in range(1, 26):
             made.log(loss=step)
         assert not made.flush(0.05)
         go.set()
-        assert made.flush(5)
-    first, second = batches.get(timeout=5), batches.get(timeout=5)
+        assert made.flush(HANG_S)
+    first, second = batches.get(timeout=HANG_S), batches.get(timeout=HANG_S)
     assert first.dropped == 0
     assert second.dropped == 15
     assert [record.step for record in second.records] == list(range(16, 26))
@@ -238,7 +239,7 @@ def test_a_failing_transport_is_reported_once_and_recording_continues(
     with caplog.at_level(logging.WARNING), recorder(publish) as made:
         for _ in range(3):
             made.log(loss=1)
-            assert made.flush(5)
+            assert made.flush(HANG_S)
     assert [batch.sequence for batch in batches] == [2]
     assert caplog.text.count("do not reach the notebook") == 1
 
@@ -247,7 +248,7 @@ def test_device_samples_are_in_the_same_batches() -> None:
     batches: list[Batch] = []
     with recorder(batches.append) as made:
         made.record(DEVICE)
-        assert made.flush(5)
+        assert made.flush(HANG_S)
     assert batches[0].records == (DEVICE,)
 
 
@@ -256,8 +257,8 @@ def test_close_publishes_the_rest_and_may_be_called_twice() -> None:
     made = Recorder(0, batches.append, interval_s=60)
     for _ in range(3):
         made.log(loss=1)
-    assert made.close(5)
-    assert made.close(5)
+    assert made.close(HANG_S)
+    assert made.close(HANG_S)
     assert sum(len(batch.records) for batch in batches) == 3
     assert not [t for t in threading.enumerate() if t.name == "nbdist-recorder"]
 
@@ -281,6 +282,6 @@ def test_a_cuda_scalar_is_copied_without_synchronising() -> None:
         made.log(loss=value)
         value += 1  # in place, and after the log
         assert not torch.cuda.current_stream().query(), "the GPU must still be busy"
-        assert made.flush(30)
+        assert made.flush(HANG_S)
     records = [record for batch in batches for record in batch.records]
     assert [r.scalars["loss"] for r in records if isinstance(r, Sample)] == [1.0, 1.0]

@@ -23,7 +23,7 @@ from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.sampler import Sampler
 from nbdist.telemetry.time_split import RunningCode, TimeSplitter
 from nbdist.wire import Batch, DeviceSample, Sample
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 
 class NVMLError(Exception):
@@ -139,10 +139,10 @@ def test_the_sampler_records_samples_until_it_is_closed() -> None:
     batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
     recorder = Recorder(5, batches.put, interval_s=0.01)
     sampler = Sampler(recorder, "cpu", None, idle(), lambda: 3e9, interval_s=0.02)
-    first, second = batches.get(timeout=5), batches.get(timeout=5)
-    assert sampler.close(5)
-    assert sampler.close(5)
-    assert recorder.close(5)
+    first, second = batches.get(timeout=HANG_S), batches.get(timeout=HANG_S)
+    assert sampler.close(HANG_S)
+    assert sampler.close(HANG_S)
+    assert recorder.close(HANG_S)
     for sample in first.records + second.records:
         assert isinstance(sample, DeviceSample)
         assert sample.rank == 5
@@ -158,9 +158,9 @@ def test_a_source_that_raises_is_named_once_and_the_others_go_on(
     batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
     recorder = Recorder(5, batches.put, interval_s=0.01)
     sampler = Sampler(recorder, "cpu", None, idle(), bandwidth, interval_s=0.02)
-    samples = [batches.get(timeout=5).records[0] for _ in range(3)]
-    assert sampler.close(5)
-    assert recorder.close(5)
+    samples = [batches.get(timeout=HANG_S).records[0] for _ in range(3)]
+    assert sampler.close(HANG_S)
+    assert recorder.close(HANG_S)
     assert all(isinstance(sample, DeviceSample) for sample in samples)
     assert capsys.readouterr().err == (
         "nbdist: the monitor lacks the bandwidth of its collectives of rank 5: "
@@ -194,9 +194,9 @@ def test_the_shares_of_the_time_are_recorded_at_the_training_step() -> None:
     assert shares(batches).step == 1
     recorder.count_step("optimizer")
     recorder.count_step("optimizer")
-    wait_until(lambda: shares(batches).step == 1, 5)
+    wait_until(lambda: shares(batches).step == 1)
     recorder.log(step=70, loss=1.0)
-    wait_until(lambda: shares(batches).step == 70, 5)
+    wait_until(lambda: shares(batches).step == 70)
     found = shares(batches)
     assert found.is_internal
     assert found.scalars == {
@@ -206,15 +206,15 @@ def test_the_shares_of_the_time_are_recorded_at_the_training_step() -> None:
     wait_until(lambda: shares(batches).step == 71, 5)  # what was recorded is kept
     assert shares(batches).step == 72
     recorder.log(step=0, loss=1.0)
-    wait_until(lambda: shares(batches).step == 0, 5)
-    assert sampler.close(5)
-    assert recorder.close(5)
+    wait_until(lambda: shares(batches).step == 0)
+    assert sampler.close(HANG_S)
+    assert recorder.close(HANG_S)
 
 
 def shares(batches: queue.SimpleQueue[Batch]) -> Sample:
     """The next record of shares."""
     while True:
-        for record in batches.get(timeout=5).records:
+        for record in batches.get(timeout=HANG_S).records:
             if isinstance(record, Sample) and record.is_internal:
                 return record
 
@@ -232,11 +232,11 @@ def test_of_many_ranks_on_a_host_each_looks_less_often() -> None:
     sampler = Sampler(
         recorder, "cpu", None, counted, lambda: None, ranks_on_host=64, interval_s=0.3
     )
-    wait_until(lambda: looks[0] >= 6, 10)
+    wait_until(lambda: looks[0] >= 6)
     # One look at each sample, and one every 0.2 s between them.
     assert time.monotonic() - begun >= 5 * 0.1
-    assert sampler.close(5)
-    assert recorder.close(5)
+    assert sampler.close(HANG_S)
+    assert recorder.close(HANG_S)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -48,13 +47,12 @@ def test_a_rank_fetches_with_workers_and_reports_its_waits(cluster: Cluster):
     assert sorted(itertools.chain(*cluster["got"])) == list(range(64))
     assert sum("the worker speaks" in result[rank].stdout for rank in range(4)) == 1
     assert cluster["batches.waits.steps"] == [4] * 4
-    wait_until(lambda: recorded(cluster) == [n + 4 for n in before], 10)
+    wait_until(lambda: recorded(cluster) == [n + 4 for n in before])
     assert cluster["batches.num_workers"] == [1] * 4
 
 
 def test_a_rank_that_waits_for_data_is_interrupted(cluster: Cluster):
     cluster.execute(SLOW)
-    start = time.monotonic()
     with pytest.raises(CellTimeout):
         cluster.execute(
             "class Stuck(Slow):\n"
@@ -63,6 +61,5 @@ def test_a_rank_that_waits_for_data_is_interrupted(cluster: Cluster):
             "for batch in nbdist.loader(Stuck(), 4, num_workers=1): pass",
             timeout_s=1.5,
         )
-    assert time.monotonic() - start < 10
     children = "len(__import__('psutil').Process().children())"
     assert cluster.pull(children) == [0] * 4

@@ -7,6 +7,7 @@ import copy
 import random
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -302,14 +303,16 @@ def test_the_hash_of_a_device_sees_order_and_signs(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_a_tensor_of_20_million_elements_takes_less_than_a_second():
-    tensor = torch.randn(20_000_000)
-    took = []
-    for _ in range(3):
-        begin = time.monotonic()
-        digest(tensor)
-        took.append(time.monotonic() - begin)
-    assert min(took) < 1, took
+def test_a_digest_takes_less_than_a_sort():
+    tensor = torch.randn(5_000_000)
+
+    def seconds(action: Callable[[], object]) -> float:
+        """Those of this process, without the time in which others have the cores."""
+        begin = time.process_time()
+        action()
+        return time.process_time() - begin
+
+    assert seconds(lambda: digest(tensor)) < seconds(tensor.sort)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from nbdist.telemetry import internal_metrics
 from nbdist.training.data import device_prefetch
 from nbdist.training.data import loader as loaders
 from nbdist.training.data.loader import Loader, loader
-from tests.processes import runs, wait_until
+from tests.processes import HANG_S, runs, wait_until
 
 SIZES = st.integers(1, 8)
 
@@ -204,7 +204,9 @@ class Stuck(Numbers):
         return index
 
 
-def test_workers_end_at_once_when_a_loop_is_left():
+def test_workers_end_at_once_when_a_loop_is_left(monkeypatch: pytest.MonkeyPatch):
+    # torch alone waits for each as long.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 3600.0)
     me = psutil.Process()
     before = set(me.children())
     stuck = loader(Stuck(40), 4, shuffle=False, num_workers=2)
@@ -212,11 +214,9 @@ def test_workers_end_at_once_when_a_loop_is_left():
     assert next(batches).tolist() == [0, 1, 2, 3]
     workers = set(me.children()) - before
     assert len(workers) == 2
-    start = time.monotonic()
     batches.close()
-    _, living = psutil.wait_procs(workers, timeout=4)
+    _, living = psutil.wait_procs(workers, timeout=HANG_S)
     assert not living
-    assert time.monotonic() - start < 4  # torch alone takes 5 s for each
 
 
 def test_the_next_loop_ends_a_loop_that_an_error_keeps_alive():
@@ -259,7 +259,7 @@ def test_workers_die_with_their_rank():
         os.kill(rank.pid, signal.SIGKILL)
         # torch's workers look for their parent between samples, and these have one for
         # an hour.
-        wait_until(lambda: not any(map(runs, workers)), 30)
+        wait_until(lambda: not any(map(runs, workers)))
 
 
 def test_waiting_is_counted_and_recorded():

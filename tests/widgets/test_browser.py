@@ -247,7 +247,7 @@ def test_several_charts_share_the_axis_and_the_pointer(
     chosen = "[...document.querySelectorAll('.nbdist-choice select')].map(s => s.value)"
     assert page.evaluate(chosen) == ["loss", "lr"]
     # The last values may be on their way.
-    wait_until(lambda: x_range(lab, 0) == x_range(lab, 1), 10)
+    wait_until(lambda: x_range(lab, 0) == x_range(lab, 1))
 
     hover(lab, 0.25)
     titles = page.locator(".nbdist-readout .title").all_inner_texts()

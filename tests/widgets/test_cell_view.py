@@ -12,6 +12,7 @@ import pytest
 from nbdist.clusters.observer import Event
 from nbdist.widgets import cell_view, live_text, long_text
 from nbdist.widgets.cell_view import CellView
+from tests.processes import HANG_S
 
 
 class Screen:
@@ -122,7 +123,7 @@ def test_lines_are_shown_under_their_ranks(capsys: pytest.CaptureFixture[str]):
 def test_a_line_is_shown_before_the_cell_ends(capsys: pytest.CaptureFixture[str]):
     cell = Cell(2)
     cell.say(0, "now\n")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_S
     while not (text := capsys.readouterr().out):
         assert time.monotonic() < deadline
         time.sleep(cell.view.due() or 0)
