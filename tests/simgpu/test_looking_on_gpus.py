@@ -35,7 +35,6 @@ from tests.clusters.test_looking import (  # noqa: F401
     test_one_flipped_bit_of_one_rank_is_found_in_100_of_100_places,
     test_variables_are_shown_while_a_cell_runs,
     test_variables_of_every_kind_can_be_described,
-    within,
 )
 from tests.remove_variables import remove_variables
 from tests.training.test_watch_on_ranks import (  # noqa: F401
