@@ -11,14 +11,11 @@ from pathlib import Path
 import psutil
 from jupyter_client.session import Session
 
-from tests.processes import runs, wait_until
+from tests.processes import HANG_S, runs, wait_until
 from tests.security import attack
 
 __all__ = ["FolderFull", "exit_code", "kill", "send_wrong", "stop_and_continue"]
 
-STOPPED_WITHIN_S = 5.0
-LISTENS_WITHIN_S = 10.0
-ENDED_WITHIN_S = 10.0
 FILLED_IN_BYTES = 1 << 20
 
 
@@ -31,7 +28,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _await_end(processes: Sequence[psutil.Process]) -> None:
-    wait_until(lambda: not any(map(runs, processes)), ENDED_WITHIN_S)
+    wait_until(lambda: not any(map(runs, processes)), HANG_S)
 
 
 def stop_and_continue(
@@ -45,7 +42,7 @@ def stop_and_continue(
         process.send_signal(signal.SIGSTOP)
     try:
         # The watcher of the processes may have continued them before this check.
-        wait_until(lambda: said() or all(map(_stopped, processes)), STOPPED_WITHIN_S)
+        wait_until(lambda: said() or all(map(_stopped, processes)), HANG_S)
         on_stopped()
         with contextlib.suppress(AssertionError):  # no note: a later check fails
             wait_until(said, most_s)
@@ -66,7 +63,7 @@ def exit_code(processes: Sequence[psutil.Process], folder: Path, code: int) -> N
     """Make processes that have called `listen` exit. Returns when they have ended."""
     fifos = [folder / f"exit {process.pid}" for process in processes]
     for fifo in fifos:
-        wait_until(fifo.exists, LISTENS_WITHIN_S)
+        wait_until(fifo.exists, HANG_S)
     writers = [os.open(fifo, os.O_WRONLY) for fifo in fifos]
     for writer in writers:
         os.write(writer, bytes([code]))
@@ -111,7 +108,7 @@ def send_wrong(run_dir: Path, port: str, engine_uuids: Sequence[str] = ()) -> No
     """
     security = run_dir / "security"
     for end in ("client", "engine"):
-        wait_until((security / f"ipcontroller-{end}.json").exists, LISTENS_WITHIN_S)
+        wait_until((security / f"ipcontroller-{end}.json").exists, HANG_S)
     found = attack.targets(run_dir, engine_uuids)
     target = next(each for each in found if each.name.startswith(port))
     stranger = Session(key=b"not the key of this cluster")

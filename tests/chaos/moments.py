@@ -22,7 +22,7 @@ from nbdist.training.elastic import checkpoint
 from tests.chaos.draw import RANKS, STAGES, Draw
 from tests.chaos.on_ranks import BIG, SlowToArrive
 from tests.cluster_processes import ClusterProcesses, StartingRank, process_supervisors
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.chaos.reused_cluster import ReusedCluster
@@ -31,7 +31,6 @@ __all__ = ["CALLS", "Marks", "NotebookCall"]
 
 REACHED_WITHIN_S = 60.0
 INJECTED_WITHIN_S = 60.0
-NOTICED_WITHIN_S = 5.0
 
 
 class Marks:
@@ -138,13 +137,13 @@ class Idle(NotebookCall):
             died = set(draw.victims)
             wait_until(
                 lambda: not cluster.running or died <= cluster.died().keys(),
-                NOTICED_WITHIN_S,
+                HANG_S,
                 lambda: f"died: {list(cluster.died())}",
             )
         elif draw.process in ("controller", "mpiexec", "process supervisor"):
             wait_until(
                 lambda: bool(self.reused.said) or not cluster.running,
-                NOTICED_WITHIN_S,
+                HANG_S,
                 lambda: f"{draw.process}: nothing was said, and the cluster runs on",
             )
 
@@ -269,7 +268,7 @@ class Recovery(Change):
     def make(self) -> None:
         cluster, first = self.reused.cluster, self.draw.first
         os.kill(self.reused.ranks[first].pid, signal.SIGKILL)
-        wait_until(lambda: first in cluster.died(), NOTICED_WITHIN_S)
+        wait_until(lambda: first in cluster.died(), HANG_S)
         cluster.execute("pass")
 
 

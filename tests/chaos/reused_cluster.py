@@ -24,12 +24,11 @@ from tests.chaos.faults import FolderFull
 from tests.chaos.moments import Marks
 from tests.cluster_processes import ClusterProcesses, rank_parent
 from tests.clusters import elastic_training
-from tests.processes import Footprint, left_in, wait_until
+from tests.processes import HANG_S, Footprint, left_in, wait_until
 
 __all__ = ["ReusedCluster", "reused"]
 
 FOLDER_BYTES = 256 << 20
-GONE_WITHIN_S = 10.0
 MORE_DESCRIPTORS = 3
 """Descriptors that may stay open after a stop, such as that of a library's log."""
 KEEP = "kept = (rank, torch.arange(3, device=device) + rank, os.getpid())"
@@ -155,13 +154,13 @@ class ReusedCluster:
             footprint = Footprint(process.pid for process in self.processes.all())
         cluster.stop()
         if footprint is not None:
-            footprint.assert_gone(GONE_WITHIN_S)
+            footprint.assert_gone(HANG_S)
         self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:
         """Check that no process, file or descriptor of a cluster is left."""
         processes = self.processes
-        wait_until(lambda: not processes.all(), GONE_WITHIN_S, processes.describe)
+        wait_until(lambda: not processes.all(), HANG_S, processes.describe)
         in_memory = processes.in_memory()
         assert not processes.memory.exists(), f"in shared memory: {in_memory}"
         left = {path.name for path in left_in(self.own)} - {"filler"}

@@ -39,13 +39,11 @@ from tests.chaos.moments import CALLS, NotebookCall
 from tests.chaos.report import Report
 from tests.chaos.reused_cluster import ReusedCluster
 from tests.cluster_processes import census
-from tests.processes import wait_until
+from tests.processes import HANG_S, wait_until
 
 OFTEN = spread(range(1000, 3000), 20)
 """The seeds of each run, which cover the processes, faults and moments."""
 SOAK = range(300)
-NOTICED_WITHIN_S = 10.0
-"""Seconds in which the notebook notices that a helper process has ended."""
 SAID_WITHIN_S = 3.0
 """Seconds that a helper stays stopped if no note is made. A note is due in 2 s."""
 STOPPED_S = 1.0
@@ -93,7 +91,7 @@ def _run_draw(reused: ReusedCluster, drawn: Draw, wanted: Expectation) -> None:
     outcome.require(not ended.overdue, f"it had not ended after {wanted.within_s:g} s")
     if drawn.process in HELPER and drawn.fault in DEATHS and ended.error is None:
         # Calls that need only the ranks may end before the death is noticed.
-        wait_until(lambda: _has_noticed(reused), NOTICED_WITHIN_S)
+        wait_until(lambda: _has_noticed(reused), HANG_S)
     after = outcome.after = attempt(lambda: _next_cell(reused), wanted.within_s)
     outcome.require(not after.overdue, "the next cell did not end")
     for pattern in wanted.says:

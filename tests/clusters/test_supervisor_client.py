@@ -16,9 +16,8 @@ import pytest
 from nbdist.clusters.supervisor_client import Loss, SupervisorClient
 from nbdist.ipc.private_files import make_memory_folder, new_memory_folder
 from tests.cluster_processes import process_supervisors
-from tests.processes import Program, wait_until
+from tests.processes import HANG_S, Program, wait_until
 
-WITHIN_S = 10.0
 NOTEBOOK = """
 import shutil, sys, tempfile
 from pathlib import Path
@@ -60,7 +59,7 @@ def test_the_folder_in_memory_is_removed_after_the_run_folder_was_deleted(
     supervisor_input = client._process.stdin
     assert supervisor_input is not None
     supervisor_input.close()  # as when the notebook's process ends
-    supervisor.wait(WITHIN_S)
+    supervisor.wait(HANG_S)
     assert not memory.exists()
     client.close()
 
@@ -72,7 +71,7 @@ def test_the_folder_in_memory_is_removed_after_the_notebook_was_killed(
         memory = Path(notebook.line())
         assert memory.is_dir()
         notebook.kill()
-    wait_until(lambda: not memory.exists(), WITHIN_S)
+    wait_until(lambda: not memory.exists(), HANG_S)
 
 
 def test_a_folder_that_is_made_after_the_supervisor_was_killed_is_removed(
@@ -81,7 +80,7 @@ def test_a_folder_that_is_made_after_the_supervisor_was_killed_is_removed(
     memory = new_memory_folder()
     client.remove_at_end(memory)
     supervisor_of(run_dir).kill()
-    wait_until(lambda: not run_dir.exists(), WITHIN_S)
+    wait_until(lambda: not run_dir.exists(), HANG_S)
     memory.mkdir(mode=0o700)
     client.close()
     assert not memory.exists()
@@ -96,11 +95,11 @@ def test_the_folders_of_a_supervisor_that_is_killed_while_it_ends_are_removed(
     ready, caught = tmp_path / "ready", tmp_path / "caught"
     wont_end = f"trap 'touch {caught}' TERM; touch {ready}; while :; do sleep 0.1; done"
     client.start("stubborn", ["sh", "-c", wont_end], dict(os.environ))
-    wait_until(ready.exists, WITHIN_S)
+    wait_until(ready.exists, HANG_S)
     supervisor = supervisor_of(run_dir)
 
     def kill() -> None:
-        wait_until(caught.exists, WITHIN_S)
+        wait_until(caught.exists, HANG_S)
         supervisor.kill()
 
     killer = threading.Thread(target=kill)
@@ -122,7 +121,7 @@ def test_the_end_of_the_process_supervisor_is_told_to_who_asks_later(
     assert not client.wait(lambda: False, None), "returns when it has ended"
     told: queue.SimpleQueue[Loss] = queue.SimpleQueue()
     client.on_loss(told.put)
-    loss = told.get(timeout=WITHIN_S)
+    loss = told.get(timeout=HANG_S)
     assert "the process supervisor has ended with SIGKILL" in loss.reason
     client.close()
 
@@ -135,7 +134,7 @@ def test_what_a_process_supervisor_writes_before_it_ends_is_in_the_reason(
     assert client._process.stdin is not None
     client._process.stdin.write(b"no order\n")
     client._process.stdin.flush()
-    loss = told.get(timeout=WITHIN_S)
+    loss = told.get(timeout=HANG_S)
     assert "has ended with exit code 1" in loss.reason
     assert "JSONDecodeError" in loss.reason
     client.close()
@@ -146,7 +145,7 @@ def test_a_program_that_cannot_be_started_fails_with_the_reason(
 ) -> None:
     nowhere = str(run_dir / "nowhere")
     client.start("lost", ["true"], {}, cwd=nowhere)
-    client.wait(lambda: client.exit_code("lost") is not None, WITHIN_S)
+    client.wait(lambda: client.exit_code("lost") is not None, HANG_S)
     assert client.exit_code("lost") == 127
     assert nowhere in client.log("lost").read_text()
     client.close()

@@ -576,7 +576,7 @@ def one_rank_is_late_with_a_name() -> None:
 def poll_does_not_wait() -> None:
     names = ["p", "q"] if hvd.rank() % 2 else ["q", "p"]
     handles = [hvd.allreduce_async(torch.ones(1), name=name) for name in names]
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not all(hvd.poll(handle) for handle in handles):
         assert time.monotonic() < end
         time.sleep(0.001)

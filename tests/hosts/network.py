@@ -28,7 +28,7 @@ import psutil
 
 from nbdist.ipc.prctl import die_with_parent
 from tests.hosts.console import Console
-from tests.processes import left_in, wait_until
+from tests.processes import HANG_S, left_in, wait_until
 
 __all__ = ["HostNetwork", "TestHost", "why_no_delay", "why_not"]
 
@@ -39,7 +39,6 @@ NETWORK = "10.77.0"
 PROGRAMS = ("ip", "tc", "nft", "nsenter", "unshare", "ssh", "ssh-keygen", SSHD)
 PRIVATE = (HOME, Path("/run"), Path("/var/tmp"), Path("/dev/shm"), Path("/tmp"))
 """The folders that each host has for itself. The last has the files of this process."""
-UP_WITHIN_S = 20.0
 
 
 @functools.cache
@@ -100,11 +99,11 @@ class TestHost:
                 preexec_fn=die_with_parent,
             )  # fmt: skip
         process = psutil.Process(self._unshare.pid)
-        wait_until(lambda: bool(process.children()), UP_WITHIN_S, log.read_text)
+        wait_until(lambda: bool(process.children()), HANG_S, log.read_text)
         self._init = process.children()[0].pid
         self._connect()
         (self._folder / f"{self.name}.go").touch()
-        wait_until(self._listens, UP_WITHIN_S, log.read_text)
+        wait_until(self._listens, HANG_S, log.read_text)
 
     def _init_script(self) -> str:
         """What becomes the first process of the host: its sshd."""
@@ -314,9 +313,7 @@ class HostNetwork:
             stack.callback(switch.wait)
             stack.callback(switch.kill)
             in_switch = ["nsenter", "-t", str(switch.pid), "-n"]
-            wait_until(
-                lambda: _netns(switch.pid) != _netns(os.getpid()), UP_WITHIN_S, str
-            )
+            wait_until(lambda: _netns(switch.pid) != _netns(os.getpid()), HANG_S, str)
             _run(*in_switch, "ip", "link", "add", "switch", "type", "bridge")
             _run(*in_switch, "ip", "link", "set", "switch", "up")
             self._write_keys(folder)

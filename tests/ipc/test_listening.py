@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.ipc.listening import Acceptor
-
-WITHIN_S = 10.0
+from tests.processes import HANG_S
 
 
 @pytest.fixture
@@ -48,12 +47,12 @@ def test_a_connection_is_refused_while_there_is_no_descriptor(
         assert acceptor.accept() is None
         assert acceptor.accept() is None
     for refused in ends[:2]:
-        refused.settimeout(WITHIN_S)
+        refused.settimeout(HANG_S)
         assert refused.recv(1) == b""
     connection = acceptor.accept()
     assert connection is not None
     connection.sendall(b"x")
-    ends[2].settimeout(WITHIN_S)
+    ends[2].settimeout(HANG_S)
     assert ends[2].recv(1) == b"x"
     for end in (connection, *ends):
         end.close()
