@@ -797,11 +797,10 @@ def ranks_in(text: str) -> list[int]:
     ranks: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise ValueError(f"{text!r}: expected ranks such as 0 or 0,2-3")
-        ranks.update(range(int(first), int(last if dash else first) + 1))
-    if not ranks:
-        raise ValueError(f"{text!r} names no rank: expected ranks such as 0,2-3")
+        ranks.update(range(int(first), int(last) + 1))
     return sorted(ranks)
 
 

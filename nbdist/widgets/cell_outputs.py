@@ -63,22 +63,29 @@ class CellOutputs:
         Returns:
             Is to be called when what the cell has begun has ended, in the background.
         """
-        cell = self._cells.get(self._request_id())
-        if cell is None:
-            return lambda: None
-        # The notebook's file may have been saved before the end.
-        cell.is_kept = cell.is_live = True
-        cell.unfinished += 1
-        return cell.finish
+        with self._lock:
+            cell = self._cells.get(self._request_id())
+            if cell is None:
+                return lambda: None
+            # The notebook's file may have been saved before the end.
+            cell.is_kept = cell.is_live = True
+            cell.unfinished += 1
+
+        def finish() -> None:
+            with self._lock:  # another thread may call, while a cell begins more
+                cell.finish()
+
+        return finish
 
     def keep_display(self) -> None:
         """Keep the output of the running cell, whose displays are updated later.
 
         A page shows it instead of what the notebook's file has.
         """
-        cell = self._cells.get(self._request_id())
-        if cell is not None:
-            cell.is_kept = cell.is_live = True
+        with self._lock:
+            cell = self._cells.get(self._request_id())
+            if cell is not None:
+                cell.is_kept = cell.is_live = True
 
     def _request_id(self) -> str:
         parent: Content = self._shell.get_parent()  # type: ignore[attr-defined]

@@ -143,15 +143,27 @@ class _NoMonitor:
         pass
 
 
+Failed = list[tuple[str, RankDied]]
+
+
+@pytest.fixture
+def failed() -> Failed:
+    """The engines whose requests were failed, each with the error."""
+    return []
+
+
 @pytest.fixture
 def registry(
-    families: list[Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    families: list[Family],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failed: Failed,
 ) -> Iterator[RankRegistry]:
     """Two ranks of an mpiexec, which is the first family. No death is noticed."""
     monkeypatch.setattr(rank_registry, "ExitMonitor", _NoMonitor)
     mpiexec, *ranks = families
     started: Any = SimpleNamespace(
-        client=SimpleNamespace(fail=lambda *_: None),
+        client=SimpleNamespace(fail=lambda uuid, error: failed.append((uuid, error))),
         process_supervisor=SimpleNamespace(run_dir=tmp_path, pids=[mpiexec.parent]),
         infos=[_info(rank, family) for rank, family in enumerate(ranks)],
         hosts=None,
@@ -176,6 +188,24 @@ def test_a_wait_for_deaths_ends_with_the_death(
     waiting.join(HANG_S)
     assert found == [True]
     assert not registry.await_deaths(lambda died: 0 in died, 0.0)
+
+
+def test_a_death_ends_the_requests_and_wakes_those_that_wait(
+    families: list[Family], registry: RankRegistry, failed: Failed
+) -> None:
+    class Told(threading.Condition):
+        count = 0
+
+        def notify_all(self) -> None:
+            assert registry._died.keys() == {1}
+            self.count += 1
+            super().notify_all()
+
+    told = registry._lock = Told()
+    families[2].kill()
+    registry._on_death(1)
+    assert told.count == 1
+    assert failed == [(registry[1].engine_uuid, registry.died[1])]
 
 
 def test_a_selection_of_dead_ranks_says_which_ranks_live(

@@ -9,11 +9,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import nbdist
+from nbdist.clusters import workers as workers_module
+from nbdist.clusters.workers import Worker
 from nbdist.errors import UsageError
 from tests.processes import Footprint, Program, runs, wait_until
 
@@ -263,3 +266,59 @@ def test_an_unknown_worker_is_an_error():
     with pytest.raises(UsageError, match="timeout_seconds=-1"):
         nbdist.await_workers(timeout_seconds=-1)
     assert nbdist.list_workers() is not nbdist.list_workers()
+
+
+class Processes:
+    """A process supervisor whose programs a test writes and ends."""
+
+    alive = True
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.codes: dict[str, int] = {}
+
+    def log(self, name: str) -> Path:
+        return self._folder / name
+
+    def pid(self, _name: str) -> int:
+        return os.getpid()
+
+    def exit_code(self, name: str) -> int | None:
+        return self.codes.get(name)
+
+    def wait(self, done: Any, _timeout_s: float | None) -> bool:
+        return bool(done())
+
+
+def test_half_a_line_is_shown_with_its_other_half_or_the_end(tmp_path: Path) -> None:
+    processes: Any = Processes(tmp_path)
+    worker = Worker(0, 0, "worker", processes)
+    assert worker.new_lines() == []
+    log = processes.log(worker.name)
+    log.write_text("one\ntw")
+    assert worker.new_lines() == ["one"]
+    assert worker.new_lines() == []
+    log.write_text("one\ntwo\nthr")
+    assert worker.new_lines() == ["two"]
+    processes.codes[worker.name] = 0
+    assert worker.new_lines() == ["thr"]
+
+
+def test_a_worker_is_awaited_again_until_its_end_was_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: Any = Processes(tmp_path)
+    pair = [Worker(number, number, "worker", processes) for number in range(2)]
+    monkeypatch.setattr(workers_module, "_workers", pair)
+    processes.codes["worker0"] = 0
+
+    def reported() -> list[int]:
+        found = nbdist.await_workers(timeout_seconds=0, show=False)
+        return [report.id for report in found.workers]
+
+    assert reported() == [0, 1]
+    assert reported() == [1]
+    processes.codes["worker1"] = 3
+    assert reported() == [1]
+    assert reported() == []
+    processes.alive = False  # nothing is left to stop

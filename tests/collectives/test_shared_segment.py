@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import time
@@ -44,6 +45,18 @@ def test_a_segment_cannot_be_opened_after_its_file_is_closed() -> None:
     with pytest.raises(OSError, match="fd"):
         Segment.open(address, SIZE)
     segment.memory[0] = 1  # the mapping stays
+
+
+def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor() -> None:
+    segment = Segment.create(SIZE)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="cannot mmap an empty file"):
+        Segment.create(0)
+    with pytest.raises(PermissionError, match="not shared memory of this user"):
+        Segment.open(segment.address, SIZE + 1)
+    assert os.listdir("/proc/self/fd") == before
+    segment.close_file()
+    assert len(os.listdir("/proc/self/fd")) == len(before) - 1
 
 
 def test_a_wait_without_a_post_times_out() -> None:

@@ -117,8 +117,10 @@ def test_only_a_regular_private_file_of_this_user_is_opened(
     memory: Path, what: str
 ) -> None:
     plant(memory / "commit", what)
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match=r"may have written it|symbolic link"):
         private_files.read_file(memory / "commit")
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_value_is_not_unpickled_from_a_file_of_another_user(

@@ -2,24 +2,24 @@
 
 `make simgpu-mutants` applies each to a copy of the repository, runs the test on
 simulated GPUs, and prints which faults were caught. A fault is a text that is replaced;
-`test_mutants.py` fails when the text is no longer there.
+`tests/mutants/test_mutants.py` fails when the text is no longer there.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-COPIED = ("nbdist", "tests", "pyproject.toml")
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.mutants.mutant import Mutant, missed_among
+
 CASES = "tests/simgpu/alone.py::test_case"
 CONTRACT = "tests/simgpu/alone.py::test_contract"
 MACHINES = "tests/simgpu/test_machines.py::test_machine"
@@ -31,40 +31,6 @@ FAULTS = (
 DEVICES = "tests/clusters/test_gpu_devices.py"
 UNEVEN = "tests/simgpu/test_uneven_nccl_on_gpus.py"
 LIMIT_S = 400.0
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A fault, and the tests of which one must fail with it."""
-
-    name: str
-    """The fault in words."""
-    file: str
-    """The file, below `nbdist/`."""
-    old: str
-    """A text that occurs once in the file."""
-    new: str
-    """What replaces it."""
-    tests: Sequence[str]
-    """The tests, as pytest takes them."""
-    cards: int = 1
-    """Number of GPUs."""
-
-    def apply(self, root: Path) -> None:
-        """Put the fault into a copy of the repository.
-
-        Raises:
-            ValueError: The file has the text not once.
-        """
-        path = root / "nbdist" / self.file
-        text = path.read_text(encoding="utf-8")
-        count = text.count(self.old)
-        if count != 1:
-            raise ValueError(
-                f"{self.name}: nbdist/{self.file} has the text {count} times instead "
-                f"of once; write the fault for the new code:\n{self.old}"
-            )
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
 
 EVENTS = "collectives/sync/cuda_events.py"
@@ -352,22 +318,10 @@ MUTANTS = [
 ]
 
 
-def copy_of_repository(folder: Path) -> Path:
-    """A copy of what the tests need."""
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, folder / name, ignore=ignored)
-        elif source.exists():
-            shutil.copy(source, folder)
-    return folder
-
-
 def run(
-    root: Path, tests: Sequence[str], cards: int, out: Path, seed: int
+    root: Path, tests: Sequence[str], cards: int, *, out: Path, seed: int
 ) -> tuple[int | None, str]:
-    """Run tests of a copy; pytest's exit code and output. The code is None if it hangs.
+    """Run tests of a copy on simulated GPUs. See `tests.mutants.mutant.Run`.
 
     Args:
         root: The copy of the repository.
@@ -402,39 +356,6 @@ def run(
     return process.returncode, output
 
 
-def is_caught(mutant: Mutant, out: Path, seed: int) -> tuple[bool, str]:
-    """Whether a test fails with the fault, and the last line of its output."""
-    with tempfile.TemporaryDirectory(prefix="nbm") as made:
-        root = copy_of_repository(Path(made))
-        mutant.apply(root)
-        code, output = run(root, mutant.tests, mutant.cards, out, seed)
-        if code is None:
-            return True, "it hangs"
-        if code not in (0, 1):
-            raise RuntimeError(f"{mutant.name}: pytest ended with {code}:\n{output}")
-        last = output.strip().splitlines()[-1]
-        if "skipped" in last and "passed" not in last and "failed" not in last:
-            raise RuntimeError(f"{mutant.name}: its tests were skipped:\n{output}")
-        return code == 1, last
-
-
-def check_tests(mutants: Sequence[Mutant], out: Path, seed: int) -> None:
-    """Check that the tests of these faults pass on a copy without a fault.
-
-    Raises:
-        RuntimeError: A test fails, so that it would seem to catch every fault.
-    """
-    with tempfile.TemporaryDirectory(prefix="nbm") as made:
-        root = copy_of_repository(Path(made))
-        for cards in sorted({mutant.cards for mutant in mutants}):
-            tests = {t for m in mutants if m.cards == cards for t in m.tests}
-            code, output = run(root, sorted(tests), cards, out, seed)
-            if code != 0:
-                raise RuntimeError(
-                    f"without a fault, pytest ends with {code}:\n{output}"
-                )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="the folder of build.sh")
@@ -444,24 +365,8 @@ def main() -> int:
     chosen = [
         mutant for mutant in MUTANTS if any(part in mutant.name for part in given.only)
     ]
-    check_tests(chosen, given.out, given.seeds[0])
-    missed = []
-    for mutant in chosen:
-        begun = time.monotonic()
-        for seed in given.seeds:
-            caught, why = is_caught(mutant, given.out, seed)
-            if caught:
-                break
-        else:
-            missed.append(mutant.name)
-        word = "caught" if caught else "MISSED"
-        taken_s = time.monotonic() - begun
-        print(
-            f"{word}  {mutant.name} (seed {seed}, {taken_s:.0f} s: {why})", flush=True
-        )
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} caught", flush=True)
-    print(*(f"    missed: {name}" for name in missed), sep="\n")
-    return 1 if missed else 0
+    runs = [functools.partial(run, out=given.out, seed=seed) for seed in given.seeds]
+    return 1 if missed_among(chosen, runs) else 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 from nbdist.telemetry.collector import MARKS_OF_A_KIND, MAX_METRICS, Collector
 from nbdist.wire import Batch, DeviceSample, Mark, RankInfo, Sample
+from tests.guarded import guarded
 from tests.processes import HANG_S
 from tests.rank_info import rank_info
 
@@ -219,6 +220,25 @@ def test_a_subscriber_may_call_back() -> None:
     collector.subscribe(leave)
     collector.receive(batch())
     assert seen == [1]
+
+
+def test_everything_is_read_and_changed_with_the_lock() -> None:
+    collector = Collector()
+    for name in ("_subscribers", "_followers", "_metrics", "_devices", "_marks"):
+        whole = guarded(getattr(collector, name), lambda: collector._lock)
+        setattr(collector, name, whole)
+    leave = collector.subscribe(lambda: None)
+    _, end = collector.follow(lambda _: None)
+    collector.set_ranks([rank_info(0)])
+    collector.receive(batch())
+    collector.receive(device(0, 1.0))
+    collector.mark("commit", "commit 1")
+    collector.snapshot(collector.snapshot().cursor)
+    assert collector.history("loss").keys() == {0}
+    assert collector.metrics == ["loss"]
+    assert [mark.text for mark in collector.marks] == ["commit 1"]
+    leave()
+    end()
 
 
 def test_endless_metric_names_do_not_fill_the_memory(

@@ -354,5 +354,9 @@ def test_what_replicas_know_of_their_rank_and_its_code_is_left_out() -> None:
             raise AssertionError
 
     assert digest(Mine(0)) == digest(Mine(1))
+    named = [Mine(0), Mine(0)]
+    for local_rank, each in enumerate(named):
+        each.device, each.local_rank = f"cuda:{local_rank}", local_rank
+    assert digest(named[0]) == digest(named[1])
     texts = [leaf.content for leaf in leaves_of("v", Mine(0))]
     assert texts[1] == b"rate=0.5"

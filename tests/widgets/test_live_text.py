@@ -60,3 +60,14 @@ def test_what_remains_is_a_display_and_no_update(monkeypatch: pytest.MonkeyPatch
         ("update", ""),
         ("display", "the ranks"),
     ]
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_a_line_leaves_the_last_column_of_the_terminal_free(
+    columns: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    TerminalText(redraws=True).show("x" * 500)
+    assert capsys.readouterr().out == "\r" + "x" * (columns - 1) + "\x1b[K"

@@ -38,14 +38,21 @@ class Segment:
         Raises:
             OSError: There is not enough shared memory.
         """
-        if hasattr(os, "memfd_create"):
+        has_memfd = hasattr(os, "memfd_create")
+        if has_memfd:
             descriptor = os.memfd_create("nbdist")
-            os.ftruncate(descriptor, size)
         else:
             descriptor = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-            # /dev/shm is often small. A write to a page without room is a SIGBUS.
-            os.posix_fallocate(descriptor, 0, size)
-        return cls(descriptor, size)
+        try:
+            if has_memfd:
+                os.ftruncate(descriptor, size)
+            else:
+                # /dev/shm is often small. A write to a page without room is a SIGBUS.
+                os.posix_fallocate(descriptor, 0, size)
+            return cls(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     @property
     def descriptor(self) -> int:
