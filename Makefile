@@ -17,7 +17,7 @@ SIMGPU_MINUTES ?= 60
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab quick test more together serial unforked soak upstream gpu simgpu simgpu-mutants bench reliability lint docs clean
+.PHONY: help demo lab quick test more together serial unforked soak upstream gpu simgpu simgpu-mutants mutants bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make upstream  PyTorch's and Horovod's own distributed tests; downloads 27 MB"
 	@echo "make gpu    the tests and benchmarks of a machine with GPUs; writes out/gpu-report.md"
 	@echo "make simgpu  the CUDA tests on simulated GPUs; installs 6 GB in $(SIMGPU_VENV)"
+	@echo "make mutants  whether the tests catch deliberate faults; writes a table into CONTRIBUTING.md"
 	@echo "make bench  measure, and write docs/benchmarks.md"
 	@echo "make reliability  run the fault matrix and the random faults, and write docs/reliability.md"
 	@echo "make lint   ruff and mypy"
@@ -101,6 +102,9 @@ simgpu: | $(SIMGPU_VENV)/bin/python
 simgpu-mutants: | $(SIMGPU_VENV)/bin/python
 	tests/simgpu/build.sh $(SIMGPU_VENV)/bin/python out/simgpu
 	$(SIMGPU_VENV)/bin/python tests/simgpu/mutants.py out/simgpu
+
+mutants: $(VENV)/.test
+	$(RUN) tests/mutants/run.py
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nbdist.collectives.flight_recorder import PythonCallLog, PythonRecorder
 from nbdist.collectives.transports.native import find_compiled
@@ -322,15 +324,22 @@ def test_a_group_with_many_members_is_recorded(
         assert sent.root is None
 
 
-def test_the_members_of_a_group_are_read_as_they_were_written() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    for _ in range(500):
-        members = draw.sample(range(60), draw.randint(1, 20))
-        if draw.random() < 0.5:
-            members.sort()
-        text = flight_record.members_text(members)
-        assert flight_record._members(text.decode()) == tuple(members)
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=90, unique=True), st.booleans()
+)
+@settings(max_examples=100)
+def test_the_members_of_a_group_are_read_as_they_were_written(
+    members: list[int], in_order: bool
+) -> None:
+    members = sorted(members) if in_order else members
+    text = flight_record.members_text(members)
+    assert len(text) <= flight_record.MEMBERS_BYTES
+    found = flight_record._members(text.decode())
+    assert found == tuple(members[: len(found)])
+    left = len(members) - len(found)
+    assert text.endswith(b"+%d" % left) if left else b"+" not in text
+
+
+def test_the_text_of_members() -> None:
     assert flight_record.members_text([0, 1, 2, 5]) == b"0-2,5"
     assert flight_record.members_text([0, 10, 20, 30]) == b"0-30:10"

@@ -6,10 +6,13 @@ import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nbdist import Cluster
 from nbdist.clusters.hosts.host_list import (
     HostSlots,
+    _parse_lines,
     are_here,
     parse_hosts,
     read_hostfile,
@@ -77,3 +80,22 @@ def test_a_malformed_hostfile_is_refused(
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
         read_hostfile(str(path))
+
+
+HOSTS = st.dictionaries(
+    st.from_regex(r"[\w.-]+|\[[0-9a-f:]+\]", fullmatch=True),
+    st.integers(1, 99),
+    min_size=1,
+)
+
+
+@given(HOSTS, st.sampled_from([",", " , "]))
+@settings(max_examples=50)
+def test_every_list_is_read_as_it_was_written(
+    slots: dict[str, int], comma: str
+) -> None:
+    hosts = [HostSlots(name, count) for name, count in slots.items()]
+    assert parse_hosts(comma.join(f"{h.name}:{h.slots}" for h in hosts)) == hosts
+    for form in ("{}:{}", "{} slots={}  # a comment"):
+        lines = "\n\n".join(form.format(*each) for each in slots.items())
+        assert _parse_lines(lines, "a file") == hosts

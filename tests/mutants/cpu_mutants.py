@@ -21,6 +21,7 @@ COLLECTOR_LOCKED = (
     "tests/telemetry/test_collector.py::"
     "test_everything_is_read_and_changed_with_the_lock"
 )
+LOCKED = "tests/test_locks.py::test_everything_is_touched_with_the_lock"
 FORKS = (
     "tests/clusters/test_fork_server_client.py::"
     "test_one_thread_at_a_time_uses_the_fork_server"
@@ -229,6 +230,41 @@ KINDS: dict[str, list[Mutant]] = {
             "    with _lock:\n        return _server is not None and",
             "    if True:\n        return _server is not None and",
             [FORKS],
+        ),
+        Mutant(
+            "a widget's message waits without the lock",
+            "ipc/comm_queue.py",
+            "        with self._lock:\n            if not _is_update(message):",
+            "        if True:\n            if not _is_update(message):",
+            [LOCKED],
+        ),
+        Mutant(
+            "a record waits without the lock",
+            "telemetry/recorder.py",
+            "        with self._lock:\n            if not self._buffer:",
+            "        if True:\n            if not self._buffer:",
+            [LOCKED],
+        ),
+        Mutant(
+            "a connection is added without the lock",
+            "clusters/kept/server.py",
+            "        with self._lock:\n            self._connections.append(",
+            "        if True:\n            self._connections.append(",
+            [LOCKED],
+        ),
+        Mutant(
+            "what a notebook changes is noted without the lock",
+            "clusters/kept/relayed_comms.py",
+            "        with self._lock:\n            self._update(messages)",
+            "        self._update(messages)",
+            [LOCKED],
+        ),
+        Mutant(
+            "a helper is forgotten without the lock",
+            "clusters/supervisor_client.py",
+            "        with self._lock:\n            self._helpers.pop(",
+            "        if True:\n            self._helpers.pop(",
+            [LOCKED],
         ),
     ],
     "a bound of memory removed": [

@@ -81,12 +81,19 @@ def table(kinds: Mapping[str, Sequence[Mutant]], missed: Sequence[Mutant]) -> st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="parts of names")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="parts of names, kinds or files"
+    )
     given = parser.parse_args()
     for name in PRELOADED:
         importlib.import_module(name)
-    mutants = [mutant for kind in KINDS.values() for mutant in kind]
-    chosen = [m for m in mutants if any(part in m.name for part in given.only or [""])]
+    chosen = [
+        mutant
+        for kind, mutants in KINDS.items()
+        for mutant in mutants
+        for text in [f"{kind} {mutant.name} {mutant.file}"]
+        if not given.only or any(part in text for part in given.only)
+    ]
     missed = missed_among(chosen, [run])
     if not given.only:
         page = ROOT / "CONTRIBUTING.md"
