@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,12 @@ def test_a_cap_in_bytes_is_a_fraction_of_the_memory_that_cuda_reports(
     read = DeviceAssignment.read(tmp_path, 0)
     assert read == assignment(cap)
     assert read.memory_fraction(10 * GIB) == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize(("gpu", "index"), [("GPU-0", 0), ("GPU-2", 2), (None, None)])
+def test_the_number_of_a_gpu_is_that_among_the_visible_ones(
+    gpu: str | None, index: int | None
+) -> None:
+    visible = tuple(f"GPU-{number}" for number in range(3))
+    rank = replace(assignment(None), gpu_uuid=gpu, visible_gpus=visible)
+    assert rank.gpu_index == index

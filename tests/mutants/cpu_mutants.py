@@ -150,6 +150,22 @@ KINDS: dict[str, list[Mutant]] = {
             "limit_s = VARIABLE_LIMIT_S",
             [f"{COPIED}::test_a_variable_has_a_limit_and_all_together_have_one"],
         ),
+        Mutant(
+            "a monitor waits without a limit",
+            "widgets/pacing.py",
+            "return min(wanted, LONGEST_S)",
+            "return wanted",
+            ["tests/widgets/test_pacing.py"],
+        ),
+        Mutant(
+            "the limit of a container does not count",
+            "ipc/resources.py",
+            "return min(total, int(limit)) if limit.isdigit() else total",
+            "return total",
+            [
+                "tests/ipc/test_resources.py::test_the_memory_limit_of_a_container_counts"
+            ],
+        ),
     ],
     "a lock left out": [
         Mutant(
@@ -391,7 +407,7 @@ KINDS: dict[str, list[Mutant]] = {
             [VIEW],
         ),
         Mutant(
-            "a kernel keeps all output of a cell",
+            "a cell's output is cut again and again",
             "widgets/cell_outputs.py",
             "        if self._characters > MOST_CHARACTERS:\n            return\n",
             "",
@@ -420,6 +436,15 @@ KINDS: dict[str, list[Mutant]] = {
             "(kept | 1) & ((1 << WINDOW) - 1)",
             "kept | 1",
             [SIGNED],
+        ),
+        Mutant(
+            "a channel sends without credit",
+            "ipc/channels.py",
+            "            channel.credit -= len(data)\n",
+            "",
+            [
+                "tests/ipc/test_channels.py::test_a_receiver_that_does_not_read_stops_its_own_channel_only"
+            ],
         ),
     ],
     "a release that does not come": [
@@ -506,6 +531,15 @@ KINDS: dict[str, list[Mutant]] = {
             [
                 "tests/clusters/test_call_supervisor.py::"
                 "test_a_rank_whose_peer_has_ended_is_released"
+            ],
+        ),
+        Mutant(
+            "credit is not given back",
+            "ipc/channels.py",
+            "            channel.credit += _COUNT.unpack(body)[0]\n",
+            "",
+            [
+                "tests/ipc/test_channels.py::test_large_data_arrives_unchanged_in_both_directions"
             ],
         ),
     ],
@@ -730,6 +764,31 @@ KINDS: dict[str, list[Mutant]] = {
                 "test_a_request_that_cannot_be_met_is_refused_with_the_next_step"
             ],
         ),
+        Mutant(
+            "a damaged state is loaded",
+            "training/elastic/checkpoint.py",
+            "if digest.digest() != expected:",
+            "if False:",
+            [
+                "tests/training/test_elastic_state.py::test_every_changed_byte_is_noticed"
+            ],
+        ),
+        Mutant(
+            "a message that is too large for a packet is sent",
+            "ipc/direct_socket.py",
+            "if len(sizes) + sum(map(len, views)) > MOST_BYTES:",
+            "if False:",
+            ["tests/ipc/test_direct_socket.py"],
+        ),
+        Mutant(
+            "a block with a NaN is decoded to numbers",
+            "collectives/compression.py",
+            "torch.amax(part.abs(), dim=1, out=scale)",
+            "torch.amax(part.abs().nan_to_num(), dim=1, out=scale)",
+            [
+                "tests/collectives/test_compression.py::test_a_block_with_a_value_that_is_not_finite_is_nan"
+            ],
+        ),
     ],
     "a message without its rank": [
         Mutant(
@@ -790,6 +849,22 @@ KINDS: dict[str, list[Mutant]] = {
             'return f"\\x1b[1m[{format_ranks(ranks)}]\\x1b[0m"',
             'return ""',
             ["tests/widgets/test_cell_view.py::test_lines_are_shown_under_their_ranks"],
+        ),
+        Mutant(
+            "a time-out does not name the missing ranks",
+            "collectives/call.py",
+            "Missing: {_names(missing)}.",
+            "Some are missing.",
+            [
+                "tests/collectives/test_signature.py::test_the_timeout_names_the_missing_ranks"
+            ],
+        ),
+        Mutant(
+            "a difference does not name its ranks",
+            "wire.py",
+            "differs on rank {' and '.join(others)} from rank {most}",
+            "differs",
+            ["tests/training/test_differences.py::test_a_difference_names_its_ranks"],
         ),
     ],
     "an off-by-one": [
@@ -876,6 +951,27 @@ KINDS: dict[str, list[Mutant]] = {
             "map(str, frames[1 - MOST_LINES :])",
             ["tests/clusters/test_crash_report.py::test_a_deep_stack_is_cut"],
         ),
+        Mutant(
+            "a batch that lacks a sample is no less full",
+            "training/data/sampler.py",
+            "b[1] - b[0] == self.batch_size",
+            "b[1] - b[0] >= self.batch_size - 1",
+            ["tests/training/test_batch_sampler.py"],
+        ),
+        Mutant(
+            "the first group alone is scaled",
+            "training/learning_rate.py",
+            "    for group in optimizer.param_groups:\n",
+            "    for group in optimizer.param_groups[:1]:\n",
+            ["tests/training/test_learning_rate.py::test_every_group_is_scaled"],
+        ),
+        Mutant(
+            "the device of a rank is its neighbour's",
+            "ipc/device_assignment.py",
+            "return self.visible_gpus.index(self.gpu_uuid)",
+            "return self.visible_gpus.index(self.gpu_uuid) - 1",
+            ["tests/ipc/test_device_assignment.py"],
+        ),
     ],
     "a leak": [
         Mutant(
@@ -944,6 +1040,15 @@ KINDS: dict[str, list[Mutant]] = {
             "            pass\n",
             ["tests/ipc/test_listening.py"],
         ),
+        Mutant(
+            "a sampler's thread does not end",
+            "telemetry/sampler.py",
+            "            self._open.release()\n",
+            "            pass\n",
+            [
+                "tests/telemetry/test_sampler.py::test_the_sampler_records_samples_until_it_is_closed"
+            ],
+        ),
     ],
     "a state left out": [
         Mutant(
@@ -1007,6 +1112,40 @@ KINDS: dict[str, list[Mutant]] = {
                 f"{SIGNED}::"
                 "test_an_authentic_message_is_admitted_once_as_bytes_or_frames"
             ],
+        ),
+        Mutant(
+            "a save keeps no previous file",
+            "training/elastic/checkpoint.py",
+            "        _keep_previous(path)\n",
+            "",
+            [
+                "tests/training/test_elastic_state.py::test_an_incomplete_file_is_refused_and_the_previous_one_is_used"
+            ],
+        ),
+        Mutant(
+            "an earlier step keeps the rate",
+            "telemetry/progress.py",
+            "            self.points.clear()\n",
+            "            pass\n",
+            [
+                "tests/telemetry/test_progress.py::test_a_return_to_an_earlier_step_begins_the_rate_anew"
+            ],
+        ),
+        Mutant(
+            "updates are merged across other messages",
+            "ipc/comm_queue.py",
+            "                self._latest.clear()\n                self._waiting",
+            "                self._waiting",
+            [
+                "tests/ipc/test_comm_queue.py::test_updates_are_not_merged_across_other_messages"
+            ],
+        ),
+        Mutant(
+            "a notice is printed again and again",
+            "widgets/live_text.py",
+            "if head and head != self._notice:",
+            "if head:",
+            ["tests/widgets/test_live_text.py::test_a_notice_is_printed_once"],
         ),
     ],
 }

@@ -45,3 +45,7 @@ def test_the_largest_difference_of_all_ranks_is_shown(
     group: Any = None
     found = _measured(RESULT, Leaf("x", "float32 3 cpu", mine), group)
     assert found.difference == text
+
+
+def test_a_difference_names_its_ranks() -> None:
+    assert str(RESULT) == "x differs on rank 1 and 2 from rank 0"
