@@ -135,7 +135,7 @@ def of_a_history(_: Displayed) -> str:
 
 
 def of_a_value(shown: Shown) -> str:
-    image = Shown("", "", image="data")
+    image = Shown("", "other", image="data")
     return values_table("x", {0: shown, 1: image})._repr_html_()
 
 
@@ -159,7 +159,7 @@ WRITERS: dict[str, tuple[str, Callable[[Displayed], str]]] = {
             [([0], {**IMAGE, "metadata": {"image/png": {"width": TAG}}})], []
         )._repr_html_(),
     ),
-    "a value": ("widgets/looking.py", lambda _: of_a_value(Shown(TAG, ""))),
+    "a value": ("widgets/looking.py", lambda _: of_a_value(Shown(TAG, "digest"))),
     "a long text": ("widgets/long_text.py", of_a_long_text),
     "a long text's path": ("widgets/long_text.py", of_the_path_of_a_long_text),
     "a found line": (
