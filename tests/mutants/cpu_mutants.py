@@ -144,7 +144,17 @@ KINDS: dict[str, list[Mutant]] = {
             [f"{OUTPUTS}::test_the_last_ended_cells_are_kept_and_those_that_run"],
         ),
         Mutant(
-            "the limit of variables ignores the total",
+            "a look at all variables takes as long as each may",
+            "engine/inspection.py",
+            "min(each_s, share_s))",
+            "each_s)",
+            [
+                "tests/engine/test_variable_limits.py::"
+                "test_a_variable_has_a_limit_and_a_share_of_that_of_all"
+            ],
+        ),
+        Mutant(
+            "the copy of variables has no limit for all",
             "engine/calls.py",
             "limit_s = min(left, VARIABLE_LIMIT_S)",
             "limit_s = VARIABLE_LIMIT_S",
