@@ -135,7 +135,11 @@ def test_a_message_has_the_world_rank_of_its_peer(log: Any, tmp_path: Path) -> N
 
 
 def test_the_last_thousand_calls_are_kept(log: Any, tmp_path: Path) -> None:
-    for number in range(1, 2500):
+    for number in range(1, flight_record.CALLS + 1):
+        log.end(log.begin(TEXT, number), True)
+    assert not read(tmp_path).has_wrapped
+    assert len(read(tmp_path).calls) == flight_record.CALLS
+    for number in range(flight_record.CALLS + 1, 2500):
         log.end(log.begin(TEXT, number), True)
     record = read(tmp_path)
     numbers = [call.fingerprint for call in record.calls]

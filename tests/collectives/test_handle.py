@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -69,9 +69,17 @@ def test_an_interrupt_in_a_wait_does_not_keep_the_call_from_ending() -> None:
 
 def test_all_threads_that_wait_for_a_call_see_its_end() -> None:
     handle = Handle("all_reduce")
+    begun, news = threading.Semaphore(0), handle._news
+
+    def get(timeout: float | None) -> None:
+        begun.release()
+        news.get(timeout=timeout)
+
+    handle._news = SimpleNamespace(get=get, put=news.put)  # type: ignore[assignment]
     waiters = [threading.Thread(target=handle.wait, daemon=True) for _ in range(4)]
     for each in waiters:
         each.start()
+        assert begun.acquire(timeout=10)
     handle.complete()
     for each in waiters:
         each.join(HANG_S)

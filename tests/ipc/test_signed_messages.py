@@ -10,7 +10,13 @@ import pytest
 import zmq
 from jupyter_client.session import DELIM, Session
 
-from nbdist.ipc.signed_messages import WINDOW, Gate, SignedSession, addressed
+from nbdist.ipc.signed_messages import (
+    WINDOW,
+    Gate,
+    SignedSession,
+    _Numbers,
+    addressed,
+)
 
 KEY = b"a key of this cluster"
 
@@ -106,6 +112,17 @@ def test_an_old_message_is_refused_after_any_number_of_messages(
     assert not gate.admits(old)
     assert not gate.admits(late)
     assert gate.admits(sent(SignedSession(key=KEY)))  # another one counts from 1
+
+
+def test_the_numbers_of_the_last_messages_are_kept():
+    numbers, newest = _Numbers(), 3 * WINDOW
+    for number in range(0, newest + 1, 2):
+        assert numbers.take(number + 1)
+    newest += 1
+    assert numbers._taken.bit_length() <= WINDOW
+    assert [numbers.take(newest - WINDOW + n) for n in (-1, 0, 1, 1, 2)] == [
+        False, False, True, False, False,
+    ]  # fmt: skip
 
 
 def test_forgeries_do_not_make_a_gate_forget(sender: SignedSession, gate: Gate):

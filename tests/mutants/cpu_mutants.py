@@ -445,7 +445,7 @@ KINDS: dict[str, list[Mutant]] = {
             "ipc/signed_messages.py",
             "(kept | 1) & ((1 << WINDOW) - 1)",
             "kept | 1",
-            [SIGNED],
+            [f"{SIGNED}::test_the_numbers_of_the_last_messages_are_kept"],
         ),
         Mutant(
             "a channel sends without credit",
@@ -500,7 +500,7 @@ KINDS: dict[str, list[Mutant]] = {
             "collectives/handle.py",
             "            self._ended = True\n            self._news.put(None)\n",
             "            self._ended = True\n",
-            [f"{HANDLE}::test_a_wait_ends_with_the_call"],
+            [f"{HANDLE}::test_all_threads_that_wait_for_a_call_see_its_end"],
         ),
         Mutant(
             "the end of a call wakes one wait",
@@ -514,7 +514,7 @@ KINDS: dict[str, list[Mutant]] = {
             "telemetry/recorder.py",
             "            self._settled.notify_all()\n",
             "",
-            [f"{RECORDER}::test_a_record_has_rank_step_time_and_scalars"],
+            [f"{RECORDER}::test_a_flush_is_told_of_the_records_that_were_sent"],
         ),
         Mutant(
             "the last rank leaves the gate closed",

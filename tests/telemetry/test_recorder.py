@@ -285,3 +285,19 @@ def test_a_cuda_scalar_is_copied_without_synchronising() -> None:
         assert made.flush(HANG_S)
     records = [record for batch in batches for record in batch.records]
     assert [r.scalars["loss"] for r in records if isinstance(r, Sample)] == [1.0, 1.0]
+
+
+def test_a_flush_is_told_of_the_records_that_were_sent() -> None:
+    class Told(threading.Condition):
+        count = 0
+
+        def notify_all(self) -> None:
+            self.count += 1
+            super().notify_all()
+
+    batches: list[Batch] = []
+    with recorder(batches.append) as made:
+        told = made._settled = Told(made._lock)
+        made.log(loss=1.0)
+        assert made.flush(5)
+    assert told.count == len(batches) == 1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -162,17 +162,18 @@ def test_an_incomplete_file_is_refused_and_the_previous_one_is_used(
 
 
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_every_changed_byte_is_noticed(where: float, flip: int) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x"
-        checkpoint.write(path, {"commit": 1}, b"payload" * 20)
-        data = bytearray(path.read_bytes())
-        data[int(where * len(data))] ^= flip
-        path.write_bytes(bytes(data))
-        with pytest.raises(CheckpointError, match=str(path)):
-            checkpoint.check(path)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_changed_byte_is_noticed(
+    two_saves: Path, where: float, flip: int
+) -> None:
+    data = bytearray(checkpoint.previous(two_saves).read_bytes())
+    path = two_saves.with_name("changed")
+    path.write_bytes(data)
+    assert checkpoint.check(path).path == path
+    data[int(where * len(data))] ^= flip
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=str(path)):
+        checkpoint.check(path)
 
 
 def test_two_damaged_files_are_both_named(two_saves: Path) -> None:
