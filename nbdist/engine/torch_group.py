@@ -18,7 +18,12 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives import all_gather, default_group
-from nbdist.collectives.torch_backend.process_group import ProcessGroup, nccl_of
+from nbdist.collectives.torch_backend.process_group import (
+    ProcessGroup,
+    has_failed_to_connect,
+    nccl_of,
+    trial_of,
+)
 from nbdist.collectives.torch_backend.registration import register
 from nbdist.collectives.torch_backend.stores import make_store
 from nbdist.engine import shared_default_group
@@ -31,6 +36,7 @@ __all__ = [
     "equalize_group_counts",
     "finish",
     "groups_made",
+    "has_failed_connection",
     "late_s",
     "nccl_calls",
     "nccl_operation",
@@ -187,6 +193,11 @@ def nccl_calls() -> dict[str, NcclTotal]:
     }
 
 
+def has_failed_connection() -> bool:
+    """Whether NCCL has not connected a group, or two of its ranks, on this rank."""
+    return any(map(has_failed_to_connect, list(distributed_c10d._world.pg_names)))
+
+
 def late_s() -> float:
     """The time-out in seconds that has passed in a call of NCCL; 0 if none has."""
     return max((total.late_s for total in nccl_calls().values()), default=0.0)
@@ -216,11 +227,11 @@ def nccl_trace() -> dict[str, dict[int, NcclCall]]:
 
     torch records 2,000 calls, or TORCH_FR_BUFFER_SIZE.
     """
-    names, details = {}, {}
+    names, details, trials = {}, {}, {}
     for group, name in _named_groups():
         nccl = nccl_of(group)
         if nccl is not None:
-            names[nccl.uid] = name
+            names[nccl.uid], trials[nccl.uid] = name, trial_of(group)
             if isinstance(group, ProcessGroup):
                 details[nccl.uid] = group.native_calls.details
     if not names:
@@ -229,9 +240,10 @@ def nccl_trace() -> dict[str, dict[int, NcclCall]]:
     found: dict[str, dict[int, NcclCall]] = {name: {} for name in names.values()}
     for entry in json.loads(c10d._dump_nccl_trace_json()).get("entries", ()):
         uid, number = entry["pg_id"], entry["collective_seq_id"]
-        if uid in names and not entry["is_p2p"]:
+        if uid in names and number != trials[uid] and not entry["is_p2p"]:
             calls = found[names[uid]]
             kind = _kind(entry, details.get(uid, {}).get(number, ""))
+            number -= 0 < trials[uid] < number
             call = NcclCall(kind, entry["state"] == "completed")
             before = calls.get(number)
             if before is not None:  # they are coalesced

@@ -158,7 +158,8 @@ class World:
         mine = torch_group.nccl_calls()
         # A group that has changed its members has a part of NCCL on some ranks only.
         lost = shared_default_group.is_reconfigured() and torch_group.uses_nccl()
-        lost |= self._nccl_aborted or any(total.late_s for total in mine.values())
+        lost |= self._nccl_aborted or torch_group.has_failed_connection()
+        lost |= any(total.late_s for total in mine.values())
         everyones = self.comm.allgather((lost, mine))
         if any(failed for failed, _ in everyones):
             return True

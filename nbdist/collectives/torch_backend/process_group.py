@@ -40,15 +40,14 @@ from nbdist.collectives.ops.scatter import scatter
 from nbdist.collectives.ops.sparse_all_reduce import sparse_all_reduce
 from nbdist.collectives.ops.validation import split_evenly
 from nbdist.collectives.reduction import c10d_name
-from nbdist.collectives.registry import default_group
 from nbdist.collectives.torch_backend.dispatcher import (
     OPERATORS,
     observed,
     through_dispatcher,
 )
 from nbdist.collectives.torch_backend.native_calls import NativeCalls
+from nbdist.collectives.torch_backend.nccl_links import connect_first, has_failed, trial
 from nbdist.collectives.torch_backend.reconfigure import Reconfiguration, handle
-from nbdist.collectives.torch_backend.rendezvous import rendezvous
 from nbdist.collectives.torch_backend.work import (
     CollectiveWork,
     MessageWork,
@@ -67,8 +66,10 @@ from nbdist.errors import (
 __all__ = [
     "CollectiveWork",
     "ProcessGroup",
+    "has_failed_to_connect",
     "nccl_of",
     "original_error",
+    "trial_of",
 ]
 
 NAME = "nbdist"
@@ -89,8 +90,7 @@ def _by_device(operation: _Operation) -> _Operation:
     def chosen(self: ProcessGroup, tensors: Any, *args: Any, **keywords: Any) -> Any:
         native: Any = self._native(tensors, *args[:1])
         if native is not None:
-            if is_collective:
-                self._meet()
+            self.members.raise_if_aborted()
             work = getattr(native, name)(tensors, *args, **keywords)
             if is_collective:
                 number = native._get_sequence_number_for_group()
@@ -155,6 +155,22 @@ def nccl_of(group: dist.ProcessGroup) -> Any | None:
     return backend if backend.name() == "nccl" else None
 
 
+def has_failed_to_connect(group: dist.ProcessGroup) -> bool:
+    """Whether a connection of NCCL's part has failed: it must be made again."""
+    return has_failed(_part(group))
+
+
+def trial_of(group: dist.ProcessGroup) -> int:
+    """NCCL's number of the collective that has connected its part; 0 if none has."""
+    return trial(_part(group))
+
+
+def _part(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """NCCL's part of a group of ours, once it is made; else the group itself."""
+    made = vars(group).get("_nccl") if isinstance(group, ProcessGroup) else None
+    return made or group
+
+
 class ProcessGroup(dist.ProcessGroup):
     """A process group of torch.distributed.
 
@@ -202,8 +218,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._coalesced: list[dist.Work] | None = None
         self.native_calls = NativeCalls()
         """The collectives that NCCL was given."""
-        self._has_met = False
-        """Whether all members have begun a collective of NCCL."""
         self._extension = timedelta(0)
         """What the next collective's time-out is longer than `_timeout`."""
         self._backend = _make_backend(self)
@@ -315,7 +329,6 @@ class ProcessGroup(dist.ProcessGroup):
             nccl.abort()
         vars(self).pop("_nccl", None)
         self.native_calls = NativeCalls()
-        self._has_met = False
 
     def getRank(self) -> int:
         """This rank's number in the group, also while it has no members."""
@@ -621,16 +634,6 @@ class ProcessGroup(dist.ProcessGroup):
         tensor = next((each for each in found if each is not None), None)
         return self._nccl if tensor is not None and tensor.is_cuda else None
 
-    def _meet(self) -> None:
-        """Wait for all members before the first collective of NCCL. They must call.
-
-        NCCL would wait for them in C++, where nothing releases a rank.
-        """
-        self.members.raise_if_aborted()
-        if not self._has_met:
-            rendezvous(default_group(), self.members.ranks)
-            self._has_met = True
-
     @functools.cached_property
     def _nccl(self) -> dist.ProcessGroup | None:
         """NCCL's group of the same ranks; None unless the backend has "cuda:nccl"."""
@@ -648,6 +651,9 @@ class ProcessGroup(dist.ProcessGroup):
         nccl = dist.ProcessGroupNCCL(store, rank, size, options)
         group._set_default_backend(_Type.NCCL)
         group._register_backend(_CUDA, _Type.NCCL, nccl)
+        if self._members is not None:
+            name = f"{self._name}/{self.epoch}/{self._generation}"
+            connect_first(group, self._members.ranks, name)
         return group
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from nbdist.collectives.call import Call
@@ -12,6 +13,7 @@ from nbdist.collectives.call_site import find_call_site
 from nbdist.collectives.group import Group
 from nbdist.collectives.registry import default_group, waiters
 from nbdist.collectives.signature import signature
+from nbdist.collectives.sync.attempt import attempt
 from nbdist.collectives.sync.wait import Check, complete
 from nbdist.errors import CollectiveAborted, UsageError
 from nbdist.wire import CollectiveCall
@@ -81,23 +83,43 @@ class Rendezvous:
             The word of each of the ranks, in their order.
         """
 
-        def check_both() -> None:
-            if self._error is not None:
-                raise self._error.with_traceback(None)
-            check()
-
         comm, own = self._world.comm, self._world.rank
         words = {rank: bytearray(_WORD_BYTES) for rank in self._ranks}
         words[own][:] = word.encode().ljust(_WORD_BYTES, b"\0")
         peers = [rank for rank in self._ranks if rank != own]
         requests = [comm.Irecv(words[peer], peer, self._tag) for peer in peers]
         requests += [comm.Isend(words[own], peer, self._tag) for peer in peers]
+        with self._visible(check) as check_both:
+            complete(requests, check_both, words)
+        return [each.rstrip(b"\0").decode() for each in words.values()]
+
+    def attempt(self, work: Callable[[], object], check: Check) -> None:
+        """Call `work` in a thread, and wait until it has succeeded on all these ranks.
+
+        Raises:
+            CollectiveAborted: It has failed on another rank.
+        """
+        with self._visible(check) as check_both:
+            failed = attempt(work, self._world.comm, self._ranks, self._tag, check_both)
+        if failed:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            operation = self._call.kind.operation
+            raise CollectiveAborted(f"released from {operation}: {said}")
+
+    @contextmanager
+    def _visible(self, check: Check) -> Iterator[Check]:
+        """Let the notebook see and release the wait in this block."""
+
+        def check_both() -> None:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            check()
+
         waiters.add(self)
         try:
-            complete(requests, check_both, words)
+            yield check_both
         finally:
             waiters.discard(self)
-        return [each.rstrip(b"\0").decode() for each in words.values()]
 
     @property
     def call(self) -> CollectiveCall:

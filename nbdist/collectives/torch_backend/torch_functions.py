@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.collectives.registry import default_group
 from nbdist.collectives.torch_backend.gloo_groups import count_messages
+from nbdist.collectives.torch_backend.nccl_links import connect_first, release_links
 from nbdist.collectives.torch_backend.process_group import NAME, ProcessGroup
 from nbdist.collectives.torch_backend.rendezvous import rendezvous
 
@@ -31,6 +32,7 @@ def replace_functions() -> None:
         setattr(dist, name, ours)
     distributed_c10d._new_process_group_helper = _new_process_group_helper
     count_messages()
+    release_links()
     ddp: Any = DistributedDataParallel
     ddp._register_builtin_comm_hook = _register_builtin_comm_hook
 
@@ -121,7 +123,7 @@ def _new_process_group_helper(
             world.group_count = max(world.group_count, int(group_name) + 1)
         # The number may also be that of a group of other ranks.
         store = PrefixStore(f"of {ranks}", store)
-    return _torch_new_group(
+    made = _torch_new_group(
         group_size,
         group_rank,
         global_ranks_in_group,
@@ -131,11 +133,17 @@ def _new_process_group_helper(
         *args,
         **options,
     )
+    if ranks and "nccl" in _parts(backend) and type(made[0]) is dist.ProcessGroup:
+        connect_first(made[0], ranks, str(group_name))
+    return made
 
 
 def _meets_in_cpp(backend: str) -> bool:
-    parts = {each.rpartition(":")[2] for each in str(backend).lower().split(",")}
-    return not parts <= {NAME, "fake", "undefined"}
+    return not _parts(backend) <= {NAME, "fake", "undefined"}
+
+
+def _parts(backend: str) -> set[str]:
+    return {each.rpartition(":")[2] for each in str(backend).lower().split(",")}
 
 
 @functools.wraps(_torch_register_hook)

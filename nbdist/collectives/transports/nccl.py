@@ -15,11 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from nbdist.collectives.reduction import REDUCE_DTYPES, REDUCE_OPS
+from nbdist.collectives.sync.attempt import attempt
 from nbdist.collectives.sync.cuda_events import await_device
 from nbdist.collectives.sync.wait import Check, Swap
 from nbdist.collectives.transports.base import Transport
@@ -29,6 +31,7 @@ __all__ = ["NcclTransport", "shut_down"]
 _NO_TIMEOUT = timedelta(days=7)
 _CLOSE_WITHIN_S = 10.0
 """All ranks close at the same time. A rank that takes longer has died."""
+_TAG = 5
 _LOSE_NAN = frozenset({"min", "max"})
 _DTYPES = REDUCE_DTYPES - {torch.int16}
 
@@ -42,7 +45,7 @@ class NcclTransport(Transport):
 
     @classmethod
     def connect(
-        cls, rank: int, size: int, swap: Swap, check: Check, fallback: Transport
+        cls, comm: MPI.Comm, swap: Swap, check: Check, fallback: Transport
     ) -> NcclTransport | None:
         """Connect the ranks. Every rank must call, on its own GPU as current device.
 
@@ -50,8 +53,7 @@ class NcclTransport(Transport):
         they meet in a file, if they are on one host.
 
         Args:
-            rank: this process's rank in the group.
-            size: number of ranks in the group.
+            comm: a communicator over the group's ranks.
             swap: returns every rank's item.
             check: ends a wait by raising.
             fallback: the transport for reductions that NCCL lacks.
@@ -63,12 +65,16 @@ class NcclTransport(Transport):
         """
         if not all(swap(dist.is_nccl_available())):
             return None
-        store = _common_store(rank, size, swap)
+        store = _common_store(comm.rank, comm.size, swap)
         if store is None:
             return None
-        transport = cls(store, rank, size, fallback)
-        if all(swap(transport._works(check))):
-            return transport
+        transport = cls(store, comm.rank, comm.size, fallback)
+        try:
+            if all(swap(transport._works(comm, check))):
+                return transport
+        except BaseException:
+            transport.abort()
+            raise
         transport.abort()
         return None
 
@@ -186,14 +192,21 @@ class NcclTransport(Transport):
         self._last = None
         shut_down(self._group)
 
-    def _works(self, check: Check) -> bool:
+    def _works(self, comm: MPI.Comm, check: Check) -> bool:
         """Whether NCCL connects the ranks' devices. Every rank must call."""
+        device = torch.cuda.current_device()
+
+        def sum_one() -> None:
+            with torch.cuda.device(device):
+                self._queue(self._group.allreduce([torch.ones(1, device="cuda")]))
+
         try:
-            self._queue(self._group.allreduce([torch.ones(1, device="cuda")]))
-            self.finish(check)
+            failed = attempt(sum_one, comm, range(comm.size), _TAG, check)
+            if not failed:
+                self.finish(check)
         except dist.DistBackendError:
             return False
-        return True
+        return not failed
 
     def _queue(self, work: Any) -> None:
         """Make the current stream wait for NCCL's stream. The host does not wait."""

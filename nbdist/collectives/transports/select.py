@@ -498,7 +498,7 @@ def gpu_transports(
         found["mpi"] = found["ring"] = own
     gpus, wanted = swap(identity()), config.transport
     if wanted in ("auto", "nccl") and len(set(gpus)) == size:
-        nccl = NcclTransport.connect(rank, size, swap, hooks.check, found["staged"])
+        nccl = NcclTransport.connect(comm, swap, hooks.check, found["staged"])
         if nccl is not None:
             found["nccl"] = nccl
     # CUDA IPC's slots use device memory, which NCCL does not need.

@@ -1,6 +1,7 @@
 // Making, dividing and ending communicators: ncclGetUniqueId, ncclCommInitRank,
 // ncclCommSplit, ncclCommShrink, ncclCommFinalize, ncclCommDestroy, ncclCommAbort.
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 #include <set>
 #include <sys/mman.h>
@@ -28,6 +29,7 @@ std::map<ncclComm_t, Comm>& communicators() {
   return *made;
 }
 thread_local std::string last_error;
+std::atomic<int> planned_end{ncclSuccess};
 
 ncclComm_t add(const Comm& comm) {
   std::lock_guard<std::mutex> locked(mutex());
@@ -205,6 +207,9 @@ SIMGPU_EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size,
   if (memcmp(given.magic, "SIMNCCL", 8) != 0)
     return nccl_error(ncclInvalidArgument, "no id of ncclGetUniqueId");
   if (entry_error() != cudaSuccess) return ncclUnhandledCudaError;
+  int planned = planned_end.exchange(ncclSuccess);
+  if (planned < 0) kill(getpid(), SIGKILL);
+  if (planned > 0) return nccl_error(ncclResult_t(planned), "a planned error");
   Segment* segment = map_segment(given.pid, given.file);
   if (!segment) return nccl_error(ncclRemoteError, "the process of the id has ended");
   return make(segment, rank, size, wants_blocking(config, true), comm);
@@ -419,6 +424,10 @@ SIMGPU_EXPORT void simgpu_fail_nccl(int error) {
   std::lock_guard<std::mutex> locked(mutex());
   for (auto& each : communicators()) each.second->error = error;
 }
+
+// For tests: how the next connection of this process ends, by an error or, if it is
+// negative, by SIGKILL.
+SIMGPU_EXPORT void simgpu_end_next_init(int error) { planned_end = error; }
 
 SIMGPU_EXPORT ncclResult_t ncclCommMemStats(ncclComm_t, ncclCommMemStat_t,
                                             uint64_t* value) {

@@ -1,0 +1,186 @@
+"""Connects the ranks of NCCL's process groups where they can be released.
+
+NCCL connects a group in its first collective or batch, and two ranks in their first
+message. It waits in C++ for the other ranks, where nothing releases a rank. Here they
+meet before that, and a thread makes a trial call, which connects them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from nbdist.collectives.registry import default_group
+from nbdist.collectives.torch_backend.dispatcher import OPERATORS
+from nbdist.collectives.torch_backend.rendezvous import Rendezvous
+from nbdist.errors import CollectiveAborted
+
+__all__ = [
+    "connect_first",
+    "has_failed",
+    "release_links",
+    "trial",
+]
+
+_MESSAGES = {"send", "recv"}
+_START = "_start_coalescing"
+_NAMES = {_START: "a batch"}
+_made: dict[str, Callable[..., Any]] = {}
+"""torch's methods, by their names."""
+
+
+@dataclass
+class _Links:
+    """What a group has connected on this rank."""
+
+    ranks: tuple[int, ...]
+    """The world's numbers of the members."""
+    name: str
+    """Equal on all members, and that of no other group."""
+    made: set[tuple[object, ...]] = field(default_factory=set)
+    """The device and the peer of each connection; a peer of None means all members."""
+    batches: set[int] = field(default_factory=set)
+    """The threads that make a batch, whose messages go between all members."""
+    trial: int = 0
+    """NCCL's number of the trial collective; 0 if there was none."""
+    has_failed: bool = False
+
+
+_links: WeakKeyDictionary[dist.ProcessGroup, _Links] = WeakKeyDictionary()
+
+
+def connect_first(group: dist.ProcessGroup, ranks: Sequence[int], name: str) -> None:
+    """Have the members of a group of NCCL's meet before they connect.
+
+    Args:
+        group: One of torch's own class.
+        ranks: The world's numbers of the members.
+        name: Equal on all members, and that of no other group.
+    """
+    _links[group] = _Links(tuple(ranks), name)
+
+
+def trial(group: dist.ProcessGroup) -> int:
+    """NCCL's number of the collective that has connected a group; 0 if none has."""
+    links = _links.get(group)
+    return links.trial if links else 0
+
+
+def has_failed(group: dist.ProcessGroup) -> bool:
+    """Whether a connection of the group has failed, so that it must be made again."""
+    links = _links.get(group)
+    return links is not None and links.has_failed
+
+
+def release_links() -> None:
+    """Have torch's methods connect first. Safe to call twice."""
+    if _made:
+        return
+    made: Any = dist.ProcessGroup
+    for name in (*OPERATORS, _START):
+        if hasattr(made, name):  # each release of torch has some of them
+            _made[name] = getattr(made, name)
+            setattr(made, name, _connecting(name, _made[name]))
+    made._end_coalescing = _ending(made._end_coalescing)
+
+
+def _connecting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def connecting(self: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        links = _links.get(self)
+        if links is not None:
+            default_group().raise_if_aborted()
+            values = (*args, *named.values())
+            device = _device(values)
+            if device is not None:
+                is_alone = threading.get_ident() not in links.batches
+                peer = values[1] if name in _MESSAGES and is_alone else None
+                _connect(self, links, name, device, peer)
+            if name == _START:
+                links.batches.add(threading.get_ident())
+        return method(self, *args, **named)
+
+    return connecting
+
+
+def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def ending(self: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        links = _links.get(self)
+        if links is not None:
+            links.batches.discard(threading.get_ident())
+        return method(self, *args, **named)
+
+    return ending
+
+
+def _device(values: Sequence[Any]) -> torch.device | None:
+    """The GPU of a call, by its arguments."""
+    for value in values:
+        while isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        device = value if isinstance(value, torch.device) else _attribute(value)
+        if device is not None and device.type == "cuda":
+            index = (
+                torch.cuda.current_device() if device.index is None else device.index
+            )
+            return torch.device("cuda", index)
+    return None
+
+
+def _attribute(value: Any) -> torch.device | None:
+    """The device of a tensor, or of the options of a barrier."""
+    device = getattr(value, "device", None)
+    return device if isinstance(device, torch.device) else None
+
+
+def _connect(
+    group: dist.ProcessGroup,
+    links: _Links,
+    operation: str,
+    device: torch.device,
+    peer: int | None,
+) -> None:
+    """Connect this rank with a peer, or all members. They must call, too."""
+    own = group.rank()
+    if (device, peer) in links.made or peer == own:
+        return
+    ranks = (
+        links.ranks if peer is None else [links.ranks[r] for r in sorted((own, peer))]
+    )
+    world, key = default_group(), (links.name, peer is None)
+    meeting = Rendezvous(world, ranks, _NAMES.get(operation, operation), key)
+    have_met = False
+    try:
+        meeting.wait(world.raise_if_aborted)
+        have_met = True
+        work = functools.partial(_try, group, device, peer)
+        meeting.attempt(work, world.raise_if_aborted)
+    except BaseException:
+        links.has_failed |= have_met
+        world.abort(CollectiveAborted("a connection of NCCL was interrupted"))
+        raise
+    links.made.add((device, peer))
+    if peer is None:
+        backend: Any = group._get_backend(device)
+        links.trial = backend._get_sequence_number_for_group()
+
+
+def _try(group: dist.ProcessGroup, device: torch.device, peer: int | None) -> None:
+    """Make a call that connects. It returns when NCCL has connected and queued it."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        word = torch.zeros(1, device=device)
+        if peer is None:
+            work = _made["allreduce"](group, [word], dist.AllreduceOptions())
+        else:
+            name = "send" if group.rank() < peer else "recv"
+            work = _made[name](group, [word], peer, 0)
+        work.wait()

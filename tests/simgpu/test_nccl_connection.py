@@ -1,0 +1,201 @@
+"""Ranks that wait in NCCL's connection for a rank that never connects."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nbdist import Cluster, NbdistError
+
+N = 2
+WITHIN_S = 20.0
+GROUPS = """
+import ctypes, os, time
+from datetime import timedelta
+mine, x = rank + 5, torch.full((3,), rank + 1.0, device=device)
+group = dist.new_group([0, 1])
+pure = dist.new_group([0, 1], backend="nccl")
+def batch(group):
+    ops = [dist.P2POp(dist.isend, x, 1, group), dist.P2POp(dist.irecv, x + 0, 1, group)]
+    [work.wait() for work in dist.batch_isend_irecv(ops)]
+def end_next_init(error):
+    ctypes.CDLL(None).simgpu_end_next_init(error)
+"""
+AFTER = """
+group = dist.new_group([0, 1])
+pure = dist.new_group([0, 1], backend="nccl")
+for each in (None, group, pure):
+    y = torch.full((3,), rank + 1.0, device=device)
+    dist.all_reduce(y, group=each)
+    assert y.tolist() == [3.0] * 3
+    if rank == 0: dist.send(y, 1, group=each)
+    else: dist.recv(y.zero_(), 0, group=each)
+    assert y.tolist() == [3.0] * 3
+y = torch.full((3,), rank + 1.0, device=device)
+nbdist.all_reduce(y)
+assert y.tolist() == [3.0] * 3
+"""
+FIRST = {
+    "send": "dist.send(x, 1, group={group})",
+    "isend": "dist.isend(x, 1, group={group})",
+    "recv": "dist.recv(x, 1, group={group})",
+    "batch_isend_irecv": "batch({group})",
+    "all_reduce": "dist.all_reduce(x, group={group})",
+}
+NAMES = {
+    "send": "send",
+    "isend": "send",
+    "recv": "recv",
+    "batch_isend_irecv": "a batch",
+    "all_reduce": "allreduce",
+}
+first = pytest.mark.parametrize("operation", FIRST)
+on = pytest.mark.parametrize("group", ["group", "pure"])
+BUSY = "\nelse:\n    for _ in range(200): time.sleep(0.1)"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
+]
+simulated = pytest.mark.skipif(
+    "SIMGPU_LIB" not in os.environ, reason="no simulated GPU"
+)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with Cluster(N, device="cuda", threads=1, on_failure="replace") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Iterator[Cluster]:
+    running.execute(GROUPS, timeout_s=60)
+    yield running
+    running.execute(AFTER, timeout_s=60)
+
+
+def alone(operation: str, group: str) -> str:
+    return f"if rank == 0:\n    {FIRST[operation].format(group=group)}; x.tolist()"
+
+
+def released(cluster: Cluster, code: str, timeout_s: float = 60, died: int = -1) -> str:
+    """The error of a cell. The ranks that live keep their variables."""
+    before = [info.pid for info in cluster.ranks]
+    begun = time.monotonic()
+    with pytest.raises(NbdistError) as ended:
+        cluster.execute(code, timeout_s=timeout_s)
+    assert time.monotonic() - begun < WITHIN_S
+    said = str(ended.value)
+    assert "did not react" not in said
+    kept = [rank for rank in range(N) if rank != died]
+    cluster.execute("pass", timeout_s=60)
+    pids = [info.pid for info in cluster.ranks]
+    assert [pids[rank] for rank in kept] == [before[rank] for rank in kept]
+    assert cluster.pull("mine", ranks=kept) == [rank + 5 for rank in kept]
+    return said
+
+
+@first
+@on
+def test_a_rank_whose_peer_has_ended_its_cell(
+    cluster: Cluster, operation: str, group: str
+) -> None:
+    said = released(cluster, alone(operation, group))
+    assert f"released from {NAMES[operation]}" in said, said
+    assert "rank 0" in said, said
+    assert "the cell of rank 1 has ended" in said, said
+
+
+@first
+@on
+def test_a_rank_whose_peer_fails(cluster: Cluster, operation: str, group: str) -> None:
+    said = released(
+        cluster, f"{alone(operation, group)}\nelse: raise ValueError('odd')"
+    )
+    assert f"released from {NAMES[operation]}" in said, said
+    assert "ValueError: odd" in said, said
+
+
+@first
+@on
+def test_a_cell_whose_time_out_passes(
+    cluster: Cluster, operation: str, group: str
+) -> None:
+    said = released(cluster, alone(operation, group) + BUSY, timeout_s=3)
+    assert "not finished after 3 s: rank 0 at" in said, said
+    assert f"rank 0 at {NAMES[operation]}" in said, said
+
+
+@first
+def test_an_interrupt(cluster: Cluster, operation: str) -> None:
+    interrupt = threading.Timer(3, cluster.interrupt)
+    interrupt.start()
+    released(cluster, alone(operation, "group") + BUSY)
+    interrupt.join()
+
+
+@first
+def test_a_rank_whose_peer_dies(cluster: Cluster, operation: str) -> None:
+    said = released(
+        cluster,
+        f"{alone(operation, 'group')}\n"
+        "else:\n    time.sleep(1); os.kill(os.getpid(), 9)",
+        died=1,
+    )
+    assert "rank 1" in said, said
+
+
+CALLS = {
+    "all_reduce": "dist.all_reduce(x, group=group)",
+    "send": "(dist.recv if rank else dist.send)(x, 1 - rank, group=group)",
+    "nbdist": "nbdist.all_reduce(x, group=fresh)",
+    "pure": "dist.all_reduce(x, group=pure)",
+}
+calls = pytest.mark.parametrize("name", CALLS)
+FRESH = "fresh = nbdist.collectives.default_group().new([0, 1])"
+
+
+@simulated
+@calls
+def test_a_rank_that_dies_while_it_connects(cluster: Cluster, name: str) -> None:
+    code = f"if rank == 1: end_next_init(-1)\n{CALLS[name]}; x.tolist()"
+    cluster.execute(FRESH, timeout_s=60)
+    said = released(cluster, code, died=1)
+    assert "rank 1" in said, said
+
+
+@simulated
+@calls
+def test_a_rank_that_cannot_connect(cluster: Cluster, name: str) -> None:
+    cluster.execute(FRESH, timeout_s=60)
+    code = f"if rank == 1: end_next_init(2)\n{CALLS[name]}; x.tolist()"
+    if name == "nbdist":  # another transport is used
+        cluster.execute(code, timeout_s=60)
+        return
+    said = released(cluster, code)
+    assert "unhandled system error" in said, said
+    assert "released from" in said, said
+    assert "rank 1: DistBackendError" in said, said
+
+
+@on
+@pytest.mark.parametrize("operation", ["send", "recv", "batch_isend_irecv"])
+def test_a_later_message_whose_peer_has_ended_its_cell(
+    cluster: Cluster, operation: str, group: str
+) -> None:
+    cluster.execute(
+        f"dist.all_reduce(x, group={group})\n"
+        f"if rank == 0: dist.send(x, 1, group={group})\n"
+        f"else: dist.recv(x, 0, group={group})\n"
+        "x.tolist()",
+        timeout_s=60,
+    )
+    said = released(cluster, alone(operation, group))
+    assert "the cell of rank 1 has ended" in said, said
