@@ -7,6 +7,7 @@ and a value that is unavailable is None.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -57,6 +58,7 @@ __all__ = [
     "Variable",
     "Verdict",
     "are_unequal",
+    "differ_in_nccl",
     "format_ranks",
     "ranks_in",
 ]
@@ -411,6 +413,24 @@ class NcclTotal(NamedTuple):
     different digests have called different collectives."""
     late_s: float = 0.0
     """The group's time-out in seconds, if it has passed in one of the calls."""
+    sent: Sequence[tuple[int, int]] = ()
+    """For some world ranks, the number of messages to them."""
+    received: Sequence[tuple[int, int]] = ()
+    """For some world ranks, the number of messages from them, also those to come."""
+
+    def exceeds(self, rank: int, theirs: NcclTotal, other: int) -> bool:
+        """Whether a rank waits for another one, which has this group's total `theirs`.
+
+        Args:
+            rank: The rank of this total.
+            theirs: The total of the other rank.
+            other: That rank.
+        """
+        return (
+            self.number > theirs.number
+            or dict(self.sent).get(other, 0) > dict(theirs.received).get(rank, 0)
+            or dict(self.received).get(other, 0) > dict(theirs.sent).get(rank, 0)
+        )
 
 
 @dataclass(frozen=True)
@@ -802,6 +822,22 @@ def ranks_in(text: str) -> list[int]:
             raise ValueError(f"{text!r}: expected ranks such as 0 or 0,2-3")
         ranks.update(range(int(first), int(last) + 1))
     return sorted(ranks)
+
+
+def differ_in_nccl(calls: Mapping[int, Mapping[str, NcclTotal]]) -> bool:
+    """Whether two ranks have queued different work of NCCL.
+
+    Args:
+        calls: The totals of each rank, by the name of the group.
+    """
+    totals = [
+        {name: total[:3] for name, total in each.items()} for each in calls.values()
+    ]
+    return are_unequal(totals) or any(
+        mine[name].exceeds(rank, theirs[name], other)
+        for (rank, mine), (other, theirs) in itertools.permutations(calls.items(), 2)
+        for name in mine.keys() & theirs.keys()
+    )
 
 
 def are_unequal(counts: Iterable[Mapping[str, object]]) -> bool:

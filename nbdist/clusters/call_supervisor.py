@@ -33,7 +33,7 @@ from nbdist.wire import (
     CollectiveCall,
     NcclTotal,
     RankInfo,
-    are_unequal,
+    differ_in_nccl,
     format_ranks,
 )
 
@@ -571,9 +571,9 @@ class CallSupervisor:
         """
         if not own_gpus(self._registry):
             return False
-        answers = self._registry.ask(endpoints.NCCL_CALLS).values()
-        known = [calls for calls in answers if calls is not None]
-        return are_unequal(known) or _are_late(known)
+        answers = self._registry.ask(endpoints.NCCL_CALLS)
+        known = {rank: calls for rank, calls in answers.items() if calls is not None}
+        return differ_in_nccl(known) or _are_late(known.values())
 
     def _compare_nccl(self, call: Call) -> CellError | None:
         """The error of a call in which ranks have queued different work of NCCL.

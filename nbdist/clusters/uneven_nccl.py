@@ -1,8 +1,9 @@
 """Detects ranks that wait in NCCL for a rank that makes the same call late or never.
 
-NCCL's collectives wait on the GPU, where no rank can tell for whom. But the ranks count
-the collectives that they have queued: a rank that has queued fewer than another one
-keeps that one waiting. If it is idle, it never makes the call.
+NCCL's collectives and messages wait on the GPU, where no rank can tell for whom. But
+the ranks count what they have queued: a rank that has queued fewer collectives than
+another one, or fewer messages between the two, keeps that one waiting. If it is idle,
+it never makes the call.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Wait:
     group: str
     """The name of the process group."""
     missing: frozenset[int]
-    """The ranks that have queued fewer collectives in the group. They are idle, unless
+    """The ranks that have queued less in the group. They are idle, unless
     the group's time-out has passed."""
     late_s: float = 0.0
     """The group's time-out in seconds, if it has passed."""
@@ -93,7 +94,7 @@ def _late(
     for rank in sorted(busy):
         for group, total in (queued.get(rank) or {}).items():
             if total.late_s:
-                missing = _behind(queued, queued.keys(), group, total)
+                missing = _behind(queued, queued.keys(), group, rank)
                 found.append(Wait(rank, group, missing, total.late_s))
                 break
     return found
@@ -107,8 +108,8 @@ def _uneven(
     """The busy ranks that have queued more in a group than an idle member of it."""
     found = []
     for rank in sorted(busy):
-        for group, total in (queued.get(rank) or {}).items():
-            if missing := _behind(queued, idle, group, total):
+        for group in queued.get(rank) or {}:
+            if missing := _behind(queued, idle, group, rank):
                 found.append(Wait(rank, group, missing))
                 break
     return found
@@ -118,11 +119,13 @@ def _behind(
     queued: Mapping[int, Mapping[str, NcclTotal] | None],
     others: Collection[int],
     group: str,
-    total: NcclTotal,
+    rank: int,
 ) -> frozenset[int]:
-    """The other ranks that have queued fewer collectives in a group."""
+    """The other ranks that have not queued all that a rank waits for in a group."""
+    total = (queued[rank] or {})[group]
     return frozenset(
         other
         for other in others
-        if (queued.get(other) or {}).get(group, total).number < total.number
+        if (theirs := (queued.get(other) or {}).get(group)) is not None
+        and total.exceeds(rank, theirs, other)
     )

@@ -20,9 +20,8 @@ from torch.distributed import distributed_c10d
 from nbdist.collectives import all_gather, default_group
 from nbdist.collectives.torch_backend.process_group import (
     ProcessGroup,
-    has_failed_to_connect,
+    nccl_links,
     nccl_of,
-    trial_of,
 )
 from nbdist.collectives.torch_backend.registration import register
 from nbdist.collectives.torch_backend.stores import make_store
@@ -177,25 +176,30 @@ def _named_groups() -> Iterator[tuple[dist.ProcessGroup, str]]:
 
 
 def nccl_calls() -> dict[str, NcclTotal]:
-    """The collectives that this rank has queued with NCCL, by group name.
+    """The collectives and messages that this rank has queued with NCCL, by group name.
 
-    A collective of NCCL waits on the GPU until all members of its group have queued it.
+    They wait on the GPU until all members of the group, or the peer, have queued them.
     """
-    return {
-        name: NcclTotal(
-            nccl._get_sequence_number_for_group(),
-            group.native_calls.digest if isinstance(group, ProcessGroup) else 0,
-            _late_s(nccl),
-        )
-        if (nccl := nccl_of(group)) is not None
-        else NcclTotal(0, 0)
-        for group, name in _named_groups()
-    }
+    return {name: _total(group) for group, name in _named_groups()}
+
+
+def _total(group: dist.ProcessGroup) -> NcclTotal:
+    nccl, links = nccl_of(group), nccl_links(group)
+    if nccl is None:
+        return NcclTotal(0, 0)
+    return NcclTotal(
+        nccl._get_sequence_number_for_group(),
+        group.native_calls.digest if isinstance(group, ProcessGroup) else 0,
+        _late_s(nccl),
+        tuple(links.sent.items()) if links else (),
+        tuple(links.received.items()) if links else (),
+    )
 
 
 def has_failed_connection() -> bool:
     """Whether NCCL has not connected a group, or two of its ranks, on this rank."""
-    return any(map(has_failed_to_connect, list(distributed_c10d._world.pg_names)))
+    found = map(nccl_links, list(distributed_c10d._world.pg_names))
+    return any(links is not None and links.has_failed for links in found)
 
 
 def late_s() -> float:
@@ -215,11 +219,9 @@ def _late_s(nccl: Any) -> float:
 
 
 def nccl_operation(name: str) -> str:
-    """The collective that a group has queued last with NCCL, by the group's name."""
-    for group, its_name in _named_groups():
-        if its_name == name and isinstance(group, ProcessGroup):
-            return group.native_calls.last or "a collective"
-    return "a collective"
+    """The call that a group has queued last with NCCL, by the group's name."""
+    found = (nccl_links(group) for group, its in _named_groups() if its == name)
+    return next((links.last for links in found if links), "a collective")
 
 
 def nccl_trace() -> dict[str, dict[int, NcclCall]]:
@@ -229,9 +231,9 @@ def nccl_trace() -> dict[str, dict[int, NcclCall]]:
     """
     names, details, trials = {}, {}, {}
     for group, name in _named_groups():
-        nccl = nccl_of(group)
+        nccl, links = nccl_of(group), nccl_links(group)
         if nccl is not None:
-            names[nccl.uid], trials[nccl.uid] = name, trial_of(group)
+            names[nccl.uid], trials[nccl.uid] = name, links.trial if links else 0
             if isinstance(group, ProcessGroup):
                 details[nccl.uid] = group.native_calls.details
     if not names:

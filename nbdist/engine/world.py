@@ -26,7 +26,7 @@ from nbdist.errors import WrongProcess
 from nbdist.ipc import roles
 from nbdist.ipc.ports import free_ports, own_address
 from nbdist.training import lasting
-from nbdist.wire import RankInfo, are_unequal
+from nbdist.wire import RankInfo, are_unequal, differ_in_nccl
 
 __all__ = [
     "World",
@@ -163,7 +163,7 @@ class World:
         everyones = self.comm.allgather((lost, mine))
         if any(failed for failed, _ in everyones):
             return True
-        if not are_unequal(calls for _, calls in everyones):
+        if not differ_in_nccl({r: calls for r, (_, calls) in enumerate(everyones)}):
             return False
         counts = [
             {name: total.number for name, total in each.items()}

@@ -31,8 +31,6 @@ class NativeCalls:
     """The collectives of one process group, on this rank."""
 
     def __init__(self) -> None:
-        self.last = ""
-        """The name of the last one, as a method of a process group."""
         self.digest = 0
         """Of all calls so far. It is equal on ranks that have made the same calls."""
         self._details: deque[tuple[int, str]] = deque(maxlen=_KEPT)
@@ -49,7 +47,6 @@ class NativeCalls:
             tensor: The call's first tensor; None if it has none.
             options: The method's other arguments, among which are c10d's options.
         """
-        self.last = name
         details = ", ".join(_details(options))
         self._details.append((sequence, details))
         size = ""

@@ -23,10 +23,10 @@ from nbdist.collectives.torch_backend.rendezvous import Rendezvous
 from nbdist.errors import CollectiveAborted
 
 __all__ = [
+    "Links",
     "connect_first",
-    "has_failed",
+    "links_of",
     "release_links",
-    "trial",
 ]
 
 _MESSAGES = {"send", "recv"}
@@ -37,8 +37,8 @@ _made: dict[str, Callable[..., Any]] = {}
 
 
 @dataclass
-class _Links:
-    """What a group has connected on this rank."""
+class Links:
+    """What a group has connected and called on this rank."""
 
     ranks: tuple[int, ...]
     """The world's numbers of the members."""
@@ -51,9 +51,24 @@ class _Links:
     trial: int = 0
     """NCCL's number of the trial collective; 0 if there was none."""
     has_failed: bool = False
+    """Whether a connection was not made."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """The number of messages to ranks of the world."""
+    received: dict[int, int] = field(default_factory=dict)
+    last: str = "a collective"
+    """The name of the last call."""
+
+    def note(self, name: str, peer: int | None) -> None:
+        """Note a call, and the other rank of a message."""
+        if not self.batches:
+            self.last = _NAMES.get(name, name)
+        if peer is not None:
+            counts = self.sent if name == "send" else self.received
+            rank = self.ranks[peer]
+            counts[rank] = counts.get(rank, 0) + 1
 
 
-_links: WeakKeyDictionary[dist.ProcessGroup, _Links] = WeakKeyDictionary()
+_links: WeakKeyDictionary[dist.ProcessGroup, Links] = WeakKeyDictionary()
 
 
 def connect_first(group: dist.ProcessGroup, ranks: Sequence[int], name: str) -> None:
@@ -64,19 +79,12 @@ def connect_first(group: dist.ProcessGroup, ranks: Sequence[int], name: str) -> 
         ranks: The world's numbers of the members.
         name: Equal on all members, and that of no other group.
     """
-    _links[group] = _Links(tuple(ranks), name)
+    _links[group] = Links(tuple(ranks), name)
 
 
-def trial(group: dist.ProcessGroup) -> int:
-    """NCCL's number of the collective that has connected a group; 0 if none has."""
-    links = _links.get(group)
-    return links.trial if links else 0
-
-
-def has_failed(group: dist.ProcessGroup) -> bool:
-    """Whether a connection of the group has failed, so that it must be made again."""
-    links = _links.get(group)
-    return links is not None and links.has_failed
+def links_of(group: dist.ProcessGroup) -> Links | None:
+    """What a group of `connect_first` has connected and called on this rank."""
+    return _links.get(group)
 
 
 def release_links() -> None:
@@ -100,9 +108,10 @@ def _connecting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             values = (*args, *named.values())
             device = _device(values)
             if device is not None:
+                peer = values[1] if name in _MESSAGES else None
                 is_alone = threading.get_ident() not in links.batches
-                peer = values[1] if name in _MESSAGES and is_alone else None
-                _connect(self, links, name, device, peer)
+                _connect(self, links, name, device, peer if is_alone else None)
+                links.note(name, peer)
             if name == _START:
                 links.batches.add(threading.get_ident())
         return method(self, *args, **named)
@@ -143,7 +152,7 @@ def _attribute(value: Any) -> torch.device | None:
 
 def _connect(
     group: dist.ProcessGroup,
-    links: _Links,
+    links: Links,
     operation: str,
     device: torch.device,
     peer: int | None,

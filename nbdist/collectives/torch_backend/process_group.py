@@ -46,7 +46,7 @@ from nbdist.collectives.torch_backend.dispatcher import (
     through_dispatcher,
 )
 from nbdist.collectives.torch_backend.native_calls import NativeCalls
-from nbdist.collectives.torch_backend.nccl_links import connect_first, has_failed, trial
+from nbdist.collectives.torch_backend.nccl_links import Links, connect_first, links_of
 from nbdist.collectives.torch_backend.reconfigure import Reconfiguration, handle
 from nbdist.collectives.torch_backend.work import (
     CollectiveWork,
@@ -66,10 +66,9 @@ from nbdist.errors import (
 __all__ = [
     "CollectiveWork",
     "ProcessGroup",
-    "has_failed_to_connect",
+    "nccl_links",
     "nccl_of",
     "original_error",
-    "trial_of",
 ]
 
 NAME = "nbdist"
@@ -155,20 +154,10 @@ def nccl_of(group: dist.ProcessGroup) -> Any | None:
     return backend if backend.name() == "nccl" else None
 
 
-def has_failed_to_connect(group: dist.ProcessGroup) -> bool:
-    """Whether a connection of NCCL's part has failed: it must be made again."""
-    return has_failed(_part(group))
-
-
-def trial_of(group: dist.ProcessGroup) -> int:
-    """NCCL's number of the collective that has connected its part; 0 if none has."""
-    return trial(_part(group))
-
-
-def _part(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """NCCL's part of a group of ours, once it is made; else the group itself."""
-    made = vars(group).get("_nccl") if isinstance(group, ProcessGroup) else None
-    return made or group
+def nccl_links(group: dist.ProcessGroup) -> Links | None:
+    """What a process group has connected and called of NCCL; None if it has not."""
+    made = vars(group).get("_nccl") if isinstance(group, ProcessGroup) else group
+    return None if made is None else links_of(made)
 
 
 class ProcessGroup(dist.ProcessGroup):
