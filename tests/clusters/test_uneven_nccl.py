@@ -10,7 +10,7 @@ import pytest
 from nbdist.clusters import uneven_nccl
 from nbdist.clusters.uneven_nccl import LOOK_S, STEADY_S, UnevenNccl, Wait
 from nbdist.ipc import endpoints
-from nbdist.wire import NcclTotal, ProgressSnapshot
+from nbdist.wire import NcclTotal, ProgressSnapshot, differ_in_nccl
 
 
 class Ranks:
@@ -98,6 +98,27 @@ def test_a_rank_that_waits_for_no_idle_rank_is_not_found(
 ) -> None:
     ranks.counts = counts
     assert ranks.look(5 * STEADY_S) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "waits"),
+    [
+        (NcclTotal(1, 0, sent=[(2, 2)]), NcclTotal(1, 0, received=[(0, 1)]), True),
+        (NcclTotal(1, 0, received=[(2, 1)]), NcclTotal(1, 0), True),
+        (NcclTotal(1, 0, sent=[(2, 2)]), NcclTotal(1, 0, received=[(0, 2)]), False),
+        (NcclTotal(1, 0), NcclTotal(1, 0, received=[(0, 1)]), False),
+        (NcclTotal(1, 0, sent=[(1, 2)]), NcclTotal(1, 0), False),  # to another rank
+    ],
+)
+def test_a_message_that_an_idle_rank_leaves_out(
+    mine: NcclTotal, theirs: NcclTotal, waits: bool
+) -> None:
+    assert mine.exceeds(0, theirs, 2) == waits
+    totals = {0: {"0": mine}, 2: {"0": theirs}}
+    behind = frozenset({2}) if waits else frozenset()
+    assert uneven_nccl._behind(totals, [2], "0", 0) == behind
+    is_even = not waits and not theirs.exceeds(2, mine, 0)
+    assert differ_in_nccl(totals) != is_even
 
 
 @pytest.mark.parametrize("gpus", [["a", "a", "b"], [None, None, None]])

@@ -16,7 +16,7 @@ N = 2
 WITHIN_S = 20.0
 GROUPS = """
 import ctypes, os, time
-from datetime import timedelta
+from torch.nn.parallel import DistributedDataParallel as DDP
 mine, x = rank + 5, torch.full((3,), rank + 1.0, device=device)
 group = dist.new_group([0, 1])
 pure = dist.new_group([0, 1], backend="nccl")
@@ -46,6 +46,7 @@ FIRST = {
     "recv": "dist.recv(x, 1, group={group})",
     "batch_isend_irecv": "batch({group})",
     "all_reduce": "dist.all_reduce(x, group={group})",
+    "ddp": "DDP(torch.nn.Linear(3, 3).to(device), process_group={group})",
 }
 NAMES = {
     "send": "send",
@@ -53,6 +54,7 @@ NAMES = {
     "recv": "recv",
     "batch_isend_irecv": "a batch",
     "all_reduce": "allreduce",
+    "ddp": "",
 }
 first = pytest.mark.parametrize("operation", FIRST)
 on = pytest.mark.parametrize("group", ["group", "pure"])

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nbdist.collectives.registry import default_group
 from nbdist.collectives.torch_backend.dispatcher import OPERATORS
@@ -24,6 +25,7 @@ from nbdist.errors import CollectiveAborted
 
 __all__ = [
     "Links",
+    "connect",
     "connect_first",
     "links_of",
     "release_links",
@@ -80,6 +82,13 @@ def connect_first(group: dist.ProcessGroup, ranks: Sequence[int], name: str) -> 
         name: Equal on all members, and that of no other group.
     """
     _links[group] = Links(tuple(ranks), name)
+
+
+def connect(group: dist.ProcessGroup, tensors: Sequence[Tensor], name: str) -> None:
+    """Connect all members before a call that torch makes in C++. They must call."""
+    links, device = _links.get(group), _device(tensors)
+    if links is not None and device is not None:
+        _connect(group, links, name, device, None)
 
 
 def links_of(group: dist.ProcessGroup) -> Links | None:

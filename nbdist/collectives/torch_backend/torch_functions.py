@@ -12,13 +12,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.collectives.registry import default_group
 from nbdist.collectives.torch_backend.gloo_groups import count_messages
-from nbdist.collectives.torch_backend.nccl_links import connect_first, release_links
+from nbdist.collectives.torch_backend.nccl_links import (
+    connect,
+    connect_first,
+    release_links,
+)
 from nbdist.collectives.torch_backend.process_group import NAME, ProcessGroup
 from nbdist.collectives.torch_backend.rendezvous import rendezvous
 
@@ -47,6 +52,7 @@ def _ours(group: Any) -> ProcessGroup | None:
 _torch_batch_isend_irecv = distributed_c10d.batch_isend_irecv
 _torch_monitored_barrier = distributed_c10d.monitored_barrier
 _torch_new_group: Callable[..., Any] = distributed_c10d._new_process_group_helper
+_torch_verify: Callable[..., None] = vars(dist)["_verify_params_across_processes"]
 _torch_register_hook: Callable[..., None] = (
     DistributedDataParallel._register_builtin_comm_hook
 )
@@ -94,6 +100,15 @@ def monitored_barrier(
         _torch_monitored_barrier(group, timeout, wait_all_ranks)
     else:
         ours.monitored_barrier(timeout, wait_all_ranks)
+
+
+@functools.wraps(_torch_verify)
+def _verify_params_across_processes(
+    group: dist.ProcessGroup, tensors: Sequence[Tensor], *args: Any
+) -> None:
+    """The first call of DDP on its group, in C++."""
+    connect(group, tensors, "DistributedDataParallel")
+    _torch_verify(group, tensors, *args)
 
 
 @functools.wraps(_torch_new_group)
@@ -166,4 +181,5 @@ def _register_builtin_comm_hook(
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "batch_isend_irecv": batch_isend_irecv,
     "monitored_barrier": monitored_barrier,
+    "_verify_params_across_processes": _verify_params_across_processes,
 }
