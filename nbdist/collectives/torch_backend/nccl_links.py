@@ -167,12 +167,11 @@ def _connect(
     peer: int | None,
 ) -> None:
     """Connect this rank with a peer, or all members. They must call, too."""
-    own = group.rank()
+    own, members = group.rank(), range(group.size())
     if (device, peer) in links.made or peer == own:
         return
-    ranks = (
-        links.ranks if peer is None else [links.ranks[r] for r in sorted((own, peer))]
-    )
+    places = members if peer is None else sorted((own, peer))
+    ranks = [links.ranks[place] for place in places]
     world, key = default_group(), (links.name, peer is None)
     meeting = Rendezvous(world, ranks, _NAMES.get(operation, operation), key)
     have_met = False
