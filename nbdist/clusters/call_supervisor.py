@@ -389,20 +389,21 @@ class CallSupervisor:
         asked = {info.rank for info in call.unfinished} - call.paused.keys()
         waits = nccl.look(asked & busy, idle)
         for stuck in waits:
-            self._broken = True
             if stuck.late_s:
                 why = f"its time-out of {stuck.late_s:g} s has passed"
                 if stuck.missing:
                     why += f", and rank {format_ranks(stuck.missing)} has not called it"
             else:
                 why = self._whys(set(stuck.missing), set(call.processes))
-            self._registry.ask(
+            released = self._registry.ask(
                 endpoints.RELEASE_FROM_NCCL,
                 stuck.group,
                 why,
                 bool(stuck.late_s),
+                not stuck.late_s,
                 ranks=[stuck.rank],
             )
+            self._broken |= released[stuck.rank] is not False
         late = {stuck.rank for stuck in waits if stuck.late_s}
         if late:
             # Nothing else would release a rank that calls the collective later.

@@ -167,22 +167,31 @@ def abort_nccl(why: str) -> None:
     world.current().abort_nccl()
 
 
-def release_from_nccl(group: str, why: str, is_late: bool = False) -> None:
-    """Release this rank from a collective of NCCL, and end its cell with an error.
+def release_from_nccl(
+    group: str, why: str, is_late: bool = False, if_waiting: bool = False
+) -> bool:
+    """Release this rank from a call of NCCL, and end its cell with an error.
 
     NCCL releases the GPU without a result. The cell must not continue with it.
 
     Args:
         group: The name of the process group.
-        why: Why the collective cannot complete.
+        why: Why the call cannot complete.
         is_late: Whether the group's time-out has passed.
+        if_waiting: Do nothing if the GPU has completed the group's calls.
+
+    Returns:
+        Whether the rank was released.
     """
+    if if_waiting and not torch_group.is_waiting(group):
+        return False
     rank = this_rank()
     operation = torch_group.nccl_operation(group)
     kind = CollectiveTimeout if is_late else CollectiveAborted
     rank.released = kind(f"released from {operation} by NCCL, at {where()}: {why}")
     rank.interrupts.interrupt(None)  # it is raised when the wait has ended
     world.current().release()
+    return True
 
 
 def stack(everything: bool = False) -> str:

@@ -32,10 +32,12 @@ from nbdist.wire import NcclCall, NcclTotal
 __all__ = [
     "abort",
     "advice",
+    "end_batches",
     "equalize_group_counts",
     "finish",
     "groups_made",
     "has_failed_connection",
+    "is_waiting",
     "late_s",
     "nccl_calls",
     "nccl_operation",
@@ -163,6 +165,17 @@ def equalize_group_counts(comm: Any) -> None:
     here.group_count = comm.allreduce(here.group_count, MPI.MAX)
 
 
+def end_batches() -> None:
+    """End the batches that a failed call has left open. torch leaves them so.
+
+    It would add the next calls of their groups to them, and run none.
+    """
+    distributed_c10d._world.pg_coalesce_state.clear()
+    for links in map(nccl_links, list(distributed_c10d._world.pg_names)):
+        if links is not None:
+            links.batches.clear()
+
+
 def uses_nccl() -> bool:
     """Whether the default group gives CUDA tensors to NCCL."""
     return "cuda:nccl" in dist.get_backend_config()
@@ -224,6 +237,23 @@ def nccl_operation(name: str) -> str:
     return next((links.last for links in found if links), "a collective")
 
 
+def is_waiting(name: str) -> bool:
+    """Whether this rank's GPU may wait in a call of a group, by the group's name.
+
+    A message can complete before its peer receives it.
+    """
+    groups = [group for group, its in _named_groups() if its == name]
+    uids = {nccl.uid for nccl in map(nccl_of, groups) if nccl is not None}
+    calls = [entry for entry in _nccl_record() if entry["pg_id"] in uids]
+    return not calls or any(entry["state"] != "completed" for entry in calls)
+
+
+def _nccl_record() -> list[dict[str, Any]]:
+    """torch's record of the last calls with NCCL."""
+    c10d: Any = torch._C._distributed_c10d
+    return list(json.loads(c10d._dump_nccl_trace_json()).get("entries", ()))
+
+
 def nccl_trace() -> dict[str, dict[int, NcclCall]]:
     """This rank's last collectives with NCCL, by the group's name and their number.
 
@@ -238,9 +268,8 @@ def nccl_trace() -> dict[str, dict[int, NcclCall]]:
                 details[nccl.uid] = group.native_calls.details
     if not names:
         return {}
-    c10d: Any = torch._C._distributed_c10d
     found: dict[str, dict[int, NcclCall]] = {name: {} for name in names.values()}
-    for entry in json.loads(c10d._dump_nccl_trace_json()).get("entries", ()):
+    for entry in _nccl_record():
         uid, number = entry["pg_id"], entry["collective_seq_id"]
         if uid in names and number != trials[uid] and not entry["is_p2p"]:
             calls = found[names[uid]]

@@ -142,6 +142,7 @@ class World:
         renew_groups(self.generation, why)
         in_flight.renew_differing_gloo(self.comm)
         torch_group.equalize_group_counts(self.comm)
+        torch_group.end_batches()
         shared_default_group.begin_again()
         lasting.begin_again(self.comm.allgather)
         forget_unseen_errors()
