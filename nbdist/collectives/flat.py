@@ -95,7 +95,10 @@ class Flat:
         check_memory(tensor)
         device = torch.device("cpu") if on_host else tensor.device
         if is_plain(tensor) and tensor.device == device:
-            self.tensor = tensor if tensor.dim() == 1 else tensor.view(-1)
+            flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+            if flat.stride(0) != 1:  # at most one element, of which bytes are viewed
+                flat = flat.as_strided(flat.shape, (1,))
+            self.tensor = flat
         else:
             if writes:
                 check_writable(tensor)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView as BelowAutograd
@@ -443,6 +444,8 @@ class Group:
             cause = error
             error = CollectiveAborted(f"{call.label} failed in MPI: {cause}")
             error.__cause__ = cause
+        elif isinstance(error, dist.DistBackendError) and self._error is not None:
+            error = self._error  # the abort has ended NCCL's call
         if self._error is None:
             self._error = error
         self._connection.barrier.leave(f"{type(error).__name__}: {error}")

@@ -426,6 +426,20 @@ def gather_and_scatter_at_every_root(group: nc.Group) -> None:
 
 
 @case
+def one_element_of_any_stride(group: nc.Group) -> None:
+    """Such a tensor counts as contiguous."""
+    tensor = torch.tensor([RANK + 1.0, -1.0])[::2]
+    nc.all_reduce(tensor)
+    assert tensor.item() == SIZE * (SIZE + 1) / 2
+    nc.broadcast(tensor, SIZE - 1)
+    rows = [torch.zeros(2)[::2] for _ in range(SIZE)]
+    nc.all_gather(rows, tensor)
+    nc.scatter(tensor, rows if RANK == 0 else None, 0)
+    nc.all_to_all(rows, [tensor[::3] for _ in range(SIZE)])
+    assert all(row.item() == SIZE * (SIZE + 1) / 2 for row in rows)
+
+
+@case
 def all_to_all_even_and_uneven(group: nc.Group) -> None:
     lengths = [[(3 * i + 5 * j) % 7 * 4001 for j in range(SIZE)] for i in range(SIZE)]
     inputs = [_parcel(RANK, target, lengths) for target in range(SIZE)]
