@@ -1,0 +1,60 @@
+"""Random collectives of CUDA tensors, compared with torch's functions on the CPU.
+
+NBDIST_TEST_SEED=1234 repeats one draw, with `pytest -m "gpu and not slow"`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import cuda_draws
+import pytest
+import torch
+from ranks import RanksFailed, launch
+
+CALLS = str(Path(__file__).with_name("drawn_calls.py"))
+CHOSEN = os.environ.get("NBDIST_TEST_SEED")
+FIRST = int(CHOSEN or random.SystemRandom().randrange(10**8))
+AT_ONCE = 1 if CHOSEN else 50
+"""Draws in one launch."""
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+    pytest.mark.skipif(
+        torch.cuda.device_count() < cuda_draws.GPUS,
+        reason=f"needs {cuda_draws.GPUS} GPUs",
+    ),
+]
+
+
+def draws_hold(part: int) -> None:
+    first = FIRST + part * AT_ONCE
+    seeds = list(range(first, first + AT_ONCE))
+    print(f"NBDIST_TEST_SEED={first}, {AT_ONCE} draws")
+    again = "SIMGPU_COUNT=4 NBDIST_TEST_SEED=%s ... pytest " + Path(__file__).name
+    deadline_s = 60.0 + 2 * AT_ONCE
+    try:
+        outcomes = launch(cuda_draws.RANKS, CALLS, "run", seeds, deadline_s=deadline_s)
+    except RanksFailed as hung:
+        pytest.fail(f"{again % 'the seed of the last draw below'}\n{hung}")
+    failed = [each for each in outcomes if each is not None]
+    assert not failed, "\n".join(
+        [again % failed[0][0], str(cuda_draws.draw(failed[0][0]))]
+        + [f"rank {rank}: {error}" for rank, (_, error) in enumerate(failed) if error]
+    )
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize("part", range(1 if CHOSEN else 6))
+def test_300_draws(part: int) -> None:
+    draws_hold(part)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6, 60))
+def test_3000_draws(part: int) -> None:
+    draws_hold(part)
