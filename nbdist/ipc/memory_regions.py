@@ -39,6 +39,19 @@ class Regions:
 
     def __init__(self) -> None:
         self._spans: list[_Span] = []
+        self._settled: set[Any] = set()
+
+    def settle(self, device: Any) -> None:
+        """Wait for the work on a GPU, once for this message.
+
+        A cell may have ended before the kernels of its streams, of which the copy to
+        the host would wait for the current one alone.
+        """
+        if device not in self._settled:
+            import torch
+
+            torch.cuda.synchronize(device)
+            self._settled.add(device)
 
     def add_tensor(self, tensor: Any) -> int:
         """Add the memory of a strided tensor, which is not empty and can be read.

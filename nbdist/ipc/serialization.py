@@ -263,6 +263,8 @@ def _reduce_tensor(tensor: Any, torch: Any, regions: Regions) -> Any:
         return None
     if tensor.is_nested:
         return None
+    if tensor.is_cuda:
+        regions.settle(tensor.device)
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain._is_zerotensor():
         plain = plain.clone()

@@ -78,6 +78,8 @@ class _Step:
     values: list[tuple[str, tuple[Tensor, Tensor]]] = field(default_factory=list)
     """The name of each value, with its minimum and maximum; NaN if it has a NaN. One
     list, because an interrupt could leave two of different lengths."""
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
+    """The streams that compute these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +237,8 @@ class Watch:
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
         assert self._step is not None
+        if value.is_cuda:
+            self._step.streams.add(torch.cuda.current_stream(value.device))
         self._step.values.append((what, torch.aminmax(value)))
 
     # -- results -------------------------------------------------------------------
@@ -244,6 +248,8 @@ class Watch:
         step, self._step, self._last = self._step, None, None
         if step is None:
             return
+        for stream in step.streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, (_name, (low, _high)) in enumerate(step.values):
             alike.setdefault((low.device, low.dtype), []).append(index)
