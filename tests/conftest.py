@@ -50,6 +50,13 @@ def pytest_collection_finish() -> None:
         )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Note in the report on how many simulated GPUs a test must run."""
+    marker = item.get_closest_marker("gpus")
+    if marker is not None:
+        item.user_properties.append(("gpus", " ".join(map(str, marker.args))))
+
+
 @pytest.fixture(scope="session")
 def _shared_cluster() -> Iterator[SharedCluster]:
     shared = SharedCluster(4)

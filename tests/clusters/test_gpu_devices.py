@@ -13,6 +13,7 @@ from nbdist.ipc import endpoints
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(2),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 

@@ -1,9 +1,10 @@
 """Runs the tests marked `gpu` on 1, 2 and 4 simulated GPUs, for several seeds.
 
-A test runs on the fewest GPUs on which it is not skipped. The seeds after the first run
-the tests marked `streams`, whose results depend on the order of the streams. Two seeds
-run at the same time. `make simgpu` calls this file; its output says how to repeat a
-run.
+A test runs on the fewest GPUs on which it is not skipped, and on each number of GPUs of
+its marker `gpus`. The run fails if it was skipped on one of these. The seeds after the
+first run the tests marked `streams`, whose results depend on the order of the streams.
+Two seeds run at the same time. `make simgpu` calls this file; its output says how to
+repeat a run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 RUN = Path(__file__).with_name("run.sh")
-MARKED = "gpu and not gpu_real"
+MARKED = "gpu and not gpu_real and not slow"
 ORDERED = f"{MARKED} and streams"
 LATE = "ended by its time limit"
 FEWEST_S = 60.0
@@ -36,11 +37,14 @@ ENDING_S = 30.0
 class Outcome:
     """What one run of pytest has found."""
 
-    passed: int
+    passed: Sequence[str]
+    """The tests that passed, as `file::name`."""
     failed: Sequence[str]
-    """The tests that failed, as `file::name`."""
+    """The tests that failed."""
     skipped: Sequence[str]
     """The tests that were skipped."""
+    marked: Mapping[str, set[int]]
+    """The numbers of GPUs of the tests that have the marker `gpus`."""
     ending: str
     """Why the run is not whole, in words; "" if it is."""
 
@@ -118,7 +122,7 @@ def _ending(process: subprocess.Popen[bytes], left_s: float) -> str:
 
 
 def _read(report: Path, ending: str) -> Outcome:
-    passed, failed, skipped = 0, [], []
+    passed, failed, skipped, marked = [], [], [], {}
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
             module, name = case.get("classname", ""), case.get("name", "")
@@ -131,8 +135,10 @@ def _read(report: Path, ending: str) -> Outcome:
             elif case.find("skipped") is not None:
                 skipped.append(name)
             else:
-                passed += 1
-    return Outcome(passed, failed, skipped, ending)
+                passed.append(name)
+            if (on := case.find("properties/property[@name='gpus']")) is not None:
+                marked[name] = set(map(int, on.get("value", "").split()))
+    return Outcome(passed, failed, skipped, marked, ending)
 
 
 def run_seed(
@@ -152,26 +158,39 @@ def run_seed(
         end: When the runs must end, by the monotonic clock.
         marked: The markers of the tests, as pytest takes them.
     """
-    lines, is_good = [], True
+    lines, is_good, marked = [], True, {}
+    ran: set[tuple[str, int]] = set()
     for cards in all_cards:
+        tests = [*tests, *(each for each, on in marked.items() if cards in on)]
+        tests = list(dict.fromkeys(tests))
         left_s = end - time.monotonic()
-        if not tests or left_s < FEWEST_S:
-            break
+        if left_s < FEWEST_S:
+            return [*lines, f"no time for {cards} GPUs"], is_good
+        if not tests:
+            continue
         begun = time.monotonic()
         found = run(out, cards, seed, tests, left_s, marked)
         minutes = (time.monotonic() - begun) / 60
         ending = found.ending and f", {found.ending}"
         lines.append(
-            f"{cards} GPUs, seed {seed}: {found.passed} passed, "
+            f"{cards} GPUs, seed {seed}: {len(found.passed)} passed, "
             f"{len(found.failed)} failed, {len(found.skipped)} skipped in "
             f"{minutes:.1f} minutes{ending}"
         )
         lines += [f"    {name}" for name in found.failed]
         is_good &= found.is_good
         tests = found.skipped
+        marked |= found.marked
+        ran |= {(each, cards) for each in (*found.passed, *found.failed)}
         if found.ending:
-            break
-    return lines, is_good
+            return lines, is_good
+    never = [
+        f"    {name} has not run on {cards} GPUs"
+        for name, on in marked.items()
+        for cards in sorted(on.intersection(all_cards))
+        if (name, cards) not in ran
+    ]
+    return lines + never, is_good and not never
 
 
 def main() -> int:

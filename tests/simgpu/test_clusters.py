@@ -77,6 +77,7 @@ def test_an_elastic_training_goes_on(event: str, tmp_path: Path) -> None:
             assert (weight - reference).abs().max() < 1e-6
 
 
+@pytest.mark.gpus(1, 2)
 @pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU")
 def test_the_monitor_shows_the_memory_of_each_gpu() -> None:
     n = min(GPUS, 2)
@@ -97,6 +98,7 @@ def test_the_monitor_shows_the_memory_of_each_gpu() -> None:
         wait_until(shown)
 
 
+@pytest.mark.gpus(1, 2)
 def test_the_monitor_times_collectives_on_gpus() -> None:
     n = min(GPUS, 2)
     with Cluster(2, device="cuda", ranks_per_gpu=2 // n) as cluster:
@@ -119,6 +121,7 @@ def test_the_monitor_times_collectives_on_gpus() -> None:
                 future.result(30)
 
 
+@pytest.mark.gpus(4)
 @pytest.mark.skipif(GPUS < 3, reason="needs three GPUs")
 def test_two_ranks_exchange_messages_without_the_third() -> None:
     """NCCL connects two ranks for their first message, and all for a collective."""
@@ -159,6 +162,7 @@ if rank != 1:
 """
 
 
+@pytest.mark.gpus(4)
 def test_a_group_changes_its_members_with_nccl() -> None:
     if GPUS < 3:
         pytest.skip("needs three GPUs")
@@ -185,6 +189,7 @@ if half == 0:
 """
 
 
+@pytest.mark.gpus(4)
 @pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 def test_a_rank_of_one_half_does_not_wait_for_the_idle_other_half() -> None:
     """Both halves are reconfigured with the same number."""

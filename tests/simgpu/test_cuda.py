@@ -35,6 +35,7 @@ EXPECTED = {
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(1),
     pytest.mark.timeout(120),
     pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
 ]

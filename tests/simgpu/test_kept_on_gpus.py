@@ -39,6 +39,7 @@ print("trained on", total.device)
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(2),
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
 ]

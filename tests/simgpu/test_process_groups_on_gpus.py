@@ -48,6 +48,7 @@ torch.cuda.synchronize()
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(2),
     pytest.mark.timeout(200),
     pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
 ]

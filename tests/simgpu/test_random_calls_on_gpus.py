@@ -22,6 +22,7 @@ AT_ONCE = 1 if CHOSEN else 50
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(4),
     pytest.mark.timeout(400),
     pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
     pytest.mark.skipif(

@@ -20,6 +20,7 @@ FROM_0, FROM_1 = (f"broadcast(Float, 3 elements, root {root})" for root in range
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(2),
     pytest.mark.timeout(200),
     pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
 ]
