@@ -17,7 +17,7 @@ SIMGPU_MINUTES ?= 60
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab quick test more together serial unforked soak upstream gpu simgpu simgpu-mutants mutants bench reliability lint docs clean
+.PHONY: help demo lab quick test more together serial unforked soak upstream gpu simgpu simgpu-soak simgpu-mutants mutants bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make upstream  PyTorch's and Horovod's own distributed tests; downloads 27 MB"
 	@echo "make gpu    the tests and benchmarks of a machine with GPUs; writes out/gpu-report.md"
 	@echo "make simgpu  the CUDA tests on simulated GPUs; installs 6 GB in $(SIMGPU_VENV)"
+	@echo "make simgpu-soak  thousands of random calls on simulated GPUs"
 	@echo "make mutants  whether the tests catch deliberate faults; writes a table into CONTRIBUTING.md"
 	@echo "make bench  measure, and write docs/benchmarks.md"
 	@echo "make reliability  run the fault matrix and the random faults, and write docs/reliability.md"
@@ -98,6 +99,11 @@ simgpu: | $(SIMGPU_VENV)/bin/python
 	tests/simgpu/build.sh $(SIMGPU_VENV)/bin/python out/simgpu
 	$(SIMGPU_VENV)/bin/python tests/simgpu/run_tests.py out/simgpu \
 		--seeds $(SIMGPU_SEEDS) --minutes $(SIMGPU_MINUTES)
+
+simgpu-soak: | $(SIMGPU_VENV)/bin/python
+	tests/simgpu/build.sh $(SIMGPU_VENV)/bin/python out/simgpu
+	$(SIMGPU_VENV)/bin/python tests/simgpu/run_tests.py out/simgpu --slow --seeds 1 \
+		--minutes $(SIMGPU_MINUTES)
 
 simgpu-mutants: | $(SIMGPU_VENV)/bin/python
 	tests/simgpu/build.sh $(SIMGPU_VENV)/bin/python out/simgpu

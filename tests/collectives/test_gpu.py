@@ -141,7 +141,9 @@ def test_nccl_in_a_world_of_one() -> None:
      *(pytest.param(name, marks=pytest.mark.streams)
        for name in ("nccl", "ipc", "staged", "mpi"))],
 )  # fmt: skip
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "size", [*(pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4)), 3, 8]
+)
 def test_contract_on_gpus_of_their_own(size: int, transport: str) -> None:
     if size > GPUS:
         pytest.skip(f"needs {size} CUDA GPUs")

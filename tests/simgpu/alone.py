@@ -1,4 +1,4 @@
-"""Single cases of `collectives/gpu.py`, for mutants.py: one launch of two ranks each.
+"""Single cases of `collectives/gpu.py`, and some draws, for mutants.py.
 
 pytest collects this file only when it is named, because `test_gpu.py` runs all cases.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cuda_draws import RANKS, draw
 from ranks import assert_clean, failures, launch
 
 FOLDER = Path(__file__).parents[1] / "collectives"
@@ -39,3 +40,10 @@ def test_contract(transport: str) -> None:
     arguments = ([transport], "cuda", transport == "nccl")
     found = launch(2, CONTRACT, "run_on_transports", *arguments, deadline_s=150)
     assert_clean(found[0][transport], transport)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "staged", "nccl"])
+def test_draws(transport: str) -> None:
+    seeds = [seed for seed in range(160) if draw(seed).transport == transport]
+    file = str(Path(__file__).with_name("drawn_calls.py"))
+    assert launch(RANKS, file, "run", seeds, deadline_s=200) == [None] * RANKS

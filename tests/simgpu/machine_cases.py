@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -18,6 +19,7 @@ import nbdist.collectives as nc
 from nbdist.collectives import group as group_module
 from nbdist.collectives.transports import nccl
 from nbdist.config import CollectiveConfig
+from nbdist.errors import UsageError
 from nbdist.training.data.device_prefetch import on_device
 
 COMM = MPI.COMM_WORLD
@@ -172,7 +174,11 @@ def another_current_device() -> None:
         assert handle is not None
         handle.wait()
         assert (tensor == TOTAL).all(), length
+        nc.all_reduce(tensor)
+        assert (tensor == SIZE * TOTAL).all(), length
         assert torch.cuda.current_device() == 1 - RANK
+    with pytest.raises(UsageError, match="a tensor on cuda"):
+        nc.all_reduce(torch.ones(3, device=torch.device("cuda", 1 - RANK)))
 
 
 CASES: dict[str, Callable[[], None]] = {

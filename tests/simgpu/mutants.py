@@ -30,6 +30,10 @@ FAULTS = (
 )
 DEVICES = "tests/clusters/test_gpu_devices.py"
 UNEVEN = "tests/simgpu/test_uneven_nccl_on_gpus.py"
+DRAWS = "tests/simgpu/alone.py::test_draws"
+OWN_STREAMS = "tests/simgpu/test_random_streams_on_gpus.py::test_12_draws"
+ON_TWO = "tests/simgpu/test_machines.py::test_case_on_two_gpus[another_current_device]"
+LOADED = "tests/simgpu/test_changes_on_gpus.py"
 LIMIT_S = 400.0
 
 
@@ -40,6 +44,14 @@ IPC = "collectives/transports/cuda_ipc.py"
 NCCL = "collectives/transports/nccl.py"
 NATIVE_CALLS = "collectives/torch_backend/native_calls.py"
 PREFETCH = "training/data/device_prefetch.py"
+SCALARS = "telemetry/scalars.py"
+WATCH = "training/watch.py"
+REGIONS = "ipc/memory_regions.py"
+COPIES_OF_COMMITS = "training/elastic/shared_copies.py"
+GROUP = "collectives/group.py"
+STAGED = "collectives/transports/staged.py"
+SHARED = "collectives/transports/shared_memory.py"
+SLOTS = "collectives/transports/slots.py"
 
 MUTANTS = [
     # -- the order of the ranks' GPUs --------------------------------------------------
@@ -315,6 +327,382 @@ MUTANTS = [
         "",
         [f"{FAULTS}[one GPU-loop-in DDP backward-middle]"],
     ),
+    # -- the user's own streams --------------------------------------------------------
+    Mutant(
+        "the default stream waits for a batch",
+        PREFETCH,
+        "    torch.cuda.current_stream(device).wait_event(ready)\n",
+        "    torch.cuda.default_stream(device).wait_event(ready)\n",
+        [f"{OWN_STREAMS}[one GPU-batches]"],
+        cards=2,
+    ),
+    Mutant(
+        "a stream of the current device waits for a batch",
+        PREFETCH,
+        "    torch.cuda.current_stream(device).wait_event(ready)\n",
+        "    torch.cuda.current_stream().wait_event(ready)\n",
+        [f"{OWN_STREAMS}[a GPU each-batches]"],
+        cards=2,
+    ),
+    Mutant(
+        "a batch is copied after the default stream",
+        PREFETCH,
+        "    side.wait_stream(torch.cuda.current_stream(device))\n    with",
+        "    side.wait_stream(torch.cuda.default_stream(device))\n    with",
+        ["tests/simgpu/test_machines.py::test_case[batches_stay_as_they_are]"],
+    ),
+    Mutant(
+        "a batch's side stream is on the current device",
+        PREFETCH,
+        "side = torch.cuda.Stream(device)",
+        "side = torch.cuda.Stream()",
+        [f"{OWN_STREAMS}[a GPU each-batches]"],
+        cards=2,
+    ),
+    Mutant(
+        "a logged value's event is on the default stream",
+        SCALARS,
+        "self._ready.record(cuda.current_stream(tensor.device))",
+        "self._ready.record(cuda.default_stream(tensor.device))",
+        [f"{OWN_STREAMS}[one GPU-logged]"],
+        cards=2,
+    ),
+    Mutant(
+        "a logged value's event is on the current device",
+        SCALARS,
+        "self._ready.record(cuda.current_stream(tensor.device))",
+        "self._ready.record()",
+        [f"{OWN_STREAMS}[a GPU each-logged]"],
+        cards=2,
+    ),
+    Mutant(
+        "a logged value is copied when it is read",
+        SCALARS,
+        'tensor.detach().to("cpu", non_blocking=True)',
+        "tensor.detach()",
+        [f"{OWN_STREAMS}[one GPU-logged]"],
+        cards=2,
+    ),
+    Mutant(
+        "watch reads its results before they have arrived",
+        WATCH,
+        "            event.synchronize()\n        magnitudes",
+        "            pass\n        magnitudes",
+        [f"{OWN_STREAMS}[one GPU-watched]"],
+        cards=2,
+    ),
+    Mutant(
+        "watch's event is recorded before the copy",
+        WATCH,
+        "                    bounds = host.copy_(bounds, non_blocking=True)\n"
+        "                    event = torch.cuda.Event()\n"
+        "                    event.record()\n",
+        "                    event = torch.cuda.Event()\n"
+        "                    event.record()\n"
+        "                    bounds = host.copy_(bounds, non_blocking=True)\n",
+        [f"{OWN_STREAMS}[one GPU-watched]"],
+        cards=2,
+    ),
+    Mutant(
+        "watch's event is on the current device",
+        WATCH,
+        "with torch.cuda.device(device):",
+        "if True:",
+        [f"{OWN_STREAMS}[a GPU each-watched]"],
+        cards=2,
+    ),
+    Mutant(
+        "a pulled value waits for no stream",
+        REGIONS,
+        "            torch.cuda.synchronize(device)\n",
+        "",
+        [f"{OWN_STREAMS}[one GPU-pulled]"],
+        cards=2,
+    ),
+    Mutant(
+        "a pulled value waits for the current stream alone",
+        REGIONS,
+        "            torch.cuda.synchronize(device)\n",
+        "            torch.cuda.current_stream(device).synchronize()\n",
+        [f"{OWN_STREAMS}[one GPU-pulled]"],
+        cards=2,
+    ),
+    Mutant(
+        "a pulled value waits for the current device",
+        REGIONS,
+        "            torch.cuda.synchronize(device)\n",
+        "            torch.cuda.synchronize(1 - device.index)\n",
+        [f"{OWN_STREAMS}[a GPU each-pulled]"],
+        cards=2,
+    ),
+    Mutant(
+        "a commit's tensors are the live ones",
+        "training/elastic/tree.py",
+        "            return value.detach().clone()\n",
+        "            return value.detach()\n",
+        [f"{OWN_STREAMS}[one GPU-committed]"],
+        cards=2,
+    ),
+    Mutant(
+        "a commit on a GPU is copied from the host's copy",
+        COPIES_OF_COMMITS,
+        "                    own.copy_(tensor)\n",
+        "                    own.copy_(shared, non_blocking=True)\n",
+        [f"{OWN_STREAMS}[one GPU-committed]"],
+        cards=2,
+    ),
+    Mutant(
+        "a commit on a GPU is copied on the default stream",
+        COPIES_OF_COMMITS,
+        "                    own.copy_(tensor)\n",
+        "                    default = torch.cuda.default_stream(own.device)\n"
+        "                    with torch.cuda.stream(default):\n"
+        "                        own.copy_(tensor)\n",
+        [f"{OWN_STREAMS}[one GPU-committed]"],
+        cards=2,
+    ),
+    Mutant(
+        "the files of a commit are named before they are copied",
+        COPIES_OF_COMMITS,
+        "            torch.cuda.current_stream(device).synchronize()\n",
+        "            pass\n",
+        [f"{OWN_STREAMS}[one GPU-saved]"],
+        cards=2,
+    ),
+    Mutant(
+        "the files of a commit wait for the default stream",
+        COPIES_OF_COMMITS,
+        "torch.cuda.current_stream(device).synchronize()",
+        "torch.cuda.default_stream(device).synchronize()",
+        [f"{OWN_STREAMS}[one GPU-saved]"],
+        cards=2,
+    ),
+    # -- ranks and cards that differ ---------------------------------------------------
+    Mutant(
+        "each rank takes slots of its own size",
+        IPC,
+        "slot = min(swap(_suitable_slot()))",
+        "slot = swap(_suitable_slot())[barrier.rank]",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "a rank reduces at once if it shares the first rank's GPU",
+        IPC,
+        "if len(set(gpus)) == 1:",
+        "if gpus[barrier.rank] == gpus[0]:",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "a reduce changes the tensors of all ranks",
+        STAGED,
+        "wanted = slice(self._rank == root)",
+        "wanted = slice(1)",
+        [f"{DRAWS}[staged]"],
+        cards=4,
+    ),
+    Mutant(
+        "a piece of several tensors is cut as one of one",
+        STAGED,
+        "return max(self._piece // parts // dtype.itemsize, 1)",
+        "return max(self._piece // (parts + self._rank) // dtype.itemsize, 1)",
+        [f"{DRAWS}[staged]"],
+        cards=4,
+    ),
+    Mutant(
+        "the last block of a tensor is left out",
+        SHARED,
+        "for step in range(len(blocks) + 2):",
+        "for step in range(max(len(blocks), 2) + 1):",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "an uneven exchange ends with the own tensors",
+        SHARED,
+        "steps = -(-longest // room)",
+        "steps = longest // room",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "the shares of a result overlap",
+        SLOTS,
+        "results[self._rank]\n        )",
+        "results[0]\n        )",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "one element keeps its stride",
+        "collectives/flat.py",
+        "if flat.stride(0) != 1:",
+        "if False:",
+        [f"{DRAWS}[nccl]"],
+        cards=4,
+    ),
+    # -- errors with work queued -------------------------------------------------------
+    Mutant(
+        "after an error, memory is free before the side stream is done",
+        EVENTS,
+        "                caller.wait_stream(side)\n",
+        "                pass\n",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "after an error, the copies of a transfer are not waited for",
+        COPIES,
+        "        finally:\n            self._copier.end()\n",
+        "        except ZeroDivisionError:\n            self._copier.end()\n",
+        [f"{DRAWS}[staged]"],
+        cards=4,
+    ),
+    Mutant(
+        "an error does not break the group",
+        GROUP,
+        "        if self._error is None:\n"
+        "            self._error = error\n"
+        "        self._connection.barrier.leave",
+        "        self._connection.barrier.leave",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "slots are freed while they are read",
+        EVENTS,
+        "                self._stream.synchronize()\n",
+        "                pass\n",
+        [f"{CASES}[ipc-groups_are_closed_while_others_read]"],
+    ),
+    # -- the GPU with the number 1 -----------------------------------------------------
+    Mutant(
+        "a tensor on another GPU is taken",
+        GROUP,
+        "if gpu is not None and device.index not in (None, gpu.index):",
+        "if False:",
+        [ON_TWO],
+        cards=2,
+    ),
+    Mutant(
+        "the group's GPU is the current device",
+        GROUP,
+        "with torch.cuda.device(device):",
+        "with _nowhere:",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "a synchronous call uses the current device",
+        GROUP,
+        "            with torch.cuda.device(self._connection.gpu):\n",
+        "            with _nowhere:\n",
+        [ON_TWO],
+        cards=2,
+    ),
+    Mutant(
+        "an asynchronous call uses the stream of its thread",
+        GROUP,
+        "            body = for_any_thread(body, call.kind.device, self._check)\n",
+        "",
+        [f"{DRAWS}[ipc]"],
+        cards=4,
+    ),
+    Mutant(
+        "a saved value is loaded to the first GPU",
+        "training/files.py",
+        "storage.cuda(torch.cuda.current_device())",
+        "storage.cuda(0)",
+        [LOADED],
+        cards=2,
+    ),
+    Mutant(
+        "a pushed tensor is put on the first GPU",
+        REGIONS,
+        "octets.cuda() if on_gpu",
+        'octets.to("cuda:0") if on_gpu',
+        [f"{DEVICES}::test_pushed_tensors_are_on_the_rank_s_own_gpu"],
+        cards=2,
+    ),
+    Mutant(
+        "a rank's device is the first GPU",
+        "training/device.py",
+        'torch.device("cuda", torch.cuda.current_device())',
+        'torch.device("cuda", 0)',
+        [
+            "tests/simgpu/test_clusters.py::test_an_elastic_training_goes_on",
+            f"{OWN_STREAMS}[a GPU each-batches]",
+        ],
+        cards=2,
+    ),
+    Mutant(
+        "the monitor shows the allocator of the first GPU",
+        "telemetry/probes.py",
+        "torch.cuda.memory_stats_as_nested_dict(device)",
+        "torch.cuda.memory_stats_as_nested_dict(0)",
+        [
+            "tests/simgpu/test_clusters.py::test_the_monitor_shows_the_memory_of_each_gpu"
+        ],
+        cards=2,
+    ),
+    # -- NaN and infinities in NCCL ----------------------------------------------------
+    Mutant(
+        "NCCL's minimum loses NaNs",
+        NCCL,
+        '_LOSE_NAN = frozenset({"min", "max"})',
+        '_LOSE_NAN = frozenset({"max"})',
+        [f"{DRAWS}[nccl]"],
+        cards=4,
+    ),
+    Mutant(
+        "NCCL's maximum loses NaNs",
+        NCCL,
+        '_LOSE_NAN = frozenset({"min", "max"})',
+        '_LOSE_NAN = frozenset({"min"})',
+        [f"{DRAWS}[nccl]"],
+        cards=4,
+    ),
+    Mutant(
+        "NCCL's reduce loses NaNs at the root",
+        NCCL,
+        "outputs = [numbers] if self._group.rank() == root else []",
+        "outputs: list[Tensor] = []",
+        [f"{DRAWS}[nccl]"],
+        cards=4,
+    ),
+    Mutant(
+        "NCCL's reduce puts NaNs into the tensors of other ranks",
+        NCCL,
+        "outputs = [numbers] if self._group.rank() == root else []",
+        "outputs = [numbers]",
+        [f"{DRAWS}[nccl]"],
+        cards=4,
+    ),
+    Mutant(
+        "NCCL's reduce_scatter loses NaNs",
+        NCCL,
+        "loses_nan = op in _LOSE_NAN and output.is_floating_point()",
+        "loses_nan = False",
+        [f"{DRAWS}[nccl]"],
+        cards=4,
+    ),
+    Mutant(
+        "only the own NaNs are kept",
+        NCCL,
+        "        self._queue(self._group.allreduce([lost], options))\n",
+        "",
+        [f"{DRAWS}[nccl]"],
+        cards=4,
+    ),
+    Mutant(
+        "infinities become NaNs",
+        NCCL,
+        "lost = numbers.isnan().to(torch.uint8)",
+        "lost = (~numbers.isfinite()).to(torch.uint8)",
+        [f"{DRAWS}[nccl]"],
+        cards=4,
+    ),
 ]
 
 
@@ -361,9 +749,14 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="the folder of build.sh")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first fault"
+    )
     given = parser.parse_args()
     chosen = [
-        mutant for mutant in MUTANTS if any(part in mutant.name for part in given.only)
+        mutant
+        for mutant in MUTANTS[given.first :]
+        if any(part in mutant.name for part in given.only)
     ]
     runs = [functools.partial(run, out=given.out, seed=seed) for seed in given.seeds]
     return 1 if missed_among(chosen, runs) else 0

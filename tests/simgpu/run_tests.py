@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 RUN = Path(__file__).with_name("run.sh")
 MARKED = "gpu and not gpu_real and not slow"
+LONG = "gpu and not gpu_real and slow"
 ORDERED = f"{MARKED} and streams"
 LATE = "ended by its time limit"
 FEWEST_S = 60.0
@@ -158,10 +159,10 @@ def run_seed(
         end: When the runs must end, by the monotonic clock.
         marked: The markers of the tests, as pytest takes them.
     """
-    lines, is_good, marked = [], True, {}
+    lines, is_good, numbers = [], True, {}
     ran: set[tuple[str, int]] = set()
     for cards in all_cards:
-        tests = [*tests, *(each for each, on in marked.items() if cards in on)]
+        tests = [*tests, *(each for each, on in numbers.items() if cards in on)]
         tests = list(dict.fromkeys(tests))
         left_s = end - time.monotonic()
         if left_s < FEWEST_S:
@@ -180,13 +181,13 @@ def run_seed(
         lines += [f"    {name}" for name in found.failed]
         is_good &= found.is_good
         tests = found.skipped
-        marked |= found.marked
+        numbers |= found.marked
         ran |= {(each, cards) for each in (*found.passed, *found.failed)}
         if found.ending:
             return lines, is_good
     never = [
         f"    {name} has not run on {cards} GPUs"
-        for name, on in marked.items()
+        for name, on in numbers.items()
         for cards in sorted(on.intersection(all_cards))
         if (name, cards) not in ran
     ]
@@ -200,13 +201,16 @@ def main() -> int:
     parser.add_argument("--cards", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--jobs", type=int, default=2, help="seeds at the same time")
+    parser.add_argument("--slow", action="store_true", help="the long tests alone")
     parser.add_argument("tests", nargs="*", default=gpu_files())
     given = parser.parse_intermixed_args()
     end = time.monotonic() + 60 * given.minutes
     begun = time.monotonic()
 
     def run_one(seed: int) -> tuple[list[str], bool]:
-        marked = MARKED if seed == given.seeds[0] else ORDERED
+        marked = LONG if given.slow else MARKED
+        if not given.slow and seed != given.seeds[0]:
+            marked = ORDERED
         return run_seed(seed, given.out, given.cards, given.tests, end, marked)
 
     with ThreadPoolExecutor(given.jobs) as pool:

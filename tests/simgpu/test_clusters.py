@@ -44,7 +44,11 @@ def horovod_outcomes(own_gpus: bool) -> list[dict[str, str | None]]:
 
 
 @pytest.mark.streams
-@pytest.mark.parametrize("own_gpus", [False, True], ids=["one GPU", "a GPU each"])
+@pytest.mark.parametrize(
+    "own_gpus",
+    [False, pytest.param(True, marks=pytest.mark.gpus(2))],
+    ids=["one GPU", "a GPU each"],
+)
 def test_horovods_functions(own_gpus: bool) -> None:
     if own_gpus and GPUS < 2:
         pytest.skip("needs two GPUs")

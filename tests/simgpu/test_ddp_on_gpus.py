@@ -27,7 +27,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["one GPU", "a GPU each"])
+@pytest.fixture(
+    params=["one GPU", pytest.param("a GPU each", marks=pytest.mark.gpus(4))]
+)
 def place(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -44,7 +44,10 @@ class GpuRanks(matrix.SharedRanks):
         return self._cluster
 
 
-@pytest.fixture(scope="module", params=["one GPU", "a GPU each"])
+@pytest.fixture(
+    scope="module",
+    params=["one GPU", pytest.param("a GPU each", marks=pytest.mark.gpus(4))],
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[GpuRanks]:
     has_own = request.param == "a GPU each"
     if has_own and GPUS < 3:

@@ -52,7 +52,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["one GPU", "a GPU each"])
+@pytest.fixture(
+    scope="module",
+    params=["one GPU", pytest.param("a GPU each", marks=pytest.mark.gpus(4))],
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     has_own = request.param == "a GPU each"
     if has_own and torch.cuda.device_count() < N:

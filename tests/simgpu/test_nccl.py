@@ -37,7 +37,9 @@ def outcomes(size: int) -> list[dict[str, str | None]]:
 
 @pytest.mark.streams
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4)]
+)
 def test_case(size: int, case: str) -> None:
     if size > GPUS:
         pytest.skip(f"needs {size} GPUs")

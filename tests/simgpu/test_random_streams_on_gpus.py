@@ -22,6 +22,7 @@ N = 2
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(2),
     pytest.mark.timeout(400),
     pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
     pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
@@ -123,6 +124,23 @@ def committed(chance):
         assert torch.equal(seen.cpu(), values), seen
         values += 1
 
+def saved(chance):
+    '''A state is written to files while its tensors are still computed.'''
+    from pathlib import Path
+    import tempfile
+    from nbdist.training.elastic.shared_copies import _Copy
+    values = torch.arange(5000.0) + seed
+    with tempfile.TemporaryDirectory() as folder:
+        copy = _Copy()
+        with somewhere(chance):
+            tensor = late(chance, values)
+            copy.lay_out([tensor], [Path(folder)])
+            (on_gpu,) = copy.fill([tensor])
+            assert torch.equal(copy._shared[0], values), copy._shared
+            tensor.fill_(-1)
+        torch.cuda.synchronize(own)
+        assert torch.equal(on_gpu.cpu(), values), on_gpu
+
 def pulled(chance):
     '''A cell ends before the kernels of its streams.'''
     global x, y
@@ -154,7 +172,7 @@ def logged_are_right(cluster: Cluster, seed: int) -> None:
 
 
 CHECKS = {"pulled": pulled_are_right, "logged": logged_are_right}
-KINDS = ("batches", "logged", "watched", "committed", "pulled")
+KINDS = ("batches", "logged", "watched", "committed", "saved", "pulled")
 
 
 @pytest.fixture(scope="module", params=["one GPU", "a GPU each"])

@@ -17,7 +17,10 @@ def made(runs: dict[int, Outcome], patch: pytest.MonkeyPatch) -> Any:
     """The tests that were run on each number of GPUs, and what `run_seed` returns."""
     asked = {}
 
-    def run(out: Path, cards: int, seed: int, tests: list[str], *_: object) -> Outcome:
+    def run(
+        out: Path, cards: int, seed: int, tests: list[str], left_s: float, marked: str
+    ) -> Outcome:
+        assert marked == "gpu"
         asked[cards] = tests
         return runs[cards]
 
