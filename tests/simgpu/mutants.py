@@ -495,14 +495,6 @@ MUTANTS = [
         cards=4,
     ),
     Mutant(
-        "a reduce changes the tensors of all ranks",
-        STAGED,
-        "wanted = slice(self._rank == root)",
-        "wanted = slice(1)",
-        [f"{DRAWS}[staged]"],
-        cards=4,
-    ),
-    Mutant(
         "a piece of several tensors is cut as one of one",
         STAGED,
         "return max(self._piece // parts // dtype.itemsize, 1)",
