@@ -85,7 +85,7 @@ class Draw:
     failing: int
     """The rank that fails."""
     step: int
-    """The step of the transport after which it fails, if in the middle."""
+    """The step of the transport before which it fails, if in the middle."""
 
     def __str__(self) -> str:
         calls = "; ".join(map(_text, self.calls))

@@ -268,7 +268,7 @@ class _Rank:
             transport._pass = _failing(transport._pass, step, call)
         elif self._draw.transport == "nccl":
             for name in TRANSPORTED:  # the others' work is queued, and waits
-                setattr(transport, name, _failing(print, 0, call))
+                setattr(transport, name, _failing(print, 1, call))
         else:
             transport._host = _Failing(transport._host, step, call)
 
@@ -431,16 +431,16 @@ def _made_call(
 
 
 def _failing(function: Callable[..., Any], step: int, call: Call) -> Callable[..., Any]:
-    """The function, which raises after it has been called `step` times."""
+    """The function, which raises before its call number `step`."""
     count = 0
 
     def called(*arguments: Any, **named: Any) -> Any:
         nonlocal count
-        if step:
-            result = function(*arguments, **named)
         count += 1
         if count >= step:
             raise Injected(call.operation)
+        result = function(*arguments, **named)
+        torch.cuda._sleep(10 * TICKS_OF_A_MS)  # what follows is late at the failure
         return result
 
     return called
