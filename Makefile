@@ -54,7 +54,7 @@ MORE := tests/examples tests/hosts tests/widgets/test_browser.py \
 # The tests of these folders neither look for other processes, nor measure time, nor train
 # until a deadline: two files run at once.
 TOGETHER := $(filter-out tests/test_exports.py,$(wildcard tests/test_*.py)) tests/amd \
-	tests/collectives tests/docs tests/horovod tests/ipc tests/process_group \
+	tests/collectives tests/horovod tests/ipc tests/process_group \
 	tests/telemetry tests/training
 WORKERS := --dist loadfile --tx '2*popen//python=$(RUN) tests/cpu_seconds.py $(RUN)'
 # Some tests again, with ranks that are not forked.

@@ -22,6 +22,7 @@ TO_BE_WRITTEN = {
     "nbdist/collectives/ops/scan.py",
     "nbdist/clusters/launchers/srun.py",
     "nbdist/training/strategies/sign_vote.py",
+    "out/durations.json",
 }
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 BODIES = """
