@@ -78,7 +78,7 @@ def run_rounds(notebook: Notebook, rounds: int) -> None:
         notebook.send(TRAINING)
         time.sleep(moments.uniform(0.0, 0.015 * STEPS))  # a random moment
         end_kernel(notebook, by_kill=moments.random() < 0.7)
-        request, reply, _ = notebook.start("%dist_attach training")
+        request, reply = notebook.start("%dist_attach training")
         assert "attached to training: 2 ranks" in reply.text, reply.text
         if steps_in(reply) or "follows" in reply.text:
             followed += 1
@@ -129,7 +129,7 @@ def test_a_debugger_asks_in_the_notebook_and_lets_go_when_the_kernel_is_killed(
     notebook.send(STOPS)
     assert notebook.client.get_stdin_msg(timeout=60)["content"]["prompt"]
     end_kernel(notebook, by_kill=True)
-    request, reply, _ = notebook.start("%dist_attach training")
+    request, reply = notebook.start("%dist_attach training")
     notebook.read(request, reply, is_there("[1] after 42"))
     assert "(no notebook is attached)" in reply.text
 
