@@ -147,13 +147,15 @@ def _describe(process: psutil.Process) -> str:
 def left_in(folder: Path) -> list[Path]:
     """The files in a folder that is for temporary files.
 
-    torch 2.7 makes a folder with a module there at its import. It is left out, because
-    only a process that is not killed removes it.
+    torch makes folders there: 2.7 one with a module at its import, which only a process
+    that is not killed removes, and 2.15 that of its compiler. They are left out.
     """
     return sorted(path for path in folder.iterdir() if not _is_of_torch(path))
 
 
 def _is_of_torch(path: Path) -> bool:
+    if path.name.startswith("torchinductor_"):
+        return True
     if not version("torch").startswith("2.7"):
         return False
     return (path / "_remote_module_non_scriptable.py").exists() or (
