@@ -12,7 +12,6 @@ and the tests of each file to out/durations.json, if NBDIST_DURATIONS is set.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import os
@@ -29,7 +28,8 @@ from typing import Any
 import psutil
 import pytest
 
-PR_SET_CHILD_SUBREAPER = 36
+from nbdist.ipc.prctl import adopt_orphans
+
 GRACE_S = 10.0
 """Seconds that orphans may take to end after the command has."""
 ROOT = Path(__file__).parent.parent
@@ -38,8 +38,7 @@ REPORT = ROOT / "out" / "durations.json"
 
 def run(command: list[str]) -> int:
     """Run a command, and reap it and all orphans. Returns its exit code."""
-    if sys.platform == "linux":  # elsewhere, orphans are not counted
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()  # on Linux; elsewhere, they are not counted
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, preexec_fn=default)

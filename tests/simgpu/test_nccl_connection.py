@@ -66,6 +66,7 @@ BUSY = "\nelse:\n    for _ in range(200): time.sleep(0.1)"
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(2),
     pytest.mark.timeout(200),
     pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
 ]
