@@ -1854,10 +1854,16 @@ class Cluster:
         """Call an endpoint on living ranks, busy or not; as `RankRegistry.ask`."""
         return self._live().ask(target, *args, **options)
 
-    def _look_into(self, target: str, *args: object) -> dict[int, Any]:
-        """Call an endpoint that takes seconds on the ranks that answer at once."""
-        seen = self._ask(endpoints.WHERE)
-        answering = [rank for rank, where in seen.items() if where is not None]
+    def _look_into(
+        self, target: str, *args: object, seen: Mapping[int, Any] | None = None
+    ) -> dict[int, Any]:
+        """Call an endpoint that takes seconds on the ranks that answer at once.
+
+        Args:
+            seen: What each rank has just answered; None to ask here.
+        """
+        seen = self._ask(endpoints.WHERE) if seen is None else seen
+        answering = [rank for rank, answer in seen.items() if answer is not None]
         answers = self._ask(target, *args, ranks=answering, timeout_s=LOOK_TIMEOUT_S)
         return dict.fromkeys(seen) | answers
 
@@ -1923,9 +1929,8 @@ class Cluster:
         doing = {rank: (states[rank] or {}).get("what", "") for rank in living}
         if not any(what is not None for what in doing.values()):
             return None
-        answering = [rank for rank in living if states[rank] is not None]
-        answers = self._ask(target, *args, ranks=answering, timeout_s=LOOK_TIMEOUT_S)
-        return dict.fromkeys(living) | answers
+        seen = {rank: states[rank] for rank in living}
+        return self._look_into(target, *args, seen=seen)
 
     def compare(self, expression: str, *, timeout_s: float | None = None) -> Comparison:
         """Compare the values of an expression on all ranks, bit for bit.

@@ -44,13 +44,14 @@ _PYTHONS_OWN: dict[signal.Signals, Any] = {
 """Python's own handlers of the signals that an engine handles."""
 
 INSIST_S = 0.05
-INSIST_TIMES = 800
 MOST_CAUGHT = 3
 """How often user code may catch Overdue before it is raised at each step."""
 IMPORT_S = 30.0
 """Seconds after which an interrupt cuts an import."""
 IMPORT_RESTS_S = 2.0
 """Seconds without a new module after which it does so. The notebook waits 5 s."""
+INSIST_TIMES = round((IMPORT_S + 10) / INSIST_S)
+"""How often the signal is repeated: longer than an interrupt may wait for an import."""
 IMPORTLIB = "<frozen importlib._bootstrap>"
 
 
@@ -388,6 +389,7 @@ class Interrupts:
         if self._armed and self._awaits_import(frame):
             if self._heard:  # a signal of the user's own, which nothing repeats
                 self._heard = False
+                # Thread.start() would wait for the thread, in a signal's handler.
                 _thread.start_new_thread(self._insist, (self._request,))
             return
         self._heard = True
