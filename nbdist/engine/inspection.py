@@ -56,6 +56,9 @@ LOOK_LIMIT_S = 5.0
 FIRST_ROUND_S = 0.05
 FIRST_ROUND_BYTES = 8 << 20
 """What takes longer, or is larger, has its turn after all others."""
+INSIST_S = 0.05
+MOST_RAISED = 200
+"""How often TooSlow is raised in a thread that was left behind, every `INSIST_S`."""
 GRACE_S = 0.02
 """Seconds within which a function that looks at its deadline ends by itself."""
 REASON_LIMIT = 100
@@ -300,7 +303,7 @@ class _Aside:
     """Calls functions in a thread of its own, which is left behind if one is slow."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], None]] | None = None
+        self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[..., T], *args: Any, limit_s: float) -> T:
@@ -308,7 +311,7 @@ class _Aside:
 
         Raises:
             TooSlow: It took longer. TooSlow is also raised in the function, if it runs
-                Python code.
+                Python code, until it ends.
             RuntimeError: It raised what is no Exception, such as SystemExit.
         """
         if limit_s <= 0:
@@ -339,16 +342,32 @@ class _Aside:
         raise RuntimeError(text_of(error)) from error
 
     def _leave(self) -> None:
-        assert self._thread is not None
-        ident = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(TooSlow))
+        thread, tasks = self._thread, self._tasks
+        assert thread is not None
+        assert tasks is not None
         self._thread = self._tasks = None
+        tasks.put(None)  # for the thread whose function ends by itself
+        threading.Thread(
+            target=_end, args=(thread,), name="nbdist-look-end", daemon=True
+        ).start()
 
 
-def _work(tasks: SimpleQueue[Callable[[], None]]) -> None:
+def _end(thread: threading.Thread) -> None:
+    """Raise TooSlow in a thread until it ends: user code may catch it.
+
+    For example, `reprlib` catches what an item raises, and goes on with the next item.
+    """
+    ident = ctypes.c_ulong(thread.ident or 0)
+    for _ in range(MOST_RAISED):
+        if not thread.is_alive():
+            return
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(TooSlow))
+        thread.join(INSIST_S)
+
+
+def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     with contextlib.suppress(TooSlow):
-        while True:
-            task = tasks.get()
+        while (task := tasks.get()) is not None:
             task()
             del task  # it refers to the user's value
 

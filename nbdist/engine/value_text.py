@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import math
 import reprlib
@@ -74,10 +75,7 @@ def in_full(value: Any, deadline: Deadline, *, images: bool = True) -> InFull:
         check_reachable(value, REACH, deadline)
     except Unreadable as error:
         return InFull(f"<cannot be shown: {error}>")
-    forms = {"text/plain", *((PNG,) if images else ())}
-    bundle, _metadata = this_rank().shell.display_formatter.format(value, forms)
-    # IPython gives no text where `repr` raises. This call raises the same error.
-    text = encodable(bundle.get("text/plain") or repr(value))
+    text = encodable(_formatted("text/plain", value) or repr(value))
     kind = type(value)  # `isinstance` may run the value's own code
     with contextlib.suppress(RuntimeError):  # torch lacks it for some dtypes
         if issubclass(kind, torch.Tensor) and value.numel() > 1:
@@ -86,10 +84,33 @@ def in_full(value: Any, deadline: Deadline, *, images: bool = True) -> InFull:
         return _with_table(f"{text}\n", _parameters(value), deadline)
     if issubclass(kind, torch.optim.Optimizer):
         return _with_table(f"{text}\n", _optimizer_state(value), deadline)
-    image = bundle.get(PNG, "")
-    if isinstance(image, bytes):
-        image = base64.b64encode(image).decode()
-    return InFull(text, image=image)
+    return InFull(text, image=_image(value) if images else "")
+
+
+def _image(value: Any) -> str:
+    """A value's PNG image in base64; "" if it has none, or cannot make it."""
+    try:
+        image = _formatted(PNG, value) or ""
+    except TooSlow:
+        raise
+    except Exception:  # noqa: BLE001 - it has its text
+        return ""
+    return base64.b64encode(image).decode() if isinstance(image, bytes) else image
+
+
+def _formatted(form: str, value: Any) -> Any:
+    """What IPython's formatter makes of a value; None if it makes nothing.
+
+    `DisplayFormatter.format` would let the value display itself, and would show its
+    error: both among the output of the cell that is running.
+
+    Raises:
+        Exception: The value's method has raised.
+    """
+    formatter = this_rank().shell.display_formatter.formatters[form]
+    with contextlib.suppress(NotImplementedError):
+        return inspect.unwrap(type(formatter).__call__)(formatter, value)
+    return None
 
 
 # -- tables ----------------------------------------------------------------------------

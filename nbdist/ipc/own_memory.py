@@ -243,7 +243,7 @@ def _reason(address: int) -> str:
                 span, *_, path = line.rstrip("\n").split(maxsplit=5)
                 begin, end = (int(each, 16) for each in span.split("-"))
                 if begin <= address < end and path.startswith("/"):
-                    return f"its file {path} has become shorter"
+                    return f"its file has become shorter: {path}"
     except (OSError, ValueError):
         pass
     return "its memory cannot be read"

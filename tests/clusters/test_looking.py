@@ -15,6 +15,7 @@ import pytest
 from nbdist import CellError, Cluster
 from nbdist.clusters import call_supervisor
 from nbdist.clusters.observer import Event, Quiet
+from nbdist.clusters.result import CellResult
 from nbdist.session import Session
 from nbdist.wire import format_ranks
 from tests.clusters import flipped_bits
@@ -58,6 +59,28 @@ def running(cluster: Cluster, code: str, ranks: list[int]) -> Iterator[None]:
         cluster.interrupt()
         thread.join(HANG_S)
         assert not thread.is_alive()
+
+
+@contextmanager
+def ended_by(cluster: Cluster, code: str, end: str) -> Iterator[list[CellResult]]:
+    """Run the cell in another thread, and end it by a look at the end of the block.
+
+    The block begins when every rank has printed 1. The list has the result then.
+    """
+    all_printed = AllPrinted(len(cluster.ranks))
+    results: list[CellResult] = []
+    thread = threading.Thread(
+        target=lambda: results.append(cluster.execute(code, observer=all_printed))
+    )
+    thread.start()
+    try:
+        assert all_printed.event.wait(HANG_S)
+        yield results
+    finally:
+        cluster.look(end)
+        thread.join(HANG_S)
+        assert not thread.is_alive()
+    assert results
 
 
 @pytest.fixture
@@ -300,6 +323,55 @@ def test_inspect_answers_while_a_cell_runs(cluster: Cluster, session: Session):
     assert "[3]" in own
     assert "NameError: name 'own' is not defined" in own
     assert "takes longer" in slow
+
+
+HARMFUL = """
+class Raises:
+    def __repr__(self): raise ValueError("not shown")
+class Displays:
+    def _ipython_display_(self): print("displayed")
+class Draws:
+    def __repr__(self): return "drawn"
+    def _repr_png_(self): raise ValueError("no image")
+    def _repr_html_(self): raise ValueError("no HTML")
+    def _repr_mimebundle_(self, **options): raise ValueError("no bundle")
+raises, displays, draws = Raises(), Displays(), Draws()
+"""
+
+
+def test_a_look_leaves_the_output_and_the_end_of_the_running_cell_alone(
+    cluster: Cluster, session: Session
+):
+    cluster.execute(HARMFUL)
+    code = "print(1)\ngo = False\nwhile not go: pass\nprint(2)"
+    with ended_by(cluster, code, "globals().update(go=True)") as result:
+        raises = str(session.inspect_table("raises"))
+        displays = str(session.inspect_table("displays"))
+        draws = str(session.inspect_table("draws"))
+        session.variables_table("[rd]*")
+        session.diff_table("raises")
+    assert "ValueError: not shown" in raises
+    assert "__main__.Displays" in displays
+    assert "drawn" in draws
+    assert [result[0][rank].stdout for rank in range(4)] == ["1\n2\n"] * 4
+    assert [result[0][rank].outputs for rank in range(4)] == [[]] * 4
+
+
+def test_slow_looks_leave_no_threads(cluster: Cluster, session: Session):
+    cluster.execute(
+        "import threading, time\n"
+        "class Slow:\n"
+        "    def __repr__(self):\n"
+        "        while True: time.sleep(0.01)\n"
+        "slow = [Slow() for _ in range(5)]\n"
+        "def lookers():\n"
+        "    return [t for t in threading.enumerate() if t.name == 'nbdist-look']"
+    )
+    session.variables_table("slow")
+    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+        session.inspect_table("slow[0]")
+        session.variables_table("slow")
+    cluster.execute("while len(lookers()) > 1: time.sleep(0.01)", timeout_s=HANG_S)
 
 
 def test_inspect_keeps_the_form_of_tensors(cluster: Cluster, session: Session):

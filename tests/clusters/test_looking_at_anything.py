@@ -14,6 +14,7 @@ import pytest
 from nbdist import CellError, CellTimeout, Cluster, NbdistError
 from nbdist.wire import Variable
 from tests.clusters import odd_values
+from tests.clusters.test_looking import ended_by
 
 HOSTILE = """
 import os, threading, weakref, numpy as np
@@ -262,6 +263,24 @@ def test_random_values_do_no_harm(cluster: Cluster):
     with kept_alive(cluster):
         define(cluster, seeds)
         cluster.execute("odd_values.remove_files()")
+
+
+def test_looks_at_random_values_do_not_change_how_a_cell_ends(cluster: Cluster):
+    first = random.randrange(10**6)
+    print("seed", first)
+    seeds = list(range(first, first + 40))
+    code = "print(1)\ngo = False\nwhile not go: pass\nprint(2)"
+    with kept_alive(cluster):
+        define(cluster, seeds)
+        with ended_by(cluster, code, "globals().update(go=True)") as results:
+            for seed in seeds:
+                cluster.look(f"v_{seed}")
+                cluster.compare(f"v_{seed}")
+            cluster.variables("v_*")
+        cluster.execute("odd_values.remove_files()")
+    (result,) = results
+    assert [result[rank].stdout for rank in range(4)] == ["1\n2\n"] * 4
+    assert [result[rank].outputs for rank in range(4)] == [[]] * 4
 
 
 @pytest.mark.slow

@@ -18,6 +18,11 @@ ROW = re.compile("[01] +cpu ")
 """A rank's row in the monitor's table."""
 
 
+def _environment() -> dict[str, str]:
+    """This process's, without the size of its terminal: readline exports that."""
+    return {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+
+
 class Terminal:
     """IPython in a pseudo-terminal of 100 columns."""
 
@@ -27,7 +32,7 @@ class Terminal:
             sys.executable,
             ["-m", "IPython", "--simple-prompt", "--no-banner", "--quick"],
             cwd=str(folder),
-            env=dict(os.environ),  # without readline's COLUMNS, those of this process
+            env=_environment(),
             dimensions=(40, 100),
             encoding="utf-8",
             echo=False,
