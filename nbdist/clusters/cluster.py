@@ -1974,7 +1974,7 @@ class Cluster:
         """Completions of a token, from the lowest living rank's namespace."""
         lowest = self.ranks[0].rank
         target = endpoints.COMPLETE
-        answers = self._live().ask(target, token, line, cursor, ranks=[lowest])
+        answers = self._ask(target, token, line, cursor, ranks=[lowest], timeout_s=2.0)
         return answers[lowest] or []
 
     def describe(self, name: str, detail: int = 0) -> dict[str, str]:
@@ -1990,7 +1990,7 @@ class Cluster:
         """
         lowest = self.ranks[0].rank
         target = endpoints.DESCRIBE
-        answers = self._live().ask(target, name, detail, ranks=[lowest])
+        answers = self._ask(target, name, detail, ranks=[lowest], timeout_s=2.0)
         return answers[lowest] or {}
 
     def debug(self, rank: int | None = None, *, observer: Observer = QUIET) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbdist.errors import UsageError
-from nbdist.ipc.flight_record import FlightRecord, RecordedCall
+from nbdist.ipc.flight_record import FlightRecord, RecordedCall, group_number
 from nbdist.widgets.table import Table, seconds_text
 from nbdist.wire import format_ranks
 
@@ -414,7 +414,7 @@ def _is_over(row: HistoryRow, later: HistoryRow) -> bool:
 def _group_name(row: HistoryRow, places: Collection[tuple[object, ...]]) -> str:
     name = format_ranks(row.members)
     if sum(each[:2] == (row.generation, row.members) for each in places) > 1:
-        name += f" (group {row.group})"
+        name += f" (group {group_number(row.group)})"
     if len({generation for generation, _, _ in places}) > 1:
         name += f", generation {row.generation}"
     return name

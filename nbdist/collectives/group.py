@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import pickle
 import sys
@@ -47,15 +46,27 @@ from nbdist.errors import (
     UsageError,
     WrongProcess,
 )
+from nbdist.ipc.flight_record import group_identity
 from nbdist.wire import CollectiveCall, Tally
 
 __all__ = ["Group", "Plan"]
 
-_numbers = itertools.count()
+_numbering = threading.Lock()
+_last_number = 0
+"""The largest number of a group of this process."""
 _ALL_REDUCE = signature("all_reduce", None, None, None, (), "cpu")
 _NUMBER = "number"
 _FINISH_WITHIN_S = 10.0
 """A device that takes longer waits for a rank that makes no call."""
+
+
+def _new_number(above: int = 0) -> int:
+    """The next number for a group of this process, which is above the numbers of all
+    earlier ones, and above `above`."""
+    global _last_number
+    with _numbering:
+        _last_number = max(_last_number, above) + 1
+        return _last_number
 
 
 class _OutOfTime(Exception):
@@ -122,9 +133,9 @@ class Group:
         """Numbers that each member counts on its own, and that must be equal on all.
         After a renewal they are the largest of any member."""
         self._worker = Worker(f"nbdist collectives of {self.ranks}")
-        self.number = next(_numbers)
-        """The number of this group. The groups of a process are numbered in the order
-        in which they were made."""
+        self.number = _new_number()
+        """The number of this group, equal on all members. The groups of a process are
+        numbered in the order in which they were made."""
         self._connect()
         live.add(self)
 
@@ -134,10 +145,12 @@ class Group:
         )
         self._connection: Connection = connect(self.comm, self.config, self._hooks)
         counts = self._connection.largest({**self.counters, _NUMBER: self.number})
-        self.identity = self.ranks, counts.pop(_NUMBER)
+        self.number = counts.pop(_NUMBER)
+        _new_number(above=self.number)
+        self.identity = group_identity(self.number, self.ranks[0])
         """Equal on all members, and different for every open group."""
         self.counters = counts
-        self.key = f"{self.identity[1]}/{self.generation}"
+        self.key = f"{self.identity}/{self.generation}"
         """Equal on all members, and different for every group and renewal."""
         self._scheduled = 0
         """The asynchronous calls that have not started."""
@@ -158,7 +171,7 @@ class Group:
 
     def _new_log(self) -> CallLog:
         rank = self.ranks[self.rank]
-        return open_log(self.identity[1], self.generation, rank, self.ranks)
+        return open_log(self.identity, self.generation, rank, self.ranks)
 
     # -- what a collective needs ---------------------------------------------------
 

@@ -46,7 +46,7 @@ def changed_tallies() -> dict[str, Tally]:
 
 def in_flight() -> tuple[dict[str, Tally], list[Begun]]:
     """All tallies, and the last calls of this rank, the oldest first."""
-    keys = {(group.identity[1], group.generation): group.key for group in list(live)}
+    keys = {(group.identity, group.generation): group.key for group in list(live)}
     begun = [
         Begun(
             keys[call.group, call.generation],

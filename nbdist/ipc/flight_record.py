@@ -40,6 +40,8 @@ __all__ = [
     "RecordedCall",
     "call_text",
     "create",
+    "group_identity",
+    "group_number",
     "known_calls",
     "members_text",
     "open_unnamed",
@@ -62,6 +64,8 @@ and the pid. The entry of a ticket is at the ticket modulo `CALLS`."""
 LAST_AT = 8
 """The position of the last ticket in the head."""
 HEAD_BYTES = 64
+RANK_BITS = 12
+"""The bits of a group's identity, of 32, that tell its first rank."""
 TEXT_BYTES = 180
 MEMBERS_BYTES = 100
 """The most bytes of the text for the members of a group. The call needs the others."""
@@ -84,7 +88,7 @@ class RecordedCall:
     ticket: int
     """Counts the calls of the process, with gaps."""
     group: int
-    """The number of the group, equal on all members."""
+    """The `group_identity`, equal on all members."""
     generation: int
     """The generation of the world in which the group was made or renewed."""
     rank: int
@@ -214,6 +218,22 @@ def open_unnamed() -> int:
 def _write_head(descriptor: int) -> None:
     offset_ns = time.time_ns() - time.monotonic_ns()
     os.pwrite(descriptor, HEAD.pack(MAGIC, 0, offset_ns, CALLS, os.getpid()), 0)
+
+
+def group_identity(number: int, first: int) -> int:
+    """What a group is known by: no other group of its generation has it.
+
+    Args:
+        number: Equal on all members. A process has no two groups with one number.
+        first: The world rank of the first member. Groups without a common member may
+            have equal numbers, but have other first ranks.
+    """
+    return number << RANK_BITS | first % (1 << RANK_BITS)
+
+
+def group_number(identity: int) -> int:
+    """The number in a `group_identity`."""
+    return identity >> RANK_BITS
 
 
 def members_text(ranks: Sequence[int]) -> bytes:

@@ -143,40 +143,55 @@ def test_every_way_to_make_a_call_is_recorded(cluster: Cluster) -> None:
     cluster.execute(
         "import nbdist.horovod as hvd\n"
         "hvd.init()\n"
-        "nbdist.all_reduce(torch.ones(2))\n"
-        "nbdist.all_reduce(torch.ones(3), async_op=True).wait()\n"
-        "dist.broadcast(torch.ones(4), 1)\n"
-        "hvd.allreduce(torch.ones(5))\n"
+        "nbdist.all_reduce(torch.ones(22))\n"
+        "nbdist.all_reduce(torch.ones(23), async_op=True).wait()\n"
+        "dist.broadcast(torch.ones(24), 1)\n"
+        "hvd.allreduce(torch.ones(25))\n"
         "group = dist.new_group([0, 3])\n"
         "if rank in (0, 3):\n"
-        "    dist.all_reduce(torch.ones(6), group=group)\n"
+        "    dist.all_reduce(torch.ones(26), group=group)\n"
         "    move = dist.recv if rank else dist.send\n"
-        "    move(torch.ones(7), 3 - rank)\n"
-        "net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))\n"
-        "net(torch.ones(1, 8)).sum().backward()\n",
+        "    move(torch.ones(27), 3 - rank)\n"
+        "net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(28, 1))\n"
+        "net(torch.ones(1, 28)).sum().backward()\n",
         number=5,
     )
+    # The sizes are those of no other test: the history has all calls of the cluster.
     history = cluster.collectives(count=1000)
     made = {kind: row for row in history.rows for kind in row.kinds}
     for kind in (
-        "all_reduce(sum, float32, (2,))",
-        "all_reduce(sum, float32, (3,))",
-        "broadcast(root=1, float32, (4,))",
-        "all_reduce(sum, float32, (6,))",
-        "all_reduce(sum, float32, (9,))",
-        "send(to=3, float32, (7,))",
+        "all_reduce(sum, float32, (22,))",
+        "all_reduce(sum, float32, (23,))",
+        "broadcast(root=1, float32, (24,))",
+        "all_reduce(sum, float32, (26,))",
+        "all_reduce(sum, float32, (29,))",
+        "send(to=3, float32, (27,))",
     ):
         row = made[kind]
         assert {call.state for call in row.calls.values()} == {"done"}
         assert tuple(sorted(row.calls)) == row.members
-    assert made["all_reduce(sum, float32, (6,))"].members == (0, 3)
-    assert made["send(to=3, float32, (7,))"].members == (0, 3)
-    assert made["all_reduce(sum, float32, (3,))"].location == "In[5] line 4"
-    assert any(kind.endswith("float32, (5,))") for kind in made)
+    assert made["all_reduce(sum, float32, (26,))"].members == (0, 3)
+    assert made["send(to=3, float32, (27,))"].members == (0, 3)
+    assert made["all_reduce(sum, float32, (23,))"].location == "In[5] line 4"
+    assert any(kind.endswith("float32, (25,))") for kind in made)
     assert history.parted is None
     shown = cluster.collectives([0, 3], count=2).table
     assert "rank 3" in repr(shown)
     assert "rank 1" not in repr(shown)
+
+
+def test_groups_without_a_common_rank_have_rows_of_their_own(cluster: Cluster) -> None:
+    cluster.execute(
+        "pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]\n"
+        "for size in (11, 12) if rank < 2 else (13, 14):\n"
+        "    dist.all_reduce(torch.ones(size), group=pairs[rank // 2])\n",
+        number=5,
+    )
+    history = cluster.collectives()
+    assert history.parted is None
+    kinds = {kind: row.members for row in history.rows for kind in row.kinds}
+    for size, members in ((11, (0, 1)), (12, (0, 1)), (13, (2, 3)), (14, (2, 3))):
+        assert kinds[f"all_reduce(sum, float32, ({size},))"] == members
 
 
 def test_more_than_a_thousand_calls(cluster: Cluster) -> None:

@@ -371,3 +371,21 @@ def test_a_gloo_group_that_torch_cannot_connect_again_refuses_its_calls(
         cluster.execute(LOOP)
     cluster.execute(GROUPS["gloo"])
     assert outputs(cluster, LOOP) == ["[4.0, 8.0, 12.0, 16.0]\n"] * 4
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_is_left_in_one_of_two_groups_without_a_common_rank(
+    cluster: Cluster, first: int
+) -> None:
+    """The groups [0, 1] and [2, 3], as of a mesh."""
+    cluster.execute(
+        "pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]\n"
+        "group = pairs[rank // 2]\ndist.all_reduce(torch.ones(1), group=group)"
+    )
+    with pytest.raises(CellError, match="typo"):
+        cluster.execute(
+            f"if rank == {first}:\n"
+            "    w = dist.all_reduce(torch.ones(1000), async_op=True, group=group)\n"
+            f"elif rank == {first + 1}: raise ValueError('typo')"
+        )
+    assert outputs(cluster, LOOP) == ["[2.0, 4.0, 6.0, 8.0]\n"] * 4

@@ -20,6 +20,7 @@ from nbdist.collectives.flight_recorder import PythonCallLog, PythonRecorder
 from nbdist.collectives.transports.native import find_compiled
 from nbdist.ipc import flight_record
 from nbdist.ipc.flight_record import FlightRecord, RecordedCall
+from tests.seed import SEED
 
 ROOT = Path(__file__).parents[2]
 MEMBERS = (0, 1, 2, 5)
@@ -305,9 +306,7 @@ def test_a_group_with_many_members_is_recorded(
     way: str, kind: str, tmp_path: Path
 ) -> None:
     """With as many as the entry has room for, and the whole of the call."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(SEED)
     members = tuple(
         range(0, 5000, draw.randint(2, 9))
         if kind == "stride"
