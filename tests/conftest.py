@@ -14,6 +14,7 @@ import pytest
 from nbdist import Cluster
 from nbdist.clusters import startup
 from nbdist.ipc.fork_messages import FORKED, SWITCHED_OFF
+from tests import failure_report
 from tests.jupyterlab_driver import _lab_page as _lab_page
 from tests.jupyterlab_driver import lab as lab
 from tests.jupyterlab_driver import lab_browser as lab_browser
@@ -23,6 +24,7 @@ from tests.jupyterlab_driver import second_tab as second_tab
 from tests.shared_cluster import SharedCluster
 
 ROOT = Path(__file__).parent.parent
+HAS_FAILED = pytest.StashKey[bool]()
 
 # Other processes may use the cores: no property is about time.
 hypothesis.settings.register_profile(
@@ -57,6 +59,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.user_properties.append(("gpus", " ".join(map(str, marker.args))))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """Add to the report of a failure what helps to repeat and to explain it."""
+    report = yield
+    if report.failed:
+        item.stash[HAS_FAILED] = True
+        report.sections += failure_report.sections(item.nodeid)
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_logs() -> Iterator[None]:
+    yield from failure_report.kept_logs()
+
+
 @pytest.fixture(scope="session")
 def _shared_cluster() -> Iterator[SharedCluster]:
     shared = SharedCluster(4)
@@ -65,10 +82,18 @@ def _shared_cluster() -> Iterator[SharedCluster]:
 
 
 @pytest.fixture
-def cluster(_shared_cluster: SharedCluster) -> Iterator[Cluster]:
-    """Four ranks, which must live and be idle after the test. Variables are removed."""
+def cluster(
+    request: pytest.FixtureRequest, _shared_cluster: SharedCluster
+) -> Iterator[Cluster]:
+    """Four ranks, which must live and be idle after the test. Variables are removed.
+
+    The ranks of a test that has failed may be damaged: the next one has others.
+    """
     yield _shared_cluster.ready()
-    _shared_cluster.tidy()
+    if HAS_FAILED in request.node.stash:
+        _shared_cluster.close()
+    else:
+        _shared_cluster.tidy()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -104,6 +129,7 @@ def _all_forked(
 
     A test of ranks that cannot be forked has the marker `not_forked`.
     """
+    failure_report.forget_ended_clusters()
     yield
     seen = _starts.copy()
     _starts.clear()

@@ -17,6 +17,7 @@ import pytest
 from nbdist import CellError, Cluster
 from tests.processes import wait_until
 from tests.scripted_user import Answer, Scripted, end_of_input, press
+from tests.seed import SEED
 
 __all__ = ["Sessions", "debug_at_random", "killing"]
 
@@ -73,11 +74,7 @@ def debug_at_random(cluster: Cluster, reader: Scripted, count: int) -> Sessions:
         cluster: Whose reader is `reader`.
         count: The number of sessions.
     """
-    seed = int(
-        os.environ.get("NBDIST_TEST_SEED") or random.SystemRandom().getrandbits(32)
-    )
-    print(f"NBDIST_TEST_SEED={seed}")
-    draw = random.Random(seed)
+    draw = random.Random(SEED)
     sessions = Sessions()
     quit_at: list[float] = []
 
@@ -115,14 +112,14 @@ def debug_at_random(cluster: Cluster, reader: Scripted, count: int) -> Sessions:
         except (CellError, KeyboardInterrupt) as error:
             said = str(error)
         ended = time.monotonic()
-        assert "did not react" not in said, (seed, number)
+        assert "did not react" not in said, number
         if "the debugger was quit" in said and quit_at:
             sessions.quit_s.append(ended - quit_at[-1])
         sessions.kinds[kind] += 1
         sessions.ends[end] += 1
         wait_until(lambda: is_idle(cluster))
         result = cluster.execute("nbdist.barrier()\nprint(rank)")
-        assert [each.stdout for each in result] == ["0\n", "1\n", "2\n"], (seed, number)
+        assert [each.stdout for each in result] == ["0\n", "1\n", "2\n"], number
     return sessions
 
 

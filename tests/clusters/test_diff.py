@@ -11,6 +11,7 @@ from nbdist import CellError, Cluster
 from nbdist.session import Session
 from nbdist.wire import Comparison
 from tests.clusters import flipped_bits
+from tests.seed import SEED
 
 MODEL = """
 torch.manual_seed(0)
@@ -100,7 +101,7 @@ def test_a_rank_without_the_value_is_named(cluster: Cluster, session: Session):
 
 
 def test_flipped_bits_are_found_and_named(cluster: Cluster):
-    rng = random.Random(random.SystemRandom().randrange(2**32))
+    rng = random.Random(SEED)
     state = "[b_model, b_optimizer, b_nested, b_floats, b_frame, b_array, b_half, "
     state += "b_complex, b_nan, b_sparse, b_scalar, b_empty]"
     cluster.run(flipped_bits.make)

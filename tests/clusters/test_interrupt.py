@@ -22,6 +22,7 @@ from nbdist.clusters.observer import Event, Quiet
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.ipc import endpoints
 from tests.processes import HANG_S, wait_until
+from tests.seed import SEED
 
 BLOCKED = {
     "a loop": "while True: pass",
@@ -186,12 +187,10 @@ def package(folder: Path, name: str, last: str = "") -> str:
 def test_an_import_is_whole_after_an_interrupt(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    seed = random.randrange(10**9)
-    print("seed", seed)
-    draw = random.Random(seed)
+    draw = random.Random(SEED)
     cluster.execute(f"import sys, time; sys.path.append({str(tmp_path)!r})")
     for number in range(8):
-        code = package(tmp_path, f"interrupted_{seed}_{number}")
+        code = package(tmp_path, f"interrupted_{SEED}_{number}")
         press = Press(4, after_s=draw.uniform(0, 0.5))
         interrupted(cluster, f"{code}\ntime.sleep(3600)", press)
         cluster.execute(code)

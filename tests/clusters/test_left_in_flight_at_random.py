@@ -5,7 +5,6 @@ A failure names its seed: `draw(seed)` gives the same cells again.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from nbdist import Cluster
 from nbdist.clusters.futures import CallFuture
 from nbdist.clusters.result import CellResult
 from nbdist.errors import CellError
+from tests.seed import SEED
 
-SEED = int(os.environ.get("NBDIST_TEST_SEED", random.randrange(10**6)))
 DEADLOCK_S = 10
 """Ranks whose drawn calls wait for each other end then."""
 ASYNC = [
@@ -205,7 +204,6 @@ def await_cell(
 
 
 def run_many(cluster: Cluster, first: int, count: int) -> None:
-    print(f"NBDIST_TEST_SEED={first}, {count} draws on {cluster.size} ranks")
     cluster.execute(SETUP, timeout_s=60)
     before, cluster.on_note = cluster.on_note, lambda _note: None
     try:

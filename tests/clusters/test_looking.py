@@ -20,6 +20,7 @@ from nbdist.session import Session
 from nbdist.wire import format_ranks
 from tests.clusters import flipped_bits
 from tests.processes import HANG_S, stop, wait_until
+from tests.seed import SEED
 
 
 class AllPrinted(Quiet):
@@ -266,9 +267,7 @@ def rows_of(table: object) -> dict[str, list[str]]:
 def test_one_flipped_bit_of_one_rank_is_found_in_100_of_100_places(
     cluster: Cluster, session: Session
 ):
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     cluster.run(flipped_bits.make)
     equal = rows_of(session.variables_table("b_*"))
     assert set(map(tuple, equal.values())) == {("all",)}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from nbdist import CellError, CellTimeout, Cluster, NbdistError
 from nbdist.wire import Variable
 from tests.clusters import odd_values
 from tests.clusters.test_looking import ended_by
+from tests.seed import SEED
 
 HOSTILE = """
 import os, threading, weakref, numpy as np
@@ -257,18 +256,14 @@ def define(cluster: Cluster, seeds: list[int]) -> None:
 
 
 def test_random_values_do_no_harm(cluster: Cluster):
-    first = random.randrange(10**6)
-    print("seed", first)
-    seeds = list(range(first, first + 100))
+    seeds = list(range(SEED, SEED + 100))
     with kept_alive(cluster):
         define(cluster, seeds)
         cluster.execute("odd_values.remove_files()")
 
 
 def test_looks_at_random_values_do_not_change_how_a_cell_ends(cluster: Cluster):
-    first = random.randrange(10**6)
-    print("seed", first)
-    seeds = list(range(first, first + 40))
+    seeds = list(range(SEED, SEED + 40))
     code = "print(1)\ngo = False\nwhile not go: pass\nprint(2)"
     with kept_alive(cluster):
         define(cluster, seeds)
@@ -286,9 +281,7 @@ def test_looks_at_random_values_do_not_change_how_a_cell_ends(cluster: Cluster):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_two_thousand_random_values_do_no_harm(cluster: Cluster):
-    first = int(os.environ.get("NBDIST_SEED", random.randrange(10**6)))
-    print("seed", first)
-    for begin in range(first, first + 2000, 50):
+    for begin in range(SEED, SEED + 2000, 50):
         seeds = list(range(begin, begin + 50))
         with kept_alive(cluster, replaced=1):
             define(cluster, seeds)
@@ -302,7 +295,7 @@ def test_two_thousand_random_values_do_no_harm(cluster: Cluster):
                 "    try: nbdist.check_replicas(globals()[f'v_{s}'])\n"
                 "    except BaseException as error: pass"
             )
-            if begin % 500 == first % 500:
+            if begin % 500 == SEED % 500:
                 cluster.replace([1])
             cluster.execute("odd_values.remove_files()")
         cluster.run(odd_values.forget, seeds)

@@ -18,6 +18,7 @@ from nbdist.errors import CellError, CellInterrupted, RankDied, UsageError
 from tests.clusters.test_cells import Outcomes
 from tests.clusters.test_slow_values import SLOW, pressed_when
 from tests.processes import wait_until
+from tests.seed import SEED
 
 SUM = """
 x = torch.full((3,), rank + 1.0)
@@ -115,9 +116,7 @@ def test_the_error_names_the_signal_or_exit_code_of_a_dead_rank(
 def test_a_death_while_the_ranks_create_communicators_ends_no_other_rank(
     cluster: Cluster, rank: int
 ) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    moments = random.Random(seed)
+    moments = random.Random(SEED)
     for _ in range(4):
         before = pids(cluster)
         delay_s = moments.uniform(0.02, 0.06)

@@ -40,6 +40,7 @@ from nbdist.training.elastic import checkpoint
 from nbdist.training.elastic.state import State
 from tests.cluster_processes import ClusterProcesses, StartingRank
 from tests.processes import wait_until
+from tests.seed import SEED
 
 
 def open_files() -> list[str]:
@@ -134,9 +135,7 @@ def test_a_second_death_during_a_recovery_is_repaired(
 def test_a_second_death_at_any_moment_of_a_recovery_loses_no_variables(
     cluster: Cluster, tmp_path: Path, rounds: int
 ) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    moments = random.Random(seed)
+    moments = random.Random(SEED)
     for number in range(rounds):
         folder = tmp_path / str(number)
         folder.mkdir()

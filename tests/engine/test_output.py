@@ -24,6 +24,7 @@ import pytest
 
 from nbdist.engine import output as output_module
 from nbdist.engine.output import Output
+from tests.seed import SEED
 
 CAP_BYTES = 1_000_000
 
@@ -321,11 +322,7 @@ def test_the_settings_of_a_stream_hold_until_it_is_replaced(shown: Shown) -> Non
     assert shown.stdout == "1\r\n\\N{LATIN SMALL LETTER E WITH ACUTE}\né\n"
 
 
-SEED = random.randrange(1 << 30)
-
-
 def test_bytes_text_and_other_writers_keep_their_order(shown: Shown) -> None:
-    print(f"seed {SEED}")
     draw, expected = random.Random(SEED), ""
     stdout = shown.output.stdout
     with shown.output.during("In[1]"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 
 from nbdist import Cluster
 from nbdist.horovod import elastic
-
-SEED = int(os.environ.get("NBDIST_SEED", random.randrange(2**32)))
+from tests.seed import SEED
 
 CELL = """
 import os, signal

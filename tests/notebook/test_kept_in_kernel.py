@@ -5,7 +5,6 @@ A test prints the seed of its moments. `NBDIST_KILL_SEED=1234 pytest FILE` repea
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from tests.notebook.test_kernel import Notebook, Reply, is_there
 from tests.notebook.test_widgets_in_kernel import FrontEnd
+from tests.seed import SEED
 
 STEPS = 200
 TRAINING = f"""%%distributed
@@ -67,9 +67,7 @@ def end_kernel(notebook: Notebook, *, by_kill: bool) -> None:
 
 def run_rounds(notebook: Notebook, rounds: int) -> None:
     """End the kernel in each round at a random moment, and attach from the next one."""
-    seed = int(os.environ.get("NBDIST_KILL_SEED", random.randrange(2**32)))
-    print(f"NBDIST_KILL_SEED={seed}")
-    moments, followed = random.Random(seed), 0
+    moments, followed = random.Random(SEED), 0
     notebook.run("import nbdist\n%load_ext nbdist")
     started = notebook.run("%dist_start -n 2 --device cpu --keep 1 --name training")
     assert "training is kept" in started.stdout

@@ -13,9 +13,9 @@ from torch import nn
 
 from nbdist import CellError, Cluster
 from tests.processes import wait_until
+from tests.seed import SEED
 
 RANKS = 3
-SEED = int(os.environ.get("NBDIST_SEED", random.randrange(2**32)))
 SAMPLES = 12  # of every step, divided among 2 or 3 ranks
 DEADLINE_S = 30.0
 
@@ -133,7 +133,6 @@ def test_a_model_trains_on_after_an_error_within_a_step(
 
 
 def test_a_model_trains_on_after_time_outs_at_random_moments(cluster: Cluster) -> None:
-    print(f"NBDIST_SEED={SEED}")
     rng = random.Random(SEED)
     for _ in range(10):
         with pytest.raises(CellError, match="not finished after"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from nbdist import Cluster
 from nbdist.ipc.direct_socket import DirectSocket, path_of
 from tests.cluster_processes import ClusterProcesses
 
-SEED = int(os.environ.get("NBDIST_SEED") or random.SystemRandom().randrange(10**6))
 SEND_TIMEOUT_MS = 20_000
 LARGE = 4 * 2**20
 DIRECT = -1

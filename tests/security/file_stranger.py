@@ -1,10 +1,11 @@
 """A program of another Unix user that tries to read or replace a cluster's files.
 
-    python -m tests.security.file_stranger MARKER
+    python -m tests.security.file_stranger MARKER UID
 
-Until its standard input closes, it reads the names in /tmp and /dev/shm and the command
-lines of all processes. It creates, links and opens every name that it finds or can
-guess. Then it prints one line of JSON: what it could read or replace.
+Until its standard input closes, it reads the names of this user's files in /tmp and
+/dev/shm and the command lines of this user's processes. It creates, links and opens
+every name that it finds or can guess. Then it prints one line of JSON: what it could
+read or replace.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Code:
 class Stranger:
     """Attacks files, and records what it could read or replace."""
 
-    def __init__(self, marker: str) -> None:
+    def __init__(self, marker: str, victim: int) -> None:
+        self._victim = victim
         payload = io.BytesIO()
         torch.save({"step": Code(marker)}, payload)
         forged = Path.cwd() / "forged"
@@ -76,15 +78,21 @@ class Stranger:
     def _names(self) -> Iterator[str]:
         for folder in SHARED:
             for name in os.listdir(folder):
-                if folder / name not in self._own:
+                if self._is_victims(folder / name):
                     yield from OURS.findall(name)
         for process in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 text = (
                     process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 )
-                yield from OURS.findall(text)
-                yield f"torch_{process.parent.name}"
+                if self._is_victims(process.parent):
+                    yield from OURS.findall(text)
+                    yield f"torch_{process.parent.name}"
+
+    def _is_victims(self, path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return os.lstat(path).st_uid == self._victim
+        return False
 
     def _predicted(self, name: str) -> Iterator[str]:
         yield name
@@ -132,7 +140,7 @@ class Stranger:
 
 def main() -> None:
     """Attack until the standard input closes."""
-    stranger = Stranger(sys.argv[1])
+    stranger = Stranger(sys.argv[1], int(sys.argv[2]))
     print("looks", flush=True)
     try:
         while not select.select([sys.stdin], [], [], 0.005)[0]:

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OWNER, STRANGER = 64_001, 64_002
-"""User ids that no account has."""
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+OWNER, STRANGER = 64_001 + 2 * _WORKER, 64_002 + 2 * _WORKER
+"""User ids that no account has, and no other process of the tests uses."""
 
 
 def interpreters() -> list[tuple[str, list[str]]]:

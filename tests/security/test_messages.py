@@ -17,7 +17,6 @@ from nbdist.ipc.direct_socket import DirectSocket, brief_packet, path_of
 from nbdist.session import Session
 from tests.processes import wait_until
 from tests.security.attack import (
-    SEED,
     Recorder,
     Sender,
     attack,
@@ -25,6 +24,7 @@ from tests.security.attack import (
     refused,
     targets,
 )
+from tests.seed import SEED
 
 DEADLINE_S = 60.0
 
@@ -60,7 +60,6 @@ def genuine(cluster: Cluster) -> list[list[bytes]]:
 def test_invalid_messages_to_every_socket_do_not_disturb_a_training(
     cluster: Cluster, genuine: list[list[bytes]], count: int, tmp_path: Path
 ):
-    print(f"NBDIST_SEED={SEED}")
     before = refused(cluster)
     counted: list[int] = []
 
@@ -189,7 +188,6 @@ def test_a_brief_message_counts_only_after_a_signed_one(cluster: Cluster):
 
 def test_bytes_of_another_protocol_lose_no_message(cluster: Cluster):
     """A program may send bytes of another protocol to the wrong socket."""
-    print(f"NBDIST_SEED={SEED}")
     rng = random.Random(SEED)
     # ZeroMQ's oldest protocol has no handshake: an empty name, then one frame.
     alone = b"\x01\x00" + b"\x02\x00x"

@@ -28,7 +28,9 @@ def test_another_user_who_takes_every_name_reads_and_leaves_nothing(
     home, strange = homes
     marker = home / "stranger-was-here"
     with start(
-        STRANGER, strange, ["-m", "tests.security.file_stranger", str(marker)]
+        STRANGER,
+        strange,
+        ["-m", "tests.security.file_stranger", str(marker), str(OWNER)],
     ) as stranger:
         assert stranger.stdin is not None
         assert stranger.stdout is not None

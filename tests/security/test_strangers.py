@@ -18,13 +18,13 @@ import pytest
 from nbdist import Cluster
 from tests.processes import wait_until
 from tests.security.attack import (
-    SEED,
     attack,
     connection,
     genuine_requests,
     processes,
     refused,
 )
+from tests.seed import SEED
 
 STRANGER = Path(__file__).with_name("stranger.py")
 UID = 54_321
@@ -111,7 +111,6 @@ def test_no_key_is_on_a_command_line_or_in_an_environment(any_cluster: Cluster):
 def test_invalid_messages_of_a_holder_of_the_key_are_refused_over_tcp(
     over_tcp: Cluster,
 ):
-    print(f"NBDIST_SEED={SEED}")
     before = refused(over_tcp)
     counted = attack(over_tcp, 1000, genuine_requests(over_tcp), SEED)
     over_tcp.execute("pass", timeout_s=DEADLINE_S)

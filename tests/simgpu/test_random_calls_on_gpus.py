@@ -1,12 +1,11 @@
 """Random collectives of CUDA tensors, compared with torch's functions on the CPU.
 
-NBDIST_TEST_SEED=1234 repeats one draw, with `pytest -m "gpu and not slow"`.
+NBDIST_SEED=1234 repeats one draw, with `pytest -m "gpu and not slow"`.
 """
 
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import cuda_draws
@@ -14,9 +13,9 @@ import pytest
 import torch
 from ranks import RanksFailed, launch
 
+from tests.seed import CHOSEN, SEED
+
 CALLS = str(Path(__file__).with_name("drawn_calls.py"))
-CHOSEN = os.environ.get("NBDIST_TEST_SEED")
-FIRST = int(CHOSEN or random.SystemRandom().randrange(10**8))
 AT_ONCE = 1 if CHOSEN else 50
 """Draws in one launch."""
 
@@ -33,10 +32,9 @@ pytestmark = [
 
 
 def draws_hold(part: int) -> None:
-    first = FIRST + part * AT_ONCE
+    first = SEED + part * AT_ONCE
     seeds = list(range(first, first + AT_ONCE))
-    print(f"NBDIST_TEST_SEED={first}, {AT_ONCE} draws")
-    again = "SIMGPU_COUNT=4 NBDIST_TEST_SEED=%s ... pytest " + Path(__file__).name
+    again = "SIMGPU_COUNT=4 NBDIST_SEED=%s ... pytest " + Path(__file__).name
     deadline_s = 60.0 + 2 * AT_ONCE
     try:
         outcomes = launch(cuda_draws.RANKS, CALLS, "run", seeds, deadline_s=deadline_s)

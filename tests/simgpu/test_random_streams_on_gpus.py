@@ -1,13 +1,12 @@
 """Values that the user computes on a stream of his own, and nbdist reads.
 
 Each draw chooses how nbdist gets the value, the stream that is current, the current
-device and the length of the kernel before it. NBDIST_TEST_SEED=1234 repeats a draw.
+device and the length of the kernel before it. NBDIST_SEED=1234 repeats a draw.
 """
 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -15,9 +14,8 @@ import torch
 
 from nbdist import Cluster
 from tests.processes import wait_until
+from tests.seed import CHOSEN, SEED
 
-CHOSEN = os.environ.get("NBDIST_TEST_SEED")
-SEED = int(CHOSEN or random.SystemRandom().randrange(10**8))
 N = 2
 
 pytestmark = [
@@ -184,7 +182,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def draws_hold(cluster: Cluster, kind: str, first: int, count: int) -> None:
-    print(f"NBDIST_TEST_SEED={first}, {count} draws of {kind}")
     for seed in range(first, first + count):
         cluster.execute(
             f"seed = {seed}\n{kind}(random.Random(100 * seed + rank))", timeout_s=60

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import re
 import threading
@@ -19,6 +18,7 @@ from nbdist.errors import CellInterrupted
 from nbdist.widgets.slow_rank import slow_rank, splits_of
 from tests.processes import wait_until
 from tests.scripted_user import Scripted
+from tests.seed import SEED
 
 TRAINING = """
 import subprocess, tempfile, time, torch
@@ -162,9 +162,7 @@ DRAWS = 20
 
 @pytest.mark.slow
 def test_random_slow_ranks_are_named() -> None:
-    seed = int(os.environ.get("NBDIST_SLOW_SEED", random.randrange(10**6)))
-    print("NBDIST_SLOW_SEED", seed)
-    draw = random.Random(seed)
+    draw = random.Random(SEED)
     sizes = sorted(draw.choices([2, 3, 4, 6], k=DRAWS))
     for size, draws in itertools.groupby(sizes):
         with Cluster(size, device="cpu") as cluster:

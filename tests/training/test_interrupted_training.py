@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 
 import pytest
 import torch
 
 from nbdist import CellError, Cluster
+from tests.seed import SEED
 from tests.training import interrupted_cases
 
-SEED = int(os.environ.get("NBDIST_SEED", random.randrange(2**32)))
 DEADLINE_S = 60.0
 IMPORT_DEADLINE_S = 240.0  # of Keras, on a busy machine
 
