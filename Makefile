@@ -17,7 +17,7 @@ SIMGPU_MINUTES ?= 60
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab quick test more together serial unforked soak upstream gpu simgpu simgpu-soak simgpu-mutants mutants bench reliability lint docs clean
+.PHONY: help demo lab quick test more soak unforked upstream gpu simgpu simgpu-soak simgpu-mutants mutants bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make more   the tests with a browser, with several hosts, and of the examples;"
 	@echo "            bash .ci/run has all: lint, docs, test, more and demo"
 	@echo "make soak   the long ones"
+	@echo "make unforked  some tests again, with ranks that are not forked"
 	@echo "make upstream  PyTorch's and Horovod's own distributed tests; downloads 27 MB"
 	@echo "make gpu    the tests and benchmarks of a machine with GPUs; writes out/gpu-report.md"
 	@echo "make simgpu  the CUDA tests on simulated GPUs; installs 6 GB in $(SIMGPU_VENV)"
@@ -46,17 +47,15 @@ lab: $(VENV)/.notebook
 	$(RUN) -m jupyterlab $(AS_ROOT) examples/quickstart.ipynb
 
 PYTEST := $(RUN) -m pytest -p tests.cpu_seconds -m "not slow"
-QUICK := $(filter-out tests/test_shared_cluster.py,$(wildcard tests/test_*.py)) tests/amd \
+QUICK := $(filter-out tests/test_shared_cluster.py tests/test_failure_report.py, \
+	$(wildcard tests/test_*.py)) tests/amd \
 	tests/telemetry tests/widgets --ignore=tests/telemetry/test_slow_ranks.py \
 	--ignore=tests/widgets/test_browser.py
 MORE := tests/examples tests/hosts tests/widgets/test_browser.py \
 	$(wildcard tests/notebook/test_*jupyterlab.py)
-# The tests of these folders neither look for other processes, nor measure time, nor train
-# until a deadline: two files run at once.
-TOGETHER := $(filter-out tests/test_exports.py,$(wildcard tests/test_*.py)) tests/amd \
-	tests/collectives tests/horovod tests/ipc tests/process_group \
-	tests/telemetry tests/training
-WORKERS := --dist loadfile --tx '2*popen//python=$(RUN) tests/cpu_seconds.py $(RUN)'
+# Files run at once, in one process more than there are cores: tests wait.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 7 ? n + 1 : 8)))
+AT_ONCE = --dist loadfile --tx '$(WORKERS)*popen//python=$(RUN) tests/cpu_seconds.py $(RUN)'
 # Some tests again, with ranks that are not forked.
 UNFORKED := tests/reliability tests/clusters/test_cells.py \
 	tests/collectives/test_small_slots.py
@@ -70,22 +69,16 @@ quick: $(VENV)/.test
 CPU_SECONDS ?= .ci/cpu-seconds
 test: $(VENV)/.test
 	$(RUN) tests/cpu_seconds.py --limit $(CPU_SECONDS) \
-		$(MAKE) --no-print-directory --keep-going together serial unforked
-
-together:
-	$(PYTEST) $(WORKERS) $(TOGETHER)
-
-serial:
-	$(PYTEST) $(addprefix --ignore=,$(TOGETHER) $(MORE))
-
-unforked:
-	NBDIST_PRELOAD=0 NBDIST_FORK_LAUNCHES=0 $(PYTEST) $(UNFORKED)
+		$(PYTEST) $(AT_ONCE) $(addprefix --ignore=,$(MORE))
 
 more: $(VENV)/.test
-	$(RUN) tests/cpu_seconds.py $(PYTEST) $(MORE)
+	$(RUN) tests/cpu_seconds.py $(PYTEST) $(AT_ONCE) $(MORE)
 
 soak: $(VENV)/.test
 	$(RUN) -m pytest -m slow
+
+unforked: $(VENV)/.test
+	NBDIST_PRELOAD=0 NBDIST_FORK_LAUNCHES=0 $(PYTEST) $(AT_ONCE) $(UNFORKED)
 
 # A suite that cannot be downloaded is skipped.
 upstream: $(VENV)/.test

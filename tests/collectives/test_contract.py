@@ -13,12 +13,12 @@ TRANSPORTS = ["shared", "mpi", "ring"]
 HOSTS = f"auto, {HOSTS_OF_TWO}"
 
 
-# Eight ranks on two busy cores are slow.
 pytestmark = pytest.mark.timeout(300)
+SIZES = [1, 2, 3, 4, 5, pytest.param(8, marks=pytest.mark.slow)]
 Errors = dict[str, dict[str, list[str | None]]]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 5, 8])
+@pytest.fixture(scope="module", params=SIZES)
 def errors(request: pytest.FixtureRequest) -> Errors:
     """Per transport and case, each rank's error: one launch for each world size."""
     results: list[Errors] = launch(
