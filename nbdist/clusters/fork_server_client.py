@@ -18,6 +18,7 @@ from typing import Any
 
 from nbdist.config import ForkConfig, read_file
 from nbdist.ipc import pidfd
+from nbdist.ipc.busy_host import stretched
 from nbdist.ipc.fork_messages import (
     SOCKET,
     SWITCHED_OFF,
@@ -107,7 +108,7 @@ class _ForkServer:
             if not self.why_not:
                 send(self._connection, {"run_dir": str(run_dir)}, [listener.fileno()])
             limit = ANSWER_TIMEOUT_S if self.is_complete else IMPORT_TIMEOUT_S
-            end = time.monotonic() + limit
+            end = time.monotonic() + stretched(limit)
             while was_ready and self._served == served and not self.why_not:
                 self._hear(max(0.001, end - time.monotonic()))
         except OSError as error:

@@ -17,6 +17,7 @@ from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.clusters.startup_status import StartupStatus
 from nbdist.errors import ChangeFailed, RankDied
 from nbdist.ipc import endpoints, folders, rank_parent
+from nbdist.ipc.busy_host import stretched
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.process_files import JOINING
 from nbdist.wire import Change, Join, RankInfo, format_ranks
@@ -29,7 +30,8 @@ NOTHING: Mapping[int, Any] = {}
 
 POLL_S = 0.02
 MEET_TIMEOUT_S = 30.0
-"""Seconds in which the ranks carry out a change, without the start of processes."""
+"""Seconds in which the ranks carry out a change, without the start of processes. On a
+busy host it is longer: ranks that wait in Open MPI use the cores that others need."""
 MEET_AGAIN_TIMEOUT_S = 8.0
 """The same after a change that has failed. A spawn that never ends may be left of it,
 behind which Open MPI lets up to two further spawns wait for ever."""
@@ -168,7 +170,7 @@ class Membership:
             addresses=tuple(sorted({each.address for each in assignments} - {""})),
             lost=self._lost_addresses(),
         )
-        timeouts_s = self._timeout_s, self._meet_timeout_s
+        timeouts_s = self._timeout_s, stretched(self._meet_timeout_s)
         attempt = _Attempt(self._registry, plan, *timeouts_s, self._is_interrupted)
         try:
             infos, newcomers = attempt.carry_out(ask)
@@ -340,7 +342,7 @@ class _Attempt:
             silent = [rank for rank, reply in self._replies.items() if not reply.done()]
             raise ChangeFailed(
                 f"rank {format_ranks(silent)} did not join the others within "
-                f"{self._meet_timeout_s:g} s"
+                f"{self._meet_timeout_s:.3g} s"
             )
 
 

@@ -56,6 +56,10 @@ def saved(profile: Profile, path: Path) -> list[dict[str, Any]]:
     return events
 
 
+BUSY_US = 50_000
+"""How long a process of a busy machine may wait for a core between two clocks."""
+
+
 def of_rank(events: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
     return [each for each in events if each["pid"] == rank * 1000]
 
@@ -101,9 +105,9 @@ def test_the_trace_has_all_ranks_and_joins_their_collectives(
         # The two clocks agree: torch's event has nbdist's call in it.
         outer = [each for each in own if each["name"] == "c10d::allreduce_"]
         for call, around in zip(calls, outer, strict=True):
-            assert call["ts"] - around["ts"] > -100
+            assert call["ts"] - around["ts"] > -BUSY_US
             if torch.__version__ >= "2.8":  # before, the event ends before the wait
-                assert call["ts"] + call["dur"] < around["ts"] + around["dur"] + 100
+                assert call["ts"] + call["dur"] < around["ts"] + around["dur"] + BUSY_US
     arrows = [each for each in events if each["name"] == "last"]
     begins = [each for each in arrows if each["ph"] == "s"]
     assert len(begins) == 3
