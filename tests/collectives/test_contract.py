@@ -14,7 +14,7 @@ HOSTS = f"auto, {HOSTS_OF_TWO}"
 
 
 pytestmark = pytest.mark.timeout(300)
-SIZES = [1, 2, 3, 4, 5, pytest.param(8, marks=pytest.mark.slow)]
+SIZES = [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 8))]
 Errors = dict[str, dict[str, list[str | None]]]
 
 
