@@ -17,7 +17,7 @@ SIMGPU_MINUTES ?= 60
 RUN := $(VENV)/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab quick test more soak unforked upstream gpu simgpu simgpu-soak simgpu-mutants mutants bench reliability lint docs clean
+.PHONY: help demo lab quick test at-once alone more soak unforked upstream gpu simgpu simgpu-soak simgpu-mutants mutants bench reliability lint docs clean
 .NOTPARALLEL:
 
 help:
@@ -56,6 +56,8 @@ MORE := tests/examples tests/hosts tests/widgets/test_browser.py \
 # Files run at once, in one process more than there are cores: tests wait.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 7 ? n + 1 : 8)))
 AT_ONCE = --dist loadfile --tx '$(WORKERS)*popen//python=$(RUN) tests/cpu_seconds.py $(RUN)'
+# What these tests measure needs the cores for itself: they run alone, at the end.
+ALONE := tests/telemetry/test_slow_ranks.py
 # Some tests again, with ranks that are not forked.
 UNFORKED := tests/reliability tests/clusters/test_cells.py \
 	tests/collectives/test_small_slots.py
@@ -69,7 +71,13 @@ quick: $(VENV)/.test
 CPU_SECONDS ?= .ci/cpu-seconds
 test: $(VENV)/.test
 	$(RUN) tests/cpu_seconds.py --limit $(CPU_SECONDS) \
-		$(PYTEST) $(AT_ONCE) $(addprefix --ignore=,$(MORE))
+		$(MAKE) --no-print-directory --keep-going at-once alone
+
+at-once:
+	$(PYTEST) $(AT_ONCE) $(addprefix --ignore=,$(ALONE) $(MORE))
+
+alone:
+	$(PYTEST) $(ALONE)
 
 more: $(VENV)/.test
 	$(RUN) tests/cpu_seconds.py $(PYTEST) $(AT_ONCE) $(MORE)

@@ -104,7 +104,7 @@ def running(cluster: Cluster, code: str, number: int) -> Iterator[CallFuture[Any
         else:
             future.interrupt()
         with pytest.raises(CellInterrupted):
-            future.result(20)
+            future.result(60)
         supervisor.reader = before
 
 
@@ -134,7 +134,9 @@ def assert_named(cluster: Cluster, rank: int, cause: Cause, seconds: float) -> N
         return slow_rank(splits) if len(splits) == cluster.size else ""
 
     with running(cluster, code, number):
-        wait_until(lambda: re.fullmatch(expected, sentence()) is not None, 40, sentence)
+        wait_until(
+            lambda: re.fullmatch(expected, sentence()) is not None, 100, sentence
+        )
 
 
 @pytest.mark.parametrize(
