@@ -224,11 +224,15 @@ class Call:
             if each.exchange is not None and not each.done
         ]
 
-    def end_lost_output(self) -> None:
-        """End the wait for ranks that have answered, but whose output has no end."""
+    def end_lost_output(self, after_s: float | None = None) -> None:
+        """End the wait for ranks that have answered, but whose output has no end.
+
+        Args:
+            after_s: As for `Exchange.end_lost_output`.
+        """
         for rank_call in self._open():
             assert rank_call.exchange is not None
-            rank_call.exchange.end_lost_output()
+            rank_call.exchange.end_lost_output(after_s)
 
     # -- input ---------------------------------------------------------------------
 

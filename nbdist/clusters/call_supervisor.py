@@ -520,6 +520,9 @@ class CallSupervisor:
                 # It may begin to wait after that.
                 timeout_s = min(left_s, ANSWER_TIMEOUT_S)
                 waiting = self._release_waiting(call, waiting, timeout_s)
+            # A rank that has answered is not busy, whatever has become of its output.
+            call.end_lost_output(after_s=0.0)
+            call.wait(time.monotonic())
         except KeyboardInterrupt:
             return  # a second interrupt: stop waiting
 

@@ -131,14 +131,19 @@ class Exchange:
         self._heard_at = time.monotonic()
         self._settle()
 
-    def end_lost_output(self) -> None:
+    def end_lost_output(self, after_s: float | None = None) -> None:
         """End the wait for the rest of the output, if it is lost. Any thread may call.
 
         User code may have replaced what the rank sends it with.
+
+        Args:
+            after_s: Seconds without a message after which it is lost. Default:
+                `OUTPUT_TIMEOUT_S`.
         """
         if self._answer is None or self._idle or self._on_output is None:
             return
-        if time.monotonic() > self._heard_at + OUTPUT_TIMEOUT_S:
+        limit_s = OUTPUT_TIMEOUT_S if after_s is None else after_s
+        if time.monotonic() >= self._heard_at + limit_s:
             content = {"name": "stderr", "text": OUTPUT_LOST}
             self._on_output({"msg_type": "stream", "content": content})
             self._idle = True

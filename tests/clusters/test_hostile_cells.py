@@ -235,6 +235,19 @@ def test_a_cell_ends_without_the_end_of_its_output(
     assert (second.stdout, second.stderr) == ("printed\n", ipp_client.OUTPUT_LOST)
 
 
+def test_an_interrupted_rank_is_idle_without_the_end_of_its_output(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "if rank == 1: get_ipython().kernel._publish_status = lambda *_, **__: None"
+    cluster.execute(code)
+    error = interrupted(cluster, "print('printed')\nwhile True: pass")
+    assert isinstance(error, CellInterrupted)
+    assert "did not react" not in str(error)
+    monkeypatch.setattr(ipp_client, "OUTPUT_TIMEOUT_S", 1.0)
+    results = cluster.execute("print('next')", timeout_s=DEADLINE_S)
+    assert [each.stdout for each in results] == ["next\n"] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
