@@ -39,7 +39,10 @@ class SharedCluster:
             cluster = self.ready()
             assert cluster.died() == {}
             states = cluster.status()
-            doing = {rank: state and state["what"] for rank, state in states.items()}
+            doing = {
+                rank: "no answer" if state is None else state["what"]
+                for rank, state in states.items()
+            }
             assert doing == dict.fromkeys(range(self._n))
             cluster.run(remove_variables)
             tidied = True
