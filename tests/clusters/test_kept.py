@@ -433,6 +433,24 @@ def test_a_cell_goes_on_when_its_notebook_is_killed(kept: KeptCluster):
     assert nbdist.attach("shared", force=True).unseen_cells == ()
 
 
+def test_a_killed_notebook_is_not_attached_any_more(kept: KeptCluster):
+    """Even if a child of its process has its connection open."""
+    kept.detach()
+    other = Notebook(
+        "shared",
+        "import os, time\nchild = os.fork()\nif child == 0: time.sleep(600)\n"
+        "print(child, flush=True)\ntime.sleep(600)\n",
+    )
+    child = int(other.await_line())
+    try:
+        other.process.kill()
+        other.process.wait()
+        nbdist.attach("shared").detach()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        other.process.communicate()
+
+
 def test_a_cell_that_has_ended_meanwhile_is_shown_with_its_error(kept: KeptCluster):
     future = kept.execute("print('before')\n1 / 0", number=3, wait=False)
     with pytest.raises(CellError):

@@ -61,6 +61,7 @@ from nbdist.clusters.kept.relayed_comms import RelayedComms
 from nbdist.clusters.kept.relayed_reader import RelayedReader
 from nbdist.clusters.observer import Event, Observer
 from nbdist.clusters.startup import Progress
+from nbdist.clusters.startup_status import runs
 from nbdist.errors import (
     CellError,
     CellInterrupted,
@@ -206,7 +207,9 @@ class ClusterServer:
         with self._lock:
             if self._holder is not None:
                 former, holder = self._holder
-                if not hello.by_force:
+                # A process that was killed has ended before its connection has, which
+                # its children may have inherited.
+                if not hello.by_force and runs(holder.pid):
                     connection.send(Refusal(self._held_by(holder)))
                     connection.close()
                     return
