@@ -115,6 +115,8 @@ __all__ = ["SILENT_WAIT_S", "Cluster", "compared_by_digests"]
 LOOK_TIMEOUT_S = 10.0
 SILENT_S = 5.0
 """Seconds after which a rank does not answer. Its cell leaves other threads little."""
+TYPING_S = 2.0
+"""The same for what a user waits for while typing."""
 LOSS_TIMEOUT_S = 5.0
 """Seconds within which the launcher ends after all of its ranks have ended."""
 STOP_TIMEOUT_S = 5.0
@@ -1852,15 +1854,9 @@ class Cluster:
         """
         return self._look_into(endpoints.MEMORY_REPORT, count)
 
-    def _ask(
-        self,
-        target: str,
-        *args: object,
-        ranks: Iterable[int] | None = None,
-        timeout_s: float = SILENT_S,
-    ) -> dict[int, Any]:
+    def _ask(self, target: str, *args: object, **options: Any) -> dict[int, Any]:
         """Call an endpoint on living ranks, busy or not; as `RankRegistry.ask`."""
-        return self._live().ask(target, *args, ranks=ranks, timeout_s=timeout_s)
+        return self._live().ask(target, *args, **{"timeout_s": SILENT_S, **options})
 
     def _look_into(
         self, target: str, *args: object, seen: Mapping[int, Any] | None = None
@@ -1974,7 +1970,9 @@ class Cluster:
         """Completions of a token, from the lowest living rank's namespace."""
         lowest = self.ranks[0].rank
         target = endpoints.COMPLETE
-        answers = self._ask(target, token, line, cursor, ranks=[lowest], timeout_s=2.0)
+        answers = self._ask(
+            target, token, line, cursor, ranks=[lowest], timeout_s=TYPING_S
+        )
         return answers[lowest] or []
 
     def describe(self, name: str, detail: int = 0) -> dict[str, str]:
@@ -1990,7 +1988,7 @@ class Cluster:
         """
         lowest = self.ranks[0].rank
         target = endpoints.DESCRIBE
-        answers = self._ask(target, name, detail, ranks=[lowest], timeout_s=2.0)
+        answers = self._ask(target, name, detail, ranks=[lowest], timeout_s=TYPING_S)
         return answers[lowest] or {}
 
     def debug(self, rank: int | None = None, *, observer: Observer = QUIET) -> None:

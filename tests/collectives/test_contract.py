@@ -13,6 +13,7 @@ TRANSPORTS = ["shared", "mpi", "ring"]
 HOSTS = f"auto, {HOSTS_OF_TWO}"
 
 
+# Eight ranks on two busy cores are slow.
 pytestmark = pytest.mark.timeout(300)
 SIZES = [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 8))]
 Errors = dict[str, dict[str, list[str | None]]]

@@ -1,6 +1,6 @@
 """Ranks that outlive their notebook's kernel, which is killed at random moments.
 
-A test prints the seed of its moments. `NBDIST_KILL_SEED=1234 pytest FILE` repeats them.
+A test prints the seed of its moments. `NBDIST_SEED=1234 pytest FILE` repeats them.
 """
 
 from __future__ import annotations
