@@ -342,16 +342,20 @@ class RankRegistry:
             self._record_death(rank, self._death(rank))
 
     def _ended_with_helper(self, info: RankInfo) -> bool:
-        """Whether a helper process has ended and the rank has no exit report.
+        """Whether a rank ended because a helper process had; `lose` then records it.
 
-        Then `lose` decides which ended first. A helper's threads end one by one, so a
-        child of a thread may end a moment before the helper.
+        Either the helper ended before the rank, or the rank's parent ended without an
+        exit report: a helper's threads end one by one, so a child of a thread may end a
+        moment before the helper.
         """
+        helpers = set(self._helpers)
+        if self._exit_order.ended_before(info.watched_pid) & helpers:
+            return True
         deadline = time.monotonic() + HELPER_TIMEOUT_S
         while not runs(info.parent_pid):
             if read_exit_report(self.run_dir, info.name) is not None:
                 return False
-            if self._exit_order.has_ended(self._helpers):
+            if self._exit_order.has_ended(helpers):
                 return True
             if time.monotonic() > deadline:
                 return False

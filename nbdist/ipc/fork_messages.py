@@ -34,6 +34,7 @@ __all__ = [
     "SOCKET",
     "STARTED",
     "SWITCHED_OFF",
+    "peer_pid",
     "peer_user",
     "receive",
     "request",
@@ -186,8 +187,17 @@ def _exactly(connection: socket.socket, size: int) -> bytes | None:
 
 def peer_user(connection: socket.socket) -> int:
     """The uid of the process at the other end of a connection."""
+    return _peer(connection)[1]
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """The pid of the process at the other end of a connection."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
     raw = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
     )
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    return int(uid)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return int(pid), int(uid)

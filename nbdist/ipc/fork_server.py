@@ -31,6 +31,7 @@ import importlib.util
 import os
 import resource
 import runpy
+import select
 import selectors
 import signal
 import site
@@ -59,6 +60,7 @@ from nbdist.ipc.fork_messages import (  # noqa: E402
     GATE,
     MAX_DESCRIPTORS,
     RANK_HOST,
+    peer_pid,
     peer_user,
     receive,
     send,
@@ -108,6 +110,8 @@ REQUEST_TIMEOUT_S = 10.0
 SUPERVISOR_TIMEOUT_S = 60.0
 """Seconds that a rank host waits for the cluster's process supervisor to connect."""
 LOG = f"{RANK_HOST}.log"
+ENDING_TIMEOUT_S = 1.0
+"""The most seconds between the end of a supervisor's connection and its own end."""
 CHECK_S = 1.0
 """Seconds for which a rank host does not check the imported files again."""
 
@@ -655,6 +659,7 @@ class _RankHost(_Loop):
                         return requested
                 elif ready is self._supervisor and self._supervisor is not None:
                     self.selector.unregister(self._supervisor)
+                    _await_end(peer_pid(self._supervisor))
                     self._begin_ending()
                     self._is_killing = True
                 else:
@@ -798,6 +803,20 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def _await_end(pid: int) -> None:
+    """Wait until a process whose connection has closed has ended.
+
+    The system closes a process's files a moment before its end, and the notebook takes
+    what ended first for the cause.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        ending = select.poll()
+        ending.register(descriptor, select.POLLIN)
+        ending.poll(ENDING_TIMEOUT_S * 1000)
+        os.close(descriptor)
 
 
 def _kill_below(apart_from: Iterable[int] = ()) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from nbdist.clusters import membership, recovery
 from nbdist.clusters.cluster import Cluster
+from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.errors import CellError, ScaleFailed, UsageError
 from nbdist.ipc.private_files import memory_folder, rendezvous_folder
 from tests.cluster_processes import ClusterProcesses
@@ -392,6 +393,30 @@ def test_a_killed_helper_is_named_and_the_world_is_restarted(
     cluster.execute(SUM + "assert prepared == 7")
     assert said in notes[-1]
     assert "3 ranks were started again" in notes[-1]
+
+
+@pytest.mark.parametrize("name", ["process supervisor", "controller", "mpiexec"])
+def test_a_killed_helper_is_named_though_the_ranks_deaths_are_heard_first(
+    cluster: Cluster, notes: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    registry = cluster._live()
+    report, on_death = SupervisorClient._report_loss, registry._exit_monitor._on_death
+    heard: set[int] = set()
+
+    def hear(rank: int) -> None:
+        on_death(rank)
+        heard.add(rank)
+
+    def report_last(client: SupervisorClient, program: str, code: int) -> None:
+        wait_until(lambda: len(heard) == cluster.size)
+        report(client, program, code)
+
+    monkeypatch.setattr(registry._exit_monitor, "_on_death", hear)
+    monkeypatch.setattr(SupervisorClient, "_report_loss", report_last)
+    os.kill(helper_pid(cluster, name), signal.SIGKILL)
+    wait_until(lambda: bool(notes))
+    cluster.execute(SUM)
+    assert f"{name} has ended with SIGKILL, and all ranks with it" in notes[-1]
 
 
 def test_a_killed_helper_ends_the_running_cell(cluster: Cluster) -> None:
