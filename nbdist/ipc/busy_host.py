@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from nbdist.ipc.resources import cores
+
 __all__ = ["stretched"]
 
 MOST = 10.0
@@ -19,4 +21,4 @@ def stretched(seconds: float) -> float:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):  # the system does not count them
         return seconds
-    return seconds * min(MOST, max(1.0, load / (os.cpu_count() or 1)))
+    return seconds * min(MOST, max(1.0, load / cores()))

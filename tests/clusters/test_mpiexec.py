@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from nbdist import Cluster
+from nbdist.clusters.launchers import mpiexec
+
 ROOT = Path(__file__).parents[2]
 LOADS = """
 import os, sys
@@ -45,3 +48,25 @@ def test_a_python_outside_the_environment_uses_the_mpi_of_the_environment(
     launcher, version, *_ = [*done.stdout.splitlines(), "", ""]
     assert Path(launcher) == Path(sys.prefix) / "bin" / "mpiexec", done.stderr
     assert version.startswith("Open MPI"), done.stderr
+
+
+def test_a_rank_that_waits_in_mpi_leaves_its_core_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sleeps. With sched_yield, the others would starve on some kernels."""
+    monkeypatch.setattr(mpiexec, "cores", lambda: 1)
+    with Cluster(n=2, device="cpu", threads=1) as running:
+        running.execute(
+            """
+            import resource, time
+            from mpi4py import MPI
+            MPI.COMM_WORLD.Barrier()
+            before = resource.getrusage(resource.RUSAGE_THREAD)
+            if rank == 0:
+                time.sleep(1)
+            MPI.COMM_WORLD.Barrier()
+            after = resource.getrusage(resource.RUSAGE_THREAD)
+            sleeps = after.ru_nvcsw - before.ru_nvcsw
+            """
+        )
+        assert running["sleeps"][1] > 100

@@ -16,6 +16,7 @@ from pathlib import Path
 from nbdist.clusters.launchers.base import Launcher
 from nbdist.errors import UsageError
 from nbdist.ipc.private_files import SEGMENT_BYTES, rendezvous_folder
+from nbdist.ipc.resources import cores
 
 __all__ = ["Mpiexec", "library_of_wheel"]
 
@@ -113,8 +114,13 @@ class Mpiexec(Launcher):
         # ranks fit, so mpiexec must not refuse them. Waiting ranks yield their core.
         variables["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
         variables["OMPI_MCA_rmaps_base_oversubscribe"] = "1"  # before Open MPI 5
-        if n > (os.cpu_count() or 1):
+        if n > cores():
             variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        # Ranks that yield with sched_yield starve others. Since Linux 6.18 each yield
+        # moves the virtual time of its core on, without any use of that core, and a
+        # thread that wakes up, the notebook's too, waits until busy processes have
+        # caught up with it: 70 s were measured.
+        variables["OMPI_MCA_threads_pthreads_yield_strategy"] = "nanosleep"
         return variables
 
 
