@@ -18,7 +18,7 @@ headers=(-isystem "$(ls -d "$packages"/nvidia/cu*/include | head -1)"
 headers+=(-D__CUDA_FP16_H__ -D__CUDA_BF16_H__ -D__CUDA_FP8_H__)
 
 runtime=("$here"/src/{config,ledger,runtime}.h "$here"/src/{ledger,devices,errors}.cpp
-    "$here"/src/{streams,events,memory,virtual_memory,kernels,driver,nvml}.cpp "$here"/src/nccl/*)
+    "$here"/src/{streams,graphs,events,memory,virtual_memory,kernels,driver,nvml}.cpp "$here"/src/nccl/*)
 
 newer() {  # TARGET SOURCE...: whether a source is newer than the target
     local target=$1 source

@@ -7,17 +7,22 @@ are made by `simgpu_break_context`, or as a program makes them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import sys
+import threading
 import time
 import warnings
+from collections import Counter
+from collections.abc import Callable
 
 import torch
 
 LONG = 100_000_000
 """Clock ticks: some 0.05 s."""
 ILLEGAL_ADDRESS = 700
+CAPTURE_LOST = "CUDA error: operation failed due to a previous error during capture"
 
 
 def streams_are_not_ordered() -> bool:
@@ -151,6 +156,88 @@ def an_exit_drops_the_queued_work() -> bool:
     atexit._run_exitfuncs()
     time.sleep(0.6)
     return bool((host == 0).all())
+
+
+def a_graph_repeats_its_work() -> bool:
+    """What is captured does not run, and runs at each launch; streams may fork."""
+    tensor, other = torch.zeros(5, device="cuda"), torch.zeros(5, device="cuda")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            other.copy_(tensor)
+        torch.cuda.current_stream().wait_stream(side)
+    was_idle = bool((tensor == 0).all())
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    return was_idle and bool((tensor == 2).all() and (other == 2).all())
+
+
+def a_call_of_another_thread_invalidates_a_capture() -> str:
+    """Unless its thread, or the capture, has a mode that permits it."""
+    done = torch.cuda.Event()
+    done.record()
+    calls: list[Callable[[], object]] = [
+        done.query,
+        done.synchronize,
+        torch.cuda.Stream().synchronize,
+        torch.cuda.Stream().query,
+        lambda: ctypes.CDLL(None).cudaMalloc(ctypes.byref(ctypes.c_void_p()), 512),
+    ]
+    found = Counter[str]()
+    for call in calls:
+        for mode in ("global", "thread_local", "relaxed"):
+            for relaxes in (False, True):
+                found[f"{mode} {relaxes} {_captured(call, mode, relaxes)}"] += 1
+    lost = f"global False {CAPTURE_LOST}"
+    kept = len(calls) * 5
+    return f"{found.pop(lost)} lost, {found.total() == kept} {set(map(_end, found))}"
+
+
+def _end(text: str) -> str:
+    return text.split()[-1]
+
+
+def _captured(call: Callable[[], object], mode: str, relaxes: bool) -> str:
+    """How a capture ends beside which another thread makes a call."""
+
+    def run() -> None:
+        if relaxes:
+            relaxed = ctypes.c_int(2)
+            ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+        with contextlib.suppress(RuntimeError):
+            call()
+
+    tensor = torch.zeros(5, device="cuda")
+    beside = threading.Thread(target=run)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode):
+            tensor.add_(1)
+            beside.start()
+            beside.join()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return "kept"
+
+
+def a_captured_event_cannot_be_waited_for() -> str:
+    """Nor can its stream or device, whatever the mode of the thread."""
+    event, tensor = torch.cuda.Event(), torch.zeros(5, device="cuda")
+    found = []
+    for call in (event.query, event.synchronize, torch.cuda.synchronize):
+        with (
+            contextlib.suppress(RuntimeError),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"),
+        ):
+            tensor.add_(1)
+            event.record()
+            try:
+                call()
+            except RuntimeError as error:
+                found.append(str(error).splitlines()[0])
+    return "; ".join(dict.fromkeys(found))
 
 
 def memory_ends() -> str:

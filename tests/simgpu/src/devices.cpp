@@ -150,6 +150,7 @@ SIMGPU_EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
 
 SIMGPU_EXPORT cudaError_t cudaDeviceSynchronize() {
   SIMGPU_ENTER();
+  if (cudaError_t error = device_wait_error(current)) return fail(error);
   wait_for_device(current);
   SIMGPU_ENTER();
   return cudaSuccess;

@@ -49,8 +49,9 @@ SIMGPU_EXPORT int cuCtxGetCurrent(void** context) {
 }
 
 // torch asks it whether a process has made a context on a device.
-SIMGPU_EXPORT int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* is_active) {
-  *flags = 0, *is_active = 1;
+SIMGPU_EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags,
+                                             int* is_active) {
+  *flags = 0, *is_active = has_context(device);
   return 0;
 }
 

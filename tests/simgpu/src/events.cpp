@@ -29,6 +29,7 @@ struct State {
   int device = 0;
   unsigned flags = 0;
   bool is_imported = false;
+  std::atomic<unsigned long long> capture{0};  // in which it was last recorded
 
   ~State() {
     if (flags & cudaEventInterprocess)
@@ -88,6 +89,13 @@ class Wait : public Operation {
   uint64_t number_;
 };
 
+// The error of a host's wait or query. A captured event is never done.
+cudaError_t host_wait_error(const Event& event) {
+  if (!event->capture) return unsafe_call_error();
+  invalidate_capture(event->capture);
+  return cudaErrorCapturedEvent;
+}
+
 struct Handle {
   char magic[8];
   int pid, file;
@@ -136,6 +144,8 @@ SIMGPU_EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle,
   Stream* on = stream_of(stream);
   if (!event->is_imported && device_of(on) != event->device)
     return fail(cudaErrorInvalidResourceHandle);
+  event->capture = capture_of(on);
+  if (event->capture) return cudaSuccess;  // it is a place in the graph, and no record
   push(on, std::make_unique<Record>(event, ++event->counters->recorded));
   return cudaSuccess;
 }
@@ -147,11 +157,13 @@ SIMGPU_EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream
 // An event that was never recorded is done.
 SIMGPU_EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
   SIMGPU_ENTER();
+  if (cudaError_t error = host_wait_error(event_of(event))) return fail(error);
   return event_of(event)->is_done() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 
 SIMGPU_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Event event = event_of(handle);
+  if (cudaError_t error = host_wait_error(event)) return fail(error);
   uint64_t last = event->counters->recorded;
   while (!event->lies() && !event->counters->has_reached(last)) {
     SIMGPU_ENTER();
@@ -166,8 +178,19 @@ SIMGPU_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t h
                                               unsigned) {
   SIMGPU_ENTER();
   const Event& event = event_of(handle);
+  Stream* waits = stream_of(stream);
+  unsigned long long own = capture_of(waits), other = event->capture;
+  if (other && own && own != other) return fail(cudaErrorStreamCaptureMerge);
+  if (other) {  // the stream belongs to the capture from here on
+    if (!own) join_capture(waits, other);
+    return cudaSuccess;
+  }
   uint64_t last = event->counters->recorded;
-  if (last) push(stream_of(stream), std::make_unique<Wait>(event, last));
+  if (own && last) {  // no graph can wait for work that is not its own
+    invalidate_capture(own);
+    return fail(cudaErrorStreamCaptureIsolation);
+  }
+  if (last) push(waits, std::make_unique<Wait>(event, last));
   return cudaSuccess;
 }
 

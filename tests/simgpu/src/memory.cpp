@@ -178,6 +178,7 @@ using namespace simgpu;
 
 SIMGPU_EXPORT cudaError_t cudaMalloc(void** pointer, size_t size) {
   SIMGPU_ENTER();
+  if (cudaError_t error = unsafe_call_error()) return fail(error);
   Unit unit = visible().at(current_device());
   if (!take_bytes(unit, size)) return fail(cudaErrorMemoryAllocation);
   int file = memfd_create("simgpu", MFD_CLOEXEC);
@@ -197,12 +198,14 @@ SIMGPU_EXPORT cudaError_t cudaMalloc(void** pointer, size_t size) {
 SIMGPU_EXPORT cudaError_t cudaFree(void* pointer) {
   SIMGPU_ENTER();
   if (!pointer) return cudaSuccess;
+  if (cudaError_t unsafe = unsafe_call_error()) return fail(unsafe);
   cudaError_t error = remove(pointer);
   return error == cudaSuccess ? error : fail(error);
 }
 
 SIMGPU_EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
   SIMGPU_ENTER();
+  if (cudaError_t error = unsafe_call_error()) return fail(error);
   void* made = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                     -1, 0);
   if (made == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
@@ -270,6 +273,8 @@ SIMGPU_EXPORT cudaError_t cudaMemcpyAsync(void* target, const void* source, size
   Stream* stream = stream_of(handle);
   int device = device_of(stream);
   bool to_device = is_device_memory(target), from_device = is_device_memory(source);
+  bool waits = !to_device && !is_pinned_memory(target);
+  if (cudaError_t error = waits ? wait_error(stream) : cudaSuccess) return fail(error);
   if (from_device && !to_device) bytes_to_host += size;
   std::shared_ptr<std::vector<char>> taken;
   if (!from_device && !is_pinned_memory(source)) {
@@ -285,7 +290,7 @@ SIMGPU_EXPORT cudaError_t cudaMemcpyAsync(void* target, const void* source, size
       return;
     memmove(to, from, size);
   });
-  if (!to_device && !is_pinned_memory(target)) {
+  if (waits) {
     wait_for(stream);
     SIMGPU_ENTER();
   }

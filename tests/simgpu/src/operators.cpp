@@ -51,15 +51,8 @@ int sticky_error(int device) {
 // Run a function in the order of a stream. As each launch of a kernel, it raises the
 // error that an earlier kernel has left.
 void enqueue(c10::cuda::CUDAStream stream, std::function<void()> function) {
-  static auto* put =
-      runtime<void(void*, void (*)(void*), void*)>("simgpu_enqueue");
-  auto* kept = new std::function<void()>(std::move(function));
-  auto call = [](void* argument) {
-    std::unique_ptr<std::function<void()>> owned(
-        static_cast<std::function<void()>*>(argument));
-    (*owned)();
-  };
-  put(stream.stream(), call, kept);
+  static auto* put = runtime<void(void*, const std::function<void()>*)>("simgpu_enqueue");
+  put(stream.stream(), &function);
   C10_CUDA_CHECK(cudaError_t(sticky_error(stream.device_index())));
 }
 
@@ -69,7 +62,8 @@ void report(const c10::OperatorHandle& op, int device, const char* text) {
   break_context(device, cudaErrorAssert);
 }
 
-void run_kernel(const c10::OperatorHandle& op, Stack& stack, int device) {
+// The arguments are a copy, because a graph runs the kernel again.
+void run_kernel(const c10::OperatorHandle& op, Stack stack, int device) {
   at::NoGradGuard no_grad;
   try {
     op.callBoxed(&stack);

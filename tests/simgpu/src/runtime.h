@@ -37,6 +37,7 @@ cudaError_t initialise();
 // The error with which each call must end: of a context that a kernel has broken, or of
 // a process that was forked after its parent had used CUDA. It also makes the context.
 cudaError_t entry_error();
+bool has_context(int device);
 
 // Break the context of a device: a sticky error.
 void break_context(int device, cudaError_t error);
@@ -77,6 +78,21 @@ void wait_for(Stream* stream);
 void wait_for_device(int device);
 // Drop the work queued on a device whose context is broken.
 void drop_work(int device);
+
+// -- graphs.cpp ------------------------------------------------------------------------
+
+// The error of a call that a capture prohibits, which invalidates the capture; or
+// cudaSuccess. The calls: one that may wait or change the device, a wait for a stream,
+// and one for a device.
+cudaError_t unsafe_call_error();
+cudaError_t wait_error(Stream* waited);
+cudaError_t device_wait_error(int device);
+// The number of the capture of a stream; 0 if there is none.
+unsigned long long capture_of(Stream* stream);
+// Keep an operation for the graph. False if the stream is not captured.
+bool capture(Stream* stream, std::unique_ptr<Operation>& operation);
+void join_capture(Stream* stream, unsigned long long id);
+void invalidate_capture(unsigned long long id);
 
 // -- memory.cpp ------------------------------------------------------------------------
 

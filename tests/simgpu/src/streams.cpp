@@ -200,6 +200,7 @@ void push(Stream* stream, std::unique_ptr<Operation> operation) {
     std::atexit(end);
     std::thread(run_all).detach();
   });
+  if (capture(stream, operation)) return;
   {
     std::lock_guard<std::mutex> locked(mutex());
     if (broken(stream->device) != cudaSuccess) return;
@@ -277,6 +278,7 @@ SIMGPU_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 SIMGPU_EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   SIMGPU_ENTER();
+  if (cudaError_t error = wait_error(stream_of(stream))) return fail(error);
   wait_for(stream_of(stream));
   SIMGPU_ENTER();
   return cudaSuccess;
@@ -285,6 +287,7 @@ SIMGPU_EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 SIMGPU_EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
   SIMGPU_ENTER();
   Stream* stream = stream_of(handle);
+  if (cudaError_t error = wait_error(stream)) return fail(error);
   std::lock_guard<std::mutex> locked(mutex());
   return is_idle(stream) ? cudaSuccess : fail(cudaErrorNotReady);
 }
@@ -315,24 +318,6 @@ SIMGPU_EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* grea
   return cudaSuccess;
 }
 
-// No stream is ever captured: CUDA graphs are not simulated.
-SIMGPU_EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t,
-                                                cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
-SIMGPU_EXPORT cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
-    const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
-SIMGPU_EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
-  return cudaSuccess;
-}
-
 // For a debugger, in a process that hangs: `call (void)simgpu_print_streams()` prints the
 // first operation of each stream that is not idle.
 SIMGPU_EXPORT void simgpu_print_streams() {
@@ -350,8 +335,7 @@ SIMGPU_EXPORT void simgpu_print_streams() {
 // the first work. The C library's exit comes later; it serves a program without Python.
 SIMGPU_EXPORT void simgpu_end() { end(); }
 
-// For the operators: queue a function, which gets `argument`.
-SIMGPU_EXPORT void simgpu_enqueue(void* stream, void (*function)(void*),
-                                  void* argument) {
-  push_work(stream_of(static_cast<cudaStream_t>(stream)), [=] { function(argument); });
+// For the operators: queue a copy of a function.
+SIMGPU_EXPORT void simgpu_enqueue(void* stream, const std::function<void()>* function) {
+  push_work(stream_of(static_cast<cudaStream_t>(stream)), *function);
 }
