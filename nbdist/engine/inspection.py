@@ -26,6 +26,7 @@ from nbdist.engine.user_variables import user_variables
 from nbdist.engine.value_digest import digest_in_full, digest_of
 from nbdist.engine.value_text import in_full, short_text
 from nbdist.errors import encodable, text_of
+from nbdist.ipc.gpu_threads import own_stream, use_gpu
 from nbdist.ipc.own_memory import Unreadable
 from nbdist.training.digest import digests_of
 from nbdist.training.leaves import (
@@ -291,11 +292,11 @@ def _stream_of_its_own() -> Iterator[None]:
     if device.type != "cuda" or not torch.cuda.is_initialized():
         yield
         return
-    torch.cuda.set_device(device)
+    use_gpu(device)
     if rank.activity is None:
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(own_stream(device)):
         yield
 
 

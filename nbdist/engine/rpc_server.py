@@ -49,6 +49,7 @@ from nbdist.ipc.direct_socket import (
     listen,
     path_of,
 )
+from nbdist.ipc.gpu_threads import use_gpu
 from nbdist.ipc.listening import Acceptor
 from nbdist.ipc.signed_messages import (
     Gate,
@@ -134,7 +135,7 @@ def answer_on(kernel: Any, device: torch.device) -> None:
 def _select(device: torch.device) -> None:
     """Make the rank's GPU this thread's. CUDA begins a thread with GPU 0."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        use_gpu(device)
 
 
 def refused() -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from nbdist.ipc.gpu_threads import use_gpu
 from nbdist.telemetry.probes import CpuProbe, GpuProbe, Probe
 from nbdist.telemetry.recorder import Recorder
 from nbdist.telemetry.time_split import TimeSplitter
@@ -77,6 +78,8 @@ class Sampler:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if self._device_uuid is not None:
+            use_gpu(self._device)
         probe = self._probe()  # in the thread, because NVML may take a second to start
         due = time.monotonic() + self._interval_s
         pause_s = self._interval_s

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from nbdist.errors import UsageError
+from nbdist.ipc.gpu_threads import use_gpu
 
 __all__ = ["Deferred", "capture"]
 
@@ -26,8 +27,12 @@ class Deferred:
         self._ready.record(cuda.current_stream(tensor.device))
 
     def value(self) -> float:
-        """Wait for the copy. Returns NaN if the device has failed."""
+        """Wait for the copy. Returns NaN if the device has failed.
+
+        Only a thread of nbdist's own may call: see `use_gpu`.
+        """
         try:
+            use_gpu(self._ready.device)
             self._ready.synchronize()
         except RuntimeError:  # the user's thread gets the same CUDA error
             return float("nan")
@@ -59,6 +64,11 @@ def _from_tensor(name: str, tensor: Any) -> float | Deferred:
     if hasattr(type(tensor), "full_tensor"):
         raise _refusal(name, tensor, "log its .full_tensor(), taken on every rank")
     if tensor.is_cuda and not tensor.is_complex():
+        if sys.modules["torch"].cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"log({name}=...) in the capture of a CUDA graph, which has no value "
+                "yet: log after graph.replay()."
+            )
         return Deferred(tensor)
     number = None if tensor.is_meta else tensor.item()
     if isinstance(number, (float, int)):

@@ -191,6 +191,8 @@ class Watch:
                 yield parameter.register_post_accumulate_grad_hook(hook)
 
     def _begin_step(self, _model: nn.Module, _inputs: object) -> None:
+        if _is_capturing():  # the last step's results cannot be read now
+            return
         self._end_step()
         if not (self._model.training and torch.is_grad_enabled()):
             return
@@ -230,6 +232,8 @@ class Watch:
         """Note a value of the step that runs, if it can be infinite."""
         value = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor
         inexact = value.is_floating_point() or value.is_complex()
+        if _is_capturing():  # there is no value yet
+            return
         if not inexact or value.layout != torch.strided or not value.numel():
             return
         if value.element_size() == 1:  # torch has no arithmetic for 8-bit floats
@@ -289,6 +293,11 @@ class Watch:
 
 _watches: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()
 """The last watch of each model, which the model's hooks keep alive."""
+
+
+def _is_capturing() -> bool:
+    """Whether this thread captures a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _weakly(method: Callable[..., None], *first: object) -> Callable[..., None]:

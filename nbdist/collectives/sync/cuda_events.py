@@ -15,6 +15,7 @@ import torch
 
 from nbdist.collectives.sync.cuda_peers import Events, keep_events
 from nbdist.collectives.sync.wait import Check, wait_until
+from nbdist.ipc.gpu_threads import own_stream, relax_captures
 
 __all__ = [
     "EventOrder",
@@ -142,11 +143,12 @@ def on_side_stream(body: Callable[[], object], check: Check) -> Callable[[], Non
         A function that calls `body` and waits for its work.
     """
     caller = torch.cuda.current_stream()
-    side = torch.cuda.Stream(caller.device)
+    side = own_stream(caller.device)
     ready = caller.record_event()
 
     def run() -> None:
         with torch.cuda.stream(side):
+            relax_captures()
             side.wait_event(ready)
             try:
                 body()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nbdist.collectives.sync.cuda_events import await_device
 from nbdist.collectives.sync.wait import Check
+from nbdist.ipc.gpu_threads import own_stream
 
 __all__ = [
     "BlockingCopier",
@@ -239,7 +240,8 @@ class CudaCopier(Copier):
         current = self._current = torch.cuda.current_stream()
         self._down = self._up = current
         if overlap:
-            self._sides = self._sides or (torch.cuda.Stream(), torch.cuda.Stream())
+            device = current.device
+            self._sides = self._sides or (own_stream(device), own_stream(device))
             self._down, self._up = self._sides
             for side in self._sides:
                 side.wait_stream(current)
