@@ -60,6 +60,7 @@ def assign_devices(
         gpus = _free_gpus(host.gpus, before, per_gpu, more)
         if len(gpus) < more:
             raise UsageError(_too_many(n, len(host.gpus), per_gpu))
+        _check_compute_modes(gpus, before)
         _check_caps(config, host.gpus, per_gpu, n)
     if not config.oversubscribe:
         _check_host(n, len(before), host)
@@ -190,6 +191,30 @@ def _cap(config: ClusterConfig, gpu: Gpu | None, per_gpu: int) -> float | int | 
     if per_gpu == 1 or gpu.memory is None:
         return None
     return max(1.0 / per_gpu - CONTEXT_BYTES / gpu.memory, SMALLEST_SHARE)
+
+
+def _check_compute_modes(
+    gpus: Sequence[Gpu], before: Sequence[DeviceAssignment]
+) -> None:
+    """Check that each GPU lets as many processes use it as there are ranks on it.
+
+    Args:
+        gpus: The GPU of each rank that is added.
+        before: The assignments of the ranks that run.
+    """
+    ranks = Counter([*(each.gpu_uuid for each in before), *(gpu.uuid for gpu in gpus)])
+    for gpu in gpus:
+        if gpu.most_processes is None or ranks[gpu.uuid] <= gpu.most_processes:
+            continue
+        mode, instead = "prohibited", "leave it out of CUDA_VISIBLE_DEVICES"
+        if gpu.most_processes:
+            mode, instead = "exclusive process", "start MPS"
+        ranks_on_it = ranks[gpu.uuid]
+        raise UsageError(
+            f"{gpu.name} ({gpu.uuid}) has the compute mode {mode!r}, and "
+            f"{ranks_on_it} rank{'s' if ranks_on_it > 1 else ''} would use it: set the "
+            f"default mode with `nvidia-smi -c 0` as root, or {instead}"
+        )
 
 
 def _check_caps(

@@ -371,11 +371,23 @@ class Group:
             if self.quick is not None:
                 self._hold(self.quick)
                 handle.add_done_callback(partial(_release, self.quick))
-            self._worker.submit(partial(self._run, call, body, has_barrier), handle)
+            job = partial(self._run_on, gpu, call, body, has_barrier)
+            self._worker.submit(job, handle)
             if async_op:
                 return handle
             handle.wait()
         return None
+
+    def _run_on(
+        self,
+        gpu: torch.device | None,
+        call: Call,
+        body: Callable[[], object],
+        has_barrier: bool,
+    ) -> None:
+        """Run a call in the worker's thread, whose current device CUDA chose."""
+        with torch.cuda.device(gpu) if gpu is not None else _nowhere:
+            self._run(call, body, has_barrier)
 
     def _run(self, call: Call, body: Callable[[], object], has_barrier: bool) -> None:
         with self._turn:

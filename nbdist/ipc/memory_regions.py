@@ -204,8 +204,10 @@ class _Region:
 class ReceivedRegions:
     """The memory of the views of a received message."""
 
-    def __init__(self, buffers: list[Any]) -> None:
+    def __init__(self, buffers: list[Any], on_host: bool = False) -> None:
         """Take the message's buffers. The last is the table, if there are views."""
+        self.on_host = on_host
+        """Whether tensors of GPUs come into host memory."""
         self._buffers = buffers
         self._table: list[tuple[int, int, bool]] | None = None
         self._made: dict[int, _Region] = {}

@@ -94,17 +94,23 @@ def _is_plain(value: object) -> bool:
     return True
 
 
-def loads(frames: list[Any]) -> Any:
-    """The value that `dumps` pickled. Its arrays are writable if the buffers are."""
+def loads(frames: list[Any], *, on_host: bool = False) -> Any:
+    """The value that `dumps` pickled. Its arrays are writable if the buffers are.
+
+    Args:
+        frames: The frames of `dumps`.
+        on_host: Put tensors of GPUs into host memory, and leave CUDA alone. Otherwise
+            they are put on this rank's GPU.
+    """
     stream, *buffers = frames
-    with _receiving(buffers):
+    with _receiving(buffers, on_host):
         return pickle.loads(stream, buffers=buffers)
 
 
 @contextmanager
-def _receiving(buffers: list[Any]) -> Iterator[None]:
+def _receiving(buffers: list[Any], on_host: bool = False) -> Iterator[None]:
     before = getattr(_received, "regions", None)
-    _received.regions = ReceivedRegions(buffers)
+    _received.regions = ReceivedRegions(buffers, on_host)
     try:
         yield
     finally:
@@ -293,7 +299,8 @@ def _rebuild_tensor(
     import torch
 
     kind = getattr(torch, dtype)
-    on_gpu = on_device and torch.cuda.is_available()
+    on_host = _received.regions.on_host
+    on_gpu = on_device and not on_host and torch.cuda.is_available()
     if number is None:
         device = "cuda" if on_gpu else "cpu"
         tensor = torch.empty_strided(shape, stride, dtype=kind, device=device)

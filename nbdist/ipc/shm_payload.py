@@ -96,10 +96,13 @@ def write_parts(parts: Iterable[bytes], size: int, run_dir: Path) -> str:
 def unload(shipment: Shipment) -> Any:
     """The value that `serialization.dumps` pickled. Its arrays are writable.
 
+    Tensors of GPUs come into host memory: the notebook makes no context of CUDA, which
+    would take memory of a rank's GPU, or be refused.
+
     Raises:
         OSError: The file is gone, or another user may have written it.
     """
-    return serialization.loads(frames_of(shipment))
+    return serialization.loads(frames_of(shipment), on_host=True)
 
 
 def frames_of(shipment: Shipment) -> list[Any]:

@@ -69,6 +69,25 @@ def test_ranks_share_a_gpu_whose_memory_is_not_known():
         fractions(gpu_memory=0.6)
 
 
+def test_ranks_share_no_gpu_that_lets_one_process_use_it():
+    gpus = tuple(Gpu(f"GPU-{i}", "Card", 80 * GIB, None, 1) for i in range(2))
+    host = Host("box", 16, gpus)
+    first = assign_devices(ClusterConfig(n=1), host)
+    assert gpus_of(assign_devices(ClusterConfig(n=2), host, first)) == ["GPU-1"]
+    for before in ((), first):
+        with pytest.raises(
+            UsageError, match=r"Card \(GPU-0\) has .* 2 ranks would .*-c 0.*MPS"
+        ):
+            assign_devices(ClusterConfig(n=2, ranks_per_gpu=2), host, before)
+
+
+def test_a_gpu_that_no_process_may_use_is_refused():
+    host = Host("box", 16, (Gpu("GPU-0", "Card", None, None, 0),))
+    with pytest.raises(UsageError, match=r"mode 'prohibited'.*`nvidia-smi -c 0`"):
+        assign_devices(ClusterConfig(), host)
+    assert assign_devices(ClusterConfig(n=2, device="cpu"), host)
+
+
 def test_device_cpu_uses_no_gpu():
     assigned = assign_devices(ClusterConfig(n=2, device="cpu"), gpu_host(2))
     assert gpus_of(assigned) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,7 @@ class Card:
     memory: int | NVMLError = 80
     mig: int | NVMLError = 0
     parts: list[Card] = field(default_factory=list)
+    mode: int | NVMLError = 0
     lost: bool = False
 
 
@@ -55,6 +57,8 @@ class Driver(ModuleType):
     NVMLError_NotFound = NotFound
     NVMLError_GpuIsLost = GpuIsLost
     NVML_DEVICE_MIG_ENABLE = 1
+    NVML_COMPUTEMODE_PROHIBITED = 2
+    NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
 
     def __init__(self, *cards: Card) -> None:
         super().__init__("pynvml")
@@ -83,6 +87,9 @@ class Driver(ModuleType):
 
     def nvmlDeviceGetMemoryInfo(self, card: Card) -> Any:
         return SimpleNamespace(total=answer(card.memory))
+
+    def nvmlDeviceGetComputeMode(self, card: Card) -> Any:
+        return answer(card.mode)
 
     def nvmlDeviceGetMigMode(self, card: Card) -> tuple[int, int]:
         return answer(card.mig), 0
@@ -198,6 +205,14 @@ def test_a_driver_that_counts_no_gpus_is_the_reason_for_none(seen: Any) -> None:
         ("1,0", ["GPU-b2", "GPU-a1"]),
         ("0,7,1", ["GPU-a1"]),  # CUDA ignores what follows an unknown number
         ("GPU-b", ["GPU-b2"]),
+        ("0,GPU-b2", ["GPU-a1", "GPU-b2"]),
+        ("0,,1", ["GPU-a1"]),
+        ("0,", ["GPU-a1"]),
+        (" 1 ", ["GPU-b2"]),
+        ("0,-1,1", ["GPU-a1"]),
+        ("0,7,0", ["GPU-a1"]),
+        ("²", []),
+        ("GPU-", []),  # of both
         ("", []),
         ("-1", []),
     ],
@@ -207,6 +222,39 @@ def test_cuda_visible_devices_is_respected(
 ) -> None:
     gpus = seen(Card("GPU-a1"), Card("GPU-b2"), CUDA_VISIBLE_DEVICES=visible)
     assert uuids(gpus) == expected
+
+
+def test_an_empty_entry_names_no_gpu(seen: Any) -> None:
+    assert uuids(seen(Card("GPU-a1"), CUDA_VISIBLE_DEVICES="0,")) == ["GPU-a1"]
+
+
+@pytest.mark.parametrize("visible", ["0,0", "1,0,1", "GPU-a,GPU-a1", "0,GPU-a"])
+def test_a_gpu_that_is_named_twice_is_refused(seen: Any, visible: str) -> None:
+    with pytest.raises(UsageError, match=rf"'{visible}' names .* --ranks-per-gpu 2"):
+        seen(Card("GPU-a1"), Card("GPU-b2"), CUDA_VISIBLE_DEVICES=visible)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [(0, None), (2, 0), (3, 1), (NotSupported(), None)]
+)
+def test_the_compute_mode_limits_the_processes(
+    seen: Any, tmp_path: Path, mode: int | NVMLError, expected: int | None
+) -> None:
+    folder = str(tmp_path)
+    (gpu,) = seen(Card("GPU-a", mode=mode), CUDA_MPS_PIPE_DIRECTORY=folder)
+    assert gpu.most_processes == expected
+    parts = [Card("MIG-1")]
+    (part,) = seen(Card("GPU-a", mode=mode, mig=1, parts=parts))
+    assert part.most_processes == expected
+
+
+def test_mps_lets_processes_share_a_gpu_of_one_process(
+    seen: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "control").touch()
+    card = Card("GPU-a", mode=3)
+    (gpu,) = seen(card, CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))
+    assert gpu.most_processes is None
 
 
 def test_numbers_of_unequal_gpus_need_the_order_of_the_bus(seen: Any) -> None:

@@ -167,6 +167,7 @@ def test_a_rank_makes_no_context_on_another_gpu(
     )
     with running(cluster, "while True: pass", [0, 1]):
         cluster.look("tensor.sum().item()")
+    cluster.execute("nbdist.all_reduce(tensor, async_op=True).wait()")
     contexts = "[torch._C._cuda_hasPrimaryContext(i) for i in range({})]"
     found = cluster.pull(contexts.format("torch.cuda.device_count()"))
     own = cluster.pull("[i == device.index for i in range(torch.cuda.device_count())]")

@@ -12,6 +12,7 @@ from ranks import failures, launch
 
 from nbdist import CellError, Cluster
 from nbdist.clusters.hosts.machine import this_host
+from nbdist.errors import UsageError
 
 CASES_FILE = str(Path(__file__).with_name("machine_cases.py"))
 ORDERS = ["work_queued_before_and_after_is_ordered", "a_stream_of_the_users",
@@ -147,6 +148,66 @@ def test_a_rank_has_a_mig_device_of_its_own(
         with pytest.raises(CellError):
             cluster.execute("if rank == 1: import os; os.kill(os.getpid(), 9)")
         cluster.execute("dist.all_reduce(torch.ones(3, device=device))", timeout_s=100)
+
+
+def own_tensor() -> torch.Tensor:
+    return torch.ones(3, device="cuda")
+
+
+EXCLUSIVE = "3"
+CALLS = """
+import time
+x = torch.full((3,), rank + 1.0, device=device)
+nbdist.log(loss=x.sum())
+handle = nbdist.all_reduce(x, async_op=True)
+handle.wait()
+time.sleep(1.5)  # the sampler reads the times of the calls
+"""
+
+
+@needs_two
+def test_a_gpu_for_each_rank_may_be_exclusive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No rank, and not the notebook, makes a context on the GPU of another."""
+    monkeypatch.setenv("SIMGPU_COMPUTE_MODE", EXCLUSIVE)
+    monkeypatch.setenv("SIMGPU_STATE", str(tmp_path / "ledger"))
+    with Cluster(2, device="cuda", threads=1) as cluster:
+        cluster.execute(CALLS)
+        assert cluster["x.tolist()"] == [[3.0] * 3] * 2
+        cluster.execute(CALLS)
+        assert [each.tolist() for each in cluster["x"]] == [[3.0] * 3] * 2
+        assert cluster.run(own_tensor)[1].device.type == "cpu"
+        assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "words"),
+    [
+        (EXCLUSIVE, {"ranks_per_gpu": 2}, "2 ranks would use it.*nvidia-smi -c 0"),
+        ("2", {"n": 1}, "'prohibited', and 1 rank would use it.*nvidia-smi -c 0"),
+    ],
+)
+def test_more_ranks_than_the_compute_mode_permits_are_refused(
+    mode: str,
+    options: dict[str, int],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("SIMGPU_COMPUTE_MODE", mode)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    with pytest.raises(UsageError, match=words):
+        Cluster(device="cuda", **options)
+
+
+def test_a_gpu_that_is_named_twice_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    with pytest.raises(UsageError, match=r"'0,0' names GPU-.* twice"):
+        Cluster(2, device="cuda")
 
 
 def faulty(patch: pytest.MonkeyPatch, function: str, error: int) -> None:

@@ -71,7 +71,7 @@ def _chosen(gpus: Sequence[Gpu], visible: str | None) -> Sequence[Gpu]:
 
 
 def _match(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    if entry.isdigit():
+    if entry.isdecimal():
         return gpus[int(entry)] if int(entry) < len(gpus) else None
     return next((gpu for gpu in gpus if gpu.uuid.lower() == entry), None)
 

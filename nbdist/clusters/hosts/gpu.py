@@ -20,6 +20,10 @@ class Gpu:
     """HIP's number of a GPU of AMD's, among those that `ROCR_VISIBLE_DEVICES` leaves;
     None for a GPU of NVIDIA's."""
 
+    most_processes: int | None = None
+    """The most processes that may use it at once, 0 or 1, where its compute mode limits
+    them; None for no limit."""
+
     @property
     def is_mig(self) -> bool:
         """Whether it is a MIG device."""

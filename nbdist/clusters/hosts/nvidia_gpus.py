@@ -18,7 +18,7 @@ def visible_gpus() -> tuple[tuple[Gpu, ...], str]:
 
     Raises:
         UsageError: CUDA's order is not known, and `CUDA_VISIBLE_DEVICES` has numbers of
-            it.
+            it; or it names a GPU twice.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -40,18 +40,23 @@ def visible_gpus() -> tuple[tuple[Gpu, ...], str]:
     if visible.strip() in ("", "-1", "NoDevFiles"):
         return (), f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
     entries = visible.split(",")
-    numbered = any(entry.strip().isdigit() for entry in entries)
+    numbered = any(entry.strip().isdecimal() for entry in entries)
     if numbered and not _are_numbered_alike(present.values()):
         raise UsageError(
             f"CUDA_VISIBLE_DEVICES={visible!r} numbers GPUs of different models, in an "
             "order that only CUDA knows: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the "
             "GPUs by UUID, as nvidia-smi -L shows them"
         )
-    chosen = []
+    chosen: list[Gpu] = []
     for entry in entries:
         gpu = _match(entry.strip(), present)
         if gpu is None:
             break  # CUDA ignores an invalid entry and all that follow it
+        if gpu in chosen:  # CUDA then sees no GPU at all
+            raise UsageError(
+                f"CUDA_VISIBLE_DEVICES={visible!r} names {gpu.uuid} twice: name each "
+                "GPU once, and add --ranks-per-gpu 2 for two ranks on each"
+            )
         chosen.append(gpu)
     return tuple(chosen), f"CUDA_VISIBLE_DEVICES={visible!r} matches no GPU"
 
@@ -67,7 +72,9 @@ def _are_numbered_alike(gpus: Iterable[Gpu]) -> bool:
 
 def _match(entry: str, present: dict[str, Gpu]) -> Gpu | None:
     """The GPU of an entry of CUDA_VISIBLE_DEVICES: an index, or a prefix of a UUID."""
-    if entry.isdigit():
+    if not entry:
+        return None
+    if entry.isdecimal():
         whole = [gpu for gpu in present.values() if not gpu.is_mig]
         candidates = whole or list(present.values())
         index = int(entry)
@@ -104,13 +111,16 @@ def _all_gpus() -> tuple[dict[str, Gpu], list[int]]:
             card = pynvml.nvmlDeviceGetHandleByIndex(index)
             mig_devices = _mig_devices(card)
             name = _name(card, index)
+            most = _most_processes(card)
         except pynvml.NVMLError:
             continue
         found = {}
         for part in [card] if mig_devices is None else mig_devices:
             try:
                 uuid = pynvml.nvmlDeviceGetUUID(part)
-                found[uuid] = Gpu(uuid, name, _memory(part, part is card))
+                found[uuid] = Gpu(
+                    uuid, name, _memory(part, part is card), most_processes=most
+                )
             except pynvml.NVMLError:
                 continue
         if mig_devices is not None and not found:
@@ -133,6 +143,25 @@ def _name(card: object, index: int) -> str:
         raise
     except pynvml.NVMLError:
         return f"GPU {index}"
+
+
+def _most_processes(card: object) -> int | None:
+    """The most processes that may use a GPU at once; None for no limit.
+
+    In the mode "exclusive process" it is one, or the server of MPS for many.
+    """
+    import pynvml
+
+    try:
+        mode = pynvml.nvmlDeviceGetComputeMode(card)
+    except pynvml.NVMLError:  # the first call of CUDA will say so
+        return None
+    if mode == pynvml.NVML_COMPUTEMODE_PROHIBITED:
+        return 0
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    has_mps = os.path.exists(os.path.join(pipes, "control"))
+    is_exclusive = mode == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    return 1 if is_exclusive and not has_mps else None
 
 
 def _memory(device: object, is_whole: bool) -> int | None:

@@ -27,6 +27,9 @@ inline size_t context_bytes() {
   return size_t(number_of("SIMGPU_CONTEXT_MB", 300)) << 20;
 }
 
+// cudaComputeMode of all cards, which NVML numbers alike.
+inline int compute_mode() { return int(number_of("SIMGPU_COMPUTE_MODE", 0)); }
+
 // MIG devices of the first card; 0 if MIG is off.
 inline int slice_count() { return int(number_of("SIMGPU_MIG", 0)); }
 

@@ -1,5 +1,6 @@
 // Device management: cudaGetDeviceCount, cudaSetDevice, cudaGetDeviceProperties, and
 // peer access.
+#include <algorithm>
 #include <cctype>
 #include <cstring>
 
@@ -12,7 +13,8 @@ namespace {
 thread_local int current = 0;
 
 // The units that CUDA_VISIBLE_DEVICES names, by index or by the beginning of a UUID. The
-// first unknown name ends the list. A process sees at most one MIG device.
+// first unknown name ends the list. With a name twice, no unit is visible. A process sees
+// at most one MIG device.
 std::vector<Unit> read_visible() {
   std::vector<Unit> units = all_units(), found;
   const char* text = getenv("CUDA_VISIBLE_DEVICES");
@@ -32,6 +34,7 @@ std::vector<Unit> read_visible() {
           named = &units[i];
       }
       if (!named) break;
+      if (std::find(found.begin(), found.end(), *named) != found.end()) return {};
       found.push_back(*named);
     }
   }

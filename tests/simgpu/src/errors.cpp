@@ -18,6 +18,15 @@ struct Text {
 };
 
 // The texts are CUDA's own, because programs show them and some compare them.
+// Whether the compute mode, cudaComputeMode, lets this process make a context.
+bool permits_context(Unit unit) {
+  if (compute_mode() == cudaComputeModeProhibited) return false;
+  if (compute_mode() != cudaComputeModeExclusiveProcess) return true;
+  for (const Use& use : uses(unit))
+    if (use.pid != getpid()) return false;
+  return true;
+}
+
 const Text TEXTS[] = {
     {cudaSuccess, "cudaSuccess", "no error"},
     {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
@@ -28,6 +37,8 @@ const Text TEXTS[] = {
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorDeviceUninitialized, "cudaErrorDeviceUninitialized",
      "invalid device context"},
+    {cudaErrorDevicesUnavailable, "cudaErrorDevicesUnavailable",
+     "CUDA-capable device(s) is/are busy or unavailable"},
     {cudaErrorMapBufferObjectFailed, "cudaErrorMapBufferObjectFailed",
      "mapping of buffer object failed"},
     {cudaErrorPeerAccessUnsupported, "cudaErrorPeerAccessUnsupported",
@@ -70,10 +81,17 @@ cudaError_t entry_error() {
   if (initialise() != cudaSuccess) return cudaErrorInitializationError;
   int device = current_device();
   if (!is_device(device)) return cudaErrorNoDevice;
-  if (!contexts[device].exchange(true) &&
-      !take_bytes(visible()[device], context_bytes())) {
-    contexts[device] = false;
-    return cudaErrorMemoryAllocation;
+  if (!contexts[device].exchange(true)) {
+    Unit unit = visible()[device];
+    cudaError_t error = cudaSuccess;
+    if (!permits_context(unit))
+      error = cudaErrorDevicesUnavailable;
+    else if (!take_bytes(unit, context_bytes()))
+      error = cudaErrorMemoryAllocation;
+    if (error != cudaSuccess) {
+      contexts[device] = false;
+      return error;
+    }
   }
   return broken(device);
 }

@@ -158,6 +158,11 @@ SIMGPU_EXPORT int nvmlDeviceGetMemoryInfo(Device* device, Memory* memory) {
   return SUCCESS;
 }
 
+SIMGPU_EXPORT int nvmlDeviceGetComputeMode(Device*, int* mode) {
+  *mode = compute_mode();
+  return SUCCESS;
+}
+
 SIMGPU_EXPORT int nvmlDeviceGetMigMode(Device* device, unsigned* now, unsigned* later) {
   if (slice_count() == 0) return NOT_SUPPORTED;
   *now = *later = has_mig(device);
