@@ -24,8 +24,10 @@ from nbdist.collectives.torch_backend.process_group import (
     nccl_of,
 )
 from nbdist.collectives.torch_backend.registration import register
+from nbdist.collectives.torch_backend.rendezvous import Rendezvous
 from nbdist.collectives.torch_backend.stores import make_store
 from nbdist.engine import shared_default_group
+from nbdist.errors import CollectiveAborted
 from nbdist.ipc.host_sockets import INTERFACE
 from nbdist.wire import NcclCall, NcclTotal
 
@@ -129,11 +131,22 @@ def _nccl_takes_devices() -> bool:
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not any(_flags(names.startswith("MIG-"))):
         return True
+    world = default_group()
+    nccl: Any = distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+    device = torch.cuda.current_device()
+
+    def sum_one() -> None:
+        with torch.cuda.device(device):
+            nccl.allreduce([torch.ones(1, device="cuda")]).wait()
+
+    # As the first call of a group, but a failure leaves the world's group whole.
+    meeting = Rendezvous(world, range(world.size), "the trial of NCCL")
     try:
-        dist.all_reduce(torch.ones(1, device="cuda"))
-    except dist.DistBackendError:
-        return all(_flags(False))
-    return all(_flags(True))
+        meeting.attempt(sum_one, world.raise_if_aborted)
+    except (dist.DistBackendError, CollectiveAborted):
+        world.raise_if_aborted()
+        return False
+    return True
 
 
 def _flags(own: bool) -> list[bool]:

@@ -170,6 +170,8 @@ CALLS = {
     "send": "(dist.recv if rank else dist.send)(x, 1 - rank, group=group)",
     "nbdist": "nbdist.all_reduce(x, group=fresh)",
     "pure": "dist.all_reduce(x, group=pure)",
+    "ddp": FIRST["ddp"].format(group="group"),
+    "pure ddp": FIRST["ddp"].format(group="pure"),
 }
 calls = pytest.mark.parametrize("name", CALLS)
 FRESH = "fresh = nbdist.collectives.default_group().new([0, 1])"
@@ -184,18 +186,60 @@ def test_a_rank_that_dies_while_it_connects(cluster: Cluster, name: str) -> None
     assert "rank 1" in said, said
 
 
+ERRORS = {1: "unhandled cuda error", 2: "unhandled system error"}
+"""ncclUnhandledCudaError, such as a lack of memory, and ncclSystemError."""
+
+
 @simulated
 @calls
-def test_a_rank_that_cannot_connect(cluster: Cluster, name: str) -> None:
+@pytest.mark.parametrize(("bad", "error"), [(0, 1), (1, 2)])
+def test_a_rank_that_cannot_connect(
+    cluster: Cluster, name: str, bad: int, error: int
+) -> None:
     cluster.execute(FRESH, timeout_s=60)
-    code = f"if rank == 1: end_next_init(2)\n{CALLS[name]}; x.tolist()"
+    code = f"if rank == {bad}: end_next_init({error})\n{CALLS[name]}; x.tolist()"
     if name == "nbdist":  # another transport is used
         cluster.execute(code, timeout_s=60)
         return
     said = released(cluster, code)
-    assert "unhandled system error" in said, said
+    assert ERRORS[error] in said, said
     assert "released from" in said, said
-    assert "rank 1: DistBackendError" in said, said
+    assert f"rank {bad}: DistBackendError" in said, said
+
+
+@simulated
+@pytest.mark.gpus(4)
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("name", ["all_reduce", "ddp"])
+@on
+def test_a_middle_rank_that_cannot_connect(name: str, group: str) -> None:
+    """The others wait for it and for each other."""
+    with Cluster(4, device="cuda", threads=1) as cluster:
+        cluster.execute(GROUPS.replace("[0, 1]", "[0, 1, 2, 3]"), timeout_s=60)
+        call = FIRST[name].format(group=group)
+        with pytest.raises(NbdistError) as ended:
+            cluster.execute(f"if rank == 2: end_next_init(1)\n{call}", timeout_s=HANG_S)
+        said = str(ended.value)
+        assert not isinstance(ended.value, CellTimeout), said
+        assert "rank 2: DistBackendError" in said, said
+        assert "ranks 0-1,3 of 4" in said, said
+
+
+TRIAL = """
+from nbdist.engine import torch_group
+os.environ["CUDA_VISIBLE_DEVICES"] = "MIG-1"
+if rank == 1: end_next_init(2)
+takes = torch_group._nccl_takes_devices()
+"""
+
+
+@simulated
+def test_mig_devices_of_which_nccl_refuses_one() -> None:
+    """As at a start, which then goes on without NCCL."""
+    with Cluster(N, device="cuda", threads=1) as cluster:
+        cluster.execute(GROUPS + TRIAL, timeout_s=HANG_S)
+        assert cluster["takes"] == [False, False]
+        cluster.execute("nbdist.all_reduce(torch.ones(1))", timeout_s=HANG_S)
 
 
 @on
