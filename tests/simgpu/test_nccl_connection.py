@@ -225,6 +225,39 @@ def test_a_middle_rank_that_cannot_connect(name: str, group: str) -> None:
         assert "ranks 0-1,3 of 4" in said, said
 
 
+EAGER = """
+eager = dist.new_group([0, 1], backend="nccl", device_id=device)
+assert eager.bound_device_id == device
+"""
+BY_CPP = """
+from torch.distributed._functional_collectives import all_reduce
+if rank == 0: (all_reduce(x, "sum", eager) + 0).tolist()
+"""
+
+
+@simulated
+@pytest.mark.parametrize(("bad", "error"), [(0, 1), (1, 2), (1, -1)])
+def test_a_rank_that_cannot_connect_a_group_with_a_device_id(
+    bad: int, error: int
+) -> None:
+    """Such a group connects when it is made. A failure forms the world again."""
+    with Cluster(N, device="cuda", threads=1, on_failure="replace") as cluster:
+        cluster.execute(GROUPS, timeout_s=HANG_S)
+        said = released(
+            cluster,
+            f"if rank == {bad}: end_next_init({error})\n{EAGER}",
+            died=bad if error < 0 else -1,
+        )
+        assert f"rank {bad}" in said, said
+        assert ERRORS.get(error, "SIGKILL") in said, said
+        cluster.execute(GROUPS + EAGER + AFTER, timeout_s=HANG_S)
+
+
+def test_a_first_call_of_cpp_on_a_group_with_a_device_id(cluster: Cluster) -> None:
+    cluster.execute(EAGER, timeout_s=HANG_S)
+    assert "the cell of rank 1 has ended" in released(cluster, BY_CPP)
+
+
 TRIAL = """
 from nbdist.engine import torch_group
 os.environ["CUDA_VISIBLE_DEVICES"] = "MIG-1"

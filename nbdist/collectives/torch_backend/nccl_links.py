@@ -84,8 +84,16 @@ def connect_first(group: dist.ProcessGroup, ranks: Sequence[int], name: str) -> 
     _links[group] = Links(tuple(ranks), name)
 
 
-def connect(group: dist.ProcessGroup, tensors: Sequence[Tensor], name: str) -> None:
-    """Connect all members before a call that torch makes in C++. They must call."""
+def connect(
+    group: dist.ProcessGroup, tensors: Sequence[Tensor | torch.device], name: str
+) -> None:
+    """Connect all members before a call that torch makes in C++. They must call.
+
+    Args:
+        group: Their group.
+        tensors: The call's tensors, or their device.
+        name: The name of the call.
+    """
     links, device = _links.get(group), _device(tensors)
     if links is not None and device is not None:
         _connect(group, links, name, device, None)

@@ -138,6 +138,9 @@ def _new_process_group_helper(
             world.group_count = max(world.group_count, int(group_name) + 1)
         # The number may also be that of a group of other ranks.
         store = PrefixStore(f"of {ranks}", store)
+    device_id = None
+    if ranks and "nccl" in _parts(backend):
+        device_id = options.pop("device_id", None)  # torch would connect in C++
     made = _torch_new_group(
         group_size,
         group_rank,
@@ -150,6 +153,9 @@ def _new_process_group_helper(
     )
     if ranks and "nccl" in _parts(backend) and type(made[0]) is dist.ProcessGroup:
         connect_first(made[0], ranks, str(group_name))
+        if device_id is not None:
+            made[0].bound_device_id = device_id
+            connect(made[0], [device_id], "new_group")
     return made
 
 
