@@ -307,7 +307,7 @@ MUTANTS = [
     Mutant(
         "the control thread uses the first GPU",
         "engine/rpc_server.py",
-        "        torch.cuda.set_device(device)\n",
+        "        use_gpu(device)\n",
         "        pass\n",
         [DEVICES],
         cards=2,
