@@ -18,6 +18,7 @@ import psutil
 
 from nbdist.clusters.startup_status import tail_of
 from nbdist.errors import ClusterError
+from nbdist.ipc.busy_host import stretched
 from nbdist.ipc.fork_messages import RANK_HOST
 from nbdist.ipc.private_files import remove_folders
 from nbdist.ipc.process_files import describe_exit
@@ -236,10 +237,12 @@ class SupervisorClient:
         """End all programs, and return when they have ended.
 
         Raises:
-            ClusterError: Some did not end within `timeout_s` seconds.
+            ClusterError: Some did not end within `timeout_s` seconds, or longer on a
+                busy host.
         """
         self._closed = True
         self._watch.close()
+        timeout_s = stretched(timeout_s)
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGCONT)  # in case it was stopped
         assert self._process.stdin is not None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from nbdist.collectives.call_site import CallSite, find_call_site, where
 from nbdist.collectives.signature import Signature
+from nbdist.ipc.thread_frames import frames_of
 from nbdist.wire import CollectiveCall
 
 __all__ = ["Call", "describe_mismatch", "describe_timeout"]
@@ -61,7 +61,10 @@ class Call:
     def record(self, rank: int) -> CollectiveCall:
         """The call as a record of `rank`. Any thread may call."""
         kind = self.kind
-        site = self.call_site or find_call_site(sys._current_frames().get(self.thread))
+        site = self.call_site
+        if site is None:
+            frames = frames_of(self.thread)
+            site = find_call_site(frames[0] if frames else None)
         return CollectiveCall(
             rank=rank,
             sequence=self.sequence,

@@ -27,6 +27,7 @@ from nbdist.engine.rank import this_rank
 from nbdist.engine.user_variables import user_variables
 from nbdist.ipc.own_memory import has_memory
 from nbdist.ipc.stacks import Frame, from_user_code, is_own_file
+from nbdist.ipc.thread_frames import take_locals
 from nbdist.training.leaves import Deadline, TooSlow
 from nbdist.wire import HeldTensor
 
@@ -196,17 +197,8 @@ def _locals_of(frames: list[FrameType], what: str) -> Iterator[Named]:
         if is_own_file(frame.f_code.co_filename):
             continue
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function's
-            for name, value in _snapshot(frame).items():
+            for name, value in take_locals(frame).items():
                 yield f"{frame.f_code.co_name}(): {name}{what}", value
-
-
-def _snapshot(frame: FrameType) -> dict[str, Any]:
-    """The local variables of a function's call."""
-    variables = frame.f_locals
-    snapshot = dict(variables)
-    if isinstance(variables, dict):  # before Python 3.13, the frame keeps this copy
-        variables.clear()
-    return snapshot
 
 
 def _frames_in(trace: TracebackType | None) -> list[FrameType]:

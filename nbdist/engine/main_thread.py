@@ -6,7 +6,6 @@ import bdb
 import os
 import pdb
 import stat
-import sys
 from pathlib import Path
 
 import torch
@@ -78,10 +77,9 @@ def splitter() -> TimeSplitter:
 
 def _running_code() -> RunningCode | None:
     rank = this_rank()
-    frame = sys._current_frames().get(rank.main_thread)
-    if rank.activity is None or frame is None:
+    if rank.activity is None or not (frames := rank.frames()):
         return None
-    return RunningCode(rank.activity, frame)
+    return RunningCode(rank.activity, frames)
 
 
 def _blocked_in(system_call: ProcFile) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from nbdist.engine.output import Output
 from nbdist.errors import CollectiveError, WrongProcess
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.process_files import report_reason
+from nbdist.ipc.thread_frames import frames_of
 from nbdist.telemetry.recorder import Recorder
 from nbdist.wire import InputRequest, Notice, RankInfo
 
@@ -59,12 +59,7 @@ class Rank:
 
     def frames(self) -> list[FrameType]:
         """The main thread's frames, innermost first. Any thread may call."""
-        frame = sys._current_frames().get(self.main_thread)
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        return frames
+        return frames_of(self.main_thread)
 
     def end(self, why: str) -> NoReturn:
         """End this process. The notebook shows why, and replaces or drops the rank."""

@@ -35,8 +35,8 @@ class RunningCode(NamedTuple):
 
     key: Hashable
     """Another request has another key."""
-    frame: FrameType
-    """The innermost frame."""
+    frames: Sequence[FrameType]
+    """Innermost first."""
 
 
 class _Look(NamedTuple):
@@ -97,7 +97,7 @@ class TimeSplitter:
             self._key = code.key
             self._looks.clear()
             self._fresh = 0
-        self._looks.append(self._seen(code.frame))
+        self._looks.append(self._seen(code.frames))
         self._fresh += 1
         return True
 
@@ -141,10 +141,9 @@ class TimeSplitter:
             call_place=_most_frequent(call_places)[0],
         )
 
-    def _seen(self, innermost: FrameType) -> _Look:
+    def _seen(self, frames: Sequence[FrameType]) -> _Look:
         kind, place = "", ""
-        frame: FrameType | None = innermost
-        while frame is not None:
+        for frame in frames:
             name = frame.f_code.co_filename
             found = self._kind(name)
             if found == "end":
@@ -152,7 +151,6 @@ class TimeSplitter:
             if not kind or (kind, found) == ("input", "debugger"):
                 kind = found
             place = place or self._line_of(name, frame.f_lineno)
-            frame = frame.f_back
         if kind == "backward":
             kind = "communication" if self._waits_in_backward() else "compute"
         return _Look(kind or self._blocked_in() or "compute", place)

@@ -188,7 +188,7 @@ def splitter_of(running: Callable[[], RunningCode | None]) -> TimeSplitter:
 def test_the_shares_of_the_time_are_recorded_at_the_training_step() -> None:
     batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
     recorder = Recorder(0, batches.put, interval_s=0.01)
-    code = splitter_of(lambda: RunningCode("In[1]", sys._getframe()))
+    code = splitter_of(lambda: RunningCode("In[1]", [sys._getframe()]))
     sampler = Sampler(recorder, "cpu", None, code, lambda: None, interval_s=0.1)
     assert shares(batches).step == 0, "without a step, samples are counted"
     assert shares(batches).step == 1
@@ -227,7 +227,7 @@ def test_of_many_ranks_on_a_host_each_looks_less_often() -> None:
 
     recorder = Recorder(0, lambda _: None)
     begun = time.monotonic()
-    code = RunningCode("In[1]", sys._getframe())
+    code = RunningCode("In[1]", [sys._getframe()])
     counted = splitter_of(lambda: running() or code)
     sampler = Sampler(
         recorder, "cpu", None, counted, lambda: None, ranks_on_host=64, interval_s=0.3

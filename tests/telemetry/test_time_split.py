@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import pytest
 
+from nbdist.ipc.thread_frames import frames_of
 from nbdist.telemetry.time_split import FEWEST_LOOKS, LOOKS, RunningCode, TimeSplitter
 
 
@@ -42,9 +44,9 @@ class Thread:
             assert self.splitter.look()
 
 
-def stack(files: list[str]) -> FrameType:
-    """The innermost frame of functions in these files, which call each other."""
-    call: Callable[[], FrameType] = sys._getframe
+def stack(files: list[str]) -> list[FrameType]:
+    """The frames of functions in these files that call each other, innermost first."""
+    call: Callable[[], list[FrameType]] = partial(frames_of, threading.get_ident())
     for file in reversed(files):
         names = {"call": call}
         exec(compile("def f():\n  return call()", file, "exec"), names)
