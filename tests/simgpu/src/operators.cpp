@@ -1,9 +1,10 @@
 // aten's operators for CUDA tensors, run with the CPU's kernels.
 //
-// An operator that writes into its arguments is queued on the current stream and returns
-// at once, as a kernel launch does. One that returns new tensors waits for the stream
-// first. What the CPU's kernel raises while it runs in the stream is a device-side
-// assertion: it breaks the context.
+// An operator is queued on the current stream and returns at once, as a kernel launch
+// does. If it returns new tensors, a run with zeros as its arguments first shows their
+// shapes. Where these depend on the arguments' values, it waits for the stream. What the
+// CPU's kernel raises while it runs in the stream is a device-side assertion: it breaks
+// the context.
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/NativeFunctions.h>
@@ -56,17 +57,39 @@ void enqueue(c10::cuda::CUDAStream stream, std::function<void()> function) {
   C10_CUDA_CHECK(cudaError_t(sticky_error(stream.device_index())));
 }
 
+std::vector<at::Tensor> tensors_in(const IValue& value) {
+  if (value.isTensor()) return {value.toTensor()};
+  if (value.isTensorList()) return value.toTensorVector();
+  std::vector<at::Tensor> found;
+  if (value.isOptionalTensorList())
+    for (const auto& each : value.toOptionalTensorVector())
+      if (each) found.push_back(*each);
+  return found;
+}
+
+std::vector<at::Tensor> tensors_in(const Stack& stack) {
+  std::vector<at::Tensor> found;
+  for (const IValue& value : stack)
+    for (const at::Tensor& each : tensors_in(value)) found.push_back(each);
+  return found;
+}
+
 void report(const c10::OperatorHandle& op, int device, const char* text) {
   fprintf(stderr, "simgpu: assertion in %s on device %d: %s\n",
           op.schema().name().c_str(), device, text);
   break_context(device, cudaErrorAssert);
 }
 
-// The arguments are a copy, because a graph runs the kernel again.
-void run_kernel(const c10::OperatorHandle& op, Stack stack, int device) {
+// Stores the results in `targets`. The arguments are a copy, because a graph runs the
+// kernel again.
+void run_kernel(const c10::OperatorHandle& op, Stack stack, int device,
+                std::vector<at::Tensor> targets = {}) {
   at::NoGradGuard no_grad;
   try {
     op.callBoxed(&stack);
+    auto results = tensors_in(stack);
+    for (size_t i = 0; i < targets.size(); i++)
+      if (results.at(i).defined()) targets[i].copy_(results[i]);
   } catch (const c10::Error& error) {
     report(op, device, error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -111,32 +134,39 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return copy;
 }
 
-IValue on_cpu(const IValue& value) {
-  if (value.isTensor()) return on_cpu(value.toTensor());
-  if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(at::kCPU);
+// A value with other tensors in place of its tensors.
+template <class Function>
+IValue replaced(const IValue& value, Function function) {
+  if (value.isTensor()) return function(value.toTensor());
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
-    for (const at::Tensor& each : value.toTensorVector()) list.push_back(on_cpu(each));
+    for (const at::Tensor& each : value.toTensorVector()) list.push_back(function(each));
     return list;
   }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> list;
     for (const auto& each : value.toOptionalTensorVector())
-      list.push_back(each ? std::optional(on_cpu(*each)) : std::nullopt);
+      list.push_back(each ? std::optional(function(*each)) : std::nullopt);
     return list;
   }
-  if (value.isGenerator()) return IValue();  // the CPU's default generator
   return value;
 }
 
-std::vector<at::Tensor> tensors_in(const IValue& value) {
-  if (value.isTensor()) return {value.toTensor()};
-  if (value.isTensorList()) return value.toTensorVector();
-  std::vector<at::Tensor> found;
-  if (value.isOptionalTensorList())
-    for (const auto& each : value.toOptionalTensorVector())
-      if (each) found.push_back(*each);
-  return found;
+IValue on_cpu(const IValue& value) {
+  if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(at::kCPU);
+  if (value.isGenerator()) return IValue();  // the CPU's default generator
+  return replaced(value, [](const at::Tensor& each) { return on_cpu(each); });
+}
+
+// A CPU tensor of zeros, with the layout of another one.
+at::Tensor zeros(const at::Tensor& like) {
+  if (!like.defined()) return like;
+  auto made = at::empty_strided(like.sizes(), like.strides(), like.options()).zero_();
+  made._set_conj(like.is_conj());
+  made._set_neg(like.is_neg());
+  if (like.unsafeGetTensorImpl()->is_wrapped_number())
+    made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
 }
 
 // Operators that take host tensors beside CUDA tensors.
@@ -174,6 +204,13 @@ c10::Device device_of(const std::vector<IValue>& arguments, const std::string& n
 
 // -- results ---------------------------------------------------------------------------
 
+// New memory on a device for a result; nothing is written there.
+at::Tensor room(const at::Tensor& result, c10::Device device) {
+  if (!result.defined()) return result;
+  return at::empty_strided(result.sizes(), result.strides(),
+                           result.options().device(device));
+}
+
 at::Tensor on_device(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined()) return tensor;
   if (is_sparse(tensor)) {
@@ -182,19 +219,13 @@ at::Tensor on_device(const at::Tensor& tensor, c10::Device device) {
         tensor.sizes(), tensor.options().device(device));
     return made._coalesced_(tensor.is_coalesced());
   }
-  auto made = at::empty_strided(tensor.sizes(), tensor.strides(),
-                                tensor.options().device(device));
+  auto made = room(tensor, device);
   if (tensor.numel()) made.copy_(tensor);
   return made;
 }
 
 IValue on_device(const IValue& value, c10::Device device) {
-  if (value.isTensor()) return on_device(value.toTensor(), device);
-  if (!value.isTensorList()) return value;
-  c10::List<at::Tensor> list;
-  for (const at::Tensor& each : value.toTensorVector())
-    list.push_back(on_device(each, device));
-  return list;
+  return replaced(value, [=](const at::Tensor& each) { return on_device(each, device); });
 }
 
 // Give a sparse tensor the content of another one.
@@ -245,6 +276,32 @@ struct Call {
     at::NoGradGuard no_grad;
     op.callBoxed(host.get());
   }
+  // The results for zeros. None if the shapes depend on the values, if a second run
+  // would draw other random numbers, and if zeros are refused.
+  std::optional<Stack> results_for_zeros() const {
+    for (at::Tag tag : {at::Tag::dynamic_output_shape, at::Tag::nondeterministic_seeded})
+      if (op.hasTag(tag)) return std::nullopt;
+    Stack stack;
+    for (size_t i = 0; i < host->size(); i++) {
+      if (is_written(i)) return std::nullopt;
+      stack.push_back((*host)[i]);
+    }
+    auto is_dense = [&] {
+      auto tensors = tensors_in(stack);
+      return std::none_of(tensors.begin(), tensors.end(), is_sparse);
+    };
+    if (!is_dense()) return std::nullopt;
+    for (IValue& each : stack) each = replaced(each, zeros);
+    at::NoGradGuard no_grad;
+    try {
+      op.callBoxed(&stack);
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
+    for (const IValue& each : stack)
+      if (!each.isTensor() && !each.isTensorList()) return std::nullopt;
+    return is_dense() ? std::optional(stack) : std::nullopt;
+  }
 };
 
 std::vector<IValue> written(const Call& call) {
@@ -283,6 +340,27 @@ void write(Call& call) {
   }
 }
 
+// Queue an operator that returns new tensors, or run it now.
+Stack make(Call& call) {
+  Stack made;
+  auto results = call.results_for_zeros();
+  if (!results) {
+    call.run_now();
+    for (const IValue& each : *call.host) made.push_back(on_device(each, call.device));
+    return made;
+  }
+  for (const IValue& each : *results)
+    made.push_back(replaced(
+        each, [&](const at::Tensor& result) { return room(result, call.device); }));
+  std::vector<at::Tensor> targets;
+  for (const at::Tensor& each : tensors_in(made)) targets.push_back(on_cpu(each));
+  enqueue(call.stream, [op = call.op, host = call.host, targets,
+                        index = call.device.index()] {
+    run_kernel(op, *host, index, targets);
+  });
+  return made;
+}
+
 void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   size_t count = op.schema().arguments().size();
   std::vector<IValue> arguments(stack->end() - long(count), stack->end());
@@ -303,8 +381,7 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     for (size_t i = 0; i < op.schema().returns().size(); i++)
       stack->push_back(outputs.at(i));
   } else {
-    call.run_now();
-    for (const IValue& each : *host) stack->push_back(on_device(each, device));
+    for (IValue& each : make(call)) stack->push_back(std::move(each));
   }
 }
 
