@@ -9,7 +9,7 @@ import torch
 
 from nbdist import Cluster
 from nbdist.errors import CellError, CellTimeout, UsageError
-from tests.real_gpus import NEEDS_A_REAL_GPU
+from tests.gpu_marks import NEEDS_A_REAL_GPU
 
 SUM = """
 x = torch.full((100_000,), rank + 1.0, device=device)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import launch
 
-from tests.real_gpus import NEEDS_A_REAL_GPU
+from tests.gpu_marks import NEEDS_A_REAL_GPU
 
 CASES = str(Path(__file__).with_name("gpu_real.py"))
 

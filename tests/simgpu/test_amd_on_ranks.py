@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from nbdist import CellError, Cluster
 from nbdist.clusters.hosts import amd_gpus
+from tests.gpu_marks import GPUS, simulated
 from tests.processes import wait_until
 
 STAND_IN = Path(__file__).parents[1] / "amd"
@@ -23,8 +23,8 @@ STAND_IN = Path(__file__).parents[1] / "amd"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
-    pytest.mark.skipif(torch.cuda.device_count() != 2, reason="needs two GPUs"),
+    simulated,
+    pytest.mark.skipif(GPUS != 2, reason="needs two GPUs"),
 ]
 
 

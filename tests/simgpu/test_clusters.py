@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import launch, once
 
 from nbdist import CellInterrupted, Cluster
+from tests.gpu_marks import GPUS, needs_gpus, simulated
 from tests.processes import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "clusters"))
@@ -23,12 +22,11 @@ def break_context():
     torch.zeros(3, device=device)[torch.tensor([9], device=device)] = 1
     torch.cuda.synchronize()
 """
-GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(GPUS < 1, reason="needs a CUDA GPU"),
+    needs_gpus(1),
 ]
 
 
@@ -82,7 +80,7 @@ def test_an_elastic_training_goes_on(event: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpus(1, 2)
-@pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU")
+@simulated
 def test_the_monitor_shows_the_memory_of_each_gpu() -> None:
     n = min(GPUS, 2)
     with Cluster(2, device="cuda", ranks_per_gpu=2 // n) as cluster:
@@ -126,7 +124,7 @@ def test_the_monitor_times_collectives_on_gpus() -> None:
 
 
 @pytest.mark.gpus(4)
-@pytest.mark.skipif(GPUS < 3, reason="needs three GPUs")
+@needs_gpus(3)
 def test_two_ranks_exchange_messages_without_the_third() -> None:
     """NCCL connects two ranks for their first message, and all for a collective."""
     with Cluster(3, device="cuda") as cluster:
@@ -167,9 +165,8 @@ if rank != 1:
 
 
 @pytest.mark.gpus(4)
+@needs_gpus(3)
 def test_a_group_changes_its_members_with_nccl() -> None:
-    if GPUS < 3:
-        pytest.skip("needs three GPUs")
     with Cluster(3, device="cuda", threads=1) as cluster:
         cluster.execute(RECONFIGURE, timeout_s=60)
         cluster.execute(RECONFIGURE, timeout_s=60)  # all ranks are members again
@@ -194,7 +191,7 @@ if half == 0:
 
 
 @pytest.mark.gpus(4)
-@pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
+@needs_gpus(4)
 def test_a_rank_of_one_half_does_not_wait_for_the_idle_other_half() -> None:
     """Both halves are reconfigured with the same number."""
     with Cluster(4, device="cuda", threads=1) as cluster:

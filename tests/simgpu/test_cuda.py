@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import FORKED_RANK, IS_FORKING, forking
 
+from tests.gpu_marks import simulated
+
 CASES_FILE = str(Path(__file__).with_name("cuda_cases.py"))
 Program = list[str]
 """The command line that runs a case, without the case's name."""
@@ -43,7 +45,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpus(1),
     pytest.mark.timeout(120),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+    simulated,
 ]
 
 

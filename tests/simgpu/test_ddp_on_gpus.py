@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nbdist import CellError, Cluster
+from tests.gpu_marks import needs_gpus
 from tests.process_group.test_ddp_after_failures import (  # noqa: F401
     DEADLINE_S,
     RANKS,
@@ -23,7 +24,7 @@ from tests.process_group.test_ddp_after_failures import (  # noqa: F401
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    needs_gpus(1),
 ]
 
 

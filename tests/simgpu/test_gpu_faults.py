@@ -9,20 +9,19 @@ import re
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from nbdist import Cluster, NbdistError
+from tests.gpu_marks import GPUS, needs_gpus
 from tests.reliability import test_fault_matrix as matrix
 from tests.reliability.matrix import CASES, Case
 
 PLACES = ("in an all-reduce", "in DDP backward")
 CHOSEN = [case for case in CASES if case.which == "middle" and case.place in PLACES]
-GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(GPUS < 1, reason="needs a CUDA GPU"),
+    needs_gpus(1),
 ]
 
 

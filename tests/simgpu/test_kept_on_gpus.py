@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import nbdist
 from nbdist import CellError, KeptCluster
 from nbdist.clusters.kept.clusters import stop_cluster
 from nbdist.errors import NcclMismatch, NotRunning
+from tests.gpu_marks import needs_gpus, simulated
 from tests.processes import wait_until
 
 N = 2
@@ -41,11 +41,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpus(2),
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
+    needs_gpus(N),
 ]
-simulated = pytest.mark.skipif(
-    "SIMGPU_LIB" not in os.environ, reason="no simulated GPU"
-)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from nbdist import Cluster
+from tests.gpu_marks import needs_gpus
 
 TESTS = Path(__file__).parents[1]
 SCRIPTS = TESTS / "scripts"
@@ -28,7 +28,7 @@ LIMIT_S = 100
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    needs_gpus(2),
 ]
 
 

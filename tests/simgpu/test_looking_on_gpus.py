@@ -6,7 +6,6 @@ The first tests are those of tests/clusters, whose variables are here on a GPU.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +35,7 @@ from tests.clusters.test_looking import (  # noqa: F401
     test_variables_are_shown_while_a_cell_runs,
     test_variables_of_every_kind_can_be_described,
 )
+from tests.gpu_marks import simulated
 from tests.remove_variables import remove_variables
 from tests.training.test_watch_on_ranks import (  # noqa: F401
     test_the_rank_whose_gradient_was_first_is_named,
@@ -48,7 +48,7 @@ FEW_BYTES = 20_000
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+    simulated,
 ]
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import failures, launch, once
+
+from tests.gpu_marks import GPUS, needs_gpus, simulated
 
 CASES_FILE = str(Path(__file__).with_name("nccl_cases.py"))
 RANK_FILE = str(Path(__file__).with_name("rank_of_two.py"))
@@ -19,13 +19,12 @@ CASES = [
     "messages", "streams_are_ordered", "many_at_once", "groups_of_some_ranks",
     "groups_are_divided", "data_parallel", "abort_ends_a_wait", "an_error_is_told",
 ]  # fmt: skip
-GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
-    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+    simulated,
+    needs_gpus(2),
 ]
 
 

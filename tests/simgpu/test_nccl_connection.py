@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from nbdist import CellTimeout, Cluster, NbdistError
+from tests.gpu_marks import needs_gpus, simulated
 from tests.processes import HANG_S
 
 N = 2
@@ -68,11 +67,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpus(2),
     pytest.mark.timeout(200),
-    pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
+    needs_gpus(N),
 ]
-simulated = pytest.mark.skipif(
-    "SIMGPU_LIB" not in os.environ, reason="no simulated GPU"
-)
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from nbdist import CellError, Cluster
+from tests.gpu_marks import needs_gpus
 
 N = 2
 GROUPS = """
@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpus(2),
     pytest.mark.timeout(200),
-    pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
+    needs_gpus(N),
 ]
 
 

@@ -5,14 +5,13 @@ NBDIST_SEED=1234 repeats one draw, with `pytest -m "gpu and not slow"`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import cuda_draws
 import pytest
-import torch
 from ranks import RanksFailed, launch
 
+from tests.gpu_marks import needs_gpus, simulated
 from tests.seed import CHOSEN, SEED
 
 CALLS = str(Path(__file__).with_name("drawn_calls.py"))
@@ -23,11 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpus(4),
     pytest.mark.timeout(400),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
-    pytest.mark.skipif(
-        torch.cuda.device_count() < cuda_draws.GPUS,
-        reason=f"needs {cuda_draws.GPUS} GPUs",
-    ),
+    simulated,
+    needs_gpus(cuda_draws.GPUS),
 ]
 
 

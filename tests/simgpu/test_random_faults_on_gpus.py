@@ -10,24 +10,23 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.chaos import test_chaos as chaos
 from tests.chaos.draw import RANKS, Draw, draw, spread
 from tests.chaos.expectations import expected
 from tests.chaos.reused_cluster import ReusedCluster
 from tests.chaos.reused_cluster import reused as reused
+from tests.gpu_marks import GPUS, needs_gpus
 
 ALL_DIE_IN_A_COMMIT = 46832
 SEEDS = [*spread(range(3000, 4000), 6), ALL_DIE_IN_A_COMMIT]
 MOST_RANKS = RANKS + 1
 """After a change of size."""
-GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(GPUS < 1, reason="needs a CUDA GPU"),
+    needs_gpus(1),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from nbdist import CellError, Cluster
 from nbdist.errors import NcclMismatch
+from tests.gpu_marks import needs_gpus, simulated
 
 N = 2
 SUM = "all_reduce(Float, 3 elements, sum)"
@@ -22,11 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpus(2),
     pytest.mark.timeout(200),
-    pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
+    needs_gpus(N),
 ]
-simulated = pytest.mark.skipif(
-    "SIMGPU_LIB" not in os.environ, reason="no simulated GPU"
-)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The marks of tests that only a real GPU can pass."""
+"""The marks of tests that need GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import pytest
 import torch
 
+GPUS = torch.cuda.device_count()
 _IS_SIMULATED = "simgpu" in os.environ.get("LD_PRELOAD", "")
+simulated = pytest.mark.skipif(not _IS_SIMULATED, reason="no simulated GPU")
 NEEDS_A_REAL_GPU = [
     pytest.mark.gpu,
     pytest.mark.gpu_real,
@@ -16,3 +18,8 @@ NEEDS_A_REAL_GPU = [
         reason="only a real GPU can show it: needs a CUDA GPU and not a simulated one",
     ),
 ]
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Skip where torch can use fewer GPUs."""
+    return pytest.mark.skipif(count > GPUS, reason=f"needs {count} GPUs")
