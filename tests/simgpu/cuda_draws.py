@@ -7,7 +7,7 @@ the calls on ranks.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -112,10 +112,13 @@ def draw(seed: int) -> Draw:
     memory = (1.0,) * RANKS
     if transport == "ipc" and chance.random() < 0.3:
         slot_bytes, memory = 0, tuple(chance.choice([0.25, 0.5, 1.0]) for _ in memory)
-    calls = tuple(
-        _call(chance, slot_bytes or 12288) for _ in range(chance.choice([1, 2, 4]))
-    )
+    room = slot_bytes or 12288
+    calls = tuple(_call(chance, room) for _ in range(chance.choice([1, 2, 4])))
     failure = chance.choice(FAILURES) if chance.random() < 0.3 else ""
+    if failure == "one fails in the middle":  # which a long call has
+        *others, last = calls
+        long = replace(last, length=4 * _slot(room, last.operation, last.dtype))
+        calls = (*others, long)
     return Draw(
         seed=seed,
         transport=transport,
@@ -152,7 +155,7 @@ def _call(chance: random.Random, slot_bytes: int) -> Call:
     streams = list(range(STREAMS))
     made_on = for_each(streams)
     called_on = made_on if chance.random() < 0.5 else for_each(streams)
-    slot = slot_bytes // (RANKS if operation in PARTED else 1) // dtype.itemsize
+    slot = _slot(slot_bytes, operation, dtype)
     return Call(
         operation=operation,
         op=op,
@@ -169,6 +172,11 @@ def _call(chance: random.Random, slot_bytes: int) -> Call:
         elsewhere=likely(0.3),
         strided=likely(0.3),
     )
+
+
+def _slot(slot_bytes: int, operation: str, dtype: torch.dtype) -> int:
+    """The elements that a slot has for each tensor."""
+    return slot_bytes // (RANKS if operation in PARTED else 1) // dtype.itemsize
 
 
 def _ops(dtype: torch.dtype) -> list[str]:

@@ -226,10 +226,19 @@ class _Rank:
             with self._on(call, call.called_on):
                 if not is_failing or is_begun:
                     error = self._error_of(call, made.function)
-                scratch = [
-                    torch.full((each.numel(),), 5.0, device=self._gpu)
+                sizes = [
+                    each.untyped_storage().nbytes()
                     for each in (*made.inputs, *made.outputs)
                 ]
+                if is_begun and error is not None:  # the user drops the tensors
+                    made.inputs.clear()
+                    made.outputs.clear()
+                scratch = [  # enough to get their memory
+                    torch.full((size,), 5, dtype=torch.uint8, device=self._gpu)
+                    for size in 4 * sizes
+                ]
+            if is_failing:
+                assert self._group.broken == (error is not None)
         has_one_step = is_begun and error is None and self._draw.step == 2
         if is_failing and is_begun:
             assert isinstance(error, Injected) or has_one_step, error
@@ -252,7 +261,7 @@ class _Rank:
             if handle is not None:
                 handle.wait()
         except (Injected, CollectiveAborted, CollectiveMismatch) as error:
-            return error
+            return error.with_traceback(None)  # whose frames hold the call's memory
         return None
 
     def _keeps(self, call: Call, made: _Made) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import time
@@ -19,13 +20,14 @@ import nbdist.collectives as nc
 from nbdist.collectives import group as group_module
 from nbdist.collectives.transports import nccl
 from nbdist.config import CollectiveConfig
-from nbdist.errors import UsageError
+from nbdist.errors import CollectiveAborted, UsageError
 from nbdist.training.data.device_prefetch import on_device
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 LONG = 100_000_000
 """Clock ticks: some 0.05 s."""
+SLOT = 65_536
 TOTAL = SIZE * (SIZE + 1) / 2
 
 
@@ -159,26 +161,88 @@ def batches_stay_as_they_are() -> None:
                 assert (total == step + 1).all(), (made, step)
 
 
+class _Slow:
+    """A batch that is on the GPU after a long kernel."""
+
+    def to(self, device: torch.device, **_options: object) -> _Slow:
+        with torch.cuda.device(device):
+            torch.cuda._sleep(10 * LONG)
+            self.moved = torch.cuda.current_stream().record_event()
+        return self
+
+
+def a_step_does_not_wait_for_the_next_batch() -> None:
+    """Whichever device is current."""
+    device = torch.device("cuda", RANK)
+    for current in (RANK, 1 - RANK):
+        with torch.cuda.device(current):
+            first, second = _Slow(), _Slow()
+            batches = on_device([first, second], device)
+            next(batches)
+            torch.cuda.current_stream(device).synchronize()
+            assert first.moved.query()
+            assert not second.moved.query()
+            next(batches)
+
+
+def results_outlive_an_aborted_group() -> None:
+    """Its memory is used again while a stream has yet to read a result there."""
+    side = torch.cuda.Stream()
+    nc.all_reduce(torch.ones(3, device="cuda"))
+    for _ in range(3):
+        part = nc.default_group().new(list(range(SIZE)))
+        assert part is not None
+        nc.all_reduce(torch.ones(3, device="cuda"), group=part)
+        transport: Any = part.transport("cuda")
+        transport._pass = _followed_by_a_long_kernel(transport._pass)
+        with torch.cuda.stream(side):
+            tensor = torch.full((1000,), RANK + 1.0, device="cuda")
+            nc.all_reduce(tensor, group=part)
+        part.abort(CollectiveAborted("enough"))
+        part.close()
+        del part, transport
+        COMM.Barrier()
+        torch.cuda.ipc_collect()
+        scratch = [torch.full((SLOT,), -1.0, device="cuda") for _ in range(8)]
+        side.synchronize()
+        assert (tensor == TOTAL).all()
+        del scratch
+
+
+def _followed_by_a_long_kernel(function: Callable[..., None]) -> Callable[..., None]:
+    def followed(first: bool) -> None:
+        function(first=first)
+        torch.cuda._sleep(LONG)
+
+    return followed
+
+
 def another_current_device() -> None:
     """The group's GPU is that of its tensors, whichever device is current."""
     device = torch.device("cuda", RANK)
-    nc.all_reduce(torch.ones(3, device=device))
     torch.cuda.set_stream(torch.cuda.Stream(device))
     torch.cuda.set_device(1 - RANK)
-    for length in (5, 300_000):
+    groups = [
+        nc.Group(COMM, config=CollectiveConfig(transport, timeout_s=30.0))
+        for transport in ("nccl", "ipc", "staged")
+    ]
+    for group, is_async, length in itertools.product(
+        groups, (False, True), (5, 300_000)
+    ):
         tensor = torch.zeros(length, device=device)
         with torch.cuda.device(device):
             torch.cuda._sleep(LONG)
         tensor.add_(RANK + 1)
-        handle = nc.all_reduce(tensor, async_op=True)
-        assert handle is not None
-        handle.wait()
+        handle = nc.all_reduce(tensor, async_op=is_async, group=group)
+        if handle is not None:
+            handle.wait()
         assert (tensor == TOTAL).all(), length
-        nc.all_reduce(tensor)
+        nc.all_reduce(tensor, group=group)
         assert (tensor == SIZE * TOTAL).all(), length
         assert torch.cuda.current_device() == 1 - RANK
-    with pytest.raises(UsageError, match="a tensor on cuda"):
-        nc.all_reduce(torch.ones(3, device=torch.device("cuda", 1 - RANK)))
+    for group in groups:
+        with pytest.raises(UsageError, match="a tensor on cuda"):
+            nc.all_reduce(torch.ones(3, device="cuda"), group=group)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -191,10 +255,15 @@ CASES: dict[str, Callable[[], None]] = {
         batches_are_complete,
         batches_stay_as_they_are,
         another_current_device,
+        a_step_does_not_wait_for_the_next_batch,
+        results_outlive_an_aborted_group,
     )
 }
 CONFIGS = {
-    "many_small_pieces": CollectiveConfig("staged", timeout_s=30.0, staging_bytes=4096)
+    "results_outlive_an_aborted_group": CollectiveConfig(
+        "ipc", timeout_s=30.0, gpu_slot_bytes=SLOT
+    ),
+    "many_small_pieces": CollectiveConfig("staged", timeout_s=30.0, staging_bytes=4096),
 }
 
 

@@ -24,7 +24,8 @@ CASES = "tests/simgpu/alone.py::test_case"
 CONTRACT = "tests/simgpu/alone.py::test_contract"
 MACHINES = "tests/simgpu/test_machines.py::test_machine"
 STREAMS = "tests/simgpu/test_machines.py::test_calls_on_changing_streams"
-PIECES = "tests/simgpu/test_machines.py::test_case[many_small_pieces]"
+MACHINE_CASES = "tests/simgpu/test_machines.py::test_case"
+PIECES = f"{MACHINE_CASES}[many_small_pieces]"
 FAULTS = (
     "tests/simgpu/test_gpu_faults.py::test_a_fault_ends_its_cell_and_names_the_rank"
 )
@@ -32,7 +33,7 @@ DEVICES = "tests/clusters/test_gpu_devices.py"
 UNEVEN = "tests/simgpu/test_uneven_nccl_on_gpus.py"
 DRAWS = "tests/simgpu/alone.py::test_draws"
 OWN_STREAMS = "tests/simgpu/test_random_streams_on_gpus.py::test_12_draws"
-ON_TWO = "tests/simgpu/test_machines.py::test_case_on_two_gpus[another_current_device]"
+ON_TWO = "tests/simgpu/test_machines.py::test_case_on_two_gpus"
 LOADED = "tests/simgpu/test_changes_on_gpus.py"
 LIMIT_S = 400.0
 
@@ -257,7 +258,7 @@ MUTANTS = [
         "collectives/mailbox.py",
         "            torch.cuda.current_stream(gpu).synchronize()\n",
         "            pass\n",
-        ["tests/simgpu/test_machines.py::test_case[messages_on_two_streams]"],
+        [f"{MACHINE_CASES}[messages_on_two_streams]"],
     ),
     # -- batches and metrics -----------------------------------------------------------
     Mutant(
@@ -265,7 +266,7 @@ MUTANTS = [
         PREFETCH,
         "    torch.cuda.current_stream(device).wait_event(ready)\n",
         "",
-        ["tests/simgpu/test_machines.py::test_case[batches_are_complete]"],
+        [f"{MACHINE_CASES}[batches_are_complete]"],
     ),
     Mutant(
         "a batch's event is recorded before its copy",
@@ -274,14 +275,14 @@ MUTANTS = [
         "side.record_event()\n",
         "        ready = side.record_event()\n"
         "        return _moved(batch, device, non_blocking=True), ready\n",
-        ["tests/simgpu/test_machines.py::test_case[batches_are_complete]"],
+        [f"{MACHINE_CASES}[batches_are_complete]"],
     ),
     Mutant(
         "a batch's memory is given to the next batch",
         PREFETCH,
         "    side.wait_stream(torch.cuda.current_stream(device))\n    with",
         "    with",
-        ["tests/simgpu/test_machines.py::test_case[batches_stay_as_they_are]"],
+        [f"{MACHINE_CASES}[batches_stay_as_they_are]"],
     ),
     Mutant(
         "a logged value is read before it is copied",
@@ -299,9 +300,7 @@ MUTANTS = [
         "collectives/group.py",
         "current = torch.cuda.device(gpu) if gpu is not None else _nowhere",
         "current = _nowhere",
-        [
-            "tests/simgpu/test_machines.py::test_case_on_two_gpus[another_current_device]"
-        ],
+        [f"{ON_TWO}[another_current_device]"],
         cards=2,
     ),
     Mutant(
@@ -349,14 +348,14 @@ MUTANTS = [
         PREFETCH,
         "    side.wait_stream(torch.cuda.current_stream(device))\n    with",
         "    side.wait_stream(torch.cuda.default_stream(device))\n    with",
-        ["tests/simgpu/test_machines.py::test_case[batches_stay_as_they_are]"],
+        [f"{MACHINE_CASES}[batches_stay_as_they_are]"],
     ),
     Mutant(
         "a batch's side stream is on the current device",
         PREFETCH,
         "side = torch.cuda.Stream(device)",
         "side = torch.cuda.Stream()",
-        [f"{OWN_STREAMS}[a GPU each-batches]"],
+        [f"{ON_TWO}[a_step_does_not_wait_for_the_next_batch]"],
         cards=2,
     ),
     Mutant(
@@ -404,6 +403,14 @@ MUTANTS = [
         cards=2,
     ),
     Mutant(
+        "watch does not wait for the streams of the training",
+        WATCH,
+        "            torch.cuda.current_stream(stream.device).wait_stream(stream)\n",
+        "            pass\n",
+        [f"{OWN_STREAMS}[one GPU-watched]"],
+        cards=2,
+    ),
+    Mutant(
         "watch's event is on the current device",
         WATCH,
         "with torch.cuda.device(device):",
@@ -444,11 +451,11 @@ MUTANTS = [
         cards=2,
     ),
     Mutant(
-        "a commit on a GPU is copied from the host's copy",
+        "a commit on a GPU shares the live tensor's memory",
         COPIES_OF_COMMITS,
         "                    own.copy_(tensor)\n",
-        "                    own.copy_(shared, non_blocking=True)\n",
-        [f"{OWN_STREAMS}[one GPU-committed]"],
+        "                    own.set_(tensor)\n",
+        [f"{OWN_STREAMS}[one GPU-saved]"],
         cards=2,
     ),
     Mutant(
@@ -458,22 +465,26 @@ MUTANTS = [
         "                    default = torch.cuda.default_stream(own.device)\n"
         "                    with torch.cuda.stream(default):\n"
         "                        own.copy_(tensor)\n",
-        [f"{OWN_STREAMS}[one GPU-committed]"],
-        cards=2,
-    ),
-    Mutant(
-        "the files of a commit are named before they are copied",
-        COPIES_OF_COMMITS,
-        "            torch.cuda.current_stream(device).synchronize()\n",
-        "            pass\n",
         [f"{OWN_STREAMS}[one GPU-saved]"],
         cards=2,
     ),
     Mutant(
-        "the files of a commit wait for the default stream",
+        "the files of a commit are copied on a stream of their own",
         COPIES_OF_COMMITS,
-        "torch.cuda.current_stream(device).synchronize()",
-        "torch.cuda.default_stream(device).synchronize()",
+        "                torch._foreach_copy_(self._shared, list(tensors))",
+        "                own = torch.cuda.Stream(tensors[0].device)\n"
+        "                with torch.cuda.stream(own):\n"
+        "                    torch._foreach_copy_(self._shared, list(tensors))",
+        [f"{OWN_STREAMS}[one GPU-saved]"],
+        cards=2,
+    ),
+    Mutant(
+        "the files of a commit are copied on the default stream",
+        COPIES_OF_COMMITS,
+        "                torch._foreach_copy_(self._shared, list(tensors))",
+        "                default = torch.cuda.default_stream(tensors[0].device)\n"
+        "                with torch.cuda.stream(default):\n"
+        "                    torch._foreach_copy_(self._shared, list(tensors))",
         [f"{OWN_STREAMS}[one GPU-saved]"],
         cards=2,
     ),
@@ -566,7 +577,7 @@ MUTANTS = [
         EVENTS,
         "                self._stream.synchronize()\n",
         "                pass\n",
-        [f"{CASES}[ipc-groups_are_closed_while_others_read]"],
+        [f"{MACHINE_CASES}[results_outlive_an_aborted_group]"],
     ),
     # -- the GPU with the number 1 -----------------------------------------------------
     Mutant(
@@ -574,7 +585,7 @@ MUTANTS = [
         GROUP,
         "if gpu is not None and device.index not in (None, gpu.index):",
         "if False:",
-        [ON_TWO],
+        [f"{ON_TWO}[another_current_device]"],
         cards=2,
     ),
     Mutant(
@@ -590,7 +601,7 @@ MUTANTS = [
         GROUP,
         "            with torch.cuda.device(self._connection.gpu):\n",
         "            with _nowhere:\n",
-        [ON_TWO],
+        [f"{ON_TWO}[another_current_device]"],
         cards=2,
     ),
     Mutant(
@@ -605,8 +616,8 @@ MUTANTS = [
         "a saved value is loaded to the first GPU",
         "training/files.py",
         "storage.cuda(torch.cuda.current_device())",
-        "storage.cuda(0)",
-        [LOADED],
+        'storage.to(device=torch.device("cuda", 0))',
+        [f"{LOADED}::test_each_rank_loads_a_saved_state_to_its_own_gpu"],
         cards=2,
     ),
     Mutant(
@@ -622,10 +633,7 @@ MUTANTS = [
         "training/device.py",
         'torch.device("cuda", torch.cuda.current_device())',
         'torch.device("cuda", 0)',
-        [
-            "tests/simgpu/test_clusters.py::test_an_elastic_training_goes_on",
-            f"{OWN_STREAMS}[a GPU each-batches]",
-        ],
+        [f"{OWN_STREAMS}[a GPU each-batches]"],
         cards=2,
     ),
     Mutant(

@@ -6,11 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from nbdist import CellError, Cluster
+from tests.gpu_marks import needs_gpus
 
-GPUS = torch.cuda.device_count()
 SUM = """
 x = torch.full((3,), rank + 1.0, device=device)
 dist.all_reduce(x)
@@ -21,9 +20,9 @@ DIE = "import os, signal\nif rank == 0: os.kill(os.getpid(), signal.SIGKILL)"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(GPUS < 1, reason="needs a CUDA GPU"),
+    needs_gpus(1),
 ]
-needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+needs_two = needs_gpus(2)
 
 
 def sum_of_ranks(cluster: Cluster) -> None:
@@ -69,8 +68,11 @@ def test_each_rank_loads_a_saved_state_to_its_own_gpu(tmp_path: Path) -> None:
             state.save(path)
             held = [torch.cuda.memory_allocated(gpu) for gpu in range(2)]
             state.load(path)
+            nbdist.save(plain, path + ".pt")
+            loaded = nbdist.load(path + ".pt")
             """
         )
+        assert cluster["loaded.device == device"] == [True, True]
         assert cluster["state.plain.device == device"] == [True, True]
         assert cluster["state.plain.unique().tolist()"] == [[7.0], [7.0]]
         assert cluster["next(model.parameters()).device == device"] == [True, True]

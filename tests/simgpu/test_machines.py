@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ranks import failures, launch
 from nbdist import CellError, Cluster
 from nbdist.clusters.hosts.machine import this_host
 from nbdist.errors import UsageError
+from tests.gpu_marks import needs_gpus, simulated
 
 CASES_FILE = str(Path(__file__).with_name("machine_cases.py"))
 ORDERS = ["work_queued_before_and_after_is_ordered", "a_stream_of_the_users",
@@ -31,14 +31,13 @@ LATE = {"SIMGPU_JITTER_US": "500", "SIMGPU_HOST_PAUSE_US": "3000"}
 """Operations are sometimes late by up to 15 ms, and hosts by 3 ms."""
 NO_PERMISSION, NOT_SUPPORTED, FUNCTION_NOT_FOUND, GPU_IS_LOST = 4, 3, 13, 15
 NVML_ERRORS = NO_PERMISSION, NOT_SUPPORTED, FUNCTION_NOT_FOUND, GPU_IS_LOST
-GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
+    simulated,
 ]
-needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+needs_two = needs_gpus(2)
 
 
 @pytest.mark.streams
@@ -60,7 +59,8 @@ def test_machine(machine: str) -> None:
 @pytest.mark.parametrize(
     "case",
     ["many_small_pieces", "late_messages", "messages_on_two_streams",
-     "batches_are_complete", "batches_stay_as_they_are"],
+     "batches_are_complete", "batches_stay_as_they_are",
+     "results_outlive_an_aborted_group"],
 )  # fmt: skip
 def test_case(case: str) -> None:
     launch(2, CASES_FILE, "run", case, False, deadline_s=100, environment=LATE)
@@ -76,7 +76,9 @@ def test_calls_on_changing_streams(machine: str) -> None:
 
 @pytest.mark.streams
 @needs_two
-@pytest.mark.parametrize("case", ["another_current_device"])
+@pytest.mark.parametrize(
+    "case", ["another_current_device", "a_step_does_not_wait_for_the_next_batch"]
+)
 def test_case_on_two_gpus(case: str) -> None:
     launch(2, CASES_FILE, "run", case, True, deadline_s=100)
 

@@ -6,13 +6,13 @@ device and the length of the kernel before it. NBDIST_SEED=1234 repeats a draw.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from nbdist import Cluster
+from tests.gpu_marks import needs_gpus, simulated
 from tests.processes import wait_until
 from tests.seed import CHOSEN, SEED
 
@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpus(2),
     pytest.mark.timeout(400),
-    pytest.mark.skipif("SIMGPU_LIB" not in os.environ, reason="no simulated GPU"),
-    pytest.mark.skipif(torch.cuda.device_count() < N, reason="needs two GPUs"),
+    simulated,
+    needs_gpus(N),
 ]
 
 SETUP = """
@@ -36,8 +36,12 @@ streams = [torch.cuda.default_stream(own), *(torch.cuda.Stream(own) for _ in ran
 
 @contextlib.contextmanager
 def somewhere(chance):
-    '''A stream and a device are current; the stream is done before the next draw.'''
+    '''A stream and a device are current; some other streams are busy.'''
     stream = chance.choice(streams)
+    for other in streams:
+        if other is not stream and chance.random() < 0.5:
+            with torch.cuda.stream(other):
+                torch.cuda._sleep(5 * TICKS_OF_A_MS)
     elsewhere = torch.cuda.device_count() > 1 and chance.random() < 0.4
     with torch.cuda.stream(stream):
         with torch.cuda.device(1 - own.index if elsewhere else own):
@@ -54,13 +58,14 @@ def late(chance, values):
 def batches(chance):
     '''Loops over a loader, whose batches are read late, one loop after another.'''
     data = torch.utils.data.TensorDataset(torch.arange(4000.0).view(40, 100))
-    loader = nbdist.loader(data, 2, shuffle=False, num_workers=0, device=own)
+    loader = nbdist.loader(data, 2, shuffle=False, num_workers=0)
     wanted = [part for (part,) in nbdist.loader(data, 2, shuffle=False,
                                                 num_workers=0, device="cpu")]
     for _ in range(2):
         got = []
         with somewhere(chance) as stream:
             for (batch,) in loader:
+                assert batch.device == own
                 room = torch.full_like(batch, 77)
                 with torch.cuda.device(own):
                     torch.cuda._sleep(chance.choice([0, 1]) * TICKS_OF_A_MS)
@@ -83,7 +88,7 @@ def watched(chance):
     '''Steps on changing streams are finite, and one NaN is found.'''
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(own)
     watch = nbdist.watch(model)
-    spoiled = chance.choice([None, 2, 4])
+    spoiled = chance.choice([None, 2, 5])
     try:
         for step in range(1, 6):
             with somewhere(chance) as stream:
@@ -94,7 +99,8 @@ def watched(chance):
                     x[1, 2] = float("nan")
                 model(late(chance, x)).sum().backward()
                 model.zero_grad()
-        watch.check()
+        with somewhere(chance):
+            watch.check()
     except NotFinite as error:
         assert str(error).startswith(f"step {spoiled}: the output of 0"), error
     else:

@@ -243,14 +243,12 @@ class _Copy:
         """Copy the tensors; return the copies, each on its tensor's device."""
         with torch.no_grad():
             if tensors:
-                torch._foreach_copy_(self._shared, list(tensors), non_blocking=True)
+                torch._foreach_copy_(self._shared, list(tensors))  # the host waits
             for own, shared, tensor in zip(
                 self._own, self._shared, tensors, strict=True
             ):
                 if own is not shared:
                     own.copy_(tensor)
-        for device in {each.device for each in tensors if each.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
         return self._own
 
     def pickled(self, values: dict[str, Any]) -> bytes:
