@@ -205,7 +205,7 @@ def test_a_rank_that_cannot_connect(
 
 @simulated
 @pytest.mark.gpus(4)
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@needs_gpus(4)
 @pytest.mark.parametrize("name", ["all_reduce", "ddp"])
 @on
 def test_a_middle_rank_that_cannot_connect(name: str, group: str) -> None:
