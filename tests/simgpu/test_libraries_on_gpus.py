@@ -63,8 +63,13 @@ def by_cluster(cluster: Cluster, script: Path, *arguments: str) -> set[str]:
 
 
 def results(printed: str) -> set[str]:
-    """The lines with results. Libraries print other lines, too."""
-    return set(re.findall(r"^(?:epoch|weights|resumed) .*$", printed, re.MULTILINE))
+    """The lines with results. Libraries print other lines, too.
+
+    Below torchrun, a rank may write between another one's line and its end.
+    """
+    begins = r"epoch \d+:|weights |resumed "
+    pattern = rf"(?:{begins}).+?(?={begins}|$)"
+    return set(re.findall(pattern, printed, re.MULTILINE))
 
 
 def assert_usable(cluster: Cluster) -> None:
