@@ -262,7 +262,9 @@ def test_an_interrupt_ends_a_run_on_all_ranks(cluster: Cluster, mode: str) -> No
     endless = "strategy.run(lambda: [train(20)] and print('on') or train(10**9))"
     with pytest.raises(CellError) as caught:
         cluster.execute(endless, observer=Press(cluster), timeout_s=DEADLINE_S)
-    said = str(caught.value)
-    assert said.count("KeyboardInterrupt") == len(said.splitlines())
-    assert "has died" not in said
+    first, *others = str(caught.value).splitlines()
+    assert "KeyboardInterrupt" in first
+    # The server may hear of an interrupted worker before its own interrupt arrives.
+    ended = r"KeyboardInterrupt|CollectiveAborted: no worker has finished: rank \d has "
+    assert all(re.search(ended, each) for each in others), others
     assert_trains_again(cluster, mode, range(19, 10**9))
