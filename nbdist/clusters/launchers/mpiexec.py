@@ -116,10 +116,9 @@ class Mpiexec(Launcher):
         variables["OMPI_MCA_rmaps_base_oversubscribe"] = "1"  # before Open MPI 5
         if n > cores():
             variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
-        # Ranks that yield with sched_yield starve others. Since Linux 6.18 each yield
-        # moves the virtual time of its core on, without any use of that core, and a
-        # thread that wakes up, the notebook's too, waits until busy processes have
-        # caught up with it: 70 s were measured.
+        # Ranks that yield with sched_yield starve others: on Linux 6.18 a thread that
+        # woke up, the notebook's too, stood in the run queue for up to 52 s beside
+        # four busy processes. A yield seems to move the virtual time of its core on.
         variables["OMPI_MCA_threads_pthreads_yield_strategy"] = "nanosleep"
         return variables
 
