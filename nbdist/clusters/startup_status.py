@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import time
 from pathlib import Path
@@ -145,8 +144,6 @@ def ends_within(pid: int, timeout_s: float) -> bool:
             time.sleep(END_POLL_S)
         return not runs(pid)
     try:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
+        return pidfd.ends_within(descriptor, timeout_s)
     finally:
         os.close(descriptor)

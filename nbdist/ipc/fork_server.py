@@ -31,7 +31,6 @@ import importlib.util
 import os
 import resource
 import runpy
-import select
 import selectors
 import signal
 import site
@@ -53,6 +52,7 @@ if __name__ == "__main__":
     sys.path.append(str(ROOT))
 
 from nbdist.config import OutputConfig  # noqa: E402
+from nbdist.ipc import pidfd  # noqa: E402
 from nbdist.ipc.device_assignment import DeviceAssignment  # noqa: E402
 from nbdist.ipc.file_pages import release_file_pages  # noqa: E402
 from nbdist.ipc.fork_messages import (  # noqa: E402
@@ -813,9 +813,7 @@ def _await_end(pid: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
-        ending = select.poll()
-        ending.register(descriptor, select.POLLIN)
-        ending.poll(ENDING_TIMEOUT_S * 1000)
+        pidfd.ends_within(descriptor, ENDING_TIMEOUT_S)
         os.close(descriptor)
 
 

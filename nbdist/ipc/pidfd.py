@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 
-__all__ = ["can_open", "opened"]
+__all__ = ["can_open", "ends_within", "opened"]
 
 
 def opened(pid: int) -> int | None:
@@ -33,3 +34,10 @@ def can_open() -> bool:
     if descriptor is not None:
         os.close(descriptor)
     return descriptor is not None
+
+
+def ends_within(descriptor: int, timeout_s: float) -> bool:
+    """Wait until the process of a descriptor has ended; whether it has."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))

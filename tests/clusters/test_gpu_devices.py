@@ -10,11 +10,12 @@ import torch
 from nbdist import Cluster
 from nbdist.errors import CellTimeout
 from nbdist.ipc import endpoints
+from tests.gpu_marks import needs_gpus
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpus(2),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+    needs_gpus(2),
 ]
 
 

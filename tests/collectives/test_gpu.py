@@ -9,6 +9,8 @@ import pytest
 import torch
 from ranks import RanksFailed, assert_clean, failures, launch, once
 
+from tests.gpu_marks import GPUS, needs_gpus
+
 CONTRACT = str(Path(__file__).with_name("contract.py"))
 CASES_FILE = str(Path(__file__).with_name("gpu.py"))
 FAULTS = str(Path(__file__).with_name("faults.py"))
@@ -31,14 +33,13 @@ ON_ONE = [
 ]  # fmt: skip
 SAME_STREAMS = [(1, "auto"), (2, "auto"), (2, "shared"), (2, "mpi"), (2, "ring")]
 """Transports whose copies and events are those of a transport in `ON_ONE`."""
-GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
+needs_two = needs_gpus(2)
 
 
 def contract_holds(size: int, transports: list[str], own_gpus: bool = False) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import launch
 
-from tests.gpu_marks import NEEDS_A_REAL_GPU
+from tests.gpu_marks import NEEDS_A_REAL_GPU, needs_gpus
 
 CASES = str(Path(__file__).with_name("gpu_real.py"))
 
@@ -23,7 +22,7 @@ def test_ranks_on_one_gpu_are_ten_times_as_fast_as_gloo() -> None:
     assert seconds["gloo"] / seconds["nbdist"] >= 10, seconds
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@needs_gpus(2)
 def test_a_collective_of_nccl_is_captured_in_a_graph() -> None:
     launch(2, CASES, "a_captured_graph", deadline_s=200)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from nbdist.ipc.ports import free_ports
+from tests.gpu_marks import needs_gpus
 from tests.notebook.test_kernel import Notebook
 
 START = "%load_ext nbdist\n%dist_start -n 2{options}"
@@ -166,7 +166,7 @@ print(torch.cuda.is_initialized())
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_gpus(2)
 def test_cuda_may_be_initialised_and_a_model_on_a_gpu(notebook: Notebook):
     assert ok(notebook, USES_CUDA).strip() == "True"
     assert_trains(notebook, START.format(options=""), "cuda")

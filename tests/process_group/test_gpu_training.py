@@ -8,6 +8,8 @@ import pytest
 import torch
 from ranks import failures, launch, once
 
+from tests.gpu_marks import needs_gpus
+
 CASES_FILE = str(Path(__file__).with_name("training.py"))
 BATCHES = str(Path(__file__).with_name("batches.py"))
 CASES = [
@@ -15,7 +17,6 @@ CASES = [
     "ddp_power_sgd", "fsdp", "tensor_parallel", "pipeline_gpipe", "pipeline_1f1b",
     "checkpoint",
 ]  # fmt: skip
-GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,8 +24,8 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-needs_four = pytest.mark.skipif(GPUS < 4, reason="needs four CUDA GPUs")
-needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
+needs_four = needs_gpus(4)
+needs_two = needs_gpus(2)
 
 
 @once
