@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import importlib
 import shutil
 import sys
@@ -24,6 +23,7 @@ from nbdist.errors import (
     message_of,
 )
 from nbdist.ipc.fork_messages import FORKED
+from nbdist.ipc.locks import await_all
 from nbdist.kernel_versions import untested_torch
 from nbdist.widgets import looking
 from nbdist.widgets.grid import Grid
@@ -583,7 +583,7 @@ class Session:
                 show_error(error)
                 raise
 
-        def end_cancelled(future: concurrent.futures.Future[Any]) -> None:
+        def end_cancelled(_future: object) -> None:
             if future.cancelled():
                 button.close()
                 view.announce(f"In[{number}] was cancelled before it began")
@@ -972,7 +972,7 @@ def _wait_for(cell: BackgroundCell) -> None:
     """Wait for a cell in the background; raises its error."""
     number = cell.number
     try:
-        concurrent.futures.wait([cell.future])
+        await_all([cell.future], None)
     except KeyboardInterrupt:
         raise CellInterrupted(
             f"the wait for In[{number}] was interrupted; it continues in the "

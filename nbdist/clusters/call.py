@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from nbdist.clusters.port_clash import port_in_use
 from nbdist.errors import RankDied
 from nbdist.ipc import endpoints, serialization
 from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.ipc.locks import Future
 from nbdist.wire import (
     ELASTIC,
     INPUT,
@@ -103,13 +103,13 @@ class Call:
         exchange = Exchange(uuid, lambda message: self._hear(rank_call, message))
         rank_call.exchange = exchange
 
-        def ended(reply: Future[Answer]) -> None:
+        def ended(_reply: object) -> None:
             rank_call.drop_orders()
             # Only the last rank wakes the waiting thread, and a failure, which may
             # need an action at once.
             if self._have_all_ended():
                 self._queue_ends()
-            elif _has_failed(reply):
+            elif _has_failed(exchange.reply):
                 self._queue.put(((uuid,), None))
 
         exchange.reply.add_done_callback(ended)

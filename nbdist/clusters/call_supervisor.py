@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from nbdist.clusters.call import Call
@@ -28,6 +27,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc import endpoints
 from nbdist.ipc.left_over import LeftOver, describe, left_over
+from nbdist.ipc.locks import Future, await_all
 from nbdist.widgets.user_input import UserInput
 from nbdist.wire import (
     CollectiveCall,
@@ -696,7 +696,8 @@ class CallSupervisor:
         end = time.monotonic() + RENEW_TIMEOUT_S
         waiting: Collection[Future[Answer]] = replies.values()
         while waiting and time.monotonic() < end:
-            waiting = wait(waiting, RELEASE_S, return_when=FIRST_COMPLETED).not_done
+            await_all(waiting, RELEASE_S)
+            waiting = [reply for reply in waiting if not reply.done()]
             answers = {info.rank: _answer(reply) for info, reply in replies.items()}
             failed = [r for r, answer in answers.items() if answer and not answer.ok]
             left = [r for r, answer in answers.items() if answer is None]

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import (
     Awaitable,
@@ -73,6 +72,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc import endpoints, folders
 from nbdist.ipc.device_assignment import DeviceAssignment
+from nbdist.ipc.locks import Event, Future
 from nbdist.ipc.private_files import make_commit_folders
 from nbdist.ipc.shm_payload import Shipment
 from nbdist.telemetry.collector import Collector
@@ -92,8 +92,6 @@ from nbdist.wire import (
 )
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     import pandas as pd
 
     from nbdist.clusters.call import Call
@@ -274,7 +272,7 @@ class Cluster:
         self._beginning: Resume | None = None
         self._commit: LastCommit | None = None
         """The last commit of a world that was lost."""
-        self._loss = threading.Event()
+        self._loss = Event()
         self._setup: list[tuple[str, int]] = []
         self._cells = 0
         self._failures: list[Failure] = []

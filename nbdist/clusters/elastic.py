@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +28,7 @@ from nbdist.errors import (
     UsageError,
 )
 from nbdist.ipc import endpoints
+from nbdist.ipc.locks import Future
 from nbdist.wire import ElasticCall, RankInfo, Verdict, format_ranks
 
 __all__ = ["Elastic"]

@@ -8,8 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+
+from nbdist.ipc.locks import Future, await_all
 
 __all__ = ["BackgroundCalls", "CallFuture"]
 
@@ -100,7 +101,7 @@ class BackgroundCalls:
             Whether there is nothing to wait for any longer.
         """
         if self.busy:
-            wait(self.unfinished(), timeout_s)
+            await_all(self.unfinished(), timeout_s)
         return not self.busy
 
     def cancel(self) -> None:

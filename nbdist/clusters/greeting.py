@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from nbdist.ipc import endpoints
+from nbdist.ipc.locks import Future
 
 if TYPE_CHECKING:
     from nbdist.clusters.ipp_client import Answer, Exchange, IppClient

@@ -7,7 +7,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from nbdist.ipc.direct_socket import (
     packet_of,
     path_of,
 )
+from nbdist.ipc.locks import Future
 from nbdist.ipc.signed_messages import (
     Gate,
     Opened,

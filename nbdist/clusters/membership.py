@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from nbdist.errors import ChangeFailed, RankDied
 from nbdist.ipc import endpoints, folders, rank_parent
 from nbdist.ipc.busy_host import stretched
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
+from nbdist.ipc.locks import Event, Future, await_all
 from nbdist.ipc.process_files import JOINING
 from nbdist.wire import Change, Join, RankInfo, format_ranks
 
@@ -220,7 +219,7 @@ class _Attempt:
             for join in plan.joins
         ]
         self._replies: dict[int, Future[Answer]] = {}
-        self._changed = threading.Event()
+        self._changed = Event()
         """Set when a rank has answered or a newcomer has registered."""
 
     def carry_out(self, ask: Ask) -> tuple[list[RankInfo], list[RankInfo]]:
@@ -259,7 +258,7 @@ class _Attempt:
         for uuid in self._arrived():
             # Fail it by UUID, because another engine may have its rank's number now.
             self._registry.client.fail(uuid, RankDied("a rank that joined was ended"))
-        wait(self._replies.values(), CANCEL_TIMEOUT_S)
+        await_all(self._replies.values(), CANCEL_TIMEOUT_S)
         silent = [rank for rank, reply in self._replies.items() if not reply.done()]
         if silent:
             raise ChangeFailed(
@@ -291,7 +290,7 @@ class _Attempt:
             self._changed.clear()
         self._check_members()
 
-    def _on_reply(self, _reply: Future[Answer]) -> None:
+    def _on_reply(self, _reply: object) -> None:
         self._changed.set()
 
     def _check_newcomers(self) -> None:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Set
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from nbdist.clusters.supervisor_client import Loss
 from nbdist.errors import ClusterError, RankDied
 from nbdist.ipc import pidfd
 from nbdist.ipc.flight_record import FlightRecord, read_folder, remove_others
+from nbdist.ipc.locks import Condition, Future
 from nbdist.ipc.private_files import memory_folder
 from nbdist.ipc.process_files import (
     read_exit_report,
@@ -88,7 +88,7 @@ class RankRegistry:
         """The records that were read when all ranks had ended at once."""
         self.lost = ""
         """The reason if all ranks have ended at once, else ""."""
-        self._lock = threading.Condition()  # notified of each death
+        self._lock = Condition()  # notified of each death
         self.hosts = started.hosts
         self.carrier = Carrier(started.hosts, self.run_dir)
         self._exit_monitor = ExitMonitor(started.infos, self._on_death)

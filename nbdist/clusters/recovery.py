@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from nbdist.clusters.hosts.machine import this_host
@@ -26,6 +25,7 @@ from nbdist.errors import (
 from nbdist.ipc import endpoints
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.ipc.locks import Future, await_all
 from nbdist.ipc.resources import few_descriptors
 from nbdist.wire import RankInfo, format_ranks
 
@@ -553,7 +553,7 @@ class Newcomers:
         """Wait for all replies; False if time was up first."""
         end = time.monotonic() + timeout_s
         while left := max(0.0, end - time.monotonic()):
-            if not wait(replies.values(), min(left, SETUP_LOOK_S)).not_done:
+            if await_all(replies.values(), min(left, SETUP_LOOK_S)):
                 return True
             if self._is_interrupted():
                 raise KeyboardInterrupt
@@ -564,7 +564,7 @@ class Newcomers:
     def _interrupt(self, replies: Replies) -> None:
         ranks = [info.rank for info, reply in replies.items() if not reply.done()]
         self._registry.tell(endpoints.INTERRUPT, ranks=ranks)
-        wait(replies.values(), GRACE_S)
+        await_all(replies.values(), GRACE_S)
 
 
 def _answer(reply: Future[Answer]) -> Answer:

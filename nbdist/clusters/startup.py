@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from nbdist.errors import ClusterError, StartError
 from nbdist.ipc import folders, private_files, rank_parent
 from nbdist.ipc.device_assignment import DeviceAssignment, write_assignments
 from nbdist.ipc.fork_messages import SOCKET, STARTED
+from nbdist.ipc.locks import Event
 from nbdist.ipc.ports import confine
 from nbdist.ipc.process_files import describe_exit
 from nbdist.wire import RankInfo
@@ -154,7 +154,7 @@ class _Start:
             StartupStatus(self._run_dir, each.rank) for each in assignments
         ]
         self._ready = 0
-        self._changed = threading.Event()
+        self._changed = Event()
         """Set when an engine has registered or answered."""
         self._look_s = LOOK_S_PER_RANK * len(assignments)
         self._shown: Progress | None = None

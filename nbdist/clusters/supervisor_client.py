@@ -20,6 +20,7 @@ from nbdist.clusters.startup_status import tail_of
 from nbdist.errors import ClusterError
 from nbdist.ipc.busy_host import stretched
 from nbdist.ipc.fork_messages import RANK_HOST
+from nbdist.ipc.locks import Condition, Event
 from nbdist.ipc.private_files import remove_folders
 from nbdist.ipc.process_files import describe_exit
 
@@ -57,7 +58,7 @@ class SupervisorClient:
         self.run_dir = run_dir
         self._folders = [run_dir]
         self._together = together
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._pids: dict[str, int] = {}
         self._exit_codes: dict[str, int] = {}
         self._apart: set[str] = set()
@@ -314,7 +315,7 @@ class HelperWatch:
         self._on_note = on_note
         self._helpers: dict[str, psutil.Process] = {}
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._closed = Event()
         self._thread = threading.Thread(
             target=self._run, name="nbdist-helper-watch", daemon=True
         )

@@ -19,6 +19,8 @@ from nbdist.errors import (
     text_of,
 )
 from nbdist.ipc import serialization, shm_payload
+from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.ipc.locks import Event
 from nbdist.wire import Failure, format_ranks
 
 __all__ = ["Allowance", "encode", "incoming", "outgoing", "refuse", "translate"]
@@ -76,7 +78,7 @@ class Allowance:
             finally:
                 timer.stop()
         except KeyboardInterrupt as interrupt:
-            timer.stop()  # the timer's signal may have come just before the first stop
+            timer.stop()  # the timer's signal may have come before the first stop
             if not timer.rang:
                 raise CellInterrupted(
                     f"{self.what} was interrupted while {doing} in this process"
@@ -93,7 +95,7 @@ class _Timer:
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
-        self._over = threading.Event()
+        self._over = Event()
         self._clock: threading.Thread | None = None
         self.rang = False
         """Whether the time was up before the end."""
@@ -107,10 +109,11 @@ class _Timer:
 
     def stop(self) -> None:
         """Send no more signals. A second stop does nothing."""
-        self._over.set()
-        if self._clock is not None:
-            self._clock.join()  # its last signal arrives in here
-        self.rang = self._end is not None and time.monotonic() >= self._end
+        with defer_interrupts():  # one of the clock's is raised at the end
+            self._over.set()
+            if self._clock is not None:
+                self._clock.join()
+            self.rang = self._end is not None and time.monotonic() >= self._end
 
     def _tick(self, end: float) -> None:
         pause_s = end - time.monotonic()

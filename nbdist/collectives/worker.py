@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from nbdist.collectives.handle import Handle
+from nbdist.ipc.locks import Event
 
 __all__ = ["Worker"]
 
@@ -59,7 +60,7 @@ class Worker:
         """Wait until all jobs have ended. A job must not call this."""
         last = self.last
         if last is not None:
-            ended = threading.Event()
+            ended = Event()
             last.add_done_callback(lambda _: ended.set())
             ended.wait()
 

@@ -23,6 +23,7 @@ from jupyter_client.session import json_packer, json_unpacker
 
 from nbdist.engine.rank import this_rank
 from nbdist.ipc.comm_queue import CommQueue
+from nbdist.ipc.locks import Event
 from nbdist.wire import CommMessage
 
 __all__ = ["flush", "install", "is_in_callback", "receive"]
@@ -175,7 +176,7 @@ class _Outbox:
         self._thread.start()
 
     def _run(self) -> None:
-        pause = threading.Event()
+        pause = Event()
         while True:
             self._wake.get()
             self._woken = False

@@ -10,7 +10,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from nbdist.engine.value_digest import digest_in_full, digest_of
 from nbdist.engine.value_text import in_full, short_text
 from nbdist.errors import encodable, text_of
 from nbdist.ipc.gpu_threads import own_stream, use_gpu
+from nbdist.ipc.locks import Future, await_all
 from nbdist.ipc.own_memory import Unreadable
 from nbdist.training.digest import digests_of
 from nbdist.training.leaves import (
@@ -333,7 +333,7 @@ class _Aside:
 
         self._tasks.put(task)
         del task
-        if not wait([future], limit_s + GRACE_S).done:
+        if not await_all([future], limit_s + GRACE_S):
             self._leave()
             raise TooSlow(f"it takes longer than {limit_s:.2g} s")
         error = future.exception()

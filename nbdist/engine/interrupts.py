@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from nbdist.ipc.interrupts import handler_of
+from nbdist.ipc.locks import Event
 from nbdist.ipc.stacks import cell_of
 
 __all__ = ["Interrupts", "Overdue"]
@@ -258,7 +259,7 @@ class Interrupts:
         Overdue is raised again until the block ends, which also ends a loop that
         catches every error. Call from the main thread.
         """
-        over = threading.Event()
+        over = Event()
         self._overdue = 0
         clock = threading.Thread(
             target=self._tick, args=(over, seconds), name="nbdist-limit", daemon=True
@@ -278,7 +279,7 @@ class Interrupts:
             self._ticked = False
             self._overdue = 0
 
-    def _tick(self, over: threading.Event, seconds: float) -> None:
+    def _tick(self, over: Event, seconds: float) -> None:
         """Signal the main thread again and again, from the deadline until `over`."""
         pause_s = seconds
         while not over.wait(pause_s):
@@ -319,7 +320,7 @@ class Interrupts:
         A signal may arrive after Python's last check for signals and before a system
         call. It then does not end the call, which may block forever.
         """
-        pause = threading.Event()
+        pause = Event()
         for _ in range(INSIST_TIMES):
             pause.wait(INSIST_S)
             with self._lock:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from nbdist.engine.rank import this_rank
 from nbdist.engine.revocation import revoke
 from nbdist.errors import ChangeFailed, ClusterError
 from nbdist.ipc import folders, ports
+from nbdist.ipc.locks import Event, Future
 from nbdist.ipc.prctl import name_process
 from nbdist.wire import Change, RankInfo
 
@@ -96,7 +96,7 @@ class _Attempt:
                 outcome.set_result(value)
 
         outcome = Future[Any]()
-        ended = threading.Event()
+        ended = Event()
         for future in (outcome, self._cancelled):
             future.add_done_callback(lambda _: ended.set())
         threading.Thread(target=run, name="nbdist-spawn", daemon=True).start()

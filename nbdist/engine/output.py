@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.config import OutputConfig
 from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.ipc.locks import Event
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -207,7 +208,7 @@ class Output:
         self.drain()
 
     def _run(self) -> None:
-        pause = threading.Event()
+        pause = Event()
         while not self._closed:
             with suppress(queue.Empty):
                 self._wake.get(timeout=self._patience_s())

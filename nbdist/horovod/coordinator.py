@@ -34,6 +34,7 @@ from nbdist.horovod.negotiation import (
     nothing_in_common,
 )
 from nbdist.horovod.timeline import running
+from nbdist.ipc.locks import Condition
 from nbdist.training import lasting
 
 __all__ = ["Coordinator"]
@@ -51,7 +52,7 @@ class Coordinator:
         # A `with` statement of this lock is safe from interrupts, because C code enters
         # and leaves it. An interrupt inside `Condition.__enter__` would leave it taken.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Condition(self._lock)
         self._turn = threading.Lock()
         """Held by the thread that makes calls."""
         self._thread: threading.Thread | None = None

@@ -14,12 +14,14 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["frames_of", "take_locals"]
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 _MAKES_LATE = sys.version_info[:2] == (3, 11)
 _paused = threading.RLock()
@@ -39,33 +41,38 @@ def frames_of(thread: int) -> list[FrameType]:
     Args:
         thread: Its identifier, as `threading.get_ident` returns it.
     """
-    frames = []
-    with _without_collection():
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-    return frames
+    return _without_collection(_frames_of, thread)
 
 
 def take_locals(frame: FrameType) -> dict[str, Any]:
     """The local variables of a function's call, which may be that of another thread."""
-    with _without_collection():
-        variables = frame.f_locals
-        taken = dict(variables)
-        if isinstance(variables, dict):  # before Python 3.13, the frame keeps this copy
-            variables.clear()
+    return _without_collection(_take_locals, frame)
+
+
+def _frames_of(thread: int) -> list[FrameType]:
+    frames = []
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _take_locals(frame: FrameType) -> dict[str, Any]:
+    variables = frame.f_locals
+    taken = dict(variables)
+    if isinstance(variables, dict):  # before Python 3.13, the frame keeps this copy
+        variables.clear()
     return taken
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    with _paused:
+def _without_collection(read: Callable[[A], T], argument: A) -> T:
+    with _paused:  # not within a generator, which an interrupt would leave suspended
         was_enabled = _MAKES_LATE and gc.isenabled()
-        if was_enabled:
-            gc.disable()
         try:
-            yield
+            if was_enabled:
+                gc.disable()
+            return read(argument)
         finally:
             if was_enabled:
                 gc.enable()

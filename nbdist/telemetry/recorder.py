@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, SupportsIndex
 
 from nbdist.errors import UsageError
+from nbdist.ipc.locks import Condition, Event
 from nbdist.telemetry.loops import Loops
 from nbdist.telemetry.scalars import Deferred, capture
 from nbdist.wire import (
@@ -88,10 +89,10 @@ class Recorder:
         self._buffer: deque[_Draft | DeviceSample | Mark] = deque(maxlen=capacity)
         self._accepted = self._dropped = self._sent = 0
         self._failing = self._closed = False
-        self._lock = threading.Lock()  # protects the fields above
-        self._settled = threading.Condition(self._lock)
-        self._wake = threading.Event()
-        self._hurry = threading.Event()
+        self._lock = threading.RLock()  # protects the fields above
+        self._settled = Condition(self._lock)
+        self._wake = Event()
+        self._hurry = Event()
         self._thread = threading.Thread(
             target=self._run, name="nbdist-recorder", daemon=True
         )

@@ -10,6 +10,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
+from nbdist.ipc.locks import Event
 from nbdist.widgets.monitor import Monitor
 from nbdist.widgets.picture import picture
 from nbdist.widgets.slow_rank import slow_rank, splits_of
@@ -75,7 +76,7 @@ class _Still:
         self._source = source
         self._monitor = monitor
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._closed = Event()
         self._cursor: Cursor | None = None
         self._choice: tuple[list[str], bool] = ([], False)
         """The metrics of the picture, and whether its axes are logarithmic."""

@@ -15,6 +15,7 @@ import anywidget
 import traitlets
 from IPython.core.getipython import get_ipython
 
+from nbdist.ipc.locks import Event
 from nbdist.widgets.control_comms import ControlComms
 from nbdist.widgets.pacing import Pacer
 from nbdist.widgets.slow_rank import slow_rank, splits_of
@@ -79,8 +80,8 @@ class Monitor(anywidget.AnyWidget):
         self._sequence = 0
         self._cursor: Cursor | None = None
         self._splits: dict[int, TimeSplit] = {}
-        self._changed = threading.Event()
-        self._hurry = threading.Event()
+        self._changed = Event()
+        self._hurry = Event()
         self._closers: list[Callable[[], None]] = []
         self.on_msg(self._receive)
         kernel = getattr(get_ipython(), "kernel", None)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.ipc.comm_queue import CommQueue
+from nbdist.ipc.locks import Future
 from nbdist.widgets.widget_text import text_of
 from nbdist.wire import CommBatch, CommMessage
 

@@ -23,6 +23,7 @@ from nbdist.clusters.hosts.host_list import HostSlots
 from nbdist.clusters.hosts.remote_shell import RemoteShell, Ssh
 from nbdist.config import ClusterConfig
 from nbdist.errors import StartError, UsageError
+from nbdist.ipc.locks import Event
 
 __all__ = ["BatchJob", "JobState", "output_of", "seconds_of"]
 
@@ -259,7 +260,7 @@ class _Watcher:
         self._await_signal = await_signal
         self._on_note, self._on_ending, self._on_end = on_note, on_ending, on_end
         self._announced = 0
-        self._ended = threading.Event()
+        self._ended = Event()
         thread = threading.Thread(target=self._run, name="nbdist-job", daemon=True)
         thread.start()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from nbdist.clusters.hosts.host_list import HostSlots, discover_hosts
 from nbdist.errors import NbdistError, UsageError
+from nbdist.ipc.locks import Event
 
 __all__ = ["HostDiscovery"]
 
@@ -33,7 +34,7 @@ class HostDiscovery:
     ) -> None:
         self._script, self._hosts = script, list(hosts)
         self._adopt, self._on_note = adopt, on_note
-        self._ended = threading.Event()
+        self._ended = Event()
         self._thread = threading.Thread(
             target=self._run, name="nbdist-host-discovery", daemon=True
         )

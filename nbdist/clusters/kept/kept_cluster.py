@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +56,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc import folders
 from nbdist.ipc.fork_messages import socket_address
+from nbdist.ipc.locks import Future
 from nbdist.ipc.private_files import make_run_folder, remove_folders
 from nbdist.ipc.shm_payload import Shipment
 from nbdist.telemetry.collector import Collector

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from nbdist.clusters.prompts import Reader, ask_user
 from nbdist.clusters.supervisor_client import HelperWatch
 from nbdist.errors import AlreadyRunning, CellInterrupted, ClusterError
 from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.ipc.locks import Condition, Future
 from nbdist.widgets.live_text import is_kernel_ending
 from nbdist.wire import InputReply
 
@@ -72,7 +72,7 @@ class Pending:
 
     def __init__(self) -> None:
         self._messages: deque[Shown | Reply] = deque()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self.key: int | None = None
         """The key of the cell that the call runs."""
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nbdist.ipc.locks import Condition
+
 __all__ = ["Peer"]
 
 MOST_WAITING = 20_000
@@ -42,7 +44,7 @@ class Peer:
         self._connection = connection
         self._take, self._gone = take, gone
         self._waiting: deque[Any] = deque()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         """Notified when a message waits, when one was sent, and at the end."""
         self._is_last = False
         """Whether no further message is sent."""

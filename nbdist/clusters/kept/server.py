@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -72,6 +72,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc import folders
 from nbdist.ipc.listening import Acceptor
+from nbdist.ipc.locks import Condition
 from nbdist.ipc.prctl import name_process
 from nbdist.ipc.resources import host_name
 from nbdist.telemetry.collector import Collector
@@ -112,7 +113,7 @@ class ClusterServer:
         self._cluster.comms = self._comms
         self._cluster.collector = RelayedCollector(self._send)
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Condition(self._lock)
         """Notified when a notebook has left, and when the server is to end."""
         self._peers: set[Peer] = set()
         """The processes that are served: the notebook, and the visitors."""
@@ -382,7 +383,7 @@ class ClusterServer:
             if call.name == "start" and reply.error is not None:
                 self.end()
 
-        def end_cancelled(future: Future[None]) -> None:
+        def end_cancelled(_future: object) -> None:
             if future.cancelled():
                 waited = f": it waited for {ahead}" if ahead else ""
                 error: CellError = CellInterrupted(

@@ -28,7 +28,6 @@ import os
 import pickle
 import secrets
 import shutil
-import threading
 import time
 import warnings
 from collections import OrderedDict
@@ -40,6 +39,7 @@ import torch
 from torch import Tensor
 
 from nbdist.errors import CheckpointError, ClusterError
+from nbdist.ipc.locks import Event
 from nbdist.training.elastic import checkpoint, tree
 from nbdist.training.elastic.commit_files import (
     RECORD,
@@ -142,7 +142,7 @@ class SharedCopies:
         """Wait for the end of this process if all folders were moved away."""
         if any(folder.is_dir() for folder in self._folders):
             return
-        threading.Event().wait(END_TIMEOUT_S)
+        Event().wait(END_TIMEOUT_S)
         raise ClusterError(
             f"this commit is not kept: its folder in {self._folders[0].parent} is "
             "gone, because the notebook ends this cluster: start it again"
