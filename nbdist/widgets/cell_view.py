@@ -16,6 +16,7 @@ from nbdist.widgets.arrangement import arrange
 from nbdist.widgets.lines import Item, LineSplitter, merge
 from nbdist.widgets.live_text import (
     count_notes,
+    flush,
     in_notebook,
     live_text,
     may_clear_output,
@@ -496,7 +497,7 @@ class CellView:
         for kind, parts in texts:
             stream = sys.stdout if kind == "stdout" else sys.stderr
             stream.write("".join(parts))
-            stream.flush()
+            flush(stream)
 
     def _make_room(self) -> None:
         """Remove the status. Called before anything is printed or displayed."""

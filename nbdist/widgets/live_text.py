@@ -9,17 +9,19 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TextIO
 
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
 from nbdist.config import OutputConfig, read_file
 from nbdist.errors import encodable, message_of
+from nbdist.ipc.interrupts import defer_interrupts
 
 __all__ = [
     "LiveText",
     "count_notes",
+    "flush",
     "in_notebook",
     "live_text",
     "may_clear_output",
@@ -104,7 +106,7 @@ def show_error(error: BaseException) -> None:
     hook: Any = shell.displayhook
     # Before ipykernel 7, only the streams know the cell of a thread's context.
     parent = getattr(sys.stdout, "parent_header", None) or hook.parent_header
-    sys.stdout.flush()
+    flush(sys.stdout)
     content = {
         "ename": type(error).__name__,
         "evalue": message_of(error),
@@ -119,7 +121,19 @@ def print_note(text: str) -> None:
     _notes += 1
     if TerminalText.drawn is not None:
         TerminalText.drawn.make_room()
-    print(text, flush=True)
+    print(text)
+    flush(sys.stdout)
+
+
+def flush(stream: TextIO) -> None:
+    """Flush `sys.stdout` or `sys.stderr`.
+
+    ipykernel's streams wait for a `threading.Event` of the thread that sends the
+    kernel's output. An interrupt in there could block that thread forever; see
+    `nbdist.ipc.locks`.
+    """
+    with defer_interrupts():
+        stream.flush()
 
 
 def count_notes() -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import signal
+import sys
 from typing import Any
 
 import pytest
@@ -71,3 +74,21 @@ def test_a_line_leaves_the_last_column_of_the_terminal_free(
     monkeypatch.setenv("COLUMNS", str(columns))
     TerminalText(redraws=True).show("x" * 500)
     assert capsys.readouterr().out == "\r" + "x" * (columns - 1) + "\x1b[K"
+
+
+def test_an_interrupt_comes_after_a_flush(monkeypatch: pytest.MonkeyPatch):
+    # ipykernel's flush waits for the thread that sends the kernel's output.
+    class Stream(io.StringIO):
+        flushed = False
+
+        def flush(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            self.flushed = True
+
+    stream = Stream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(TerminalText, "drawn", None)
+    with pytest.raises(KeyboardInterrupt):
+        print_note("rank 1 was replaced")
+    assert stream.flushed
+    assert stream.getvalue() == "rank 1 was replaced\n"
