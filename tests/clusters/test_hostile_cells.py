@@ -213,7 +213,10 @@ def test_a_cell_that_blocks_interrupts_ends_without_its_rank(
     cluster: Cluster, how: str
 ) -> None:
     cluster.execute("kept = rank")
-    code = f"import signal\nif rank == 1:\n    {how}\n    while True: pass"
+    code = (
+        "import signal, time\n"
+        f"if rank == 1:\n    {how}\n    while True: time.sleep(0.01)"
+    )
     error = interrupted(cluster, code)
     assert isinstance(error, CellInterrupted)
     assert "Rank 1 did not react within 5 s" in str(error)

@@ -22,6 +22,9 @@ from tests.clusters import flipped_bits
 from tests.processes import HANG_S, stop, wait_until
 from tests.seed import SEED
 
+BUSY = "import time\nwhile True:\n    if rank: time.sleep(0.01)"
+"""Rank 0 computes without a pause. The others leave the cores to it and the test."""
+
 
 class AllPrinted(Quiet):
     """An observer that sets `event` when every rank has printed."""
@@ -313,7 +316,7 @@ def test_inspect_answers_while_a_cell_runs(cluster: Cluster, session: Session):
         "        while True: time.sleep(0.01)\n"
         "slow = Slow()"
     )
-    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+    with running(cluster, BUSY, [0, 1, 2, 3]):
         x = str(session.inspect_table("x"))
         own = str(session.inspect_table("own"))
         slow = str(session.inspect_table("slow"))
@@ -367,7 +370,7 @@ def test_slow_looks_leave_no_threads(cluster: Cluster, session: Session):
         "    return [t for t in threading.enumerate() if t.name == 'nbdist-look']"
     )
     session.variables_table("slow")
-    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+    with running(cluster, BUSY, [0, 1, 2, 3]):
         session.inspect_table("slow[0]")
         session.variables_table("slow")
     cluster.execute("while len(lookers()) > 1: time.sleep(0.01)", timeout_s=HANG_S)
@@ -535,7 +538,7 @@ def test_one_slow_variable_costs_the_others_nothing(cluster: Cluster, session: S
     assert rows["b_slow"] == ["all, not compared"]
     assert "b_slow is not compared: it takes longer than" in str(table)
     assert "<repr takes longer than" in str(table)
-    with running(cluster, "while True: pass", [0, 1, 2, 3]):
+    with running(cluster, BUSY, [0, 1, 2, 3]):
         table = session.variables_table("*")
     assert rows_of(table)["c"] == ["all"], table  # the others had to share two cores
     cluster.execute("del a_slow, b_slow, d_large")
@@ -598,7 +601,7 @@ def test_busy_ranks_are_compared_without_a_measurement(
         "if rank == 2:\n    with torch.no_grad(): model[0].weight[1, 2] += 0.5\n"
         "numbers = {'epoch': 3, 'loss': 0.5 + (rank == 1)}"
     )
-    with running(cluster, "while True: pass", [0, 3]):
+    with running(cluster, BUSY, [0, 3]):
         (weight,) = cluster.compare("model").differing
         assert (weight.name, weight.count) == ("model.0.weight", None)
         assert weight.groups == ((0, 1, 3), (2,))
@@ -641,7 +644,7 @@ def test_a_description_comes_from_rank_0(cluster: Cluster, session: Session):
 
 def test_logged_values_arrive_while_the_cell_runs(cluster: Cluster):
     # Other tests on this cluster do not log this metric.
-    code = "nbdist.log(arrival=rank + 0.5)\nwhile True: pass"
+    code = f"nbdist.log(arrival=rank + 0.5)\n{BUSY}"
     with running(cluster, code, [0, 1, 2, 3]):
         wait_until(
             lambda: len(last_arrivals(cluster)) == 4,

@@ -264,7 +264,10 @@ def test_random_values_do_no_harm(cluster: Cluster):
 
 def test_looks_at_random_values_do_not_change_how_a_cell_ends(cluster: Cluster):
     seeds = list(range(SEED, SEED + 40))
-    code = "print(1)\ngo = False\nwhile not go: pass\nprint(2)"
+    code = (
+        "import time\nprint(1)\ngo = False\n"
+        "while not go:\n    if rank: time.sleep(0.01)\nprint(2)"
+    )
     with kept_alive(cluster):
         define(cluster, seeds)
         with ended_by(cluster, code, "globals().update(go=True)") as results:
