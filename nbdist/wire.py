@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
@@ -402,6 +402,22 @@ class RankProfile:
     def covers(self, time_ns: int) -> bool:
         """Whether a time of the monotonic clock lies within the profile."""
         return self.begun_ns <= time_ns <= self.ended_ns
+
+    def copied(self, path: str, offset_ns: int) -> RankProfile:
+        """The profile of another host's rank, with its file here and this host's times.
+
+        Args:
+            path: The copy of the file.
+            offset_ns: The epoch's time minus this host's monotonic clock's.
+        """
+        by = self.clock_offset_ns - offset_ns
+        return replace(
+            self,
+            path=path,
+            begun_ns=self.begun_ns + by,
+            ended_ns=self.ended_ns + by,
+            clock_offset_ns=offset_ns,
+        )
 
 
 class NcclTotal(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
@@ -54,10 +55,10 @@ def sections(nodeid: str) -> list[tuple[str, str]]:
 
 
 def _logs(client: SupervisorClient) -> list[tuple[str, str]]:
-    paths = [path for form in LOGS for path in sorted(client.run_dir.glob(form))]
-    texts = [path.read_text(errors="replace").splitlines() for path in paths]
-    return [
-        (f"{path.name} of {path.parent}", "\n".join(lines[-LINES:]))
-        for path, lines in zip(paths, texts, strict=True)
-        if lines
-    ]
+    logs = []
+    for path in (path for form in LOGS for path in sorted(client.run_dir.glob(form))):
+        with contextlib.suppress(FileNotFoundError):  # the cluster is being removed
+            lines = path.read_text(errors="replace").splitlines()[-LINES:]
+            if lines:
+                logs.append((f"{path.name} of {path.parent}", "\n".join(lines)))
+    return logs

@@ -85,6 +85,7 @@ from nbdist.wire import (
     LeafDigest,
     MemoryReport,
     RankInfo,
+    RankProfile,
     Resume,
     Shown,
     Variable,
@@ -1825,7 +1826,20 @@ class Cluster:
                     ranks=set(chosen) & {info.rank for info in self.infos},
                     timeout_s=PROFILE_TIMEOUT_S,
                 )
-                profile.receive(found, self.collectives().rows)
+                here = {r: each and self._copied(r, each) for r, each in found.items()}
+                profile.receive(here, self.collectives().rows)
+
+    def _copied(self, rank: int, profile: RankProfile) -> RankProfile | None:
+        """The profile of a rank, with its file on this host; None if that was lost."""
+        registry = self._live()
+        try:
+            path = registry.carrier.copied(registry.host_of(rank), profile.path)
+        except (ClusterError, OSError) as error:
+            self._tell(f"the profile of rank {rank} could not be copied: {error}")
+            return None
+        if path is None:
+            return profile
+        return profile.copied(path, time.time_ns() - time.monotonic_ns())
 
     def last_seen(self, rank: int) -> str:
         """The position of a rank when it last answered in a cell; "" if not known.

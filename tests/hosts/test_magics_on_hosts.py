@@ -74,3 +74,23 @@ def test_ranks_on_two_hosts_outlive_the_kernel(console: Console, hosts: HostNetw
     shown(console, "import numpy as np; big = np.ones(1_000_000)\n%dist_push big")
     assert "1000000" in shown(console, "%dist_inspect int(big.sum())")
     assert "stopped" in shown(console, "%dist_stop")
+
+
+def test_a_profile_has_the_ranks_of_both_hosts(console: Console):
+    shown(console, "%dist_start -H a:1,b:1 --device cpu")
+    shown(console, f"%dist_profile --save {FOLDER}/profile.json")
+    cell = "%%distributed\nfor _ in range(3): nbdist.all_reduce(torch.ones(1000))"
+    text = shown(console, cell)
+    assert "rank 0-1: 0 optimizer steps" in text
+    assert "all_reduce" in text
+    console.do(
+        "import json\n"
+        f"events = json.loads(Path('{FOLDER}/profile.json').read_text())['traceEvents']"
+    )
+    calls = "[e['ts'] for e in events if e['ph'] == 'X' and 'all_reduce' in e['name']]"
+    begun = console.value(calls)
+    assert len(begun) >= 6
+    assert max(begun) - min(begun) < HANG_S * 1e6  # one clock
+    names = "{e['args']['name'] for e in events if e['name'] == 'process_name'}"
+    assert {"rank 0", "rank 1"} <= set(console.value(names))
+    assert "stopped" in shown(console, "%dist_stop")

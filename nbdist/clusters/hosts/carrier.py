@@ -69,6 +69,26 @@ class Carrier:
                 self.discard(value)
         return replace(value, path=path, host="")
 
+    def copied(self, host: str, path: str) -> str | None:
+        """A copy here of a file that a rank of another host has in its run folder.
+
+        It has the same name, and is removed with the run folder.
+
+        Returns:
+            Its path; None if the rank is on this host.
+
+        Raises:
+            ClusterError: The host does not send it.
+            OSError: It cannot be written here.
+        """
+        if self._hosts is None or host not in self._hosts.others:
+            return None
+        copy = self._run_dir / Path(path).name
+        copy.unlink(missing_ok=True)
+        with private_files.create_file(copy) as file:
+            self._of(host).ask("fetch", into=file, path=path)
+        return str(copy)
+
     def to(self, host: str, value: Any) -> Any:
         """An argument for a rank, with its file on the rank's host.
 
