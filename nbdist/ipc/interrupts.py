@@ -43,7 +43,7 @@ def defer_interrupts(on_interrupt: Callable[[], None] | None = None) -> Iterator
             hold.
     """
     handler = handler_of(signal.SIGINT)
-    in_main = threading.current_thread() is threading.main_thread()
+    in_main = threading.get_ident() == threading.main_thread().ident
     if handler is None or not in_main:
         yield
         return
