@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 from nbdist import Cluster
-from nbdist.clusters import startup
+from nbdist.clusters import call_supervisor, startup
 from nbdist.ipc.fork_messages import FORKED, SWITCHED_OFF
 from tests import failure_report
 from tests.jupyterlab_driver import _lab_page as _lab_page
@@ -21,6 +21,7 @@ from tests.jupyterlab_driver import lab_browser as lab_browser
 from tests.jupyterlab_driver import lab_server as lab_server
 from tests.jupyterlab_driver import notebook7 as notebook7
 from tests.jupyterlab_driver import second_tab as second_tab
+from tests.processes import HANG_S
 from tests.shared_cluster import SharedCluster
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +95,12 @@ def cluster(
         _shared_cluster.close()
     else:
         _shared_cluster.tidy()
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give ranks long to react to an interrupt, because the machine may be busy."""
+    monkeypatch.setattr(call_supervisor, "INTERRUPT_GRACE_S", HANG_S)
 
 
 @pytest.fixture(scope="session", autouse=True)

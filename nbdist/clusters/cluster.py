@@ -1821,16 +1821,17 @@ class Cluster:
             yield profile
         finally:
             if self.running:
-                found = self._ask(
-                    endpoints.PROFILE_COLLECT,
-                    ranks=set(chosen) & {info.rank for info in self.infos},
-                    timeout_s=PROFILE_TIMEOUT_S,
-                )
-                here = {r: each and self._copied(r, each) for r, each in found.items()}
-                profile.receive(here, self.collectives().rows)
+                living = set(chosen) & {info.rank for info in self.infos}
+                profile.receive(self._profiles(living), self.collectives().rows)
+
+    def _profiles(self, ranks: set[int]) -> dict[int, RankProfile | None]:
+        """The profile of each rank, with its file on this host; None if it has none."""
+        found = self._ask(
+            endpoints.PROFILE_COLLECT, ranks=ranks, timeout_s=PROFILE_TIMEOUT_S
+        )
+        return {rank: each and self._copied(rank, each) for rank, each in found.items()}
 
     def _copied(self, rank: int, profile: RankProfile) -> RankProfile | None:
-        """The profile of a rank, with its file on this host; None if that was lost."""
         registry = self._live()
         try:
             path = registry.carrier.copied(registry.host_of(rank), profile.path)

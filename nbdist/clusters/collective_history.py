@@ -404,10 +404,11 @@ def _is_over(row: HistoryRow, later: HistoryRow) -> bool:
         return False
     if later.generation == row.generation and later.group == row.group:
         return True
-    # They may go on in another group, or as another world.
+    # They may go on as another world, in which nothing of the former one proceeds, or
+    # in another group.
     is_newer = later.generation > row.generation
-    return not row.is_in_progress and (
-        is_newer or set(later.members) >= set(row.members)
+    return is_newer or (
+        not row.is_in_progress and set(later.members) >= set(row.members)
     )
 
 

@@ -98,12 +98,10 @@ PRELOADED = (
 """What a rank imports by the end of its first cell, and what the controller imports."""
 LATER = ("nbdist.elastic", "sympy", "torch._dynamo")
 """What a rank imports with its first optimizer and elastic run. The fork server imports
-them one by one until its first request, or when it has no request, and serves from the
-start without them. A rank host that was forked before does the same, for the ranks that
-join or are replaced."""
+them one by one while it has no request, and serves from the start without them. A rank
+host that was forked before does the same, for the ranks that join or are replaced."""
 LATER_AFTER_S = 3.0
-"""Seconds after a request in which none of them is imported: the first cells of the
-ranks have the cores for themselves."""
+"""Seconds without a request after which a rank host imports one of them."""
 DEBUGGER = "nbdist.engine.ipykernel_debugger"
 TEXT_BARS = "nbdist.engine.text_bars"
 REGISTRATION = "nbdist.collectives.torch_backend.registration"
@@ -417,8 +415,6 @@ class _Loop:
         self.shadows = shadows
         self.later = list(later)
         """What this process has yet to import."""
-        self.patience_s = 0.0
-        """Seconds without an event after which it imports the next of these."""
         self.selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup_writer, False)
@@ -434,21 +430,6 @@ class _Loop:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
         return [each for each in ready if each != self._wakeup]
-
-    def events_after_imports(self) -> list[object]:
-        """Wait for an event, and import the next of `later` if none comes for long."""
-        limit = self.patience_s if self.later else None
-        begun = time.monotonic()
-        events = self.events(limit)
-        if events:
-            self.patience_s = LATER_AFTER_S
-        elif limit is not None and time.monotonic() >= begun + limit:
-            self.patience_s = 0.0  # until the next request
-            self._import_next()
-        return events
-
-    def _import_next(self) -> None:
-        raise NotImplementedError
 
     def import_next(self) -> None:
         """Import the next of `later`.
@@ -519,7 +500,10 @@ class _Server(_Loop):
             server.
         """
         while not self._is_retired or self._hosts:
-            for ready in self.events_after_imports():
+            events = self.events(0.0 if self.later else None)
+            if self.later and not events:
+                self._import_next()
+            for ready in events:
                 if ready == self._kernel:
                     return None
                 received = receive(self._control, descriptors=1)
@@ -639,7 +623,7 @@ class _RankHost(_Loop):
     ) -> None:
         super().__init__(stamps, shadows, later)
         adopt_orphans()
-        self.patience_s = LATER_AFTER_S
+        self._patience_s = LATER_AFTER_S
         self._unfit = ""
         """Why this process can no longer be forked; "" if it can."""
         signal.signal(signal.SIGTERM, lambda *_: self._begin_ending())
@@ -658,10 +642,16 @@ class _RankHost(_Loop):
     def run(self) -> _Requested | None:
         """Serve until all children have ended. Returns a request in a forked child."""
         while self._listener is not None or _has_children():
-            if self._supervisor is not None:
-                events = self.events_after_imports()
-            elif not (events := self.events(SUPERVISOR_TIMEOUT_S)):
+            is_attended = self._supervisor is not None
+            limit = self._patience_s if self.later else None
+            begun = time.monotonic()
+            events = self.events(limit if is_attended else SUPERVISOR_TIMEOUT_S)
+            if not (is_attended or events):
                 return None
+            if events:
+                self._patience_s = LATER_AFTER_S
+            elif limit is not None and time.monotonic() >= begun + limit:
+                self._import_next()
             for ready in events:
                 if ready is self._listener:
                     requested = self._accept()
@@ -680,6 +670,7 @@ class _RankHost(_Loop):
         return None
 
     def _import_next(self) -> None:
+        self._patience_s = 0.0  # until the next request
         try:
             self.import_next()
         except _CannotFork as error:

@@ -13,6 +13,8 @@ from nbdist import CellError, Cluster
 from nbdist.errors import CellInterrupted, CellTimeout, NotRunning, UsageError
 from tests.processes import wait_until
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 DEADLINE_S = 60.0
 SLEEP = "import time\ntime.sleep(600)"
 PAUSE = "import time; time.sleep(600)"

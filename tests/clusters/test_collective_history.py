@@ -207,6 +207,14 @@ def test_ranks_that_agree_elsewhere_and_still_wait_have_parted(script: Script) -
     assert parted.missing == (3,)
 
 
+def test_nothing_of_a_former_world_is_waited_for(script: Script) -> None:
+    """A call that was abandoned may have no end in its record."""
+    script.add("rank2", 14, "running", group=4096)
+    assert script.history().parted is not None
+    script.everyone(1, generation=1)
+    assert script.history().parted is None
+
+
 def test_an_agreement_of_other_ranks_does_not_count(script: Script) -> None:
     for name in ("rank0", "rank1", "rank2"):
         script.add(name, 1, "failed")

@@ -21,6 +21,8 @@ from nbdist.errors import CollectiveTimeout, NoInput
 from tests.debugger_sessions import debug_at_random, killing
 from tests.scripted_user import Answer, Scripted, end_of_input, press
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 
 @pytest.fixture
 def user(cluster: Cluster) -> Iterator[Scripted]:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist import CellError, CellInterrupted, Cluster
-from nbdist.clusters import ipp_client
+from nbdist.clusters import call_supervisor, ipp_client
 from tests.processes import wait_until
+
+pytestmark = pytest.mark.usefixtures("patience")
 
 DEADLINE_S = 60.0
 DONE = {
@@ -31,6 +33,7 @@ threading.settrace(lambda *_: None)
 """,
     "limits": """
 import gc, os, resource, socket, sys
+import torch._dynamo  # with the first optimizer otherwise, which would be too deep
 gc.disable()
 socket.setdefaulttimeout(0.001)
 sys.setrecursionlimit(100)
@@ -210,8 +213,9 @@ def test_a_rank_that_cannot_answer_ends_and_is_replaced(
     ],
 )
 def test_a_cell_that_blocks_interrupts_ends_without_its_rank(
-    cluster: Cluster, how: str
+    cluster: Cluster, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(call_supervisor, "INTERRUPT_GRACE_S", 5.0)
     cluster.execute("kept = rank")
     code = (
         "import signal, time\n"
@@ -243,6 +247,7 @@ def test_an_interrupted_rank_is_idle_without_the_end_of_its_output(
 ) -> None:
     code = "if rank == 1: get_ipython().kernel._publish_status = lambda *_, **__: None"
     cluster.execute(code)
+    monkeypatch.setattr(call_supervisor, "INTERRUPT_GRACE_S", 5.0)
     error = interrupted(cluster, "print('printed')\nwhile True: pass")
     assert isinstance(error, CellInterrupted)
     assert "did not react" not in str(error)

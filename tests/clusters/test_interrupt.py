@@ -21,8 +21,10 @@ from nbdist.clusters.call_supervisor import RELEASE_AFTER_S
 from nbdist.clusters.observer import Event, Quiet
 from nbdist.clusters.rank_registry import RankRegistry
 from nbdist.ipc import endpoints
-from tests.processes import HANG_S, wait_until
+from tests.processes import wait_until
 from tests.seed import SEED
+
+pytestmark = pytest.mark.usefixtures("patience")
 
 BLOCKED = {
     "a loop": "while True: pass",
@@ -86,12 +88,6 @@ BLOCKED = {
         "        nbdist.barrier()"
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank may react slowly on a busy machine."""
-    monkeypatch.setattr(call_supervisor, "INTERRUPT_GRACE_S", HANG_S)
 
 
 class Press(Quiet):

@@ -9,6 +9,8 @@ import pytest
 from nbdist import Cluster
 from nbdist.errors import CellError, CellTimeout
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 DEADLINE_S = 20
 
 

@@ -61,7 +61,7 @@ from nbdist.ipc.private_files import make_run_folder, remove_folders
 from nbdist.ipc.shm_payload import Shipment
 from nbdist.telemetry.collector import Collector
 from nbdist.widgets.user_input import UserInput
-from nbdist.wire import CommMessage, RankInfo
+from nbdist.wire import CommMessage, RankInfo, RankProfile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -509,6 +509,10 @@ class KeptCluster(Cluster):
     def _ask(self, target: str, *args: object, **options: Any) -> dict[int, Any]:
         answers: dict[int, Any] = self._look("_ask", target, *args, **options)
         return answers
+
+    def _profiles(self, ranks: set[int]) -> dict[int, RankProfile | None]:
+        found: dict[int, RankProfile | None] = self._look("_profiles", ranks)
+        return found
 
     # -- the server ------------------------------------------------------------------
 
