@@ -1,4 +1,4 @@
-"""Condition variables, events and futures for threads that an interrupt may end.
+"""Condition variables, events and futures whose locks no interrupt leaves held.
 
 An interrupt (SIGINT) raises KeyboardInterrupt between two instructions of the main
 thread. The `with` statement of `threading.Condition` runs Python code, and so an
