@@ -12,6 +12,7 @@ interrupt comes before the lock is acquired, or within the block.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 from collections.abc import Iterable
@@ -33,20 +34,22 @@ class Condition(threading.Condition):
     """
 
     # `with` looks these up in the class, and calls what a property returns.
-    __enter__ = property(lambda self: self._lock.__enter__)
-    __exit__ = property(lambda self: self._lock.__exit__)
+    __enter__ = property(operator.attrgetter("_lock.__enter__"))
+    __exit__ = property(operator.attrgetter("_lock.__exit__"))
 
     def __init__(self, lock: threading.RLock | None = None) -> None:
         super().__init__(lock)
 
     def wait(self, timeout: float | None = None) -> bool:
         """As `threading.Condition.wait`. An interrupt ends it, with the lock held."""
+        if threading.get_ident() != threading.main_thread().ident:
+            return super().wait(timeout)
         condition: Any = self
         waiter = threading.Lock()
         waiter.acquire()
 
         def wake() -> None:
-            if waiter.locked():
+            with contextlib.suppress(RuntimeError):  # it was notified, or woken already
                 waiter.release()
 
         with defer_interrupts(wake):
