@@ -694,10 +694,7 @@ class CallSupervisor:
     def _await_renewal(self, replies: Mapping[RankInfo, Future[Answer]]) -> None:
         """Wait for all ranks; release those that wait for a rank that has failed."""
         end = time.monotonic() + RENEW_TIMEOUT_S
-        waiting: Collection[Future[Answer]] = replies.values()
-        while waiting and time.monotonic() < end:
-            await_all(waiting, RELEASE_S)
-            waiting = [reply for reply in waiting if not reply.done()]
+        while not await_all(replies.values(), RELEASE_S) and time.monotonic() < end:
             answers = {info.rank: _answer(reply) for info, reply in replies.items()}
             failed = [r for r, answer in answers.items() if answer and not answer.ok]
             left = [r for r, answer in answers.items() if answer is None]

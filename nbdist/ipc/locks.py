@@ -27,18 +27,11 @@ T = TypeVar("T")
 
 
 class Condition(threading.Condition):
-    """A `threading.Condition` whose lock is not held after an interrupt.
-
-    Args:
-        lock: Its lock; None for one of its own.
-    """
+    """A `threading.Condition` whose lock is not held after an interrupt."""
 
     # `with` looks these up in the class, and calls what a property returns.
     __enter__ = property(operator.attrgetter("_lock.__enter__"))
     __exit__ = property(operator.attrgetter("_lock.__exit__"))
-
-    def __init__(self, lock: threading.RLock | None = None) -> None:
-        super().__init__(lock)
 
     def wait(self, timeout: float | None = None) -> bool:
         """As `threading.Condition.wait`. An interrupt ends it, with the lock held."""

@@ -89,7 +89,7 @@ class Recorder:
         self._buffer: deque[_Draft | DeviceSample | Mark] = deque(maxlen=capacity)
         self._accepted = self._dropped = self._sent = 0
         self._failing = self._closed = False
-        self._lock = threading.RLock()  # protects the fields above
+        self._lock = threading.Lock()  # protects the fields above
         self._settled = Condition(self._lock)
         self._wake = Event()
         self._hurry = Event()

@@ -17,6 +17,7 @@ from nbdist import CellError, CellInterrupted, Cluster, UsageError
 from nbdist.clusters.observer import Event, Quiet
 from nbdist.clusters.profile import Profile, checked_path
 from nbdist.errors import ClusterError
+from nbdist.wire import RankProfile
 
 DEADLINE_S = 60.0
 SETUP = """
@@ -199,3 +200,13 @@ def test_bad_requests_are_refused_before_anything_is_sent(
         checked_path(str(tmp_path / "trace.txt"))
     with pytest.raises(UsageError, match="does not exist"):
         checked_path(str(tmp_path / "none" / "trace.json"))
+
+
+def test_a_copied_profile_has_the_times_of_this_host() -> None:
+    there = RankProfile("there", 1, 0, 1000, 3000, 500, 0, ())
+    here = there.copied("here", 200)
+    assert (here.path, here.begun_ns, here.ended_ns) == ("here", 1300, 3300)
+    for profile in (there, here):  # since the epoch, nothing has changed
+        assert profile.begun_ns + profile.clock_offset_ns == 1500
+    assert here.covers(3300)
+    assert not here.covers(1299)

@@ -94,8 +94,10 @@ def _other_thread(use: Callable[[], object]) -> Iterator[Callable[[], None]]:
     thread.join(HANG_S)
 
 
-def _on_condition() -> tuple[Callable[[], object], Callable[[], object]]:
-    condition = Condition()
+def _on_condition(
+    lock: threading.Lock | None = None,
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    condition = Condition(lock)
 
     def step() -> None:
         for _ in range(9):
@@ -109,6 +111,10 @@ def _on_condition() -> tuple[Callable[[], object], Callable[[], object]]:
             condition.notify_all()
 
     return step, use
+
+
+def _on_lock() -> tuple[Callable[[], object], Callable[[], object]]:
+    return _on_condition(threading.Lock())
 
 
 def _on_event() -> tuple[Callable[[], object], Callable[[], object]]:
@@ -132,7 +138,7 @@ def _on_future() -> tuple[Callable[[], object], Callable[[], object]]:
     return step, future.done
 
 
-@pytest.mark.parametrize("make", [_on_condition, _on_event, _on_future])
+@pytest.mark.parametrize("make", [_on_condition, _on_lock, _on_event, _on_future])
 def test_an_interrupt_leaves_no_lock_held(
     interrupter: _Interrupter,
     make: Callable[[], tuple[Callable[[], object], Callable[[], object]]],
