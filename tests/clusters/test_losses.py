@@ -610,9 +610,10 @@ def test_a_rank_that_does_not_answer_is_replaced_alone(
 
 
 def test_survivors_that_cannot_rebuild_the_world_are_restarted_with_their_variables(
-    cluster: Cluster, setup_fails: Path
+    cluster: Cluster, setup_fails: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 hangs in C code during the change. Its control thread answers."""
+    monkeypatch.setattr(cluster._recovery._membership, "_meet_timeout_s", 5.0)
     setup_fails.touch()
     hang = "import nbdist.engine.membership as m, threading\n"
     hang += "m._carry_out = lambda plan, attempt: threading.Event().wait()"

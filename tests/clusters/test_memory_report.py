@@ -167,6 +167,6 @@ def test_reports_while_tensors_come_and_go_describe_what_there_is(
         "    other = {i: t for i, t in enumerate(some)}"
     )
     with running(cluster, code, [0, 1, 2, 3]):
-        for _ in range(20):
+        for _ in range(6):
             for report in reports(cluster).values():
                 assert all(held.size > 0 for held in report.largest)

@@ -18,8 +18,6 @@ from typing import Any
 
 import anyio
 import pytest
-from mcp import Client, StdioServerParameters
-from mcp.client.stdio import stdio_client
 
 import nbdist
 from nbdist import KeptCluster
@@ -61,6 +59,8 @@ class Assistant:
     """A client whose server is a process of its own."""
 
     def __init__(self, *options: str) -> None:
+        from mcp import StdioServerParameters  # a second, of each process that collects
+
         self._parameters = StdioServerParameters(
             command=sys.executable,
             args=["-m", "nbdist.mcp", *options],
@@ -72,6 +72,9 @@ class Assistant:
         assert self._is_ready.wait(30)
 
     async def _converse(self) -> None:
+        from mcp import Client
+        from mcp.client.stdio import stdio_client
+
         async with Client(stdio_client(self._parameters)) as client:
             self._client, self._token = client, anyio.lowlevel.current_token()
             self._is_ready.set()

@@ -93,7 +93,7 @@ def run_rounds(notebook: Notebook, rounds: int) -> None:
 
 
 def test_no_step_is_lost_when_the_kernel_is_killed(kept_notebook: Notebook):
-    run_rounds(kept_notebook, 3)
+    run_rounds(kept_notebook, 2)
 
 
 @pytest.mark.slow

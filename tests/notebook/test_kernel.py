@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import ipykernel
-import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 from tests.cluster_processes import is_fork_server
 from tests.processes import Footprint
@@ -927,6 +924,11 @@ def test_run_all_stops_at_a_failed_cell(tmp_path: Path):
         "%%distributed\nraise ValueError('stop here')",
         "open('must-not-exist', 'w')",
     ]
+    # Their imports take two seconds, of each process that collects the tests.
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     client = NotebookClient(
         book, timeout=CELL_S, resources={"metadata": {"path": str(tmp_path)}}

@@ -6,11 +6,7 @@ The ranks of a world are simulated here. tests/training/test_on_ranks.py has rea
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import time
 from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
@@ -29,7 +25,7 @@ from nbdist.telemetry import internal_metrics
 from nbdist.training.data import device_prefetch
 from nbdist.training.data import loader as loaders
 from nbdist.training.data.loader import Loader, loader
-from tests.processes import HANG_S, runs, wait_until
+from tests.processes import HANG_S, Program, runs, wait_until
 
 SIZES = st.integers(1, 8)
 
@@ -243,20 +239,16 @@ from nbdist.training.data.loader import loader
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 1000
     def __getitem__(self, index):
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # one write: two workers share it
         time.sleep(3600)
 next(iter(loader(Slow(), 4, num_workers=2)))
 """
 
 
 def test_workers_die_with_their_rank():
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK_WITH_WORKERS], stdout=subprocess.PIPE, text=True
-    )
-    with rank:
-        pids = {int(rank.stdout.readline()) for _ in range(2)}
-        workers = [psutil.Process(pid) for pid in pids]
-        os.kill(rank.pid, signal.SIGKILL)
+    with Program(RANK_WITH_WORKERS) as rank:
+        workers = [psutil.Process(int(rank.line())) for _ in range(2)]
+        rank.kill()
         # torch's workers look for their parent between samples, and these have one for
         # an hour.
         wait_until(lambda: not any(map(runs, workers)))
