@@ -164,6 +164,8 @@ if rank == 0:
         for size in (2, 6):
             wait_until(asked.exists, 60)
             asked.unlink()
+            # The ranks' notice of the run may arrive after it has begun.
+            wait_until(lambda: cluster._elastic.is_running, 60)
             done.append(cluster.scale(size, drop=True))
 
     other = threading.Thread(target=resize)

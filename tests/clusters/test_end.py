@@ -17,6 +17,7 @@ from nbdist import Cluster
 from nbdist.errors import NotRunning
 from tests.cluster_processes import ClusterProcesses
 from tests.processes import Footprint, Program, wait_until
+from tests.seed import drawn, some_or_all
 
 START = """
 import os, sys, time
@@ -43,32 +44,34 @@ def run_dir_of(program: Program) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_nothing_is_left_when_a_program_ends(ending: str):
-    with Program(f"{START}sys.stdin.readline()\n{ending}") as program:
-        footprint = Footprint([program.pid], run_dir_of(program))
-        assert len(footprint.processes) >= 6
-        program.tell("go on")
-        footprint.assert_gone()
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        "time.sleep(100)",
-        "cluster.execute('import time; time.sleep(100)')",
-        "cluster.execute('while True: pass')",
-        "cluster.execute('import os, signal; os.kill(os.getpid(), signal.SIGSTOP)')",
-        "cluster.execute('!sleep 100')",
-    ],
+WORK = (
+    "time.sleep(100)",
+    "cluster.execute('import time; time.sleep(100)')",
+    "cluster.execute('while True: pass')",
+    "cluster.execute('import os, signal; os.kill(os.getpid(), signal.SIGSTOP)')",
+    "cluster.execute('!sleep 100')",
 )
-def test_nothing_is_left_when_the_notebook_is_killed(work: str):
-    with Program(f"{START}print('working', flush=True)\n{work}") as program:
-        run_dir = run_dir_of(program)
-        assert program.line() == "working"
-        footprint = Footprint([program.pid], run_dir)
-        program.kill()
-        footprint.assert_gone()
+
+
+@some_or_all(3)
+def test_nothing_is_left_when_a_program_ends(most: int | None):
+    for name in drawn(ENDINGS, most):
+        with Program(f"{START}sys.stdin.readline()\n{ENDINGS[name]}") as program:
+            footprint = Footprint([program.pid], run_dir_of(program))
+            assert len(footprint.processes) >= 6
+            program.tell("go on")
+            footprint.assert_gone()
+
+
+@some_or_all(3)
+def test_nothing_is_left_when_the_notebook_is_killed(most: int | None):
+    for work in drawn(WORK, most):
+        with Program(f"{START}print('working', flush=True)\n{work}") as program:
+            run_dir = run_dir_of(program)
+            assert program.line() == "working"
+            footprint = Footprint([program.pid], run_dir)
+            program.kill()
+            footprint.assert_gone()
 
 
 def test_nothing_is_left_when_a_notebook_with_a_forked_child_is_killed():

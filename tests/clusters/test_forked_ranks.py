@@ -36,6 +36,7 @@ from tests.clusters.process_state import (
     threads_of_pools,
 )
 from tests.processes import Footprint, Program, runs, wait_until
+from tests.seed import drawn, some_or_all
 
 MPICH = shutil.which("mpiexec.mpich")
 SUM = "x = torch.ones(1); nbdist.all_reduce(x); assert x == world_size"
@@ -621,33 +622,37 @@ def test_a_copy_of_a_preloaded_module_on_the_path_prevents_no_fork(
         assert started(cluster) == [FORKED]
 
 
+PREVENTS = {
+    "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n": (
+        "an import has started 1 thread"
+    ),
+    "raise RuntimeError('no such thing')\n": "RuntimeError: no such thing",
+    "import os\nos._exit(3)\n": "the fork server has ended with exit code 3",
+}
+"""What a module does at its import, and why it is not forked."""
+
+
 @pytest.mark.not_forked
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,),"
-         " daemon=True).start()\n", "an import has started 1 thread"),
-        ("raise RuntimeError('no such thing')\n", "RuntimeError: no such thing"),
-        ("import os\nos._exit(3)\n", "the fork server has ended with exit code 3"),
-    ],
-)  # fmt: skip
+@some_or_all(1)
 def test_ranks_are_started_if_a_preload_prevents_the_fork(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, why: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int | None
 ) -> None:
-    name = f"preloaded_{random.randrange(10**9)}"
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("NBDIST_PRELOAD", name)
-    module(tmp_path, name, text)
-    session = Session()
-    try:
-        session.start(1, device="cpu")
-        session.execute(SUM, None, None, 1)
-        session.stop()
-        session.start(1, device="cpu")  # it has been seen by now
-        assert why in repr(session.status_table())
-    finally:
-        session.stop()
+    for text in drawn(PREVENTS, most):
+        name = f"preloaded_{random.randrange(10**9)}"
+        monkeypatch.setenv("NBDIST_PRELOAD", name)
+        module(tmp_path, name, text)
+        session = Session()
+        try:
+            session.start(1, device="cpu")
+            session.execute(SUM, None, None, 1)
+            session.stop()
+            session.start(1, device="cpu")  # it has been seen by now
+            assert PREVENTS[text] in repr(session.status_table())
+        finally:
+            session.stop()
 
 
 def test_ranks_are_forked_in_a_folder_with_a_long_path(
