@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import report
 from tests.hosts.network import HOME, HostNetwork, TestHost, why_not
+from tests.hosts.traits import equal
 
 REPEATS = 3
 STEPS = 8
@@ -132,7 +133,7 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 1
     results: dict[str, Any] = {"start": {}, "ddp": {}, "edit": {}}
-    with HostNetwork(("a", "b", "laptop")) as network:
+    with HostNetwork(("a", "b", "laptop"), equal(3)) as network:
         for host in network.hosts.values():
             host.write(FIRST_SUM, BY_TORCHRUN)
         results["start"] = starts(network["a"])

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import report
 from tests.hosts.network import HostNetwork, why_not
+from tests.hosts.traits import equal
 
 RATES = ("1gbit", "100mbit")
 SIZES = (2**12, 2**18, 2**22)
@@ -65,7 +66,10 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 1
     results: list[dict[str, Any]] = []
-    with HostNetwork(("a", "b")) as network, network["a"].console() as console:
+    with (
+        HostNetwork(("a", "b"), equal(2)) as network,
+        network["a"].console() as console,
+    ):
         console.do(START)
         for rate in RATES:
             for host in network.hosts.values():

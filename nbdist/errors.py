@@ -142,6 +142,10 @@ class StartError(ClusterError):
         self.died = died
 
 
+class StartInterrupted(StartError, KeyboardInterrupt):
+    """The user has interrupted the start. Everything that was started is cleaned up."""
+
+
 class ChangeFailed(ClusterError):
     """A change of the world's members failed. Every rank that lives keeps its state.
 

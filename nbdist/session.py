@@ -19,6 +19,7 @@ from nbdist.errors import (
     CellInterrupted,
     CellTimeout,
     NotRunning,
+    StartInterrupted,
     UsageError,
     message_of,
 )
@@ -451,9 +452,16 @@ class Session:
     def _bring_up(self, cluster: Cluster, start: Callable[..., object]) -> None:
         from nbdist.widgets.start_view import StartView
 
-        with StartView(cluster.size) as view:
-            start(view.show)
-            view.finish(cluster.ranks, cluster.mpi)
+        try:
+            with StartView(cluster.size) as view:
+                start(view.show)
+                view.finish(cluster.ranks, cluster.mpi)
+        except KeyboardInterrupt:
+            if cluster.running:
+                cluster.stop()
+            raise StartInterrupted(
+                "the start was interrupted, and nothing of it is left"
+            ) from None
 
     def stop(self) -> bool:
         """Stop the cluster. Returns whether there was one. Safe to call twice."""

@@ -252,7 +252,8 @@ class Cluster:
         }
         self._file = read_file()
         self.config = configured({"n": n, **options}, self._file)
-        self._n_is_default = n is None and ClusterConfig.read(self._file).n is None
+        self._most = ClusterConfig.read(self._file).n if n is None else n
+        """The most ranks on hosts that a script names; None for all slots."""
         self._settings = all_settings(self._file, {"n": n, **options})
         self._resume = resume_of(self.config)
         self._launcher: Launcher = Mpiexec(self.config.mpiexec)
@@ -416,13 +417,20 @@ class Cluster:
             return
         from nbdist.clusters.hosts.discovery import HostDiscovery
 
+        known = self._hosts
+
         def adopt(hosts: Sequence[HostSlots]) -> None:
-            self._discovered = list(hosts)
+            usable = known.reachable(hosts, self._tell)
+            if usable != known.usable:
+                self._discovered = usable
             elastic = self._elastic
             if elastic is not None and elastic.is_running:
                 self._adopt_discovered()
 
-        self._discovery = HostDiscovery(script, self._hosts.listed, adopt, self._tell)
+        def again() -> bool:  # an elastic run begins after its cell
+            return self._discovered is not None or known.tries_again
+
+        self._discovery = HostDiscovery(script, known.listed, adopt, again, self._tell)
 
     def _watch_job(self, hosts: Hosts, job: BatchJob) -> None:
         """Save what can be saved when the job of the hosts ends."""
@@ -442,7 +450,7 @@ class Cluster:
         if hosts is None:
             return
         slots = sum(each.slots for each in hosts)
-        most = slots if self._n_is_default else min(slots, self.config.n or slots)
+        most = min(slots, self._most or slots)
         try:
             self._tell(self.scale(most, hosts=hosts, drop=True))
         except (UsageError, ScaleFailed) as error:

@@ -177,6 +177,8 @@ def _allocated(launcher: str) -> int | None:
 
 def _on_hosts(config: ClusterConfig, slots: int) -> ClusterConfig:
     """Derive the number of ranks from the slots of all hosts, and check it."""
+    if config.host_discovery is not None:
+        return replace(config, n=min(slots, config.n or slots))
     if config.n is not None and config.n > slots:
         where = (
             f"-H {config.hosts}" if config.hosts else f"--hostfile {config.hostfile}"

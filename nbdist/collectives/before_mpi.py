@@ -20,13 +20,13 @@ KNOWN = "Open MPI v5.0."
 _TRANSPORTS = "OMPI_MCA_btl"
 
 
-def _survive_deaths() -> None:
-    """Load `_late_revocation`, if it is compiled, before Open MPI."""
+def _load_before_open_mpi(name: str) -> None:
+    """Load a compiled module, if there is one, whose functions replace Open MPI's."""
     flags = sys.getdlopenflags()
     sys.setdlopenflags(flags | os.RTLD_GLOBAL)
     try:
         with contextlib.suppress(ImportError):
-            importlib.import_module("nbdist.collectives._late_revocation")
+            importlib.import_module(f"nbdist.collectives.{name}")
     finally:
         sys.setdlopenflags(flags)
 
@@ -61,7 +61,8 @@ def _initialize_alone() -> None:
         del os.environ[_TRANSPORTS]  # not for a launcher that this process starts
 
 
-_survive_deaths()
+_load_before_open_mpi("_late_revocation")
+_load_before_open_mpi("_launchers_user")
 # mpi4py's fast reductions use a communicator of its own, which cannot be revoked.
 mpi4py.rc(fast_reduce=False)
 if is_launched_by_torchrun():

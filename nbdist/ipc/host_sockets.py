@@ -17,6 +17,7 @@ __all__ = [
     "GREETING",
     "HOST",
     "INTERFACE",
+    "LAUNCHER_USER",
     "RANK_PROXY",
     "connect",
     "link_socket",
@@ -34,6 +35,9 @@ ADDRESSES = "NBDIST_RANK_ADDRESSES"
 """Environment variable of a rank: the addresses of all hosts, with commas."""
 INTERFACE = "NBDIST_RANK_INTERFACE"
 """Environment variable of a rank: the interface with that address."""
+LAUNCHER_USER = "NBDIST_LAUNCHER_USER"
+"""Environment variable of a rank on another host: the id of the notebook's user there.
+`collectives/_launchers_user.c` reads it."""
 RANK_PROXY = "NBDIST_RANK_PROXY"
 """Environment variable of a rank on another host: the pid of the rank parent on the
 notebook's host."""

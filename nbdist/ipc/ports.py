@@ -19,6 +19,7 @@ __all__ = [
     "cut_off",
     "free_ports",
     "limit_sources",
+    "may_limit_sources",
     "own_address",
     "set_addresses_of_hosts",
 ]
@@ -70,9 +71,9 @@ def confine(pid: int, sources: Sequence[str] = ()) -> None:
     """Let only some hosts connect to the ports of a process.
 
     Open MPI binds its ports to every address, and has no option to prevent this. Since
-    Linux 5.7, any user may bind an open socket to an interface, and attach a filter to
-    it. Other users of the same hosts are not refused. If the system forbids it, the
-    ports do not change.
+    Linux 5.7, any user may bind an open socket to an interface, and on most systems
+    attach a filter to it. Other users of the same hosts are not refused. If the system
+    forbids it, the ports do not change.
 
     Args:
         pid: This process, or a process whose descriptors this process may copy. For an
@@ -112,7 +113,13 @@ def _is_reachable(sock: socket.socket) -> bool:
     return not ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
-def limit_sources(listener: socket.socket, sources: Sequence[str]) -> None:
+def may_limit_sources() -> bool:
+    """Whether the system lets this user do what `limit_sources` does."""
+    with socket.socket() as probe:
+        return limit_sources(probe, ["127.0.0.1"])
+
+
+def limit_sources(listener: socket.socket, sources: Sequence[str]) -> bool:
     """Drop what arrives at an IPv4 socket from other addresses than these and loopback.
 
     The packets that open a connection are dropped too, as if nothing listened.
@@ -121,11 +128,12 @@ def limit_sources(listener: socket.socket, sources: Sequence[str]) -> None:
         listener: The socket.
         sources: The addresses. Without any, nothing changes.
 
-    Raises:
-        OSError: The system forbids it.
+    Returns:
+        False if the system forbids it; nothing has changed then. Some want
+        CAP_NET_ADMIN for it.
     """
     if not sources:
-        return
+        return True
     program = [(LOAD, 0, 0, NETWORK_HEADER + SOURCE)]
     for source in sources:
         program += _accept_if(int(ipaddress.IPv4Address(source)))
@@ -133,7 +141,11 @@ def limit_sources(listener: socket.socket, sources: Sequence[str]) -> None:
     packed = b"".join(struct.pack("HBBI", *each) for each in program)
     memory = ctypes.create_string_buffer(packed)
     filters = struct.pack("HP", len(program), ctypes.addressof(memory))
-    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filters)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filters)
+    except OSError:
+        return False
+    return True
 
 
 def _accept_if(value: int) -> list[tuple[int, int, int, int]]:

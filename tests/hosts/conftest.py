@@ -6,16 +6,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.hosts import traits
 from tests.hosts.network import HostNetwork, why_not
+from tests.seed import SEED
 
 NAMES = ("a", "b", "c", "laptop")
 
 
-@pytest.fixture(scope="session")
-def _network() -> Iterator[HostNetwork]:
+@pytest.fixture(scope="module")
+def _network(request: pytest.FixtureRequest) -> Iterator[HostNetwork]:
+    """The hosts of a module: unlike each other, unless it sets `ARE_ALIKE`."""
     if reason := why_not():
         pytest.skip(reason)
-    with HostNetwork(NAMES) as network:
+    if getattr(request.module, "ARE_ALIKE", False):
+        chosen = traits.equal(len(NAMES))
+    else:
+        chosen = traits.drawn(f"{SEED} {request.module.__name__}", len(NAMES))
+    for name, has in zip(NAMES, chosen, strict=True):
+        print(f"host {name}: {has}")
+    with HostNetwork(NAMES, chosen) as network:
         yield network
 
 

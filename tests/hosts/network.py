@@ -1,9 +1,10 @@
-"""Hosts for tests: network namespaces that are connected by a switch.
+"""Hosts for tests: network namespaces that are connected by switches.
 
-Each host has its own network interface and address, host name, processes, temporary
-folders, home folder and shared memory, and an sshd that accepts the key of the others.
-It sees the file system of this machine read-only, so that no file is shared that a test
-has written. Links can be slowed, cut and restored, and hosts killed and started again.
+Each host has its own network interfaces and addresses, host name, users, processes,
+temporary folders, home folder and shared memory, and an sshd that accepts the key of
+the others. It sees the file system of this machine read-only, so that no file is shared
+that a test has written. Programs run as its user. Links can be slowed, cut and
+restored, and hosts killed and started again.
 
 Only root on Linux can make the namespaces. They end with this process.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pwd
 import shlex
 import shutil
 import signal
@@ -28,17 +28,22 @@ import psutil
 
 from nbdist.ipc.prctl import die_with_parent
 from tests.hosts.console import Console
+from tests.hosts.traits import Traits
 from tests.processes import HANG_S, left_in, wait_until
 
 __all__ = ["HostNetwork", "TestHost", "why_no_delay", "why_not"]
 
 ROOT = Path(__file__).parents[2]
-HOME = Path(pwd.getpwuid(os.geteuid()).pw_dir)
 SSHD = "/usr/sbin/sshd"
-NETWORK = "10.77.0"
+NETWORKS = ("10.77.0", "10.78.0")
 PROGRAMS = ("ip", "tc", "nft", "nsenter", "unshare", "ssh", "ssh-keygen", SSHD)
-PRIVATE = (HOME, Path("/run"), Path("/var/tmp"), Path("/dev/shm"), Path("/tmp"))
-"""The folders that each host has for itself. The last has the files of this process."""
+PRIVATE = {
+    "/home": "755", "/root": "711", "/run": "755", "/srv": "755", "/var/tmp": "1777",
+    "/dev/shm": "1777", "/tmp": "1777",
+}  # fmt: skip
+"""The folders that each host has for itself, and their modes. The last has the files of
+this process."""
+BRIDGE_ADDRESS = "172.17.0.1/16"
 
 
 @functools.cache
@@ -68,17 +73,27 @@ class TestHost:
 
     Args:
         name: Its name, by which the others find it.
-        address: Its IPv4 address.
+        number: The last part of its IPv4 addresses.
+        traits: How it differs from the others.
         folder: A folder of this machine, for the files that it begins with.
-        switch: The pid of a process in the network namespace of the switch.
+        switch: The pid of a process in the network namespace of the switches.
     """
 
     __test__ = False  # no class of tests
 
-    def __init__(self, name: str, address: str, folder: Path, switch: int) -> None:
-        self.name, self.address = name, address
+    def __init__(
+        self, name: str, number: int, traits: Traits, folder: Path, switch: int
+    ) -> None:
+        self.name, self.traits = name, traits
+        self.home = traits.home
+        self.prefix = Path(sys.prefix)
+        """The folder of the Python environment."""
+        if traits.environment:
+            self.prefix = Path(traits.environment.replace("~", str(traits.home)))
+        self.python = str(self.prefix / Path(sys.executable).relative_to(sys.prefix))
+        self.addresses = [f"{net}.{number}" for net in NETWORKS[: traits.networks]]
+        self._number = number
         self._folder, self._switch = folder, switch
-        self._port = f"to-{name}"
         self._unshare: subprocess.Popen[bytes] | None = None
         self._init = 0
 
@@ -110,49 +125,93 @@ class TestHost:
         go = self._folder / f"{self.name}.go"
         go.unlink(missing_ok=True)
         lines = ["set -e", f"hostname {self.name}"]
-        for number, path in enumerate(PRIVATE):
-            private = self._folder / f"{self.name}-{number}"
-            mode = "700" if path == HOME else "1777"
-            lines.append(f"mkdir -p {private}")
-            lines.append(f"mount -t tmpfs -o mode={mode} host {private}")
+        private = {path: self._folder / f"{self.name}{path}" for path in PRIVATE}
+        for path, mode in PRIVATE.items():
+            lines.append(f"mkdir -p {private[path]}")
+            size = self.traits.shared_memory if path == "/dev/shm" else "50%"
+            lines.append(
+                f"mount -t tmpfs -o mode={mode},size={size} host {private[path]}"
+            )
             lines += [
-                f"mkdir -p {private}/{kept.relative_to(path)} && "
-                f"mount --bind {kept} {private}/{kept.relative_to(path)}"
+                f"mkdir -p {private[path]}/{kept.relative_to(path)} && "
+                f"mount --bind {kept} {private[path]}/{kept.relative_to(path)}"
                 for kept in _installed()
                 if kept.is_relative_to(path)
             ]
-            if path == HOME:
-                lines.append(f"cp -r {self._folder}/ssh {private}/.ssh")
-        run = self._folder / f"{self.name}-{PRIVATE.index(Path('/run'))}"
+        etc = self._write_etc()
+        lines += [f"mount --bind {etc}/{each} /etc/{each}" for each in os.listdir(etc)]
+        run, home = (
+            private["/run"],
+            f"{private['/home']}/{self.home.relative_to('/home')}",
+        )
+        owner = f"{self.traits.uid}:{self.traits.gid}"
         lines += [
-            f"mount --bind {self._folder}/hosts /etc/hosts",
             f"until [ -e {go} ]; do sleep 0.01; done",
-            f"mkdir -p {run}/sshd",
-            f"cp {self._folder}/hostkey {self._folder}/sshd_config {run}/",
+            f"mkdir -p {run}/sshd {home}",
+            f"cp {self._folder}/hostkey {run}/ && cp -r {self._folder}/ssh {home}/.ssh",
+            f"sed 's/^Port .*/Port {self.traits.port}/' "
+            f"{self._folder}/sshd_config > {run}/sshd_config",
+            f"cat > {home}/.bashrc <<'END'\numask {self.traits.umask}\n"
+            f"{self.traits.banner}\nEND",
+            f"chown -R {owner} {home} && chmod 700 {home}",
             "mount -o remount,bind,ro /",
         ]
-        lines += [
-            f"mount --rbind {self._folder}/{self.name}-{number} {path}"
-            for number, path in enumerate(PRIVATE)
-        ]
+        lines += [f"mount --rbind {private[path]} {path}" for path in PRIVATE]
+        if self.traits.environment:
+            lines += [
+                f"mkdir -p {self.prefix}",
+                f"mount --bind {sys.prefix} {self.prefix}",
+                f"mount -t tmpfs away {sys.prefix}",
+            ]
         lines.append(f"exec {SSHD} -D -e -f /run/sshd_config")
         return "\n".join(lines) + "\n"
 
+    def _write_etc(self) -> Path:
+        """Write its own files of /etc. Returns their folder."""
+        folder = self._folder / f"{self.name}-etc"
+        folder.mkdir(exist_ok=True)
+        has = self.traits
+        user = f"{has.user}:x:{has.uid}:{has.gid}::{has.home}:{has.shell}\n"
+        for name, line in (("passwd", user), ("group", f"{has.user}:x:{has.gid}:\n")):
+            (folder / name).write_text(Path(f"/etc/{name}").read_text() + line)
+        own = f"{has.knows_itself_as} {self.name}\n" if has.knows_itself_as else ""
+        (folder / "hosts").write_text(own + (self._folder / "hosts").read_text())
+        return folder
+
     def _connect(self) -> None:
-        """Plug the host into the switch."""
-        in_switch = ["nsenter", "-t", str(self._switch), "-n"]
-        _run(
-            *in_switch, "ip", "link", "add", self._port, "type", "veth",
-            "peer", "name", "eth0", "netns", str(self._init),
-        )  # fmt: skip
-        _run(*in_switch, "ip", "link", "set", self._port, "master", "switch", "up")
-        here = ["nsenter", "-t", str(self._init), "-n", "ip"]
-        number = int(self.address.rpartition(".")[2])
-        # The same after a start again, because the other hosts remember it.
-        _run(*here, "link", "set", "eth0", "address", f"02:00:00:00:00:{number:02x}")
-        _run(*here, "addr", "add", f"{self.address}/24", "dev", "eth0")
-        _run(*here, "link", "set", "eth0", "up")
+        """Plug the host into the switches."""
+        here = self._here("ip")
+        for number, address in enumerate(self.addresses):
+            device, port = f"eth{number}", self._ports[number]
+            _run(
+                *self._in_switch("ip", "link", "add", port, "type", "veth"),
+                *("peer", "name", device, "netns", str(self._init)),
+            )
+            _run(
+                *self._in_switch("ip", "link", "set", port),
+                *("master", f"switch{number}", "up"),
+            )
+            # The same after a start again, because the other hosts remember it.
+            mac = f"02:00:00:00:{number:02x}:{self._number:02x}"
+            _run(*here, "link", "set", device, "address", mac)
+            _run(*here, "addr", "add", f"{address}/24", "dev", device)
+            _run(*here, "link", "set", device, "up")
         _run(*here, "link", "set", "lo", "up")
+        if self.traits.has_bridge:  # of containers, one of which runs
+            _run(*here, *["link", "add", "docker0", "type", "bridge"])
+            _run(
+                *here,
+                *["link", "add", "veth0", "type", "veth", "peer", "name", "veth1"],
+            )
+            _run(*here, *["link", "set", "veth0", "master", "docker0", "up"])
+            _run(*here, *["link", "set", "veth1", "up"])
+            _run(*here, "addr", "add", BRIDGE_ADDRESS, "dev", "docker0")
+            _run(*here, *["link", "set", "docker0", "up"])
+
+    @property
+    def _ports(self) -> list[str]:
+        """Its ports of the switches."""
+        return [f"to-{self.name}-{number}" for number in range(len(self.addresses))]
 
     def _listens(self) -> bool:
         assert self._unshare is not None
@@ -174,28 +233,41 @@ class TestHost:
 
     # -- running programs ------------------------------------------------------------
 
-    def command(self, *argv: str) -> list[str]:
+    def command(self, *argv: str, as_root: bool = False) -> list[str]:
         """The command line that runs a program on this host."""
         enter = ["nsenter", "-t", str(self._init), "-m", "-u", "-i", "-n", "-p"]
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        return [*enter, f"--wd={HOME}", "env", "-i", *variables, *argv]
+        ids = [f"--reuid={self.traits.uid}", f"--regid={self.traits.gid}"]
+        become = [] if as_root else ["setpriv", *ids, "--init-groups"]
+        shell = ["sh", "-c", f'umask {self.traits.umask}; cd; exec "$@"', "sh"]
+        return [*enter, "env", "-i", *variables, *become, *shell, *argv]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of a user who has logged in."""
-        kept = {"LANG", "NBDIST_PRELOAD", "PIP_CONFIG_FILE", "PYTHONDONTWRITEBYTECODE"}
+        """The environment of its user, who has logged in."""
+        kept = {"NBDIST_PRELOAD", "PIP_CONFIG_FILE", "PYTHONDONTWRITEBYTECODE"}
+        has = self.traits
         return {
-            "HOME": str(HOME),
+            "HOME": str(has.home),
+            "USER": has.user,
+            "LOGNAME": has.user,
+            "SHELL": has.shell,
+            "LANG": has.locale,
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             **{name: os.environ[name] for name in kept & os.environ.keys()},
         }
 
     def run(
-        self, *argv: str, check: bool = True, timeout_s: float = 60.0, **options: Any
+        self,
+        *argv: str,
+        as_root: bool = False,
+        check: bool = True,
+        timeout_s: float = 60.0,
+        **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on this host, and wait for its end."""
         done = subprocess.run(
-            self.command(*argv),
+            self.command(*argv, as_root=as_root),
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -205,10 +277,12 @@ class TestHost:
             assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done
 
-    def write(self, path: str, text: str, mode: str = "600") -> None:
+    def write(
+        self, path: str | Path, text: str, mode: str = "600", as_root: bool = False
+    ) -> None:
         """Write a file of this host."""
         script = f"mkdir -p $(dirname {path}) && cat > {path} && chmod {mode} {path}"
-        self.run("sh", "-c", script, stdin=None, input=text)
+        self.run("sh", "-c", script, as_root=as_root, stdin=None, input=text)
 
     def console(self, **variables: str) -> Console:
         """Start a Python interpreter on this host, which a test speaks to.
@@ -217,7 +291,7 @@ class TestHost:
             variables: Additional environment variables.
         """
         more = [f"{name}={value}" for name, value in variables.items()]
-        program = [sys.executable, str(ROOT / "tests" / "hosts" / "console.py")]
+        program = [self.python, str(ROOT / "tests" / "hosts" / "console.py")]
         return Console(self.command("env", *more, *program))
 
     def processes(self) -> list[str]:
@@ -234,20 +308,22 @@ class TestHost:
         tmp = Path("/tmp")
         installed = [path for path in _installed() if path.is_relative_to(tmp)]
         left -= {path.relative_to(tmp).parts[0] for path in installed}
-        return left - {"torchinductor_root"}
+        return left - {f"torchinductor_{self.traits.user}"}
 
     # -- its link --------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Cut its link. No packet arrives or leaves any longer."""
-        _run(*self._in_switch("ip", "link", "set", self._port, "down"))
+        """Cut its links. No packet arrives or leaves any longer."""
+        for port in self._ports:
+            _run(*self._in_switch("ip", "link", "set", port, "down"))
 
     def restore(self) -> None:
-        """Restore the link after `cut`."""
-        _run(*self._in_switch("ip", "link", "set", self._port, "up"))
+        """Restore the links after `cut`."""
+        for port in self._ports:
+            _run(*self._in_switch("ip", "link", "set", port, "up"))
 
     def slow(self, rate: str, delay: str | None = None) -> None:
-        """Limit its link in both directions.
+        """Limit its links in both directions.
 
         Args:
             rate: Such as "100mbit".
@@ -276,31 +352,36 @@ class TestHost:
         """
         self.unblock()
         chain = f"type filter hook input priority 0\n{rule} drop\n"
-        self.run("nft", f"table inet test {{\nchain c {{\n{chain}}}\n}}")
+        self.run("nft", f"table inet test {{\nchain c {{\n{chain}}}\n}}", as_root=True)
 
     def unblock(self) -> None:
         """Undo `block`."""
-        self.run("nft", "delete table inet test", check=False)
+        self.run("nft", "delete table inet test", as_root=True, check=False)
 
     def _in_switch(self, *argv: str) -> list[str]:
         return ["nsenter", "-t", str(self._switch), "-n", *argv]
 
+    def _here(self, *argv: str) -> list[str]:
+        return ["nsenter", "-t", str(self._init), "-n", *argv]
+
     def _ends(self) -> Iterator[tuple[list[str], str]]:
-        """Both ends of the link: how to run a program there, and the device."""
-        yield ["nsenter", "-t", str(self._init), "-n"], "eth0"
-        yield self._in_switch(), self._port
+        """Both ends of each link: how to run a program there, and the device."""
+        for number, port in enumerate(self._ports):
+            yield self._here(), f"eth{number}"
+            yield self._in_switch(), port
 
 
 class HostNetwork:
-    """Some hosts and the switch that connects them. Use it in a `with` block.
+    """Some hosts and the switches that connect them. Use it in a `with` block.
 
     Args:
         names: The hosts' names.
+        traits: How each of them differs from the others.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], traits: Sequence[Traits]) -> None:
         self._stack = contextlib.ExitStack()
-        self._names = names
+        self._names, self._traits = names, traits
         self.hosts: dict[str, TestHost] = {}
 
     def __enter__(self) -> HostNetwork:
@@ -314,12 +395,14 @@ class HostNetwork:
             stack.callback(switch.kill)
             in_switch = ["nsenter", "-t", str(switch.pid), "-n"]
             wait_until(lambda: _netns(switch.pid) != _netns(os.getpid()), HANG_S, str)
-            _run(*in_switch, "ip", "link", "add", "switch", "type", "bridge")
-            _run(*in_switch, "ip", "link", "set", "switch", "up")
-            self._write_keys(folder)
+            for number in range(max(each.networks for each in self._traits)):
+                name = f"switch{number}"
+                _run(*in_switch, "ip", "link", "add", name, "type", "bridge")
+                _run(*in_switch, "ip", "link", "set", name, "up")
+            self._write_files(folder)
             for number, name in enumerate(self._names, 1):
-                address = f"{NETWORK}.{number}"
-                self.hosts[name] = TestHost(name, address, folder, switch.pid)
+                traits = self._traits[number - 1]
+                self.hosts[name] = TestHost(name, number, traits, folder, switch.pid)
             for host in self.hosts.values():
                 stack.callback(host.kill)
                 host.start()
@@ -341,24 +424,34 @@ class HostNetwork:
             host.unslow()
             host.unblock()
 
-    def _write_keys(self, folder: Path) -> None:
-        """Write what the hosts begin with: keys, names, and the options of sshd."""
+    def _write_files(self, folder: Path) -> None:
+        """Write what all hosts begin with: keys, names, and the options of sshd."""
         ssh = folder / "ssh"
         ssh.mkdir(mode=0o700)
         for path in (ssh / "id_ed25519", folder / "hostkey"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path))
         shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
         key = (folder / "hostkey.pub").read_text()
-        numbered = list(enumerate(self._names, 1))
+        addresses = [f"{NETWORKS[0]}.{n}" for n, _ in enumerate(self._names, 1)]
         known = "".join(f"{name} {key}" for name in self._names)
         (ssh / "known_hosts").write_text(known)
+        (ssh / "config").write_text(
+            "".join(
+                f"Host {name}\n  HostName {address}\n  HostKeyAlias {name}\n"
+                f"  User {has.user}\n  Port {has.port}\n"
+                for name, address, has in zip(
+                    self._names, addresses, self._traits, strict=True
+                )
+            )
+        )
+        names = zip(addresses, self._names, strict=True)
         (folder / "hosts").write_text(
             "127.0.0.1 localhost\n"
-            + "".join(f"{NETWORK}.{number} {name}\n" for number, name in numbered)
+            + "".join(f"{address} {name}\n" for address, name in names)
         )
         (folder / "sshd_config").write_text(
-            "HostKey /run/hostkey\nPidFile none\nUsePAM no\nStrictModes no\n"
-            "PermitRootLogin yes\nPasswordAuthentication no\nMaxStartups 100\n"
+            "Port 22\nHostKey /run/hostkey\nPidFile none\nUsePAM no\n"
+            "StrictModes no\nPasswordAuthentication no\nMaxStartups 100\n"
             "MaxSessions 100\nUseDNS no\n"
         )
 

@@ -51,9 +51,9 @@ class Slurm:
 
     def _start(self, config: str) -> None:
         for host in (self._controller, *self._nodes):
-            host.write(f"{FOLDER}/slurm.conf", config, mode="644")
-            host.write("/run/munge/key", "k" * 64)
-            host.run("chmod", "711", "/run/munge")
+            host.write(f"{FOLDER}/slurm.conf", config, mode="644", as_root=True)
+            host.write("/run/munge/key", "k" * 64, as_root=True)
+            host.run("chmod", "711", "/run/munge", FOLDER, as_root=True)
             host.run(
                 *(
                     "munged",
@@ -63,8 +63,9 @@ class Slurm:
                 ),
                 *("--pid-file=/run/munge/pid", "--log-file=/run/munge/log"),
                 "--seed-file=/run/munge/seed",
+                as_root=True,
             )
-            host.run("mkdir", "-p", f"{FOLDER}/state", f"{FOLDER}/spool")
+            host.run("mkdir", f"{FOLDER}/state", f"{FOLDER}/spool", as_root=True)
         self._daemon(self._controller, "slurmctld")
         for node in self._nodes:
             self._daemon(node, "slurmd", "-N", node.name)
@@ -79,12 +80,12 @@ class Slurm:
         )
 
     def _daemon(self, host: TestHost, *argv: str) -> None:
-        host.run("env", f"SLURM_CONF={FOLDER}/slurm.conf", *argv)
+        host.run("env", f"SLURM_CONF={FOLDER}/slurm.conf", *argv, as_root=True)
 
-    def run(self, *argv: str) -> str:
+    def run(self, *argv: str, as_root: bool = True) -> str:
         """The output of one of Slurm's commands, without the last newline."""
         command = ["env", f"SLURM_CONF={FOLDER}/slurm.conf", *argv]
-        return self._controller.run(*command).stdout.strip()
+        return self._controller.run(*command, as_root=as_root).stdout.strip()
 
     def console(self, **variables: str) -> Console:
         """A Python interpreter on the host from which jobs are submitted."""
@@ -93,7 +94,8 @@ class Slurm:
     def submit(self, partition: str) -> str:
         """Submit a job that uses all cores. Returns its number."""
         options = ("--parsable", "-n4", "-N2", f"--partition={partition}")
-        return self.run("sbatch", *options, "--output=/dev/null", "--wrap=sleep 300")
+        line = ("--output=/dev/null", "--wrap=sleep 300")
+        return self.run("sbatch", *options, *line, as_root=False)
 
     def block(self) -> str:
         """Run a job that uses all cores. Returns its number."""
@@ -104,7 +106,7 @@ class Slurm:
 
     def empty(self) -> None:
         """Cancel all jobs, have all nodes up, and wait until they are free."""
-        self.run("scancel", "--user=root")
+        self.run("scancel", f"--user={self._controller.traits.user}")
         down = self.run("sinfo", "-h", "-t", "down,drain", "-o", "%n").splitlines()
         for name in set(down):
             self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
@@ -116,9 +118,11 @@ class Slurm:
         """End all jobs and daemons, so that the next Slurm does not know them."""
         for host in (self._controller, *self._nodes):
             host.run(
-                "pkill", "-KILL", "slurmd|slurmctld|slurmstepd|munged", check=False
+                *("pkill", "-KILL", "slurmd|slurmctld|slurmstepd|munged"),
+                as_root=True,
+                check=False,
             )
-            host.run("rm", "-rf", FOLDER)
+            host.run("rm", "-rf", FOLDER, as_root=True)
 
 
 CONFIG = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ from tests.hosts.network import ROOT, HostNetwork, TestHost
 from tests.hosts.slurm_network import FOLDER, Slurm, why_no_slurm
 from tests.processes import HANG_S, wait_until
 
+ARE_ALIKE = True  # the nodes of a Slurm are
 RUN = f"""
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ run.execute(run.EXAMPLES / name, Path("/tmp/executed", name))
 def executed(host: TestHost, name: str, **variables: str) -> str:
     """What an example prints that is run on a host."""
     settings = [f"{key}={value}" for key, value in variables.items()]
-    argv = ["env", *settings, sys.executable, "-c", RUN, name]
+    argv = ["env", *settings, host.python, "-c", RUN, name]
     try:
         return host.run(*argv, timeout_s=150.0).stdout
     finally:

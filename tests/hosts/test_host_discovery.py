@@ -34,7 +34,7 @@ def test_hosts_are_followed_after_a_change_that_has_failed(
         if len(hosts) == 1:
             raise kind("rank 1 died")
 
-    following = HostDiscovery(str(script), [], adopt, notes.put)
+    following = HostDiscovery(str(script), [], adopt, lambda: False, notes.put)
     assert adopted.get(timeout=WITHIN_S) == ["one"]
     assert "were not adopted: rank 1 died" in notes.get(timeout=WITHIN_S)
     later = tmp_path / "later"

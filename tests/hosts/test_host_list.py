@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import socket
 from pathlib import Path
 
@@ -99,3 +100,32 @@ def test_every_list_is_read_as_it_was_written(
     for form in ("{}:{}", "{} slots={}  # a comment"):
         lines = "\n\n".join(form.format(*each) for each in slots.items())
         assert _parse_lines(lines, "a file") == hosts
+
+
+def test_a_host_has_a_user_and_a_python() -> None:
+    assert parse_hosts(
+        "carol@10.0.0.3:2:python=~/env/bin/python,b:python=/p/python"
+    ) == [
+        HostSlots("carol@10.0.0.3", 2, "~/env/bin/python"),
+        HostSlots("b", 1, "/p/python"),
+    ]
+    assert _parse_lines("carol@b python=~/p slots=3  # hers", "a file") == [
+        HostSlots("carol@b", 3, "~/p")
+    ]
+
+
+def test_this_host_as_another_user_is_another_host() -> None:
+    own = socket.gethostname()
+    assert are_here(parse_hosts(f"{getpass.getuser()}@{own}:3"))
+    assert not are_here(parse_hosts(f"nobody-else@{own}:3"))
+
+
+def test_this_host_has_the_notebooks_python() -> None:
+    with pytest.raises(UsageError, match="leave out python="):
+        parse_hosts("localhost:2:python=/usr/bin/python3")
+
+
+@pytest.mark.parametrize("line", ["a slots=2 slots=3", "a slots=x", "a pyton=/p"])
+def test_other_columns_are_refused(line: str) -> None:
+    with pytest.raises(UsageError, match="is not a host and its slots"):
+        _parse_lines(line, "a file")

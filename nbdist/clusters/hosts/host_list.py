@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import re
 import subprocess
 from collections.abc import Sequence
@@ -25,7 +27,11 @@ __all__ = [
 
 DISCOVERY_TIMEOUT_S = 20.0
 
-_ENTRY = re.compile(r"(?P<name>[\w.-]+|\[[\da-fA-F:]+\])(?::(?P<slots>\d+))?")
+_ENTRY = re.compile(
+    r"(?P<name>(?:[\w.-]+@)?(?:[\w.-]+|\[[\da-fA-F:]+\]))"
+    r"(?::(?P<slots>\d+))?(?::python=(?P<python>\S+))?"
+)
+_COLUMN = re.compile(r"slots=\d+|python=\S+")
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,27 @@ class HostSlots:
     """One entry of a list of hosts."""
 
     name: str
+    """As ssh takes it, such as "server1" or "carol@server1"."""
     slots: int
     """The most ranks that run on the host."""
+    python: str | None = None
+    """The path of Python on the host; None for the cluster's."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this host, and its user this one."""
+        user, _, host = self.name.rpartition("@")
+        if not is_this_host(host):
+            return False
+        with contextlib.suppress(KeyError, OSError):  # this user has no name
+            return not user or user == getpass.getuser()
+        return False
 
 
 def parse_hosts(text: str, source: str = "-H") -> list[HostSlots]:
-    """Parse hosts such as "server1:4,server2:4". A host without a number has one slot.
+    """Parse hosts such as "server1:4,carol@server2:4:python=~/env/bin/python".
+
+    A host without a number has one slot.
 
     Args:
         text: The text.
@@ -54,9 +75,15 @@ def parse_hosts(text: str, source: str = "-H") -> list[HostSlots]:
         if found is None or slots < 1:
             raise UsageError(
                 f"{source} {text!r}: {part.strip()!r} is not a host and its slots: "
-                "expected such as localhost:4, or server1:4,server2:4"
+                "expected such as localhost:4, or server1:4,server2:4, or "
+                "carol@server1:4:python=~/env/bin/python"
             )
-        hosts.append(HostSlots(found["name"], slots))
+        hosts.append(HostSlots(found["name"], slots, found["python"]))
+        if hosts[-1].is_here and found["python"]:
+            raise UsageError(
+                f"{source} {text!r}: {part.strip()!r} is this host, whose ranks run "
+                f"the notebook's Python: leave out python="
+            )
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -67,8 +94,8 @@ def parse_hosts(text: str, source: str = "-H") -> list[HostSlots]:
 def read_hostfile(path: str) -> list[HostSlots]:
     """Read a file of hosts, as Open MPI and horovodrun do.
 
-    Each line names a host, and may name its slots as "slots=4" or ":4". A "#" begins a
-    comment.
+    Each line names a host, and may name its slots as "slots=4" or ":4", and its Python
+    as "python=~/env/bin/python". A "#" begins a comment.
 
     Raises:
         UsageError: The file cannot be read, a line is malformed, or names no host.
@@ -121,13 +148,16 @@ def _parse_lines(text: str, source: str) -> list[HostSlots]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        slots = [word for word in words[1:] if re.fullmatch(r"slots=\d+", word)]
-        if len(words) > 2 or len(words) != 1 + len(slots):
+        columns = dict(w.split("=", 1) for w in words[1:] if _COLUMN.fullmatch(w))
+        if len(words) != 1 + len(columns):
             raise UsageError(
                 f"{source}, line {number}: {line.strip()!r} is not a host and its "
-                "slots: expected such as server1 slots=4"
+                "slots: expected such as server1 slots=4 python=~/env/bin/python"
             )
-        entries.append(":".join([words[0], *(s.partition("=")[2] for s in slots)]))
+        entry = [words[0], *filter(None, [columns.get("slots")])]
+        if "python" in columns:
+            entry.append(f"python={columns['python']}")
+        entries.append(":".join(entry))
     if not entries:
         raise UsageError(f"{source} names no host")
     return parse_hosts(",".join(entries), source)
@@ -181,4 +211,4 @@ def gpus_of(gres: str | None) -> int:
 
 def are_here(hosts: Sequence[HostSlots]) -> bool:
     """Whether all of the hosts are this host."""
-    return all(is_this_host(host.name) for host in hosts)
+    return all(host.is_here for host in hosts)

@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +23,15 @@ from nbdist.clusters.hosts.folder_sync import FolderSync, Stamp, difference
 from nbdist.clusters.hosts.gpu import Gpu
 from nbdist.clusters.hosts.host_list import HostSlots, nodes_of
 from nbdist.clusters.hosts.machine import Host
-from nbdist.clusters.hosts.preflight import CONNECT_TIMEOUT_S, Preflight
+from nbdist.clusters.hosts.preflight import (
+    CONNECT_TIMEOUT_S,
+    Preflight,
+    problem_table,
+)
 from nbdist.clusters.hosts.reach import Address
 from nbdist.clusters.hosts.remote_host import RemoteHost
-from nbdist.clusters.hosts.remote_shell import RemoteShell, Ssh
+from nbdist.clusters.hosts.remote_python import RemotePython
+from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell, Ssh
 from nbdist.clusters.placement import assign_devices
 from nbdist.clusters.resize import Resize
 from nbdist.clusters.supervisor_client import SupervisorClient
@@ -34,12 +40,13 @@ from nbdist.errors import ClusterError, StartError, UsageError
 from nbdist.ipc import private_files
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.flight_record import FlightRecord, Key, known_calls, read_known
-from nbdist.ipc.host_sockets import HOST
-from nbdist.ipc.resources import is_this_host
+from nbdist.ipc.host_sockets import HOST, LAUNCHER_USER
 
 __all__ = ["Hosts"]
 
 AT_ONCE = 32
+AGAIN_S = 30.0
+"""Seconds until a host that could not take part is tried again."""
 BEGIN_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 OF_THE_USER = (
@@ -82,6 +89,11 @@ class Hosts:
         self._controller: dict[str, Any] = {}
         self._least, self._most = nodes_of(config.nnodes)
         """The fewest and the most hosts with which ranks start; None for all."""
+        if config.host_discovery is not None:
+            self._least = self._least or 1
+        self._left_out: dict[str, float] = {}
+        """When hosts could not take part, on the monotonic clock."""
+        self._connecting = threading.Lock()
         self._sync = None if config.sync is None else FolderSync(config.sync)
         self._copies: dict[str, _Copy] = {}
         """The copies of that folder, by host."""
@@ -90,10 +102,16 @@ class Hosts:
 
     def _set_slots(self, slots: Sequence[HostSlots]) -> None:
         self._slots = list(slots)
-        self._here = next((s.name for s in slots if is_this_host(s.name)), None)
-        python = self._config.python or sys.executable
+        self._here = next((s.name for s in slots if s.is_here), None)
+        if self.job is not None and self.job.holds_processes:
+            # Only what a job's system has started is in the job, also on this host.
+            self._here = None
+        self._know(slots)
+
+    def _know(self, slots: Sequence[HostSlots]) -> None:
         for each in slots:
             if each.name != self._here and each.name not in self.others:
+                python = RemotePython.of(each.python or self._config.python)
                 host = RemoteHost(each.name, self._shell, python)
                 self.others[each.name] = host
 
@@ -130,48 +148,112 @@ class Hosts:
         self._supervisor = supervisor
         self._addresses, self._begin, self._controller = {}, {}, {}
         self._copies = {}
-        preflight = self._check(self._in_list, deadline, on_progress)
+        preflight = self._check(self._slots, self._in_list, deadline, on_progress)
+        self.notes = preflight.notes
         good = [each for each in self._slots if each.name not in preflight.problems]
         if not preflight.problems or len(good) >= (self._least or len(self._slots)):
             for name, problem in preflight.problems.items():
-                self.others[name].disconnect()
-                self.notes.append(f"host {name} takes no part: {problem.what}")
+                self._leave_out(name, problem, self.notes.append)
             return
-        raise StartError(preflight.table())
+        raise StartError(
+            problem_table([s.name for s in self._slots], preflight.problems)
+        )
 
     @property
     def _in_list(self) -> list[RemoteHost]:
         """The other hosts in the list."""
         return [self.others[s.name] for s in self._slots if s.name != self._here]
 
+    def _leave_out(
+        self, name: str, problem: Problem, on_note: Callable[[str], None]
+    ) -> None:
+        self.others[name].disconnect()
+        if name not in self._left_out:
+            on_note(f"host {name} takes no part: {problem.what}; {problem.remedy}")
+        self._left_out[name] = time.monotonic()
+
+    @property
+    def tries_again(self) -> bool:
+        """Whether it is time to try hosts again that could not take part."""
+        now = time.monotonic()
+        return any(now > since + AGAIN_S for since in self._left_out.values())
+
+    def reachable(
+        self, slots: Sequence[HostSlots], on_note: Callable[[str], None]
+    ) -> list[HostSlots]:
+        """Those hosts of another list that can take part. New ones are connected.
+
+        Args:
+            slots: The list.
+            on_note: Called with why a host cannot take part, once for each time.
+        """
+        self._know(slots)
+        problems = self._join(slots)
+        for name in self._left_out.keys() - problems.keys():
+            del self._left_out[name]
+        for name, problem in problems.items():
+            self._leave_out(name, problem, on_note)
+        return [each for each in slots if each.name not in problems]
+
+    @property
+    def usable(self) -> list[HostSlots]:
+        """The hosts in the list that are connected."""
+        return [each for each in self._slots if self._has(each)]
+
+    def _join(self, slots: Sequence[HostSlots]) -> dict[str, Problem]:
+        """Connect those hosts of a list that are not. Returns why some cannot be.
+
+        Raises:
+            ClusterError: A host does not answer, or has no room.
+        """
+        with self._connecting:
+            others = [
+                self.others[each.name] for each in slots if each.name != self._here
+            ]
+            new = [host for host in others if not host.is_connected]
+            if not new:
+                return {}
+            deadline = time.monotonic() + CONNECT_TIMEOUT_S
+            preflight = self._check(slots, new, deadline, lambda _: None)
+            bad = [host for host in new if host.name in preflight.problems]
+            for host in bad:
+                host.disconnect()
+            good = [host for host in new if host not in bad]
+            self._prepare(good, {each.name: each.slots for each in slots})
+            return preflight.problems
+
     def _check(
         self,
+        slots: Sequence[HostSlots],
         new: Sequence[RemoteHost],
         deadline: float,
         on_progress: Callable[[Mapping[str, str]], None],
     ) -> Preflight:
-        """Connect hosts, and check all that are in the list."""
+        """Connect hosts, and check all that are in a list."""
         assert self._supervisor is not None
+        listed = [self.others[s.name] for s in slots if s.name != self._here]
         for host in new:
             host.connect(self._supervisor, self._config.host_timeout_s)
 
         def show() -> None:
             states = ("connecting", "connected")
-            on_progress({h.name: states[h.is_connected] for h in self._in_list})
+            on_progress({h.name: states[h.is_connected] for h in listed})
 
-        order = [each.name for each in self._slots]
+        order = [each.name for each in slots]
+        here = self._here if self._here in order else None
         preflight = Preflight(
-            self._in_list, self._here, order, self._config.interface, self._addresses
+            listed, here, order, self._config.interface, self._addresses
         )
         preflight.run(deadline, show)
         for name in preflight.addresses:
             told = preflight.facts[name]["machine"]
             self._machines[name] = _machine(name, told)
         self._addresses |= preflight.addresses
-        self.notes = preflight.notes
         if self._sync is not None and self._sync.left_out:
             names = ", ".join(self._sync.left_out[:5])
-            self.notes.append(f"--sync leaves out files above 50 MB, such as {names}")
+            preflight.notes.append(
+                f"--sync leaves out files above 50 MB, such as {names}"
+            )
         return preflight
 
     def adopt(self, slots: Sequence[HostSlots]) -> list[HostSlots]:
@@ -191,9 +273,8 @@ class Hosts:
 
     @property
     def _usable(self) -> list[HostSlots]:
-        """The hosts in the list that are connected, as many as may be used."""
-        there = [each for each in self._slots if self._has(each)]
-        return there[: self._most]
+        """The hosts of `usable`, as many as may be used."""
+        return self.usable[: self._most]
 
     def resize(self, n: int, assignments: Sequence[DeviceAssignment]) -> Resize:
         """The change of the world to `n` ranks on the hosts of the list.
@@ -231,21 +312,14 @@ class Hosts:
         Raises:
             UsageError: There are too few. The message has the problem of each host.
         """
-        new = [host for host in self._in_list if not host.is_connected]
-        if self._free_slots(assignments) >= count or not new:
+        if self._free_slots(assignments) >= count:
             return
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        preflight = self._check(new, deadline, lambda _: None)
-        bad = [host for host in new if host.name in preflight.problems]
-        for host in bad:
-            host.disconnect()
-        good = [host for host in new if host not in bad]
         try:
-            self._prepare(good, {})
+            problems = self._join(self._slots)
         except ClusterError as error:
             raise UsageError(str(error)) from error
-        if self._free_slots(assignments) < count and preflight.problems:
-            raise UsageError(preflight.table())
+        if self._free_slots(assignments) < count and problems:
+            raise UsageError(problem_table([s.name for s in self._slots], problems))
 
     def first_assignments(self, n: int) -> list[DeviceAssignment]:
         """The device assignments of the first ranks.
@@ -257,7 +331,7 @@ class Hosts:
             UsageError: As for `assign`.
         """
         free = self._free_slots(())
-        return self.assign(min(n, free) if self._config.nnodes else n)
+        return self.assign(n if self._least is None else min(n, free))
 
     def assign(
         self, n: int, before: Sequence[DeviceAssignment] = ()
@@ -357,11 +431,13 @@ class Hosts:
         of_all = {
             **own,
             **variables,
+            LAUNCHER_USER: str(os.geteuid()),
             "PYTHONHASHSEED": hash_seed(),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
         self._begin = {"variables": of_all, "work_dir": work_dir, "path": [*sys.path]}
-        counts = Counter(each.host for each in assignments)
+        counts = {each.name: each.slots for each in self._slots}
+        counts |= Counter(each.host for each in assignments)
         self._prepare(self._connected, counts)
 
     def _prepare(self, hosts: Sequence[RemoteHost], counts: Mapping[str, int]) -> None:
@@ -369,12 +445,11 @@ class Hosts:
 
         Args:
             hosts: The hosts, which are connected.
-            counts: The number of ranks on each. Default: the number of its slots.
+            counts: The number of ranks on each.
 
         Raises:
             ClusterError: A host does not answer, or has no room.
         """
-        slots = {each.name: each.slots for each in self._slots}
 
         def prepare(host: RemoteHost) -> None:
             self._open_copy(host)
@@ -387,7 +462,7 @@ class Hosts:
             }
             host.ask(
                 "begin",
-                n=counts.get(host.name, slots[host.name]),
+                n=counts[host.name],
                 interface=self._addresses[host.name].interface,
                 variables=variables,
                 mpiexec=self._config.mpiexec,

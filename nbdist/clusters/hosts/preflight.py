@@ -18,7 +18,7 @@ from nbdist.clusters.hosts.remote_host import RemoteHost
 from nbdist.clusters.hosts.remote_shell import Problem
 from nbdist.errors import ClusterError
 
-__all__ = ["CONNECT_TIMEOUT_S", "Preflight"]
+__all__ = ["CONNECT_TIMEOUT_S", "Preflight", "problem_table"]
 
 CONNECT_TIMEOUT_S = 15.0
 """Seconds in which all hosts are connected."""
@@ -75,6 +75,8 @@ class Preflight:
         self.facts = self._answers("facts", lambda _: {})
         self._compare()
         self._choose_addresses()
+        self._note_open_ports()
+        self._note_other_users()
 
     @property
     def _good(self) -> list[str]:
@@ -129,8 +131,8 @@ class Preflight:
         names = self._good
         for name in names:
             first, there = self.facts[names[0]], self.facts[name]
-            problem = _difference(there, mine, SPOKEN) or _difference(
-                there, first, COMPARED
+            problem = _difference(name, there, mine, SPOKEN) or _difference(
+                name, there, first, COMPARED
             )
             if problem is not None:
                 self.problems[name] = problem
@@ -140,6 +142,30 @@ class Preflight:
                     f"the clock of {name} differs by {abs(ahead_s):.0f} s: the times "
                     "in charts and histories do too"
                 )
+
+    def _note_other_users(self) -> None:
+        mine = facts()["user"]
+        hosts = [
+            name
+            for name in self._good
+            if self.facts[name]["user"] != mine
+            and not self.facts[name]["has_compiled_parts"]
+        ]
+        if hosts:
+            self.notes.append(
+                f"{', '.join(hosts)}: ranks there cannot be replaced or added, because "
+                f"the user's id is not {mine} as here, and nbdist was installed there "
+                "without a C compiler"
+            )
+
+    def _note_open_ports(self) -> None:
+        hosts = [n for n in self._good if not self.facts[n]["may_limit_sources"]]
+        if hosts and len(self._good) > 1:
+            self.notes.append(
+                f"{', '.join(hosts)}: any host of the ranks' network can connect to "
+                "the ports of MPI and torch, because the system wants CAP_NET_ADMIN of "
+                "who limits that: name a network that you trust with --interface"
+            )
 
     # -- addresses -------------------------------------------------------------------
 
@@ -199,19 +225,20 @@ class Preflight:
         # reaches, often the same on all hosts.
         return sorted(found, key=lambda each: each.interface.startswith(VIRTUAL))
 
-    def table(self) -> str:
-        """The problem of each host, and what to do about it."""
-        rows = [("host", "problem", "what to do")]
-        for name in self._order:
-            what, remedy = self.problems.get(name, ("none", ""))
-            rows.append((name, what, remedy))
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        lines = [
-            f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip()
-            for row in rows
-        ]
-        count = f"{len(self.problems)} of {len(self._order)} hosts cannot take part"
-        return "\n".join([f"{count}, and nothing was started:", *lines])
+
+def problem_table(names: Sequence[str], problems: Mapping[str, Problem]) -> str:
+    """The problem of each host, and what to do about it."""
+    rows = [("host", "problem", "what to do")]
+    for name in names:
+        what, remedy = problems.get(name, ("none", ""))
+        rows.append((name, what, remedy))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [
+        f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip()
+        for row in rows
+    ]
+    count = f"{len(problems)} of {len(names)} hosts cannot take part"
+    return "\n".join([f"{count}, and nothing was started:", *lines])
 
 
 VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc")
@@ -226,19 +253,23 @@ def _is_of(address: Address, interface: str) -> bool:
 
 
 def _difference(
-    there: Mapping[str, Any], wanted: Mapping[str, Any], packages: Sequence[str]
+    name: str,
+    there: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    packages: Sequence[str],
 ) -> Problem | None:
     """What a host must change to agree with another one; None if nothing."""
     if _minor(there["python"]) != _minor(wanted["python"]):
         return Problem(
             f"has Python {there['python']}, and another host {wanted['python']}",
-            "name a Python of one version on all hosts with --python",
+            f"name one of that version there: -H {name}:SLOTS:python=PATH",
         )
     if there["system"] != wanted["system"]:
         return Problem(
             f"is {there['system']}, and another host {wanted['system']}",
             "leave it out: all hosts must have one kind of processor",
         )
+    python = there.get("executable", "python")
     for package in packages:
         has, wants = (
             (each["versions"][package] or "").partition("+")[0]  # without the build
@@ -248,8 +279,13 @@ def _difference(
             shown = f"{package} {has}" if has else f"no {package}"
             return Problem(
                 f"has {shown}, and another host {wants}",
-                f"run `pip install {package}=={wants}` there",
+                f"run `{python} -m pip install {package}=={wants}` there",
             )
+    if "nbdist" in packages and there.get("modules") != wanted.get("modules"):
+        return Problem(
+            "has an nbdist of the same version, and other modules",
+            f"install the same commit, or the same wheel, for {python} there",
+        )
     return None
 
 

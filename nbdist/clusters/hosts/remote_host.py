@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nbdist.clusters.hosts.remote_python import RemotePython
 from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell
 from nbdist.clusters.hosts.requests import request
 from nbdist.clusters.startup_status import tail_of
@@ -25,10 +26,10 @@ class RemoteHost:
     Args:
         name: The host's name in the cluster's list.
         shell: Runs programs on the host.
-        python: The path of Python on the host.
+        python: The host's Python.
     """
 
-    def __init__(self, name: str, shell: RemoteShell, python: str) -> None:
+    def __init__(self, name: str, shell: RemoteShell, python: RemotePython) -> None:
         self.name = name
         self._shell, self._python = shell, python
         self._supervisor: SupervisorClient | None = None
@@ -57,7 +58,7 @@ class RemoteHost:
         for path in (link_socket, lost_file):
             path(supervisor.run_dir, self.name).unlink(missing_ok=True)
         agent = ["nbdist.clusters.hosts.agent", self.name, f"{silence_s:g}"]
-        command = self._shell.argv(self.name, [self._python, "-m", *agent])
+        command = self._shell.argv(self.name, self._python.command(["-m", *agent]))
         link = [
             *(sys.executable, "-m", "nbdist.clusters.hosts.link"),
             *(str(supervisor.run_dir), self.name, f"{silence_s:g}"),
@@ -101,7 +102,7 @@ class RemoteHost:
         """Why the host is not connected."""
         assert self._supervisor is not None
         code = self._supervisor.exit_code(self._program)
-        return self._shell.problem(self.name, code, self._log(), self._python)
+        return self._shell.problem(self.name, code, self._log(), str(self._python))
 
     @property
     def why_lost(self) -> str:

@@ -37,7 +37,7 @@ class RemoteShell(ABC):
             host: The host.
             code: The exit code; None if it did not end in time.
             log: What was printed on standard error.
-            python: The path of Python on the host.
+            python: Where Python was looked for.
         """
 
 
@@ -66,12 +66,11 @@ class Ssh(RemoteShell):
         for pattern, what, remedy in OF_SSH:
             if found := re.search(pattern, log):
                 line = found[0] if what == "" else what
-                return Problem(line, remedy.format(host=host, python=python))
+                by = re.search(r"^(\S+): No module", log, re.M)  # Python's own message
+                path = by[1] if by else python
+                return Problem(line, remedy.format(host=host, python=path))
         if code == 127:
-            remedy = (
-                f"install it there, or name another one with --python (now {python})"
-            )
-            return Problem(f"has no {python}", remedy)
+            return Problem(f"has no {python}", NAME_ONE.format(host=host))
         last = log.strip().splitlines()[-1:] or [f"exit code {code}"]
         return Problem(last[0], f"look what `ssh {host} {python} --version` prints")
 
@@ -95,6 +94,7 @@ def problem_in_job(command: str, code: int | None, log: str, python: str) -> Pro
     return Problem(last[0], see)
 
 
+NAME_ONE = "name one that it has: -H {host}:SLOTS:python=PATH"
 OF_SSH = (
     (
         "Host key verification failed",
@@ -129,8 +129,7 @@ OF_SSH = (
     (
         "No module named '?nbdist",
         "its Python has no nbdist",
-        "run `{python} -m pip install nbdist` there, or name another Python with "
-        "--python",
+        "run `{python} -m pip install nbdist` there, or " + NAME_ONE,
     ),
     (
         r"No module named '?[\w.]+",

@@ -104,6 +104,10 @@ class Mpiexec(Launcher):
             # The other components use predictable names in /dev/shm.
             "OMPI_MCA_shmem": "mmap",
             "OMPI_MCA_osc": "^ucx",
+            # PMIx's own check compares the id of a user, as a rank tells it, with the
+            # launcher's. A rank on a host on which the user has another id would wait
+            # for ever. `ipc.ports` and the agents look at who really connects.
+            "PMIX_MCA_psec": "none",
             # libevent's epoll prints a warning for each connection to a dead rank.
             "EVENT_NOEPOLL": "1",
         }

@@ -21,8 +21,8 @@ def make_store(group: Group, run_dir: Path, name: str) -> Store:
     """Make a store that all ranks of a group reach. Every rank must call.
 
     On one host it is a file. Ranks on several hosts connect to a port of rank 0, which
-    accepts connections from the hosts of the ranks only. What is stored is sent
-    without encryption.
+    accepts connections from the hosts of the ranks only, where the system lets it. What
+    is stored is sent without encryption.
 
     Args:
         group: The ranks.
