@@ -34,6 +34,7 @@ from nbdist.ipc.process_files import (
     remove_cuda_files,
     stderr_of_cell,
 )
+from nbdist.ipc.torch_noise import without_noise
 from nbdist.wire import RankInfo, format_ranks
 
 __all__ = ["ANSWER_TIMEOUT_S", "RankRegistry"]
@@ -390,7 +391,7 @@ class RankRegistry:
             at = f" in {crash.location}" if crash.location else ""
             stack = f"its Python stack:\n{crash.stack}"
             return RankDied(f"{summary}{at}", stack, ending)
-        lines = text.rstrip().splitlines()[-LAST_LINES:]
+        lines = without_noise(text).rstrip().splitlines()[-LAST_LINES:]
         last = "".join(f"\n    {line}" for line in lines)
         return RankDied(
             summary, last and f"the last lines of its stderr:{last}", ending

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.clusters import fork_server_client
 from nbdist.clusters.greeting import Greeting
 from nbdist.clusters.launchers.base import Launcher
+from nbdist.clusters.launchers.mpiexec import SEVERAL_HOSTS
 from nbdist.clusters.startup_status import (
     EXIT_REPORT_TIMEOUT_S,
     ProcessExit,
@@ -204,7 +205,9 @@ class _Start:
         if self._hosts is None:
             return launcher.environment(len(self._assignments), self._run_dir)
         here = [each for each in self._assignments if self._hosts.is_here(each)]
-        return launcher.environment(len(here), self._run_dir, self._hosts.interface)
+        interface = self._hosts.interface
+        variables = launcher.environment(len(here), self._run_dir, interface)
+        return {**variables, **SEVERAL_HOSTS}
 
     def _start_controller(self) -> None:
         controller = ["nbdist.clusters.ipcontroller", str(self._run_dir)]

@@ -14,6 +14,7 @@ import psutil
 
 from nbdist.ipc import pidfd
 from nbdist.ipc.process_files import process_name, read_exit_report
+from nbdist.ipc.torch_noise import without_noise
 
 __all__ = [
     "ProcessExit",
@@ -111,7 +112,7 @@ class StartupStatus:
 
 def tail_of(text: str) -> str:
     """The last lines of a text, as many as an error message shows."""
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+    return "\n".join(without_noise(text).rstrip().splitlines()[-TAIL_LINES:])
 
 
 def runs(pid: int) -> bool:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.config import OutputConfig
 from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.ipc.locks import Event
+from nbdist.ipc.torch_noise import without_noise
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -259,7 +260,7 @@ class Output:
 
     def _read_tails(self) -> None:
         for tail in self._tails:
-            if text := tail.read():
+            if text := without_noise(tail.read()):
                 self._add(tail.name, text)
 
     def _add(self, name: str, text: str) -> None:

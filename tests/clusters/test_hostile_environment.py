@@ -99,6 +99,7 @@ def work(
     environment: Mapping[str, str | None] = {},
     descriptors: int | None = None,
     folder: str | Path = ROOT,
+    become: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run hostile_work.py. Returns its output.
 
@@ -107,8 +108,9 @@ def work(
         environment: variables; None removes one.
         descriptors: as for `ulimit -n`.
         folder: its working folder.
+        become: a program that runs the rest of its command line as another user.
     """
-    command = [*WORK, *arguments]
+    command = [*become, *WORK, *arguments]
     if mounts:
         if why := why_no_mounts():
             pytest.skip(f"no mount namespace: {why}")
@@ -181,6 +183,19 @@ def test_tmp_is_noexec() -> None:
 @pytest.mark.parametrize("home", [None, "/dev/null/nobody"], ids=["unset", "unusable"])
 def test_home_is_unset_or_unusable(home: str | None) -> None:
     assert_works(work(environment={"HOME": home}))
+
+
+def test_a_user_has_no_name_no_capabilities_and_a_home_that_is_read_only() -> None:
+    become = (
+        *("setpriv", "--reuid=64777", "--regid=64777", "--clear-groups"),
+        *("--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"),
+    )
+    done = work(
+        mounts=(cover("/root", LARGE), "mount -t tmpfs -o ro tmpfs /mnt"),
+        environment={"HOME": "/mnt", "USER": None, "LOGNAME": None},
+        become=become,
+    )
+    assert_works(done)
 
 
 def test_warnings_are_errors() -> None:

@@ -574,6 +574,8 @@ def test_a_newcomer_that_does_not_start_is_abandoned(
     cluster.execute(SUM)
 
 
+# An interrupt within psutil may leave a file of /proc to the garbage collection.
+@pytest.mark.filterwarnings("ignore:.*/proc/:pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_recovery_is_resumed_by_the_next_cell(
     cluster: Cluster, notes: list[str]
 ) -> None:

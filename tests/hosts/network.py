@@ -140,10 +140,9 @@ class TestHost:
             ]
         etc = self._write_etc()
         lines += [f"mount --bind {etc}/{each} /etc/{each}" for each in os.listdir(etc)]
-        run, home = (
-            private["/run"],
-            f"{private['/home']}/{self.home.relative_to('/home')}",
-        )
+        run = private["/run"]
+        above = next(path for path in PRIVATE if self.home.is_relative_to(path))
+        home = private[above] / self.home.relative_to(above)
         owner = f"{self.traits.uid}:{self.traits.gid}"
         lines += [
             f"until [ -e {go} ]; do sleep 0.01; done",

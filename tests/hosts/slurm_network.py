@@ -42,6 +42,7 @@ class Slurm:
     ) -> None:
         self._controller = network[controller]
         self._nodes = [network[name] for name in nodes]
+        self._hosts = [network[name] for name in dict.fromkeys([controller, *nodes])]
         config = CONFIG.format(controller=controller, nodes=",".join(nodes))
         try:
             self._start(config)
@@ -50,7 +51,7 @@ class Slurm:
             raise
 
     def _start(self, config: str) -> None:
-        for host in (self._controller, *self._nodes):
+        for host in self._hosts:
             host.write(f"{FOLDER}/slurm.conf", config, mode="644", as_root=True)
             host.write("/run/munge/key", "k" * 64, as_root=True)
             host.run("chmod", "711", "/run/munge", FOLDER, as_root=True)
@@ -116,7 +117,7 @@ class Slurm:
 
     def close(self) -> None:
         """End all jobs and daemons, so that the next Slurm does not know them."""
-        for host in (self._controller, *self._nodes):
+        for host in self._hosts:
             host.run(
                 *("pkill", "-KILL", "slurmd|slurmctld|slurmstepd|munged"),
                 as_root=True,

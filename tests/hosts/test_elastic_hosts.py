@@ -66,6 +66,13 @@ def started(**options):
 def printed(code, **options):
     return [each.stdout.strip() for each in cluster.execute(code, **options)]
 
+def await_hosts():
+    "Wait until the hosts that the script prints have been looked at."
+    end = time.monotonic() + 60
+    while cluster._discovered is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
 def await_step(step):
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -189,10 +196,60 @@ def test_ranks_follow_a_script_that_prints_the_hosts(
     wait_until(lambda: hosts["b"].processes() == [], HANG_S, str)
 
 
+def test_n_is_the_most_ranks_on_hosts_that_a_script_prints(
+    console: Console, hosts: HostNetwork
+):
+    prints(hosts, "a:1")
+    console.do(f"cluster = started(n=3, host_discovery={SCRIPT!r})")
+    assert console.value("[i.host for i in cluster.infos]") == ["a"]
+    prints(hosts, "a:1", "b:2", "c:2")
+    console.do("await_hosts()")
+    assert console.value("printed('print(rank)')") == [*"012"]
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "b", "b"]
+
+
+def test_a_host_that_cannot_take_part_keeps_no_other_out(
+    console: Console, hosts: HostNetwork
+):
+    console.do("import nbdist.clusters.hosts.hosts as h; h.AGAIN_S = 1.0")
+    hosts["b"].block(f"tcp dport {hosts['b'].traits.port}")
+    prints(hosts, "a:1", "b:1")
+    console.do(f"cluster = started(host_discovery={SCRIPT!r}, timeout_s=30)")
+    assert console.value("[i.host for i in cluster.infos]") == ["a"]
+    prints(hosts, "a:1", "b:1", "c:1", "nowhere:1")
+    console.do("await_hosts()")
+    assert console.value("printed('print(rank)')") == [*"01"]
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "c"]
+    said = console.value("notes")
+    for name, why in (("b", "cannot be reached"), ("nowhere", "its name is not known")):
+        (note,) = [each for each in said if f"host {name} takes no part" in each]
+        assert why in note
+    hosts["b"].unblock()
+    console.do("await_hosts()")
+    assert console.value("printed('print(rank)')") == [*"012"]
+    assert sorted(console.value("[i.host for i in cluster.infos]")) == ["a", "b", "c"]
+
+
+def test_hosts_that_come_before_a_cells_elastic_run_join_it(
+    console: Console, hosts: HostNetwork
+):
+    prints(hosts, "a:1")
+    console.do(f"cluster = started(host_discovery={SCRIPT!r})")
+    console.do("cluster.execute('import os')")
+    # Not on the rank that joins.
+    wait = "while nbdist.size() == 1 and not os.path.exists('/tmp/go'): pass\n"
+    code = "import time\n" + wait + training(8, 0.05)
+    console.do(f"cell = cluster.execute({code!r}, wait=False)")
+    prints(hosts, "a:1", "c:1")
+    console.do("await_hosts(); open('/tmp/go', 'w').close(); cell.result(90)")
+    hosts["a"].run("rm", "/tmp/go")
+    assert console.value("cluster['sizes'][0]") == [1, 2]
+
+
 def test_a_start_may_leave_out_hosts_that_do_not_answer(
     console: Console, hosts: HostNetwork
 ):
-    hosts["b"].block("tcp dport 22")
+    hosts["b"].block(f"tcp dport {hosts['b'].traits.port}")
     console.do("cluster = started(hosts='a:1,b:1,c:1', nnodes='2:3', timeout_s=30)")
     assert console.value("[i.host for i in cluster.infos]") == ["a", "c"]
     assert "host b takes no part: cannot be reached" in console.value("str(notes)")

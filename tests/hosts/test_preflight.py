@@ -128,6 +128,27 @@ def test_another_version(console: Console, hosts: HostNetwork, package: str):
     assert f"pip install {package}==" in line
 
 
+def test_another_commit(console: Console, hosts: HostNetwork):
+    there = hosts["b"]
+    script = (
+        f"mkdir -p /var/tmp/older && cp -r {ROOT}/nbdist /var/tmp/older/ && "
+        "echo '# of yesterday' >> /var/tmp/older/nbdist/wire.py"
+    )
+    there.run("sh", "-c", script)
+    path = "/var/tmp/of-older"
+    line = f'PYTHONPATH=/var/tmp/older exec {there.python} "$@"'
+    there.write(path, f"#!/bin/sh\n{line}\n", mode="755")
+    error = refused(console, hosts=f"a:1,b:1:python={path}")
+    assert "has an nbdist of the same version, and other modules" in line_of("b", error)
+
+
+def test_a_python_that_one_host_does_not_have(console: Console):
+    error = refused(console, hosts="a:1,b:1:python=~/no/python")
+    line = line_of("b", error)
+    assert "has no ~/no/python" in line
+    assert "name one that it has: -H b:SLOTS:python=PATH" in line
+
+
 def test_blocked_ports(console: Console, hosts: HostNetwork):
     hosts["b"].block("tcp dport 1024-65535")
     line = line_of("b", refused(console))

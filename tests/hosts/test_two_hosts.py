@@ -302,6 +302,39 @@ def test_the_error_of_a_dead_rank_has_its_last_lines(console: Console):
     assert console.value("printed('nbdist.barrier(); print(1)')") == ["1"] * 4
 
 
+def test_a_crash_on_another_host_has_its_line(console: Console):
+    code = "import ctypes\nif rank == 3:\n    ctypes.string_at(0)\nnbdist.barrier()"
+    console.do(f"result = cluster.execute({code!r}, check=False, number=8)")
+    failure = console.value("repr(result[3].failure)")
+    assert "SIGSEGV in In[8] line 3" in failure
+    assert "string_at" in failure
+    assert console.value("printed('nbdist.barrier(); print(1)')") == ["1"] * 4
+
+
+def test_what_a_rank_says_last_is_not_torchs_warning(console: Console):
+    warning = (
+        "[W1127 10:11:12.131415926 socket.cpp:207] [c10d] The hostname of the client "
+        "socket cannot be retrieved. err=-3"
+    )
+    code = (
+        f"import os\nos.write(2, b'mine\\n' + {warning.encode()!r} + b'\\n')\n"
+        "if rank == 3: os._exit(5)\nnbdist.barrier()"
+    )
+    console.do(f"result = cluster.execute({code!r}, check=False)")
+    assert "hostname" not in console.value("repr(result[3].failure)")
+    assert "mine" in console.value("repr(result[3].failure)")
+    assert console.value("result[2].stderr") == "mine\n"
+
+
+def test_the_history_of_both_hosts_is_saved(console: Console, hosts: HostNetwork):
+    console.do("cluster.execute('nbdist.all_reduce(torch.ones(2))')")
+    console.do("files = cluster.collectives().save('/var/tmp/history')")
+    assert len(console.value("[str(file) for file in files]")) == 4
+    found = hosts["a"].run("grep", "-rla", "all_reduce", "/var/tmp/history").stdout
+    assert len(found.splitlines()) == 4
+    hosts["a"].run("rm", "-r", "/var/tmp/history")
+
+
 def test_the_world_grows_and_shrinks_over_hosts(console: Console):
     console.do("cluster.scale(3)")
     assert console.value("[i.host for i in cluster.infos]") == ["a", "a", "b"]

@@ -907,9 +907,10 @@ def test_after_mpiexec_was_killed_the_next_cell_starts_all_ranks_again(
     own_notebook: Notebook,
 ):
     footprint = own_notebook.footprint(fork_server=False)
-    for process in footprint.processes:
-        if process.name() in ("mpiexec", "prterun", "mpirun"):
-            process.kill()
+    launchers = ("mpiexec", "prterun", "mpirun")
+    # All before the first is killed: the others end then.
+    for process in [p for p in footprint.processes if p.name() in launchers]:
+        process.kill()
     footprint.assert_gone()
     reply = own_notebook.run("%%distributed\nprint(rank)")
     assert reply.status == "ok"
@@ -976,3 +977,28 @@ def test_dist_run_has_the_options_of_torchrun(notebook: Notebook):
         assert reply.status == "ok", reply.text
         assert "Linux" in reply.text
         assert ("--log-dir, --tee: no effect" in reply.text) == ("--tee" in line)
+
+
+LINGERS = """
+import time
+from nbdist.clusters import startup
+
+def linger(*_):
+    print("go")
+    time.sleep(60)
+
+startup._Start._await_engines = linger
+%load_ext nbdist
+"""
+
+
+def test_an_interrupted_start_is_one_sentence(tmp_path: Path):
+    notebook = Notebook(tmp_path)
+    try:
+        notebook.run(LINGERS)
+        reply = notebook.interrupt_when_it_prints("%dist_start -n 1 --device cpu")
+        assert reply.error == "StartInterrupted"
+        assert "the start was interrupted, and nothing of it is left" in reply.traceback
+        assert "Traceback" not in reply.text
+    finally:
+        notebook.close()

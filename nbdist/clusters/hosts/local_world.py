@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.clusters import fork_server_client
-from nbdist.clusters.launchers.mpiexec import Mpiexec
+from nbdist.clusters.launchers.mpiexec import SEVERAL_HOSTS, Mpiexec
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.config import ForkConfig
 from nbdist.errors import ClusterError
@@ -123,6 +123,7 @@ class LocalWorld:
         launcher = Mpiexec(mpiexec)
         added = {
             **launcher.environment(n, run_dir, interface),
+            **SEVERAL_HOSTS,
             "NBDIST_RUN_DIR": str(run_dir),
             "PMIX_SERVER_TMPDIR": str(private_files.rendezvous_folder(run_dir)),
             HOST: self.host,

@@ -18,9 +18,17 @@ from nbdist.errors import UsageError
 from nbdist.ipc.private_files import SEGMENT_BYTES, rendezvous_folder
 from nbdist.ipc.resources import cores
 
-__all__ = ["Mpiexec", "library_of_wheel"]
+__all__ = ["SEVERAL_HOSTS", "Mpiexec", "library_of_wheel"]
 
 VERSION_TIMEOUT_S = 20.0
+SEVERAL_HOSTS = {"PMIX_MCA_psec": "none"}
+"""Variables of Open MPI's launcher and of ranks that are on several hosts.
+
+PMIx's check compares the id of a rank's user, as the rank tells it, with the
+launcher's, and lets a rank wait for ever whose user has another id on its host. It is
+no protection: a rank may tell any id. The agents let only processes of their user reach
+the launcher.
+"""
 
 
 class Mpiexec(Launcher):
@@ -104,10 +112,6 @@ class Mpiexec(Launcher):
             # The other components use predictable names in /dev/shm.
             "OMPI_MCA_shmem": "mmap",
             "OMPI_MCA_osc": "^ucx",
-            # PMIx's own check compares the id of a user, as a rank tells it, with the
-            # launcher's. A rank on a host on which the user has another id would wait
-            # for ever. `ipc.ports` and the agents look at who really connects.
-            "PMIX_MCA_psec": "none",
             # libevent's epoll prints a warning for each connection to a dead rank.
             "EVENT_NOEPOLL": "1",
         }

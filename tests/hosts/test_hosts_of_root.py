@@ -1,0 +1,47 @@
+"""Root on two hosts, who may limit who connects to the ports of MPI and torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import traits
+from tests.hosts.network import HostNetwork, why_not
+
+START = """
+import nbdist
+notes = []
+cluster = nbdist.Cluster(hosts="a:2,b:2", device="cpu", timeout_s=90)
+cluster.on_note = notes.append
+cluster.start()
+cluster.execute("nbdist.barrier()")
+"""
+CONNECT = """
+import socket, sys
+for port in map(int, sys.argv[2:]):
+    try:
+        socket.create_connection((sys.argv[1], port), 0.5).close()
+        print(port)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_only_the_hosts_of_the_ranks_can_connect():
+    names = ("a", "b", "c")
+    of_root = replace(traits.equal(1)[0], user="root", uid=0, gid=0, home=Path("/root"))
+    with HostNetwork(names, [of_root] * 3) as network:
+        a, b, c = (network[name] for name in names)
+        with a.console() as console:
+            console.do(START)
+            assert console.value("notes") == []
+            for host, other in ((a, b), (b, a)):
+                listed = host.run("ss", "-Hlnt").stdout.split()
+                ports = {word.rpartition(":")[2] for word in listed[3::5]} - {"22"}
+                argv = (a.python, "-c", CONNECT, host.addresses[0], *sorted(ports))
+                assert other.run(*argv).stdout.split()
+                assert c.run(*argv).stdout.split() == []
+            console.do("cluster.stop()")
