@@ -32,10 +32,6 @@ def console(slurm: Slurm) -> Iterator[Console]:
     slurm.empty()
 
 
-def has_ranks(hosts: HostNetwork, name: str) -> bool:
-    return any(line.startswith("nbdist rank ") for line in hosts[name].processes())
-
-
 def test_all_ranks_are_processes_of_the_job(
     slurm: Slurm, console: Console, hosts: HostNetwork
 ):
@@ -44,9 +40,17 @@ def test_all_ranks_are_processes_of_the_job(
     assert console.value(f"printed({SUM!r})") == ["10"] * 4
     jobs = console.value("printed('import os; print(os.environ[\"SLURM_JOB_ID\"])')")
     assert jobs == [slurm.run("squeue", "-h", "-o", "%i")] * 4
+    ranks = console.value("[(i.host, str(i.pid)) for i in cluster.infos]")
     console.begin("cluster.execute('import time; time.sleep(3600)')")
     slurm.run("scancel", jobs[0])
     _, _, error = console._answer()
     assert f"Slurm ends job {jobs[0]}" in error
-    for name in ("a", "b"):
-        wait_until(lambda name=name: not has_ranks(hosts, name), HANG_S, str)
+    for name, pid in ranks:
+        look = ("ps", "-p", pid, "-o", "args=")
+        wait_until(
+            lambda host=hosts[name], look=look: (
+                "nbdist rank" not in host.run(*look, check=False).stdout
+            ),
+            HANG_S,
+            str,
+        )
