@@ -55,8 +55,8 @@ QUICK := $(filter-out tests/test_shared_cluster.py tests/test_failure_report.py,
 	--ignore=tests/widgets/test_browser.py
 MORE := tests/examples tests/hosts tests/widgets/test_browser.py \
 	$(wildcard tests/notebook/test_*jupyterlab.py)
-# Files run at once: three on two cores, because tests wait for one another's processes.
-WORKERS ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) * 3 / 2)); echo $$((n < 8 ? n : 8)))
+# Files run at once, one for each core.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n : 8)))
 AT_ONCE = --dist loadfile --tx '$(WORKERS)*popen//python=$(RUN) tests/cpu_seconds.py $(RUN)'
 # What these tests measure needs the cores for itself: they run alone, at the end.
 ALONE := tests/telemetry/test_slow_ranks.py

@@ -72,8 +72,11 @@ __all__ = [
 
 
 def encodable(text: str) -> str:
-    """The text with lone surrogates escaped, which UTF-8 cannot encode."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    """The text with lone surrogates escaped, which UTF-8 cannot encode.
+
+    It is of class `str`: an object of a subclass may not be picklable.
+    """
+    return str.encode(text, "utf-8", "backslashreplace").decode("utf-8")
 
 
 def text_of(error: BaseException) -> str:

@@ -106,6 +106,7 @@ class Recovery:
                 interrupted the preparation of newcomers.
         """
         ask = ask or self._registry.send
+        self._newcomers.remember_numbers()
         outcomes: list[str] = []
         # The caller reports these deaths.
         heard = [death.summary for death in self._registry.died.values()]
@@ -317,6 +318,7 @@ class Recovery:
             ChangeFailed: The living ranks form no world.
         """
         ask = ask or self._registry.send
+        self._newcomers.remember_numbers()
         outcomes = [f"the world has {resize.size} ranks now"]
         self.is_broken = True  # until the change is complete
         try:
@@ -398,6 +400,12 @@ class Newcomers:
     ) -> None:
         self._registry = registry
         self._is_interrupted = is_interrupted
+        self._before: dict[str, int] = {}
+        """The ranks' numbers before the change, by the UUIDs of their engines."""
+
+    def remember_numbers(self) -> None:
+        """Remember the numbers of the ranks, which a change may give others."""
+        self._before = {info.engine_uuid: info.rank for info in self._registry.infos}
 
     def prepare(
         self,
@@ -519,6 +527,8 @@ class Newcomers:
                 break
             lost |= dict(refused)
         outcome = f"it has the variables of rank {source.rank}"
+        if (was := self._before.get(source.engine_uuid, source.rank)) != source.rank:
+            outcome += f" (rank {was} before)"
         if lost:
             names = "; ".join(f"{name} ({why})" for name, why in lost.items())
             outcome += f", but these cannot be copied: {names}"

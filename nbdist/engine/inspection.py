@@ -219,13 +219,13 @@ class _Row:
     def _form(self, name: str, value: Any, deadline: Deadline) -> None:
         kind = type(value)
         if issubclass(kind, torch.Tensor):
-            self.dtype = str(value.dtype).removeprefix("torch.")
-            self.device = str(value.device)
-            self.shape = tuple(value.shape)
+            self.dtype = encodable(str(value.dtype)).removeprefix("torch.")
+            self.device = encodable(str(value.device))
+            self.shape = _sizes(value.shape)
         elif issubclass(kind, np.ndarray):
-            self.shape, self.dtype = value.shape, str(value.dtype)
+            self.shape, self.dtype = _sizes(value.shape), encodable(str(value.dtype))
         elif is_dataframe(value):
-            self.shape = tuple(value.shape)
+            self.shape = _sizes(value.shape)
 
     def _text(self, name: str, value: Any, deadline: Deadline) -> None:
         try:
@@ -261,6 +261,11 @@ def _described(name: str, value: Any, limit_s: float) -> tuple[Variable, bool]:
         row.digest,
         row.why or ("" if row.digest else late),
     ), bool(late)
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    """A shape whose numbers are of class `int`, as only they are surely picklable."""
+    return tuple(int(size) for size in shape)
 
 
 def _reason(error: BaseException) -> str:

@@ -455,8 +455,18 @@ async def _call(target: str, buffers: list[Any]) -> list[Any]:
 
 
 def _dumped(value: object) -> list[Any]:
-    """A function's value, pickled. It is nbdist's own, and has the user's as bytes."""
-    return _or_end(serialization.dumps, value)
+    """A function's value, pickled. It is nbdist's own, and has the user's as bytes.
+
+    Raises:
+        Exception: A part of it cannot be pickled. The process ends if nothing can.
+    """
+    try:
+        return serialization.dumps(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        _or_end(serialization.dumps, ("an error's class", "message", ["lines"]))
+        raise
 
 
 @functools.cache

@@ -95,7 +95,9 @@ def _image(value: Any) -> str:
         raise
     except Exception:  # noqa: BLE001 - it has its text
         return ""
-    return base64.b64encode(image).decode() if isinstance(image, bytes) else image
+    if isinstance(image, bytes):
+        return base64.b64encode(image).decode()
+    return encodable(image) if isinstance(image, str) else ""
 
 
 def _formatted(form: str, value: Any) -> Any:

@@ -117,6 +117,65 @@ def test_no_look_at_one_value_ends_a_rank(hostile: Cluster):
             assert hostile.died() == {}, name
 
 
+RUDE = """
+import numpy as np
+
+def refuses(*_):
+    raise TypeError("no")
+
+class Text(str):
+    __reduce__ = __reduce_ex__ = refuses
+
+class Int(int):
+    __reduce__ = __reduce_ex__ = refuses
+
+class Shaped(np.ndarray):
+    __reduce__ = __reduce_ex__ = refuses
+
+class Numbered(np.ndarray): pass
+
+class Pictured:
+    def _repr_png_(self): return refuses
+    def __repr__(self): return Text("pictured")
+
+rude_shaped, rude_numbered = (np.ones(3).view(kind) for kind in (Shaped, Numbered))
+Shaped.shape = refuses
+Numbered.shape = property(lambda self: [Int(3)])
+rude_pictured, rude_text = Pictured(), Text("text")
+"""
+"""Values of which a part cannot be pickled."""
+
+
+def test_a_look_sends_no_object_of_the_users_classes(cluster: Cluster):
+    cluster.execute(RUDE)
+    with kept_alive(cluster):
+        rows = described(cluster, "rude_*")
+        assert rows["rude_numbered"].shape == (3,)
+        assert rows["rude_pictured"].value == "pictured"
+        assert rows["rude_shaped"].shape is None
+        for name in rows:
+            with contextlib.suppress(NbdistError):  # numpy's repr wants a shape
+                cluster.inspect(name)
+
+
+def test_an_answer_that_cannot_be_pickled_is_an_error(cluster: Cluster):
+    """No look makes one, but the rank must not end if one does."""
+    replace = (
+        "from nbdist.engine import inspection, rpc_server\n"
+        "was = inspection.variables\n"
+        "lock = __import__('threading').Lock()\n"
+        "inspection.variables = lambda *_: [lock]\n"
+        "rpc_server.function_of.cache_clear()"
+    )
+    restore = "inspection.variables = was; rpc_server.function_of.cache_clear()"
+    with kept_alive(cluster):
+        cluster.execute(replace, ranks=[1])
+        answers = cluster.variables("x")
+        cluster.execute(restore, ranks=[1])
+        assert answers[1] is None
+        assert cluster.variables("x")[1] == []
+
+
 def test_an_object_shows_the_attributes_that_can_be_read(hostile: Cluster):
     text = hostile.inspect("handle")[0]
     assert "cut     <cannot be shown: its file " in text

@@ -44,8 +44,12 @@ def client(run_dir: Path) -> SupervisorClient:
 
 
 def supervisor_of(run_dir: Path) -> psutil.Process:
-    (found,) = [p for p in process_supervisors() if str(run_dir) in p.cmdline()]
-    return found
+    def found() -> list[psutil.Process]:
+        return [p for p in process_supervisors() if str(run_dir) in p.cmdline()]
+
+    wait_until(lambda: bool(found()))  # Linux shows it a moment after `exec`
+    (process,) = found()
+    return process
 
 
 def test_the_folder_in_memory_is_removed_after_the_run_folder_was_deleted(

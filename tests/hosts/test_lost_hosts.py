@@ -104,6 +104,21 @@ def test_a_link_that_is_cut_for_a_moment_changes_nothing(
     assert console.value("notes") == []
 
 
+def test_ranks_that_get_other_numbers_are_named_by_both(hosts: HostNetwork):
+    start = START.replace('hosts="a:2,b:2"', '4, hosts="a:2,b:2,c:1"')
+    with hosts["laptop"].console() as console:
+        console.do(start)
+        console.begin(f"cluster.execute({WAIT!r})")
+        hosts["a"].cut()
+        _, _, error = console._answer()
+        assert "rank 0 was replaced" in error
+        assert "rank 1 was dropped" in error
+        assert "it has the variables of rank 1 (rank 2 before)" in error
+        assert console.value("[i.host for i in cluster.infos]") == ["c", "b", "b"]
+        assert console.value("cluster['kept']") == [2, 2, 3]
+        console.do("cluster.stop()")
+
+
 def test_a_slow_link_is_slow_and_no_more(hosts: HostNetwork, console: Console):
     hosts["b"].slow("20mbit")
     console.do("import numpy as np; cluster.push(v=np.ones(500_000))")
