@@ -112,7 +112,7 @@ def test_one_three_and_two_hosts_within_one_cell(console: Console):
     console.do("os.path.exists('/tmp/step') and os.remove('/tmp/step')")
     console.do("cluster = started(hosts='a:1,b:1', n=1)")
     console.do(
-        f"cell = cluster.execute({training(6, 0.05)!r}, wait=False)\n"
+        f"cell = cluster.execute({training(6, 0.15)!r}, wait=False)\n"
         "await_step(5)\n"
         "notes.append(cluster.scale(hosts='a:1,b:2,c:1'))\n"
         "await_step(60)\n"
