@@ -458,14 +458,15 @@ def _dumped(value: object) -> list[Any]:
     """A function's value, pickled. It is nbdist's own, and has the user's as bytes.
 
     Raises:
-        Exception: A part of it cannot be pickled. The process ends if nothing can.
+        Exception: A part of it cannot be pickled. The process ends if even a class of
+            nbdist's cannot.
     """
     try:
         return serialization.dumps(value)
     except KeyboardInterrupt:
         raise
     except BaseException:
-        _or_end(serialization.dumps, ("an error's class", "message", ["lines"]))
+        _or_end(serialization.dumps, Outcome)
         raise
 
 
