@@ -342,7 +342,14 @@ class Session:
         if self._widgets is not None:
             cluster.comms = self._widgets
         self.stop()  # the earlier cluster may have ended by itself
-        self._bring_up(cluster, start)
+        try:
+            self._bring_up(cluster, start)
+        except KeyboardInterrupt:
+            if cluster.running:
+                cluster.stop()
+            raise StartInterrupted(
+                "the start was interrupted, and nothing of it is left"
+            ) from None
         self._cluster = cluster
         if self._widgets is not None:
             # The first cell in the background needs it, and is to return at once.
@@ -452,16 +459,9 @@ class Session:
     def _bring_up(self, cluster: Cluster, start: Callable[..., object]) -> None:
         from nbdist.widgets.start_view import StartView
 
-        try:
-            with StartView(cluster.size) as view:
-                start(view.show)
-                view.finish(cluster.ranks, cluster.mpi)
-        except KeyboardInterrupt:
-            if cluster.running:
-                cluster.stop()
-            raise StartInterrupted(
-                "the start was interrupted, and nothing of it is left"
-            ) from None
+        with StartView(cluster.size) as view:
+            start(view.show)
+            view.finish(cluster.ranks, cluster.mpi)
 
     def stop(self) -> bool:
         """Stop the cluster. Returns whether there was one. Safe to call twice."""

@@ -1002,3 +1002,22 @@ def test_an_interrupted_start_is_one_sentence(tmp_path: Path):
         assert "Traceback" not in reply.text
     finally:
         notebook.close()
+
+
+LINGERS_IN_RESTART = """
+import nbdist, time
+
+def linger(*_):
+    print("go")
+    time.sleep(60)
+
+nbdist.cluster().restart = linger
+"""
+
+
+def test_an_interrupted_restart_stops_no_ranks_that_run(own_notebook: Notebook):
+    own_notebook.run("%%distributed\nkept = 5")
+    own_notebook.run(LINGERS_IN_RESTART)
+    reply = own_notebook.interrupt_when_it_prints("%dist_restart")
+    assert reply.error == "KeyboardInterrupt"
+    assert "5" in own_notebook.run("%%distributed\nprint(kept)").text
