@@ -44,6 +44,15 @@ PRIVATE = {
 """The folders that each host has for itself, and their modes. The last has the files of
 this process."""
 BRIDGE_ADDRESS = "172.17.0.1/16"
+CONNECT = """
+import socket, sys
+for port in map(int, sys.argv[2:]):
+    try:
+        socket.create_connection((sys.argv[1], port), 0.5).close()
+        print(port)
+    except OSError:
+        pass
+"""
 
 
 @functools.cache
@@ -197,15 +206,13 @@ class TestHost:
             _run(*here, "link", "set", device, "up")
         _run(*here, "link", "set", "lo", "up")
         if self.traits.has_bridge:  # of containers, one of which runs
-            _run(*here, *["link", "add", "docker0", "type", "bridge"])
-            _run(
-                *here,
-                *["link", "add", "veth0", "type", "veth", "peer", "name", "veth1"],
-            )
-            _run(*here, *["link", "set", "veth0", "master", "docker0", "up"])
-            _run(*here, *["link", "set", "veth1", "up"])
+            _run(*here, "link", "add", "docker0", "type", "bridge")
+            peer = ("type", "veth", "peer", "name", "veth1")
+            _run(*here, "link", "add", "veth0", *peer)
+            _run(*here, "link", "set", "veth0", "master", "docker0", "up")
+            _run(*here, "link", "set", "veth1", "up")
             _run(*here, "addr", "add", BRIDGE_ADDRESS, "dev", "docker0")
-            _run(*here, *["link", "set", "docker0", "up"])
+            _run(*here, "link", "set", "docker0", "up")
 
     @property
     def _ports(self) -> list[str]:
@@ -298,6 +305,17 @@ class TestHost:
         listed = self.run("ps", "-eo", "args", "--no-headers").stdout.splitlines()
         unrelated = ("sshd", "ps -eo", "nsenter", "[")
         return [line for line in listed if not line.startswith(unrelated)]
+
+    def open_ports(self) -> set[str]:
+        """The TCP ports on which its programs listen, without that of its sshd."""
+        listed = self.run("ss", "-Hlnt").stdout.split()
+        ports = {word.rpartition(":")[2] for word in listed[3::5]}
+        return ports - {str(self.traits.port)}
+
+    def reached(self, address: str, ports: set[str]) -> list[str]:
+        """Those ports of another host to which a program on this one can connect."""
+        argv = (self.python, "-c", CONNECT, address, *sorted(ports))
+        return self.run(*argv).stdout.split()
 
     def left_behind(self) -> set[str]:
         """What is in its /tmp and /dev/shm, except what every host must have."""

@@ -18,15 +18,6 @@ cluster.on_note = notes.append
 cluster.start()
 cluster.execute("nbdist.barrier()")
 """
-CONNECT = """
-import socket, sys
-for port in map(int, sys.argv[2:]):
-    try:
-        socket.create_connection((sys.argv[1], port), 0.5).close()
-        print(port)
-    except OSError:
-        pass
-"""
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -39,9 +30,7 @@ def test_only_the_hosts_of_the_ranks_can_connect():
             console.do(START)
             assert console.value("notes") == []
             for host, other in ((a, b), (b, a)):
-                listed = host.run("ss", "-Hlnt").stdout.split()
-                ports = {word.rpartition(":")[2] for word in listed[3::5]} - {"22"}
-                argv = (a.python, "-c", CONNECT, host.addresses[0], *sorted(ports))
-                assert other.run(*argv).stdout.split()
-                assert c.run(*argv).stdout.split() == []
+                address, ports = host.addresses[0], host.open_ports()
+                assert other.reached(address, ports)
+                assert c.reached(address, ports) == []
             console.do("cluster.stop()")

@@ -14,16 +14,19 @@ def test_hosts_reach_each_other_by_ssh_and_have_their_own_names(hosts: HostNetwo
     assert hosts["laptop"].run("ssh", "a", "ssh c hostname").stdout == "c\n"
 
 
-@pytest.mark.parametrize("folder", ["~", "/tmp", "/var/tmp", "/dev/shm"])
+@pytest.mark.parametrize("folder", ["~", "/tmp", "/var/tmp", "/run", "/dev/shm"])
 def test_no_host_sees_a_file_of_another_one(hosts: HostNetwork, folder: str):
-    hosts["a"].write(f"{folder}/seen", "a")
-    assert hosts["b"].run("sh", "-c", f"cat {folder}/seen", check=False).returncode == 1
-    hosts["a"].run("sh", "-c", f"rm {folder}/seen")
+    is_roots = folder == "/run"
+    hosts["a"].write(f"{folder}/seen", "a", as_root=is_roots)
+    look = ("sh", "-c", f"cat {folder}/seen")
+    assert hosts["b"].run(*look, as_root=is_roots, check=False).returncode == 1
+    hosts["a"].run("sh", "-c", f"rm {folder}/seen", as_root=is_roots)
 
 
 def test_a_host_cannot_write_where_others_read(hosts: HostNetwork):
     script = f"touch {__file__}.new"
-    assert "Read-only" in hosts["a"].run("sh", "-c", script, check=False).stderr
+    done = hosts["a"].run("sh", "-c", script, as_root=True, check=False)
+    assert "Read-only" in done.stderr
 
 
 def test_a_host_has_its_own_processes(hosts: HostNetwork):

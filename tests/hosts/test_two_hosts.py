@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hosts.console import Console
-from tests.hosts.network import HostNetwork, TestHost
+from tests.hosts.network import HostNetwork
 
 START = """
 import json, os, signal, threading, time
@@ -51,43 +51,25 @@ def test_all_ranks_are_forked(console: Console):
     assert console.value("[info.started for info in cluster.infos]") == ["forked"] * 4
 
 
-CONNECT = """
-import socket, sys
-for port in map(int, sys.argv[2:]):
-    try:
-        socket.create_connection((sys.argv[1], port), 0.5).close()
-        print(port)
-    except OSError:
-        pass
-"""
-
-
 # Before a test makes a group of gloo, which opens ports of its own.
 @pytest.mark.parametrize(("name", "address"), [("a", "10.77.0.1"), ("b", "10.77.0.2")])
 def test_only_the_hosts_of_the_ranks_can_connect(
     console: Console, hosts: HostNetwork, name: str, address: str
 ):
     console.do("cluster.execute('nbdist.barrier()')")
-    listed = hosts[name].run("ss", "-Hlnt").stdout.split()
-    ports = {word.rpartition(":")[2] for word in listed[3::5]}
-    ports.remove(str(hosts[name].traits.port))
+    ports = hosts[name].open_ports()
     other = {"a": "b", "b": "a"}[name]
-
-    def connected(host: TestHost) -> list[str]:
-        argv = (host.python, "-c", CONNECT, address, *sorted(ports))
-        return host.run(*argv).stdout.split()
-
-    reached = connected(hosts[other])
+    reached = hosts[other].reached(address, ports)
     assert reached
     # Some systems let no ordinary user limit who connects; the start says so.
     may_limit = "__import__('nbdist.ipc.ports').ipc.ports.may_limit_sources()"
     said = [note for note in console.value("notes") if "CAP_NET_ADMIN" in note]
     if console.value(may_limit):
         assert said == []
-        assert connected(hosts["c"]) == []
+        assert hosts["c"].reached(address, ports) == []
     else:
         assert said[0].startswith("a, b: any host of the ranks' network can connect")
-        assert connected(hosts["c"]) == reached
+        assert hosts["c"].reached(address, ports) == reached
 
 
 READ = "exec 3<>/dev/tcp/127.0.0.1/$0; read -t 2 -N 1 -u 3; echo $?"

@@ -82,7 +82,7 @@ def parse_hosts(text: str, source: str = "-H") -> list[HostSlots]:
         if hosts[-1].is_here and found["python"]:
             raise UsageError(
                 f"{source} {text!r}: {part.strip()!r} is this host, whose ranks run "
-                f"the notebook's Python: leave out python="
+                "the notebook's Python: leave out python="
             )
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -102,10 +102,10 @@ class Hosts:
 
     def _set_slots(self, slots: Sequence[HostSlots]) -> None:
         self._slots = list(slots)
-        self._here = next((s.name for s in slots if s.is_here), None)
-        if self.job is not None and self.job.holds_processes:
-            # Only what a job's system has started is in the job, also on this host.
-            self._here = None
+        # Only what a job's system has started is in the job, also on this host.
+        in_job = self.job is not None and self.job.holds_processes
+        here = None if in_job else next((s.name for s in slots if s.is_here), None)
+        self._here = here
         self._know(slots)
 
     def _know(self, slots: Sequence[HostSlots]) -> None:
@@ -147,27 +147,28 @@ class Hosts:
         """
         self._supervisor = supervisor
         self._addresses, self._begin, self._controller = {}, {}, {}
-        self._copies = {}
-        preflight = self._check(self._slots, self._in_list, deadline, on_progress)
+        self._copies, self._left_out = {}, {}
+        others = self._others_in(self._slots)
+        preflight = self._check(self._slots, others, deadline, on_progress)
         self.notes = preflight.notes
         good = [each for each in self._slots if each.name not in preflight.problems]
         if not preflight.problems or len(good) >= (self._least or len(self._slots)):
             for name, problem in preflight.problems.items():
+                self.others[name].disconnect()
                 self._leave_out(name, problem, self.notes.append)
             return
-        raise StartError(
-            problem_table([s.name for s in self._slots], preflight.problems)
-        )
+        raise StartError(self._table(preflight.problems))
 
-    @property
-    def _in_list(self) -> list[RemoteHost]:
-        """The other hosts in the list."""
-        return [self.others[s.name] for s in self._slots if s.name != self._here]
+    def _others_in(self, slots: Sequence[HostSlots]) -> list[RemoteHost]:
+        """The other hosts in a list."""
+        return [self.others[s.name] for s in slots if s.name != self._here]
+
+    def _table(self, problems: Mapping[str, Problem]) -> str:
+        return problem_table([each.name for each in self._slots], problems)
 
     def _leave_out(
         self, name: str, problem: Problem, on_note: Callable[[str], None]
     ) -> None:
-        self.others[name].disconnect()
         if name not in self._left_out:
             on_note(f"host {name} takes no part: {problem.what}; {problem.remedy}")
         self._left_out[name] = time.monotonic()
@@ -207,9 +208,7 @@ class Hosts:
             ClusterError: A host does not answer, or has no room.
         """
         with self._connecting:
-            others = [
-                self.others[each.name] for each in slots if each.name != self._here
-            ]
+            others = self._others_in(slots)
             new = [host for host in others if not host.is_connected]
             if not new:
                 return {}
@@ -231,7 +230,7 @@ class Hosts:
     ) -> Preflight:
         """Connect hosts, and check all that are in a list."""
         assert self._supervisor is not None
-        listed = [self.others[s.name] for s in slots if s.name != self._here]
+        listed = self._others_in(slots)
         for host in new:
             host.connect(self._supervisor, self._config.host_timeout_s)
 
@@ -319,7 +318,7 @@ class Hosts:
         except ClusterError as error:
             raise UsageError(str(error)) from error
         if self._free_slots(assignments) < count and problems:
-            raise UsageError(problem_table([s.name for s in self._slots], problems))
+            raise UsageError(self._table(problems))
 
     def first_assignments(self, n: int) -> list[DeviceAssignment]:
         """The device assignments of the first ranks.

@@ -7,6 +7,7 @@ the problem and what to do.
 from __future__ import annotations
 
 import ipaddress
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -144,7 +145,7 @@ class Preflight:
                 )
 
     def _note_other_users(self) -> None:
-        mine = facts()["user"]
+        mine = os.geteuid()
         hosts = [
             name
             for name in self._good
