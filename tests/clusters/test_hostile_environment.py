@@ -23,6 +23,7 @@ import pytest
 from nbdist.collectives.sync import semaphore
 from nbdist.collectives.sync.shared_segment import Segment
 from nbdist.ipc.fork_messages import FORKED
+from tests.clusters import fake_clock
 from tests.collectives.test_shared_segment import address_of
 
 ROOT = Path(__file__).parents[2]
@@ -219,15 +220,9 @@ def test_full_disks_are_an_error_before_anything_is_started() -> None:
 @pytest.fixture
 def clock(tmp_path: Path) -> dict[str, str]:
     """Variables that give processes a wall clock which can be moved."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    library = tmp_path / "fake_clock.so"
-    source = Path(__file__).with_name("fake_clock.c")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source)],
-        check=True,
-    )
+    if reason := fake_clock.why_not():
+        pytest.skip(reason)
+    library = fake_clock.library(tmp_path)
     offset = tmp_path / "offset"
     offset.write_bytes(struct.pack("d", 0.0))
     return {"LD_PRELOAD": str(library), "FAKE_CLOCK": str(offset)}

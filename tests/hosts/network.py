@@ -17,6 +17,7 @@ import os
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,11 +28,12 @@ from typing import Any
 import psutil
 
 from nbdist.ipc.prctl import die_with_parent
+from tests.clusters import fake_clock
 from tests.hosts.console import Console
 from tests.hosts.traits import Traits
 from tests.processes import HANG_S, left_in, wait_until
 
-__all__ = ["HostNetwork", "TestHost", "why_no_delay", "why_not"]
+__all__ = ["HostNetwork", "TestHost", "why_not"]
 
 ROOT = Path(__file__).parents[2]
 SSHD = "/usr/sbin/sshd"
@@ -44,6 +46,7 @@ PRIVATE = {
 """The folders that each host has for itself, and their modes. The last has the files of
 this process."""
 BRIDGE_ADDRESS = "172.17.0.1/16"
+CLOCK = {"LD_PRELOAD": "/run/fake_clock.so", "FAKE_CLOCK": "/run/clock"}
 CONNECT = """
 import socket, sys
 for port in map(int, sys.argv[2:]):
@@ -66,15 +69,6 @@ def why_not() -> str:
     command = ["unshare", "--net", "--mount", "--pid", "--uts", "--fork", "true"]
     tried = subprocess.run(command, capture_output=True, text=True, timeout=20)
     return f"no namespaces here: {tried.stderr}" if tried.returncode else ""
-
-
-@functools.cache
-def why_no_delay() -> str:
-    """Why links cannot be delayed here; "" if they can."""
-    script = "ip link set lo up && tc qdisc add dev lo root netem delay 1ms"
-    command = ["unshare", "--net", "sh", "-c", script]
-    tried = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    return f"no tc netem: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 class TestHost:
@@ -105,6 +99,7 @@ class TestHost:
         self._folder, self._switch = folder, switch
         self._unshare: subprocess.Popen[bytes] | None = None
         self._init = 0
+        self._links: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         """Start the host, and wait until its sshd listens."""
@@ -159,6 +154,7 @@ class TestHost:
             f"cp {self._folder}/hostkey {run}/ && cp -r {self._folder}/ssh {home}/.ssh",
             f"sed 's/^Port .*/Port {self.traits.port}/' "
             f"{self._folder}/sshd_config > {run}/sshd_config",
+            *self._set_clock(run),
             f"cat > {home}/.bashrc <<'END'\numask {self.traits.umask}\n"
             f"{self.traits.banner}\nEND",
             f"chown -R {owner} {home} && chmod 700 {home}",
@@ -173,6 +169,16 @@ class TestHost:
             ]
         lines.append(f"exec {SSHD} -D -e -f /run/sshd_config")
         return "\n".join(lines) + "\n"
+
+    def _set_clock(self, run: Path) -> Iterator[str]:
+        """Give all programs a wall clock that is ahead."""
+        if self.traits.clock_s:
+            offset = self._folder / f"{self.name}.clock"
+            offset.write_bytes(struct.pack("d", self.traits.clock_s))
+            yield f"cp {offset} {run}/clock"
+            yield f"cp {fake_clock.library(self._folder)} {run}/fake_clock.so"
+            variables = " ".join(f"{k}={v}" for k, v in CLOCK.items())
+            yield f"echo SetEnv {variables} >> {run}/sshd_config"
 
     def _write_etc(self) -> Path:
         """Write its own files of /etc. Returns their folder."""
@@ -191,10 +197,13 @@ class TestHost:
         here = self._here("ip")
         for number, address in enumerate(self.addresses):
             device, port = f"eth{number}", self._ports[number]
-            _run(
-                *self._in_switch("ip", "link", "add", port, "type", "veth"),
-                *("peer", "name", device, "netns", str(self._init)),
-            )
+            if self.traits.delay_s or self.traits.loss:
+                self._connect_badly(device, port)
+            else:
+                _run(
+                    *self._in_switch("ip", "link", "add", port, "type", "veth"),
+                    *("peer", "name", device, "netns", str(self._init)),
+                )
             _run(
                 *self._in_switch("ip", "link", "set", port),
                 *("master", f"switch{number}", "up"),
@@ -213,6 +222,22 @@ class TestHost:
             _run(*here, "link", "set", "veth1", "up")
             _run(*here, "addr", "add", BRIDGE_ADDRESS, "dev", "docker0")
             _run(*here, "link", "set", "docker0", "up")
+
+    def _connect_badly(self, device: str, port: str) -> None:
+        """Connect a device by a link that delays packets and loses some of them."""
+        ends = (str(self._switch), port, str(self._init), device)
+        has = self.traits
+        link = subprocess.Popen(
+            [
+                sys.executable, "-S", str(Path(__file__).with_name("lossy_link.py")),
+                *ends, str(has.delay_s), str(has.loss), f"{has.user} {device}",
+            ],
+            stdout=subprocess.PIPE,
+            preexec_fn=die_with_parent,
+        )  # fmt: skip
+        self._links.append(link)
+        assert link.stdout is not None
+        assert link.stdout.readline() == b"plugged in\n"
 
     @property
     def _ports(self) -> list[str]:
@@ -236,6 +261,9 @@ class TestHost:
                 os.kill(self._init, signal.SIGKILL)
             self._unshare.wait()
             self._unshare = None
+            while self._links:
+                with self._links.pop() as link:
+                    link.kill()
 
     # -- running programs ------------------------------------------------------------
 
@@ -260,6 +288,7 @@ class TestHost:
             "SHELL": has.shell,
             "LANG": has.locale,
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            **(CLOCK if has.clock_s else {}),
             **{name: os.environ[name] for name in kept & os.environ.keys()},
         }
 
@@ -339,19 +368,10 @@ class TestHost:
         for port in self._ports:
             _run(*self._in_switch("ip", "link", "set", port, "up"))
 
-    def slow(self, rate: str, delay: str | None = None) -> None:
-        """Limit its links in both directions.
-
-        Args:
-            rate: Such as "100mbit".
-            delay: Such as "5ms" in each direction. Check `why_no_delay` first.
-        """
+    def slow(self, rate: str) -> None:
+        """Limit its links in both directions to a rate, such as "100mbit"."""
         self.unslow()
-        way = (
-            ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
-            if delay is None
-            else ["netem", "rate", rate, "delay", delay]
-        )
+        way = ("tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
         for command, device in self._ends():
             _run(*command, "tc", "qdisc", "add", "dev", device, "root", *way)
 

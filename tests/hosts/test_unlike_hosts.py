@@ -69,7 +69,8 @@ def lose(console: Console, host: TestHost) -> None:
     [n if n < OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in range(SOAK)],
 )
 def test_a_cluster_works_on_hosts_that_differ(draw: int) -> None:
-    chosen = traits.drawn(f"{SEED} {draw}", len(NAMES), environments=True)
+    seed = f"{SEED} {draw}"
+    chosen = traits.drawn(seed, len(NAMES), environments=True, links=True)
     for name, has in zip(NAMES, chosen, strict=True):
         print(f"host {name}: {has}")
     with HostNetwork(NAMES, chosen) as network:

@@ -11,6 +11,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.clusters import fake_clock
+
 __all__ = ["Traits", "drawn", "equal"]
 
 NAMES = ("ada", "bob", "carol", "dan", "eve", "frank", "grace", "heidi")
@@ -46,6 +48,12 @@ class Traits:
     """Whether it has docker0, with an address that is the same on all hosts."""
     networks: int
     """The number of networks that connect all hosts."""
+    clock_s: float
+    """How far its wall clock is ahead, in seconds."""
+    delay_s: float
+    """The time that a packet takes to it, and from it, in seconds."""
+    loss: float
+    """The share of packets that its links lose in each direction."""
     environment: str
     """Where the Python environment of this checkout is; "" for where it is here."""
 
@@ -53,13 +61,16 @@ class Traits:
         return " ".join(f"{name}={value!s:.40}" for name, value in asdict(self).items())
 
 
-def drawn(seed: int | str, count: int, *, environments: bool = False) -> list[Traits]:
+def drawn(
+    seed: int | str, count: int, *, environments: bool = False, links: bool = False
+) -> list[Traits]:
     """The traits of some hosts, drawn at random. No two users have one name or id.
 
     Args:
         seed: The seed of the draws.
         count: The number of hosts.
         environments: Whether the environments may have paths that no other host knows.
+        links: Whether links may delay and lose packets, which makes tests slow.
     """
     rng = random.Random(seed)
     names = rng.sample(NAMES, count)
@@ -67,6 +78,7 @@ def drawn(seed: int | str, count: int, *, environments: bool = False) -> list[Tr
     gids = rng.sample(range(FIRST_ID, FIRST_ID + IDS), count)
     networks = rng.choice((1, 2))
     places = ["", "~/env", "/srv/{user}/env"][: 3 if environments else 2]
+    clocks = (0.0,) if fake_clock.why_not() else (0.0, 0.0, 0.3, -3600.0, 86400.0)
     place = rng.choice(places) if sys.prefix != sys.base_prefix else ""
     return [
         Traits(
@@ -83,6 +95,9 @@ def drawn(seed: int | str, count: int, *, environments: bool = False) -> list[Tr
             knows_itself_as=rng.choice(("", "127.0.1.1")),
             has_bridge=rng.random() < 0.5,
             networks=networks,
+            clock_s=rng.choice(clocks),
+            delay_s=rng.choice((0.0, 0.0, 0.002, 0.02)) if links else 0.0,
+            loss=rng.choice((0.0, 0.0, 0.01, 0.05)) if links else 0.0,
             environment=place.format(user=name),
         )
         for name, uid, gid in zip(names, uids, gids, strict=True)
@@ -106,6 +121,9 @@ def equal(count: int) -> list[Traits]:
             knows_itself_as="",
             has_bridge=False,
             networks=1,
+            clock_s=0.0,
+            delay_s=0.0,
+            loss=0.0,
             environment="",
         )
     ] * count
