@@ -163,6 +163,7 @@ def _allocated(launcher: str) -> int | None:
 
     Raises:
         UsageError: The file that PBS names cannot be read.
+        StartError: Slurm does not tell the number.
     """
     if launcher == "pbs":
         listed = os.environ.get("PBS_NODEFILE")
@@ -171,6 +172,11 @@ def _allocated(launcher: str) -> int | None:
             return None if not listed else len(Path(listed).read_text().split())
         except OSError as error:
             raise UsageError(f"PBS_NODEFILE={listed}: {error}; give -n") from error
+    if launcher == "slurm" and "SLURM_STEP_ID" in os.environ:
+        # SLURM_NTASKS is then that of the step, such as the one of a JupyterLab.
+        from nbdist.clusters.hosts.slurm import tasks_of
+
+        return tasks_of(os.environ["SLURM_JOB_ID"])
     number = os.environ.get(RANKS_OF_JOB.get(launcher, ""))
     return None if number is None else int(number)
 

@@ -319,15 +319,16 @@ class TestHost:
         script = f"mkdir -p $(dirname {path}) && cat > {path} && chmod {mode} {path}"
         self.run("sh", "-c", script, as_root=as_root, stdin=None, input=text)
 
-    def console(self, **variables: str) -> Console:
+    def console(self, *wrapper: str, **variables: str) -> Console:
         """Start a Python interpreter on this host, which a test speaks to.
 
         Args:
+            wrapper: A command line that runs the one that follows it.
             variables: Additional environment variables.
         """
         more = [f"{name}={value}" for name, value in variables.items()]
         program = [self.python, str(ROOT / "tests" / "hosts" / "console.py")]
-        return Console(self.command("env", *more, *program))
+        return Console(self.command("env", *more, *wrapper, *program))
 
     def processes(self) -> list[str]:
         """The command lines of its processes, except those of its sshd."""

@@ -88,9 +88,15 @@ class Slurm:
         command = ["env", f"SLURM_CONF={FOLDER}/slurm.conf", *argv]
         return self._controller.run(*command, as_root=as_root).stdout.strip()
 
-    def console(self, **variables: str) -> Console:
-        """A Python interpreter on the host from which jobs are submitted."""
-        return self._controller.console(SLURM_CONF=f"{FOLDER}/slurm.conf", **variables)
+    def console(self, *wrapper: str, **variables: str) -> Console:
+        """A Python interpreter on the host from which jobs are submitted.
+
+        Args:
+            wrapper: The command line that runs it; see `TestHost.console`.
+            variables: Additional environment variables.
+        """
+        where = {"SLURM_CONF": f"{FOLDER}/slurm.conf", **variables}
+        return self._controller.console(*wrapper, **where)
 
     def submit(self, partition: str) -> str:
         """Submit a job that uses all cores. Returns its number."""

@@ -17,7 +17,7 @@ from nbdist.clusters.hosts.batch_job import BatchJob, JobState, output_of, secon
 from nbdist.clusters.hosts.host_list import nodes_of
 from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell, problem_in_job
 
-__all__ = ["SlurmJob", "Srun"]
+__all__ = ["SlurmJob", "Srun", "tasks_of"]
 
 SCRIPT = """#!/bin/sh
 #SBATCH --job-name=nbdist
@@ -159,6 +159,12 @@ class SlurmJob(BatchJob):
         return output_of(
             "squeue", "--noheader", "--states=all", job, f"--format={fields}"
         ).strip()
+
+
+def tasks_of(job: str) -> int:
+    """The number of tasks of a job, of which each of its steps may run fewer."""
+    ask = (f"--jobs={job}", "--Format=NumTasks")
+    return int(output_of("squeue", "--noheader", *ask))
 
 
 def _seconds_left(left: str, end: str) -> int | None:
