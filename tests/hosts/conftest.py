@@ -15,13 +15,12 @@ NAMES = ("a", "b", "c", "laptop")
 
 @pytest.fixture(scope="module")
 def _network(request: pytest.FixtureRequest) -> Iterator[HostNetwork]:
-    """The hosts of a module: unlike each other, unless it sets `ARE_ALIKE`."""
+    """The hosts of a module: unlike each other; with `ONE_USER`, those of a site."""
     if reason := why_not():
         pytest.skip(reason)
-    if getattr(request.module, "ARE_ALIKE", False):
-        chosen = traits.equal(len(NAMES))
-    else:
-        chosen = traits.drawn(f"{SEED} {request.module.__name__}", len(NAMES))
+    one_user = getattr(request.module, "ONE_USER", False)
+    draw = traits.of_one_user if one_user else traits.drawn
+    chosen = draw(f"{SEED} {request.module.__name__}", len(NAMES))
     for name, has in zip(NAMES, chosen, strict=True):
         print(f"host {name}: {has}")
     with HostNetwork(NAMES, chosen) as network:

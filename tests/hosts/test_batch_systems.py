@@ -22,7 +22,7 @@ from tests.hosts.network import HostNetwork
 from tests.hosts.test_slurm import SUM
 from tests.processes import HANG_S, wait_until
 
-ARE_ALIKE = True
+ONE_USER = True
 FOLDER = "/var/tmp/batch"
 START = """
 import nbdist

@@ -10,7 +10,7 @@ from tests.hosts.network import ROOT, HostNetwork, TestHost
 from tests.hosts.slurm_network import FOLDER, Slurm, why_no_slurm
 from tests.processes import HANG_S, wait_until
 
-ARE_ALIKE = True  # the nodes of a Slurm are
+ONE_USER = True
 RUN = f"""
 import sys
 from pathlib import Path

@@ -12,7 +12,7 @@ from tests.hosts.slurm_network import Slurm, why_no_slurm
 from tests.hosts.test_slurm import START, SUM
 from tests.processes import HANG_S, wait_until
 
-ARE_ALIKE = True
+ONE_USER = True
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.clusters import fake_clock
 
-__all__ = ["Traits", "drawn", "equal"]
+__all__ = ["Traits", "drawn", "equal", "of_one_user"]
 
 NAMES = ("ada", "bob", "carol", "dan", "eve", "frank", "grace", "heidi")
 FIRST_ID, IDS = 1500, 400
@@ -104,8 +104,18 @@ def drawn(
     ]
 
 
+def of_one_user(seed: int | str, count: int) -> list[Traits]:
+    """As `drawn`, but with one user and the right time, as a batch system requires."""
+    hosts = drawn(seed, count)
+    shared = ("user", "uid", "gid", "home", "shell", "umask", "locale")
+    same = {name: getattr(hosts[0], name) for name in shared}
+    return [
+        replace(each, **same, clock_s=0.0, environment="", port=22) for each in hosts
+    ]
+
+
 def equal(count: int) -> list[Traits]:
-    """The traits of hosts that are alike, such as the nodes of one batch system."""
+    """The traits of hosts that are alike."""
     return [
         Traits(
             user="ada",
