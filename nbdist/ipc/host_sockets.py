@@ -14,6 +14,7 @@ from nbdist.ipc.fork_messages import send, socket_address
 __all__ = [
     "ADDRESS",
     "ADDRESSES",
+    "ANSWERED",
     "GREETING",
     "HOST",
     "INTERFACE",
@@ -24,6 +25,8 @@ __all__ = [
     "lost_file",
 ]
 
+ANSWERED = "the agent has answered"
+"""The line of a link's log after which the host is connected."""
 GREETING = b"\0nbdist agent\n"
 """What the agent of a host writes first. The bytes before it are its shell's."""
 HOST = "NBDIST_RANK_HOST"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,30 @@ def console(hosts: HostNetwork) -> Iterator[Console]:
 
 def shown(console: Console, cell: str) -> str:
     return str(console.value(f"notebook.run({cell!r}).text"))
+
+
+STOP = """%%distributed
+def work(x):
+    y = x + 1
+    breakpoint()
+    return y
+
+if rank == 1:
+    work(rank)
+nbdist.barrier()
+"""
+
+
+def conversed(console: Console, cell: str, answers: str, prompts: str) -> str:
+    """Run a cell that asks. Returns what it shows.
+
+    Args:
+        answers: Python's expressions for what is answered, as for `Notebook.converse`.
+        prompts: The expected prompts, as an expression.
+    """
+    console.do(f"reply, prompts = notebook.converse({cell!r}, {answers})")
+    console.do(f"assert prompts == {prompts}, prompts")
+    return str(console.value("reply.text"))
 
 
 def test_a_notebook_uses_two_hosts(console: Console, hosts: HostNetwork):
@@ -74,6 +99,38 @@ def test_ranks_on_two_hosts_outlive_the_kernel(console: Console, hosts: HostNetw
     assert "6" in text
     shown(console, "import numpy as np; big = np.ones(1_000_000)\n%dist_push big")
     assert "1000000" in shown(console, "%dist_inspect int(big.sum())")
+    assert "stopped" in shown(console, "%dist_stop")
+
+
+def test_a_rank_on_another_host_stops_at_a_prompt(console: Console, hosts: HostNetwork):
+    shown(console, "%dist_start -H a:1,b:1 --device cpu")
+    console.do("import subprocess")
+    text = conversed(console, STOP, "'p y * 100', 'n', 'c'", "['[1] (Pdb) '] * 3")
+    assert "debugger on rank 1 of 2 (b)" in text
+    assert "[1] 200" in text
+    assert "[1] -> return y" in text
+    failing = STOP.replace("breakpoint()", "[0][y]")
+    assert "IndexError" in shown(console, failing)
+    text = conversed(console, "%dist_debug", "'p x', 'q'", "['[1] (Pdb) '] * 2")
+    assert "[1] 1" in text
+    shown(console, "%%distributed\nimport os; pid = os.getpid()")
+    shown(console, "%dist_pull pid")
+    pids = console.value("notebook.run('pid').displays[-1]['text/plain']")
+    pid = pids.strip("[]").split(",")[1]
+    kill = f"lambda: subprocess.run(['ssh', 'b', 'kill -9 {pid}'], check=True)"
+    assert "rank 1 of 2: RankDied" in conversed(console, STOP, kill, "['[1] (Pdb) ']")
+    touch = "(folder / 'asked').touch"
+    console.begin(f"reply, _ = notebook.converse({STOP!r}, {touch})")
+    asked = ("sh", "-c", f"test -e {FOLDER}/asked")
+    wait_until(lambda: hosts["a"].run(*asked, check=False).returncode == 0, HANG_S, str)
+    hosts["b"].cut()
+    console.result()
+    text = console.value("reply.text")
+    lost = (
+        r"CellError: .* on b\) was lost with its host: .*nothing was heard for \d+ s$"
+    )
+    assert re.search(lost, text, re.M)
+    hosts["b"].restore()
     assert "stopped" in shown(console, "%dist_stop")
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from nbdist.ipc.atomic_files import write_atomically
 from nbdist.ipc.channels import Channels
 from nbdist.ipc.fork_messages import peer_user, receive, socket_address
-from nbdist.ipc.host_sockets import GREETING, link_socket, lost_file
+from nbdist.ipc.host_sockets import ANSWERED, GREETING, link_socket, lost_file
 from nbdist.ipc.prctl import die_with_parent, name_process
 
 __all__ = ["main"]
@@ -156,6 +156,7 @@ def main() -> None:
     why = _await_agent(shell)
     if why:
         sys.exit(_ended(shell) or 1)
+    print(ANSWERED, file=sys.stderr, flush=True)
     Link(Path(run_dir), host, shell, float(seconds)).run()
     _ended(shell)
 

@@ -13,7 +13,7 @@ from nbdist.clusters.hosts.requests import request
 from nbdist.clusters.startup_status import tail_of
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.errors import ClusterError
-from nbdist.ipc.host_sockets import connect, link_socket, lost_file
+from nbdist.ipc.host_sockets import ANSWERED, connect, link_socket, lost_file
 
 __all__ = ["RemoteHost"]
 
@@ -113,7 +113,9 @@ class RemoteHost:
             why = lost_file(self._run_dir, self.name).read_text()
         except OSError:
             return ""
-        last = self._log().strip().splitlines()[-1:]
+        # What its shell printed before, such as a banner, is not about the end.
+        _, _, since = self._log().rpartition(ANSWERED)
+        last = since.strip().splitlines()[-1:]
         return "; ".join([f"the connection with it has ended: {why}", *last])
 
     def _log(self) -> str:
