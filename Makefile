@@ -19,7 +19,7 @@ RUN := $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab quick test at-once alone more soak unforked upstream gpu simgpu simgpu-soak simgpu-mutants mutants bench reliability lint docs clean
+.PHONY: help demo lab quick test at-once alone more soak unforked upstream gpu simgpu simgpu-soak simgpu-mutants mutants bench reliability lint docs wheel clean
 .NOTPARALLEL:
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make reliability  run the fault matrix and the random faults, and write docs/reliability.md"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, in out/docs"
+	@echo "make wheel  an installable wheel for this architecture, in out/wheel"
 	@echo "make clean  remove $(VENV) and out/"
 
 demo: $(VENV)/.notebook
@@ -53,7 +54,7 @@ QUICK := $(filter-out tests/test_shared_cluster.py tests/test_failure_report.py,
 	$(wildcard tests/test_*.py)) tests/amd \
 	tests/telemetry tests/widgets --ignore=tests/telemetry/test_slow_ranks.py \
 	--ignore=tests/widgets/test_browser.py
-MORE := tests/examples tests/hosts tests/widgets/test_browser.py \
+MORE := tests/examples tests/hosts tests/commands/test_wheel.py tests/widgets/test_browser.py \
 	$(wildcard tests/notebook/test_*jupyterlab.py)
 # Files run at once, one for each core.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n : 8)))
@@ -129,6 +130,13 @@ lint: $(VENV)/.lint
 # Warnings are errors: a link that leads nowhere, a docstring that does not parse.
 docs: $(VENV)/.docs
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet -c docs/site . out/docs
+
+# The wheel is built from the sdist, so that the sdist is complete.
+wheel: $(VENV)/.wheel
+	rm -rf out/wheel
+	$(RUN) -m build --outdir out/wheel/built
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --wheel-dir out/wheel out/wheel/built/*.whl
+	$(RUN) -m abi3audit --strict --report out/wheel/*.whl
 
 clean:
 	rm -rf $(VENV) out

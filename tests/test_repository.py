@@ -181,6 +181,7 @@ def test_the_extension_of_jupyterlab_is_installed_whole() -> None:
     installed = {
         Path(folder).relative_to("share/jupyter/labextensions/nbdist") / Path(file).name
         for folder, files in project["tool"]["setuptools"]["data-files"].items()
+        if "labextensions" in folder
         for file in files
     }
     sources = ROOT / "nbdist" / "labextension"

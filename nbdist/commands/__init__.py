@@ -1,0 +1,1 @@
+"""What `python -m nbdist` does from a shell."""
