@@ -420,15 +420,17 @@ class Cluster:
         known = self._hosts
 
         def adopt(hosts: Sequence[HostSlots]) -> None:
+            before = known.usable
             usable = known.reachable(hosts, self._tell)
-            if usable != known.usable:
+            if usable != before:
                 self._discovered = usable
             elastic = self._elastic
             if elastic is not None and elastic.is_running:
                 self._adopt_discovered()
 
-        def again() -> bool:  # an elastic run begins after its cell
-            return self._discovered is not None or known.tries_again
+        def again(hosts: Sequence[HostSlots]) -> bool:
+            # An elastic run begins after its cell.
+            return self._discovered is not None or known.tries_again(hosts)
 
         self._discovery = HostDiscovery(script, known.listed, adopt, again, self._tell)
 
@@ -493,7 +495,16 @@ class Cluster:
     def restart(
         self, on_progress: Callable[[Progress], None] = lambda _: None
     ) -> Cluster:
-        """Stop, start with the same options and size, and run the setup cells."""
+        """Stop, start with the same options and size, and run the setup cells.
+
+        Hosts that cannot take part any longer are left out, if the others have slots
+        for the ranks.
+
+        Raises:
+            UsageError: They have too few; nothing was stopped.
+        """
+        if self._hosts is not None and self.running:
+            self._hosts.check_again(self.size)
         self.stop()
         self.start(on_progress)
         self._run_setup()

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.config import OutputConfig
+from nbdist.ipc.host_sockets import HOST
 from nbdist.ipc.interrupts import defer_interrupts
 from nbdist.ipc.locks import Event
 from nbdist.ipc.torch_noise import without_noise
@@ -285,10 +286,12 @@ class Output:
         spill = Spill(self._spill_dir / name)
         for text in self._shown if not spill.problem else ():
             spill.write(text)
+        host = os.environ.get(HOST)
+        place = f"{spill.path} on {host}" if host else spill.path
         where = (
             f"the rest is lost: {spill.problem}"
             if spill.problem
-            else f"the full text is in {spill.path} until the cluster stops"
+            else f"the full text is in {place} until the cluster stops"
         )
         self._note(
             f"this cell printed more than {self._cap / 1e6:g} MB here: the notebook "

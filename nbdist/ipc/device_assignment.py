@@ -79,13 +79,20 @@ class DeviceAssignment:
     def apply(self) -> None:
         """Set the GPUs that torch sees and the address, and limit the thread pools.
 
-        This must be called before torch is imported.
+        This must be called before torch is imported, and before MPI starts.
         """
         os.environ.update(self.visibility)
         os.environ["OMP_NUM_THREADS"] = str(self.threads)
         os.environ["MKL_NUM_THREADS"] = str(self.threads)
         if self.address:
-            os.environ[ADDRESS], os.environ[INTERFACE] = self.address, self.interface
+            of_network = {
+                ADDRESS: self.address,
+                INTERFACE: self.interface,
+                # mpiexec was started for others if this host had no rank then.
+                "OMPI_MCA_btl": "self,tcp",
+                "OMPI_MCA_btl_tcp_if_include": self.interface,
+            }
+            os.environ.update(of_network)
 
 
 def write_assignments(run_dir: Path, assignments: Sequence[DeviceAssignment]) -> None:

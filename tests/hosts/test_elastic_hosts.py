@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -54,13 +55,15 @@ APART = (
 START = """
 import os, threading, time
 import torch
+import re
 import nbdist
 notes = []
 
 def started(**options):
     options = {"device": "cpu", "timeout_s": 90, "host_timeout_s": 4.0, **options}
     cluster = nbdist.Cluster(**options)
-    cluster.on_note = lambda note: "CAP_NET_ADMIN" in note or notes.append(note)
+    usual = re.compile("CAP_NET_ADMIN|the clock of")
+    cluster.on_note = lambda note: usual.search(note) or notes.append(note)
     return cluster.start()
 
 def printed(code, **options):
@@ -230,6 +233,26 @@ def test_a_host_that_cannot_take_part_keeps_no_other_out(
     assert sorted(console.value("[i.host for i in cluster.infos]")) == ["a", "b", "c"]
 
 
+def test_a_listed_host_gets_its_ranks_when_it_is_there(
+    console: Console, hosts: HostNetwork
+):
+    """Whether it was down at the start, or is lost; the script prints it always."""
+    console.do("import nbdist.clusters.hosts.hosts as h; h.AGAIN_S = 1.0")
+    hosts["b"].block(f"tcp dport {hosts['b'].traits.port}")
+    prints(hosts, "a:1", "b:1")
+    console.do(f"cluster = started(host_discovery={SCRIPT!r}, timeout_s=30)")
+    assert console.value("[i.host for i in cluster.infos]") == ["a"]
+    hosts["b"].unblock()
+    console.do("await_hosts()")
+    assert console.value("printed('print(rank)')") == [*"01"]
+    hosts["b"].kill()
+    console.do("while len(cluster.infos) == 2: cluster.execute('1', check=False)")
+    hosts["b"].start()
+    console.do("await_hosts()")
+    assert console.value("printed('nbdist.barrier(); print(rank)')") == [*"01"]
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "b"]
+
+
 def test_hosts_that_come_before_a_cells_elastic_run_join_it(
     console: Console, hosts: HostNetwork
 ):
@@ -274,6 +297,53 @@ def test_a_change_that_is_not_possible_changes_nothing(
     assert message in console.error(f"cluster.{call}")
     assert console.value("[i.host for i in cluster.infos]") == ["a", "b"]
     assert console.value("printed('nbdist.barrier(); print(1)')") == ["1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "where"),
+    [
+        ("b:1", "localhost:1,b:1", ["b", "a"]),
+        ("b:1", "b:1,a:2", ["b", "a", "a"]),
+        ("a:1,b:1", "localhost:2,b:1", ["a", "b", "a"]),
+    ],
+)
+def test_the_notebooks_own_host_may_come_later_or_by_another_name(
+    console: Console, first: str, then: str, where: list[str]
+):
+    console.do(f"cluster = started(hosts={first!r})")
+    console.do(f"cluster.scale(hosts={then!r})")
+    assert console.value("[i.host for i in cluster.infos]") == where
+    ranks = [str(rank) for rank in range(len(where))]
+    assert console.value("printed('nbdist.barrier(); print(rank)')") == ranks
+
+
+def test_the_python_of_a_host_can_be_corrected(console: Console, hosts: HostNetwork):
+    console.do("cluster = started(hosts='a:1,c:1')")
+    wrong = "hosts='a:1,b:1:python=/srv/no/python'"
+    assert "has no /srv/no/python" in console.error(f"cluster.scale({wrong})")
+    right = f"hosts='a:1,b:1:python={hosts['b'].python}'"
+    console.do(f"cluster.scale({right})")
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "b"]
+
+
+def test_a_start_again_needs_no_host_that_has_no_rank(
+    console: Console, hosts: HostNetwork
+):
+    console.do("cluster = started(hosts='a:1,b:1')")
+    hosts["b"].kill()
+    console.do("pid = cluster.infos[0].pid")
+    error = console.error("cluster.restart()")
+    assert re.search(r"^  b +(cannot be reached|refuses the connection) ", error, re.M)
+    assert "The ranks go on" in error
+    console.do("while len(cluster.infos) == 2: cluster.execute('1', check=False)")
+    assert console.value("cluster.infos[0].pid == pid")
+    console.do("cluster.restart()")
+    assert console.value("[i.host for i in cluster.infos]") == ["a"]
+    assert not console.value("cluster.infos[0].pid == pid")
+    assert "host b takes no part" in console.value("str(notes)")
+    hosts["b"].start()
+    console.do("cluster.scale(2)")
+    assert console.value("[i.host for i in cluster.infos]") == ["a", "b"]
 
 
 def test_a_cluster_of_one_host_gets_no_other(console: Console):

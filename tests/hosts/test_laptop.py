@@ -12,12 +12,14 @@ from tests.hosts.network import HostNetwork
 PROJECT = "~/project"
 START = f"""
 import os, sys, time
+import re
 import nbdist
 sys.path.insert(0, '')
 os.chdir(os.path.expanduser({PROJECT!r}))
 notes = []
 cluster = nbdist.Cluster(hosts="a:2,b:2", sync=".", device="cpu", timeout_s=90)
-cluster.on_note = lambda note: "CAP_NET_ADMIN" in note or notes.append(note)
+usual = re.compile("CAP_NET_ADMIN|the clock of")
+cluster.on_note = lambda note: usual.search(note) or notes.append(note)
 cluster.start()
 cluster.execute("import os", setup=True)
 
@@ -63,6 +65,14 @@ def test_the_ranks_import_the_modules_of_the_notebooks_folder(console: Console):
         console.value("printed('print(open(\"sub/data.txt\").read())')")
         == ["a line"] * 4
     )
+
+
+def test_a_synchronized_folder_without_the_notebook_is_noted(console: Console):
+    console.do("os.makedirs('../apart', exist_ok=True)")
+    given = "1, hosts='a:1', sync='../apart', device='cpu'"
+    console.do(f"other = nbdist.Cluster({given}); other.on_note = notes.append")
+    console.do("other.start(); other.stop()")
+    assert "ranks elsewhere do not import from the copy" in console.value("str(notes)")
 
 
 def test_an_edit_reaches_the_next_cell(console: Console, hosts: HostNetwork):

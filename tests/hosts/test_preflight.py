@@ -86,6 +86,36 @@ def test_a_host_whose_key_is_not_known(console: Console, hosts: HostNetwork):
     assert "its key is not known" in line
 
 
+def test_a_host_whose_key_has_changed(console: Console, hosts: HostNetwork):
+    known = f"{hosts['a'].home}/.ssh/known_hosts"
+    make = (
+        "ssh-keygen -q -t ed25519 -N '' -f /tmp/other && cut -d' ' -f1,2 /tmp/other.pub"
+    )
+    other = hosts["a"].run("sh", "-c", f"{make} && rm /tmp/other*").stdout.strip()
+    before = hosts["a"].run("cat", known).stdout
+    lines = [
+        f"b {other}" if line.startswith("b ") else line for line in before.split("\n")
+    ]
+    hosts["a"].write(known, "\n".join(lines))
+    line = line_of("b", refused(console))
+    hosts["a"].write(known, before)
+    assert "its key has changed" in line
+    assert "`ssh-keygen -R b`" in line
+
+
+def test_no_ssh(console: Console):
+    line = line_of("b", refused(console, ssh="no-ssh -p 22"))
+    assert "no such program" in line
+    assert "install openssh-client here, or correct --ssh" in line
+
+
+@pytest.mark.parametrize("path", ["/srv", "~/.ssh/known_hosts"])
+def test_what_is_no_program(console: Console, path: str):
+    line = line_of("b", refused(console, python=path))
+    assert f"cannot run {path}" in line
+    assert "b:SLOTS:python=PATH" in line
+
+
 def test_a_name_that_no_host_has_and_a_good_one(console: Console):
     error = refused(console, hosts="a:1,b:1,nowhere:1")
     assert error.startswith("1 of 3 hosts cannot take part, and nothing was started")
@@ -108,7 +138,7 @@ def test_no_nbdist(console: Console, hosts: HostNetwork):
     path = python_with(hosts["b"], code)
     line = line_of("b", refused(console, python=path))
     assert "its Python has no nbdist" in line
-    assert f"{path} -m pip install nbdist" in line
+    assert f"install nbdist for {path} there as here" in line
 
 
 def test_another_python(console: Console, hosts: HostNetwork):
@@ -146,7 +176,7 @@ def test_a_python_that_one_host_does_not_have(console: Console):
     error = refused(console, hosts="a:1,b:1:python=~/no/python")
     line = line_of("b", error)
     assert "has no ~/no/python" in line
-    assert "name one that it has: -H b:SLOTS:python=PATH" in line
+    assert "name one that it has by b:SLOTS:python=PATH" in line
 
 
 def test_blocked_ports(console: Console, hosts: HostNetwork):

@@ -61,10 +61,13 @@ def test_the_counterpart_is_at_the_same_place_in_the_home_folder(
 def test_the_counterpart_is_the_conda_environment_of_the_same_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("CONDA_PREFIX", sys.prefix)
-    monkeypatch.setenv("CONDA_DEFAULT_ENV", name)
-    monkeypatch.setattr(sys, "executable", f"{sys.prefix}/bin/not-there")
+    """Also where Jupyter was started in another environment than the kernel's."""
+    monkeypatch.setenv("CONDA_PREFIX", str(tmp_path / "of-jupyter"))
     inside = "" if name == "base" else f"envs/{name}/"
+    prefix = tmp_path / "here" / inside
+    (prefix / "conda-meta").mkdir(parents=True)
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.setattr(sys, "executable", str(prefix / "bin" / "not-there"))
     script(tmp_path / f"miniconda3/{inside}bin/not-there")
     done = run(RemotePython.of(None), tmp_path)
     assert done.stdout.startswith(str(tmp_path / "miniconda3"))

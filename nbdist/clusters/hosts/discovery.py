@@ -22,7 +22,7 @@ class HostDiscovery:
         script: The path of the script.
         hosts: What it has printed last.
         adopt: Called with the hosts when they have changed.
-        again: Whether to call it again with the same hosts.
+        again: Called with the same hosts: whether to call `adopt` again with them.
         on_note: Called when the script fails for the first time in a row.
     """
 
@@ -31,7 +31,7 @@ class HostDiscovery:
         script: str,
         hosts: Sequence[HostSlots],
         adopt: Callable[[Sequence[HostSlots]], None],
-        again: Callable[[], bool],
+        again: Callable[[Sequence[HostSlots]], bool],
         on_note: Callable[[str], None],
     ) -> None:
         self._script, self._hosts = script, list(hosts)
@@ -57,7 +57,7 @@ class HostDiscovery:
                 failed = True
                 continue
             failed = False
-            is_new = found != self._hosts or self._again()
+            is_new = found != self._hosts or self._again(found)
             if is_new and not self._ended.is_set():
                 self._hosts = found
                 try:

@@ -41,6 +41,7 @@ from nbdist.ipc import private_files
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.flight_record import FlightRecord, Key, known_calls, read_known
 from nbdist.ipc.host_sockets import HOST, LAUNCHER_USER
+from nbdist.ipc.resources import host_name
 
 __all__ = ["Hosts"]
 
@@ -79,6 +80,8 @@ class Hosts:
         self._slots: list[HostSlots] = []
         self._here: str | None = None
         """The name of this host in the list; None if it is not in the list."""
+        self._name = ""
+        """That name, also in a later list, which may spell it otherwise."""
         self.others: dict[str, RemoteHost] = {}
         """The other hosts, by name; also those that have left the list."""
         self._set_slots(slots)
@@ -91,8 +94,11 @@ class Hosts:
         """The fewest and the most hosts with which ranks start; None for all."""
         if config.host_discovery is not None:
             self._least = self._least or 1
-        self._left_out: dict[str, float] = {}
-        """When hosts could not take part, on the monotonic clock."""
+        self._left_out: dict[str, tuple[float, str]] = {}
+        """When hosts could not take part, on the monotonic clock, and why; "" for those
+        that were lost."""
+        self._enough: int | None = None
+        """The number of slots with which ranks start again; None for all."""
         self._connecting = threading.Lock()
         self._sync = None if config.sync is None else FolderSync(config.sync)
         self._copies: dict[str, _Copy] = {}
@@ -101,19 +107,25 @@ class Hosts:
         """What the user should know about the hosts."""
 
     def _set_slots(self, slots: Sequence[HostSlots]) -> None:
-        self._slots = list(slots)
         # Only what a job's system has started is in the job, also on this host.
         in_job = self.job is not None and self.job.holds_processes
-        here = None if in_job else next((s.name for s in slots if s.is_here), None)
-        self._here = here
-        self._know(slots)
+        here = None if in_job else next((s for s in slots if s.is_here), None)
+        if not in_job:
+            self._name = self._name or (host_name() if here is None else here.name)
+        self._here = None if here is None else self._name
+        self._slots = [
+            replace(each, name=self._name) if each is here else each for each in slots
+        ]
+        self._know(self._slots)
 
     def _know(self, slots: Sequence[HostSlots]) -> None:
         for each in slots:
-            if each.name != self._here and each.name not in self.others:
-                python = RemotePython.of(each.python or self._config.python)
-                host = RemoteHost(each.name, self._shell, python)
-                self.others[each.name] = host
+            if each.name == self._here:
+                continue
+            python = RemotePython.of(each.python or self._config.python)
+            if each.name not in self.others:
+                self.others[each.name] = RemoteHost(each.name, self._shell)
+            self.others[each.name].python = python  # of its next connection
 
     def allocate(self, on_wait: Callable[[str], None]) -> None:
         """Wait until the job runs that has the hosts, if there is one.
@@ -152,12 +164,44 @@ class Hosts:
         preflight = self._check(self._slots, others, deadline, on_progress)
         self.notes = preflight.notes
         good = [each for each in self._slots if each.name not in preflight.problems]
-        if not preflight.problems or len(good) >= (self._least or len(self._slots)):
-            for name, problem in preflight.problems.items():
+        are_enough, self._enough = self._are_enough(good), None
+        if preflight.problems and not are_enough:
+            raise StartError(self._table(preflight.problems))
+        for name, problem in preflight.problems.items():
+            if name in self.others:
                 self.others[name].disconnect()
-                self._leave_out(name, problem, self.notes.append)
+            self._leave_out(name, problem, self.notes.append)
+
+    def _are_enough(self, good: Sequence[HostSlots]) -> bool:
+        """Whether ranks start on some hosts of the list alone."""
+        if self._enough is not None:
+            return sum(each.slots for each in good) >= self._enough
+        return len(good) >= (self._least or len(self._slots))
+
+    def check_again(self, n: int) -> None:
+        """Check, while ranks run, that as many can start again.
+
+        The hosts that cannot take part then are left out.
+
+        Args:
+            n: The number of ranks.
+
+        Raises:
+            UsageError: The hosts that can take part have too few slots.
+        """
+        if self.job is not None:
             return
-        raise StartError(self._table(preflight.problems))
+        self._enough = n
+        try:
+            problems = self._join(self._slots)
+        except ClusterError as error:
+            raise UsageError(str(error)) from error
+        good = [each for each in self._slots if each.name not in problems]
+        if problems and not self._are_enough(good):
+            raise UsageError(
+                f"{self._table(problems)}\nThe ranks go on. %dist_scale -n N changes "
+                "how many start again, and %dist_scale -H on which hosts"
+            )
 
     def _others_in(self, slots: Sequence[HostSlots]) -> list[RemoteHost]:
         """The other hosts in a list."""
@@ -169,15 +213,24 @@ class Hosts:
     def _leave_out(
         self, name: str, problem: Problem, on_note: Callable[[str], None]
     ) -> None:
-        if name not in self._left_out:
+        _, before = self._left_out.get(name, (0.0, ""))
+        if problem.what != before:
             on_note(f"host {name} takes no part: {problem.what}; {problem.remedy}")
-        self._left_out[name] = time.monotonic()
+        self._left_out[name] = time.monotonic(), problem.what
 
-    @property
-    def tries_again(self) -> bool:
-        """Whether it is time to try hosts again that could not take part."""
+    def tries_again(self, slots: Sequence[HostSlots]) -> bool:
+        """Whether it is time to try hosts again that were lost or could not take part.
+
+        Args:
+            slots: The hosts that should take part.
+        """
         now = time.monotonic()
-        return any(now > since + AGAIN_S for since in self._left_out.values())
+        since = [
+            self._left_out.setdefault(each.name, (now, ""))[0]
+            for each in slots
+            if not self._has(each)
+        ]
+        return any(now > each + AGAIN_S for each in since)
 
     def reachable(
         self, slots: Sequence[HostSlots], on_note: Callable[[str], None]
@@ -210,7 +263,7 @@ class Hosts:
         with self._connecting:
             others = self._others_in(slots)
             new = [host for host in others if not host.is_connected]
-            if not new:
+            if not new and all(each.name in self._addresses for each in slots):
                 return {}
             deadline = time.monotonic() + CONNECT_TIMEOUT_S
             preflight = self._check(slots, new, deadline, lambda _: None)
@@ -406,9 +459,9 @@ class Hosts:
         return sum(max(0, count) for count in free)
 
     def _has(self, slots: HostSlots) -> bool:
-        """Whether a host is connected."""
+        """Whether a host was checked, and is connected."""
         other = self.others.get(slots.name)
-        return other is None or other.is_connected
+        return slots.name in self._addresses and (other is None or other.is_connected)
 
     def begin(
         self,
@@ -435,6 +488,13 @@ class Hosts:
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
         self._begin = {"variables": of_all, "work_dir": work_dir, "path": [*sys.path]}
+        sync = self._sync
+        if sync and not any(sync.path_in_copy(p, "") for p in (work_dir, *sys.path)):
+            self.notes.append(
+                f"--sync {sync.folder}: neither the working folder nor a folder of "
+                "sys.path is in it, so that ranks elsewhere do not import from the "
+                "copy: name the notebook's folder or one above it"
+            )
         counts = {each.name: each.slots for each in self._slots}
         counts |= Counter(each.host for each in assignments)
         self._prepare(self._connected, counts)
@@ -542,7 +602,7 @@ class Hosts:
         Args:
             name: The ranks' host. Default: this host, on which there may be none.
         """
-        return {HOST: (self._here or "") if name is None else name}
+        return {HOST: self._name if name is None else name}
 
     @property
     def interface(self) -> str | None:
@@ -664,13 +724,15 @@ class Hosts:
 
     def end(self) -> None:
         """End all processes on the other hosts, and wait for that."""
-
-        def end(host: RemoteHost) -> None:
+        # Without threads, which cannot be started when the interpreter ends.
+        requests = []
+        for host in self._connected:
             # Where it cannot be reached, it ends by itself.
             with contextlib.suppress(ClusterError):
-                host.ask("end", timeout_s=END_TIMEOUT_S)
-
-        _of_all(self._connected, end)
+                requests.append(host.send("end", timeout_s=END_TIMEOUT_S))
+        for answer in requests:
+            with contextlib.suppress(ClusterError):
+                answer()
         if self.job is not None:
             self.job.cancel()
 

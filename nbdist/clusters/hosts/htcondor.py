@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from nbdist.clusters.hosts.batch_job import WAITING, BatchJob, JobState, output_of
 from nbdist.clusters.hosts.host_list import gpus_of, nodes_of
+from nbdist.clusters.hosts.remote_python import RemotePython
 from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell, problem_in_job
 
 __all__ = ["CondorSsh", "HtcondorJob"]
@@ -32,7 +33,9 @@ class CondorSsh(RemoteShell):
     def argv(self, host: str, command: Sequence[str]) -> list[str]:
         return ["condor_ssh_to_job", self._jobs[host], shlex.join(command)]
 
-    def problem(self, host: str, code: int | None, log: str, python: str) -> Problem:
+    def problem(
+        self, host: str, code: int | None, log: str, python: RemotePython
+    ) -> Problem:
         command = f"condor_ssh_to_job {self._jobs[host]}"
         return problem_in_job(command, code, log, python)
 

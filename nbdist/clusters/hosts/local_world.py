@@ -229,14 +229,18 @@ def _existing(work_dir: str, path: str) -> dict[str, str]:
     """The working folder and the path of the notebook, as far as this host has them.
 
     Args:
-        work_dir: The notebook's working folder. Default: the user's home folder.
+        work_dir: The notebook's working folder; the user's home folder takes its place.
         path: The notebook's `sys.path`. What this process has is added.
     """
     # An empty entry is the working folder.
     there = [p for p in path.split(os.pathsep) if not p or os.path.exists(p)]
     own = [each for each in sys.path if each and each not in there]
     return {
-        "NBDIST_WORK_DIR": work_dir if os.path.isdir(work_dir) else folders.current(),
+        # A login shell may have left the home folder.
+        "NBDIST_WORK_DIR": next(
+            filter(os.path.isdir, (work_dir, os.path.expanduser("~"))),
+            folders.current(),
+        ),
         "NBDIST_PATH": os.pathsep.join([*there, *own]),
     }
 

@@ -160,6 +160,8 @@ class Preflight:
             )
 
     def _note_open_ports(self) -> None:
+        if self._interface is not None:  # the user has named a network
+            return
         hosts = [n for n in self._good if not self.facts[n]["may_limit_sources"]]
         if hosts and len(self._good) > 1:
             self.notes.append(
@@ -263,7 +265,7 @@ def _difference(
     if _minor(there["python"]) != _minor(wanted["python"]):
         return Problem(
             f"has Python {there['python']}, and another host {wanted['python']}",
-            f"name one of that version there: -H {name}:SLOTS:python=PATH",
+            f"name one of that version by {name}:SLOTS:python=PATH",
         )
     if there["system"] != wanted["system"]:
         return Problem(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from nbdist.clusters.hosts.remote_python import RemotePython
 from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell
-from nbdist.clusters.hosts.requests import request
+from nbdist.clusters.hosts.requests import answer_of, send_request
 from nbdist.clusters.startup_status import tail_of
 from nbdist.clusters.supervisor_client import SupervisorClient
 from nbdist.errors import ClusterError
@@ -26,12 +27,13 @@ class RemoteHost:
     Args:
         name: The host's name in the cluster's list.
         shell: Runs programs on the host.
-        python: The host's Python.
     """
 
-    def __init__(self, name: str, shell: RemoteShell, python: RemotePython) -> None:
+    def __init__(self, name: str, shell: RemoteShell) -> None:
         self.name = name
-        self._shell, self._python = shell, python
+        self._shell = shell
+        self.python = RemotePython.of(None)
+        """The host's Python, from its next connection on."""
         self._supervisor: SupervisorClient | None = None
         self._count = 0
         """The number of links that were started."""
@@ -58,7 +60,7 @@ class RemoteHost:
         for path in (link_socket, lost_file):
             path(supervisor.run_dir, self.name).unlink(missing_ok=True)
         agent = ["nbdist.clusters.hosts.agent", self.name, f"{silence_s:g}"]
-        command = self._shell.argv(self.name, self._python.command(["-m", *agent]))
+        command = self._shell.argv(self.name, self.python.command(["-m", *agent]))
         link = [
             *(sys.executable, "-m", "nbdist.clusters.hosts.link"),
             *(str(supervisor.run_dir), self.name, f"{silence_s:g}"),
@@ -102,7 +104,7 @@ class RemoteHost:
         """Why the host is not connected."""
         assert self._supervisor is not None
         code = self._supervisor.exit_code(self._program)
-        return self._shell.problem(self.name, code, self._log(), str(self._python))
+        return self._shell.problem(self.name, code, self._log(), self.python)
 
     @property
     def why_lost(self) -> str:
@@ -137,15 +139,55 @@ class RemoteHost:
         timeout_s: float = ANSWER_TIMEOUT_S,
         **arguments: Any,
     ) -> Any:
-        """Make a request to its agent; see `requests.request`.
+        """Make a request to its agent, and wait for its answer.
+
+        Args:
+            what: The request.
+            arguments: Its arguments, which JSON can hold.
+            body: Bytes, or a file with bytes, that belong to the request.
+            into: Where the bytes of the answer are written.
+            timeout_s: Seconds in which something must be received or sent.
+
+        Returns:
+            The answer.
 
         Raises:
             ClusterError: The host does not answer, or answers with an error. The
                 message names it.
         """
-        try:
+        return self.send(what, body=body, timeout_s=timeout_s, **arguments)(into)
+
+    def send(
+        self,
+        what: str,
+        /,
+        *,
+        body: Path | bytes | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        **arguments: Any,
+    ) -> Callable[..., Any]:
+        """Make a request, without a wait.
+
+        Returns:
+            A function that waits for the answer, and takes `into` of `ask`.
+
+        Raises:
+            ClusterError: As for `ask`; the function raises it too.
+        """
+        with self._named_errors():
             channel = connect(self._run_dir, self.name, "ask")
-            return request(channel, what, arguments, body, into, timeout_s)
+            send_request(channel, what, arguments, body, timeout_s)
+
+        def answer(into: BinaryIO | None = None) -> Any:
+            with self._named_errors():
+                return answer_of(channel, into)
+
+        return answer
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             why = self.why_lost or f"it does not answer: {error}"
             raise ClusterError(f"host {self.name}: {why}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,12 +51,12 @@ def _counterparts() -> Iterator[str]:
     executable, home = Path(sys.executable), Path.home()
     if executable.is_relative_to(home):
         yield HOME + str(executable.relative_to(home))
-    if os.environ.get("CONDA_PREFIX") == sys.prefix:
-        inside = executable.relative_to(sys.prefix)
-        name = os.environ.get("CONDA_DEFAULT_ENV", "base")
+    prefix = Path(sys.prefix)
+    # Its variables are those of the environment in which Jupyter was started.
+    if (prefix / "conda-meta").is_dir():
+        place = f"/envs/{prefix.name}" if prefix.parent.name == "envs" else ""
         for folder in CONDA_FOLDERS:
-            of_name = folder if name == "base" else f"{folder}/envs/{Path(name).name}"
-            yield f"{of_name}/{inside}"
+            yield f"{folder}{place}/{executable.relative_to(prefix)}"
 
 
 def _quoted(path: str) -> str:

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nbdist.clusters.hosts.remote_python import RemotePython
+
 __all__ = ["Problem", "RemoteShell", "Ssh", "problem_in_job"]
 
 
@@ -30,7 +32,9 @@ class RemoteShell(ABC):
         """
 
     @abstractmethod
-    def problem(self, host: str, code: int | None, log: str, python: str) -> Problem:
+    def problem(
+        self, host: str, code: int | None, log: str, python: RemotePython
+    ) -> Problem:
         """Why `argv` did not run a Python program.
 
         Args:
@@ -60,29 +64,38 @@ class Ssh(RemoteShell):
         # The login shell of the host may be any.
         return [*self._command, "-T", *flags, "--", host, shlex.join(command)]
 
-    def problem(self, host: str, code: int | None, log: str, python: str) -> Problem:
+    def problem(
+        self, host: str, code: int | None, log: str, python: RemotePython
+    ) -> Problem:
+        ssh = f"{shlex.join(self._command)} {host}"
         if code is None:
-            return Problem("does not answer", f"look whether `ssh {host} true` returns")
+            return Problem("does not answer", f"look whether `{ssh} true` returns")
         for pattern, what, remedy in OF_SSH:
             if found := re.search(pattern, log):
                 line = found[0] if what == "" else what
                 by = re.search(r"^(\S+): No module", log, re.M)  # Python's own message
-                path = by[1] if by else python
-                return Problem(line, remedy.format(host=host, python=path))
-        if code == 127:
-            return Problem(f"has no {python}", NAME_ONE.format(host=host))
+                path = by[1] if by else str(python)
+                _, _, name = host.rpartition("@")
+                names = {"host": host, "name": name, "ssh": ssh, "python": path}
+                return Problem(line, remedy.format(**names))
+        if code in (126, 127):
+            what = "has no" if code == 127 else "cannot run"
+            return Problem(f"{what} {python}", NAME_ONE.format(host=host))
         last = log.strip().splitlines()[-1:] or [f"exit code {code}"]
-        return Problem(last[0], f"look what `ssh {host} {python} --version` prints")
+        look = f"look what `{ssh} {python.paths[0]} --version` prints"
+        return Problem(last[0], look)
 
 
-def problem_in_job(command: str, code: int | None, log: str, python: str) -> Problem:
+def problem_in_job(
+    command: str, code: int | None, log: str, python: RemotePython
+) -> Problem:
     """Why a job's own shell did not run a Python program.
 
     Args:
         command: A command of the job's system that runs something on the host.
         code, log, python: As for `RemoteShell.problem`.
     """
-    see = f"look what `{command} {python} --version` prints"
+    see = f"look what `{command} {python.paths[0]} --version` prints"
     if code is None:
         return Problem("does not answer", see)
     if "No module named" in log and "nbdist" in log:
@@ -94,22 +107,28 @@ def problem_in_job(command: str, code: int | None, log: str, python: str) -> Pro
     return Problem(last[0], see)
 
 
-NAME_ONE = "name one that it has: -H {host}:SLOTS:python=PATH"
+NAME_ONE = "name one that it has by {host}:SLOTS:python=PATH"
 OF_SSH = (
+    (
+        r"FileNotFoundError: .* '(.+)'",
+        "this host has no such program to reach it",
+        "install openssh-client here, or correct --ssh",
+    ),
+    (
+        r"Host key for \S+ has changed",
+        "its key has changed",
+        "if the host was installed again, run `ssh-keygen -R {name}`",
+    ),
     (
         "Host key verification failed",
         "its key is not known",
-        "run `ssh {host}` once, and compare the key that it shows",
+        "run `{ssh}` once, and compare the key that it shows",
     ),
     (
-        "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its key has changed",
-        "if the host was installed again, run `ssh-keygen -R {host}`",
-    ),
-    (
-        "Permission denied",
+        r"Permission denied \(",  # not the words of a shell
         "refuses this user's key",
-        "run `ssh-copy-id {host}`, or name the user and the key in ~/.ssh/config",
+        "run `ssh-copy-id {host}`, or name the user and the key in ~/.ssh/config; with "
+        "a passphrase, run `ssh-add` before Jupyter starts",
     ),
     (
         "Could not resolve hostname",
@@ -119,7 +138,7 @@ OF_SSH = (
     (
         r"Connection refused",
         "refuses the connection",
-        "start sshd there, or name its port in ~/.ssh/config",
+        "start sshd there, or correct its port in ~/.ssh/config or --ssh",
     ),
     (
         "Connection timed out|Operation timed out|No route to host|Network is unreach",
@@ -129,7 +148,8 @@ OF_SSH = (
     (
         "No module named '?nbdist",
         "its Python has no nbdist",
-        "run `{python} -m pip install nbdist` there, or " + NAME_ONE,
+        "install nbdist for {python} there as here, of the same commit or wheel; or "
+        + NAME_ONE,
     ),
     (
         r"No module named '?[\w.]+",

@@ -14,41 +14,58 @@ from typing import Any, BinaryIO
 from nbdist.errors import ClusterError
 from nbdist.ipc.fork_messages import receive, send
 
-__all__ = ["receive_bytes", "receive_message", "request", "send_message"]
+__all__ = [
+    "answer_of",
+    "receive_bytes",
+    "receive_message",
+    "send_message",
+    "send_request",
+]
 
 PART_BYTES = 1 << 20
 BYTES = "bytes"
 """The entry of a message with the number of bytes that follow."""
 
 
-def request(
+def send_request(
     channel: socket.socket,
     name: str,
     arguments: dict[str, Any],
     body: Path | bytes | None = None,
-    into: BinaryIO | None = None,
     timeout_s: float = 10.0,
-) -> Any:
-    """Make a request, and wait for its answer.
+) -> None:
+    """Make a request.
 
     Args:
-        channel: A channel named "ask", which is closed.
+        channel: A channel named "ask", which is closed if this fails.
         name: The request.
         arguments: Its arguments, which JSON can hold.
         body: Bytes, or a file with bytes, that belong to the request.
-        into: Where the bytes of the answer are written.
         timeout_s: Seconds in which something must be received or sent.
 
-    Returns:
-        The answer.
+    Raises:
+        OSError: The host takes nothing.
+    """
+    try:
+        channel.settimeout(timeout_s)
+        send_message(channel, {"do": name, **arguments}, body)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def answer_of(channel: socket.socket, into: BinaryIO | None = None) -> Any:
+    """Wait for the answer to the request that was made on a channel, and close it.
+
+    Args:
+        channel: The channel.
+        into: Where the bytes of the answer are written.
 
     Raises:
         OSError: The host does not answer.
         ClusterError: It answers with an error.
     """
     with channel:
-        channel.settimeout(timeout_s)
-        send_message(channel, {"do": name, **arguments}, body)
         received = receive_message(channel)
         if received is None:
             raise ConnectionError("it has ended")

@@ -15,6 +15,7 @@ from datetime import datetime
 
 from nbdist.clusters.hosts.batch_job import BatchJob, JobState, output_of, seconds_of
 from nbdist.clusters.hosts.host_list import nodes_of
+from nbdist.clusters.hosts.remote_python import RemotePython
 from nbdist.clusters.hosts.remote_shell import Problem, RemoteShell, problem_in_job
 
 __all__ = ["SlurmJob", "Srun", "tasks_of"]
@@ -55,7 +56,9 @@ class Srun(RemoteShell):
         where = [f"--jobid={self._job}", f"--nodelist={host}", "--cpu-bind=none"]
         return ["srun", *where, *own, "env", *unset, *command]
 
-    def problem(self, host: str, code: int | None, log: str, python: str) -> Problem:
+    def problem(
+        self, host: str, code: int | None, log: str, python: RemotePython
+    ) -> Problem:
         command = f"srun --jobid={self._job} -w {host}"
         return problem_in_job(command, code, log, python)
 
