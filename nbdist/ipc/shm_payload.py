@@ -11,22 +11,23 @@ Frames are unpickled, so a file is opened only if no other user can have written
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nbdist.ipc import private_files, serialization
 from nbdist.ipc.host_sockets import HOST
 from nbdist.ipc.own_memory import Unreadable
 
-__all__ = ["Shipment", "discard", "frames_of", "load", "unload", "write_parts"]
+__all__ = ["Shipment", "discard", "frames_of", "load", "new_file", "unload"]
 
 FILE_FROM_BYTES = 1 << 20
 ALIGNMENT = 64
@@ -42,6 +43,11 @@ class Shipment:
     """Bytes of each frame in the file. Frames begin at multiples of 64 bytes."""
     host: str = ""
     """The host that has the file, if the cluster has several."""
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the file."""
+        return sum(map(_padded, self.sizes))
 
 
 serialization.PLAIN.add(Shipment)
@@ -67,16 +73,16 @@ def load(frames: list[Any], run_dir: Path) -> Shipment:
     return Shipment(frames=tuple(bytes(frame) for frame in frames))
 
 
-def write_parts(parts: Iterable[bytes], size: int, run_dir: Path) -> str:
-    """Write the file of a shipment that arrives from another host.
+@contextlib.contextmanager
+def new_file(size: int, run_dir: Path) -> Iterator[tuple[str, BinaryIO]]:
+    """Write the file of a shipment that arrives from another host in a `with` block.
 
     Args:
-        parts: The content of the file, in parts.
         size: Its bytes.
         run_dir: The cluster's run folder on this host.
 
-    Returns:
-        The path.
+    Yields:
+        The path and the file, open for writing. An error in the block removes it.
 
     Raises:
         OSError: No folder has room.
@@ -84,13 +90,11 @@ def write_parts(parts: Iterable[bytes], size: int, run_dir: Path) -> str:
     folder, *_ = _folders(size, run_dir)
     descriptor, path = tempfile.mkstemp(dir=folder)
     try:
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
-            for part in parts:
-                _write_all(file, memoryview(part))
+        with open(descriptor, "wb") as file:
+            yield path, file
     except BaseException:
         os.unlink(path)
         raise
-    return path
 
 
 def unload(shipment: Shipment) -> Any:

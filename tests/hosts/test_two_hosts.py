@@ -121,6 +121,23 @@ def test_values_travel_to_all_hosts_and_back(console: Console):
     )
 
 
+@pytest.mark.parametrize("small", ["a", "b"])
+def test_a_value_travels_where_shared_memory_has_no_room(
+    console: Console, hosts: HostNetwork, small: str
+):
+    size = "mount -o remount,size={} /dev/shm"
+    used = "$(($(df -B1 --output=used /dev/shm | tail -1) + 1000000))"
+    hosts[small].run("sh", "-c", size.format(used), as_root=True)
+    try:
+        console.do("cluster.push(big=np.ones(2_000_000))")
+        assert (
+            console.value("[int(v.sum()) for v in cluster['big']]") == [2_000_000] * 4
+        )
+    finally:
+        before = hosts[small].traits.shared_memory
+        hosts[small].run("sh", "-c", size.format(before), as_root=True)
+
+
 def test_no_file_of_a_value_is_left(console: Console, hosts: HostNetwork):
     console.do("cluster.push(v=np.zeros(1_000_000)); cluster['v * 1.0']")
     for name in ("a", "b"):

@@ -163,7 +163,9 @@ class Answers:
 
     def put(self, body: Iterator[bytes], size: int) -> str:
         """Write the file of a shipment. Returns its path."""
-        return shm_payload.write_parts(body, size, self._world.run_dir)
+        with shm_payload.new_file(size, self._world.run_dir) as (path, file):
+            file.writelines(body)
+        return path
 
     def fetch(self, path: str) -> Path:
         """The content of a file of the cluster."""

@@ -7,8 +7,6 @@ notebook's host do (`ipc.shm_payload`).
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -55,18 +53,14 @@ class Carrier:
         host = self._elsewhere(value)
         if host is None:
             return value
-        folder = private_files.memory_folder(self._run_dir)
-        descriptor, path = tempfile.mkstemp(dir=folder)
-        with os.fdopen(descriptor, "wb") as file:
-            try:
+        try:
+            size = value.file_bytes
+            with shm_payload.new_file(size, self._run_dir) as (path, file):
                 self._of(host).ask("fetch", into=file, path=value.path)
-            except BaseException as error:
-                Path(path).unlink()
-                if not isinstance(error, (ClusterError, OSError)):
-                    raise
-                raise TransferError(f"a value could not be copied: {error}") from error
-            finally:
-                self.discard(value)
+        except (ClusterError, OSError) as error:
+            raise TransferError(f"a value could not be copied: {error}") from error
+        finally:
+            self.discard(value)
         return replace(value, path=path, host="")
 
     def copied(self, host: str, path: str) -> str | None:
