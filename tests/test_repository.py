@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 import nbdist
@@ -174,6 +175,8 @@ def test_the_versions_agree() -> None:
     assert project["project"]["version"] == nbdist.__version__ == newest[1]
     extension = json.loads((ROOT / "nbdist/labextension/package.json").read_text())
     assert extension["version"] == newest[1]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {newest[1]}\n" in citation
 
 
 def test_the_extension_of_jupyterlab_is_installed_whole() -> None:
@@ -196,10 +199,36 @@ def test_the_workflows_run_the_checks_and_each_night_the_long_tests() -> None:
         path.stem: set(re.findall(r"run: bash (\S+)$", path.read_text(), re.MULTILINE))
         for path in (ROOT / ".github" / "workflows").glob("*.yml")
     }
-    assert ran == {"checks": {".ci/run"}, "nightly": {".ci/nightly"}}
+    assert ran == {"checks": {".ci/run"}, "nightly": {".ci/nightly"}, "release": set()}
     assert all((ROOT / name).is_file() for names in ran.values() for name in names)
     nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
     assert re.search(r'^  schedule:\n    - cron: "', nightly, re.MULTILINE)
+
+
+def test_the_recipe_for_conda_needs_what_the_package_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+    assert recipe["context"]["version"] == project["project"]["version"]
+    names = {"torch": "pytorch"}
+    needed = set()
+    for text in project["project"]["dependencies"]:
+        requirement = Requirement(text)
+        if "python_version" not in str(requirement.marker):  # tomli is not needed there
+            name = names.get(requirement.name, requirement.name)
+            needed.add((name, frozenset(map(str, requirement.specifier))))
+    run = [line.split() for line in recipe["requirements"]["run"] if line != "python"]
+    assert {(name, frozenset(bounds.split(","))) for name, bounds in run} == needed
+
+
+def test_each_action_of_a_workflow_is_named_by_its_commit() -> None:
+    used = [
+        (path.name, action)
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+        for action in re.findall(r"uses: (\S+.*)", path.read_text())
+    ]
+    assert len(used) > 10
+    for name, action in used:
+        assert re.fullmatch(r"[\w./-]+@[\da-f]{40} # v[\d.]+", action), (name, action)
 
 
 def test_no_text_has_an_absolute_path_of_a_machine() -> None:
