@@ -62,7 +62,12 @@ class Traits:
 
 
 def drawn(
-    seed: int | str, count: int, *, environments: bool = False, links: bool = False
+    seed: int | str,
+    count: int,
+    *,
+    environments: bool = False,
+    delay_s: float = 0.0,
+    loss: float = 0.0,
 ) -> list[Traits]:
     """The traits of some hosts, drawn at random. No two users have one name or id.
 
@@ -70,7 +75,8 @@ def drawn(
         seed: The seed of the draws.
         count: The number of hosts.
         environments: Whether the environments may have paths that no other host knows.
-        links: Whether links may delay and lose packets, which makes tests slow.
+        delay_s: The longest time that packets may take in each direction, in seconds.
+        loss: The largest share of packets that may be lost.
     """
     rng = random.Random(seed)
     names = rng.sample(NAMES, count)
@@ -96,8 +102,8 @@ def drawn(
             has_bridge=rng.random() < 0.5,
             networks=networks,
             clock_s=rng.choice(clocks),
-            delay_s=rng.choice((0.0, 0.0, 0.002, 0.02)) if links else 0.0,
-            loss=rng.choice((0.0, 0.0, 0.01, 0.05)) if links else 0.0,
+            delay_s=rng.choice((0.0, 0.0, delay_s / 10, delay_s)),
+            loss=rng.choice((0.0, 0.0, loss / 5, loss)),
             environment=place.format(user=name),
         )
         for name, uid, gid in zip(names, uids, gids, strict=True)
