@@ -35,8 +35,8 @@ MEET_AGAIN_TIMEOUT_S = 8.0
 """The same after a change that has failed. A spawn that never ends may be left of it,
 behind which Open MPI lets up to two further spawns wait for ever."""
 MEET_AGAIN_OVER_HOSTS_TIMEOUT_S = 20.0
-"""The same over several hosts, whose networks may lose packets: TCP sends one again after
-a second, and then after twice as long each time."""
+"""The same over several hosts, whose networks may lose packets. TCP sends one again
+after a second, and then after twice as long each time."""
 INTERRUPT_GRACE_S = 2.0
 """Seconds for which a change continues after an interrupt. A cancellation can end
 ranks: Open MPI is not safe if a communicator is revoked while it is created."""
