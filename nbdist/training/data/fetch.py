@@ -1,17 +1,20 @@
-"""Fetches a rank's batches with a DataLoader, and ends its workers promptly."""
+"""Fetches a rank's batches with a DataLoader, and ends its workers promptly.
+
+A worker that is not forked imports this module, so it imports no MPI: the worker would
+be a process of its own to MPI.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, TensorDataset, _utils, default_collate
+from torch.utils.data import DataLoader, _utils
 
 from nbdist.ipc.prctl import die_with_parent
-from nbdist.training.data.sampler import Sampler, share_of
 
-__all__ = ["Collate", "Fetching", "Part", "by_index", "first_item"]
+__all__ = ["Collate", "Fetching", "Part", "first_item"]
 
 Collate = Callable[[list[Any]], Any]
 JOIN_TIMEOUT_S = 1.0
@@ -81,45 +84,6 @@ def _end_workers(batches: Any) -> None:
         _utils.MP_STATUS_CHECK_INTERVAL = patience
     for worker in batches._workers:
         worker.join(JOIN_TIMEOUT_S)
-
-
-class _Lists:
-    """A sampler's lists of indices.
-
-    An empty list is replaced by the index of one sample, which shows the batch's
-    structure.
-    """
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (indices or [0] for indices in self._sampler)
-
-
-def by_index(dataset: Any, sampler: Sampler, fetching: Fetching) -> Iterator[Part]:
-    """Yield this rank's parts of the global batches that are left in the epoch."""
-    rank, size = sampler.rank_and_size
-    totals = [stop - start for start, stop in sampler.bounds()]
-    lists = _Lists(sampler)
-    if isinstance(dataset, TensorDataset) and fetching.collate is default_collate:
-        batches = _rows(dataset, lists, fetching.pin)
-    else:
-        batches = fetching.batches(
-            dataset, batch_sampler=lists, collate_fn=fetching.collate
-        )
-    for batch, total in zip(batches, totals, strict=True):
-        share = share_of(total, rank, size)
-        yield Part(batch, share.stop - share.start, total)
-
-
-def _rows(
-    dataset: TensorDataset, lists: Iterable[list[int]], pin: bool
-) -> Iterator[Any]:
-    """Yield batches of a TensorDataset. One index operation fetches a whole batch."""
-    for indices in lists:
-        rows = [tensor[indices] for tensor in dataset.tensors]
-        yield [row.pin_memory() if pin and not row.is_cuda else row for row in rows]
 
 
 def first_item(items: list[Any]) -> Any:

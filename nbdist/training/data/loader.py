@@ -19,7 +19,8 @@ from nbdist.ipc.resources import cores
 from nbdist.telemetry import internal_metrics
 from nbdist.training import lasting
 from nbdist.training.data.device_prefetch import map_children, on_device
-from nbdist.training.data.fetch import Collate, Fetching, Part, by_index, first_item
+from nbdist.training.data.fetch import Collate, Fetching, Part, first_item
+from nbdist.training.data.indexed import by_index
 from nbdist.training.data.sampler import Sampler, rank_and_size
 from nbdist.training.data.stream import Division, StreamPosition, from_stream, is_stream
 from nbdist.training.data.wait_stats import Waits
