@@ -35,6 +35,7 @@ from nbdist.engine import (
     rpc_server,
     shell_commands,
     standard_input,
+    start_method,
     text_bars,
     torch_loaders,
 )
@@ -167,6 +168,7 @@ class _Engine(BareApplication, IPEngine):  # type: ignore[misc]
         # ipyparallel's publisher of data would validate the header of each request.
         vars(shell).pop("_data_pub", None)
         _keep_names(shell, self.device)
+        start_method.prefer_fork()
         rpc_server.answer_on(kernel, self.device)
         elastic.install_coordinator()
         register_optimizer_step_post_hook(_count_step)

@@ -18,7 +18,13 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from nbdist.collectives.torch_backend.process_group import original_error
-from nbdist.engine import cell_names, in_flight, shared_default_group, world
+from nbdist.engine import (
+    cell_names,
+    in_flight,
+    shared_default_group,
+    start_method,
+    world,
+)
 from nbdist.engine.cells import (
     CellReply,
     release_failure,
@@ -117,7 +123,7 @@ def _enter_environment(
     stack.enter_context(_environment(info.rank, info.world_size, n_ps, variables))
     stack.enter_context(_own_streams())
     stack.enter_context(_own_signals())
-    stack.enter_context(_own_start_method())
+    stack.enter_context(start_method.pythons_own())
     stack.enter_context(_own_loop())
     stack.enter_context(shared_default_group.own_groups(keep=keep))
     stack.enter_context(cell_names.script(path))
@@ -307,21 +313,6 @@ def _own_signals() -> Iterator[None]:
     finally:
         for kind, handler in zip(kinds, before, strict=True):
             signal.signal(kind, signal.SIG_DFL if handler is None else handler)
-
-
-@contextmanager
-def _own_start_method() -> Iterator[None]:
-    """Let the script choose multiprocessing's start method, which a process can once.
-
-    The choice that was made before is restored at the end.
-    """
-    before = multiprocessing.get_start_method(allow_none=True)
-    # None makes the choice open again.
-    multiprocessing.set_start_method(None, force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(before, force=True)
 
 
 @contextmanager
