@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import time
 from collections.abc import Awaitable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nbdist.engine import ddp_modules, in_flight
@@ -23,7 +23,7 @@ from nbdist.engine.user_variables import user_variables
 from nbdist.engine.value_digest import digest_in_full
 from nbdist.engine.value_text import in_full
 from nbdist.errors import TransferError, text_of
-from nbdist.ipc import serialization, shm_payload
+from nbdist.ipc import serialization, shm_payload, worker_pickling
 from nbdist.training import replicas
 from nbdist.training.leaves import Deadline
 from nbdist.wire import Comparison, RankInfo, Shown
@@ -64,12 +64,13 @@ async def call(payload: Sequence[bytes]) -> shm_payload.Shipment:
     """Call a function that was sent as (function, args, kwargs); its packed result."""
     rank = this_rank()
     name = rank.activity.what if rank.activity else "call"
-    with rank.output.during(name):
+    with rank.output.during(name), ExitStack() as stack:
         with rank.interrupts.armed():  # once, because each time takes 20 µs
             with transfer_step("unpickling the function and its arguments"):
                 function, args, kwargs = serialization.loads(
                     [bytearray(frame) for frame in payload]
                 )
+            stack.enter_context(worker_pickling.sharing(function))
             value = function(*args, **kwargs)
             if not inspect.isawaitable(value):
                 return _result(value)

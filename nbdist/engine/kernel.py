@@ -42,7 +42,7 @@ from nbdist.engine import (
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.output import Output
 from nbdist.engine.world import World
-from nbdist.ipc import folders, serialization
+from nbdist.ipc import folders, serialization, worker_pickling
 from nbdist.ipc.bare_application import BareApplication
 from nbdist.ipc.device_assignment import DeviceAssignment
 from nbdist.ipc.fork_messages import RANK_PARENT, STARTED
@@ -168,6 +168,7 @@ class _Engine(BareApplication, IPEngine):  # type: ignore[misc]
         # ipyparallel's publisher of data would validate the header of each request.
         vars(shell).pop("_data_pub", None)
         _keep_names(shell, self.device)
+        worker_pickling.install(shell.user_global_ns)
         start_method.prefer_fork()
         rpc_server.answer_on(kernel, self.device)
         elastic.install_coordinator()

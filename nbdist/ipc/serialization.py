@@ -27,6 +27,7 @@ from nbdist.ipc.stacks import cell_name, cell_of
 
 __all__ = [
     "PLAIN",
+    "CodePickler",
     "Each",
     "dumps",
     "dumps_named",
@@ -124,7 +125,7 @@ def dumps_whole(value: object) -> bytes:
         BaseException: As `dumps`.
     """
     stream = io.BytesIO()
-    _CodePickler(stream, protocol=5).dump(value)
+    CodePickler(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 
@@ -175,7 +176,7 @@ def _pickler(stream: io.BytesIO, buffers: list[Any], namespace: object) -> _Pick
     return pickler
 
 
-class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles code with the name of its file, which errors and the debugger show.
 
     cloudpickle 3.1.3 replaces the name by "<dynamic-code>". The code of a cell has the
@@ -197,9 +198,8 @@ def _source_of(path: str) -> tuple[str, list[str] | None]:
     cached = linecache.cache.get(path, ())
     if len(cached) != 4 or cached[1] is not None:  # it has a time: it is a file
         return path, None
-    from IPython.core.getipython import get_ipython
-
-    shell = get_ipython()
+    ipython = sys.modules.get("IPython.core.getipython")
+    shell = ipython and ipython.get_ipython()
     label = shell and shell.compile.format_code_name(path)
     if label and label[0] == "Cell" and cell_of(path) is None:
         path = cell_name(int(label[1].strip("In[]")), Path(path).stem)
@@ -218,7 +218,7 @@ def _rebuild_code(
     return make(*arguments).replace(co_filename=path)
 
 
-class _Pickler(_CodePickler):
+class _Pickler(CodePickler):
     regions: Regions
     """The memory of the tensors and arrays that were pickled."""
     own_gpu: Any = None
