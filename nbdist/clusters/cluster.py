@@ -72,6 +72,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc import endpoints, folders
 from nbdist.ipc.device_assignment import DeviceAssignment
+from nbdist.ipc.interrupts import spare_entries
 from nbdist.ipc.locks import Event, Future
 from nbdist.ipc.private_files import make_commit_folders
 from nbdist.ipc.shm_payload import Shipment
@@ -334,6 +335,7 @@ class Cluster:
                 f"this cluster of {self.size} ranks is running already"
             )
         self._is_starting = True
+        spare_entries()
         try:
             size = self.size
             self._started = start(

@@ -19,7 +19,7 @@ from nbdist.errors import (
     text_of,
 )
 from nbdist.ipc import serialization, shm_payload
-from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.ipc.interrupts import defer_interrupts, interrupt
 from nbdist.ipc.locks import Event
 from nbdist.wire import Failure, format_ranks
 
@@ -128,7 +128,8 @@ def _can_interrupt() -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(signal.SIGINT)
-    return handler is signal.default_int_handler and hasattr(signal, "pthread_kill")
+    raises = handler in (signal.default_int_handler, interrupt)
+    return raises and hasattr(signal, "pthread_kill")
 
 
 def encode(value: object, what: str, allowance: Allowance) -> tuple[bytes, ...]:

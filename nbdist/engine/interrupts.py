@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nbdist.ipc.interrupts import handler_of
+from nbdist.ipc.interrupts import REPEAT, handler_of, is_entering
 from nbdist.ipc.locks import Event
 from nbdist.ipc.stacks import cell_of
 
@@ -54,19 +54,6 @@ IMPORT_RESTS_S = 2.0
 INSIST_TIMES = round((IMPORT_S + 10) / INSIST_S)
 """How often the signal is repeated: longer than an interrupt may wait for an import."""
 IMPORTLIB = "<frozen importlib._bootstrap>"
-
-
-class _Repeat:
-    """The operator `-` makes the handler of SIGINT run when the caller goes on.
-
-    Python looks for signals after each call, but not after an operator. An interrupt in
-    `sys.unraisablehook` would be dropped as well.
-    """
-
-    __neg__: Any = _thread.interrupt_main
-
-
-_REPEAT = _Repeat()
 
 
 class Overdue(KeyboardInterrupt):
@@ -341,7 +328,7 @@ class Interrupts:
         It is raised where the destructor was called.
         """
         if dropped.exc_type is KeyboardInterrupt:
-            _ = -_REPEAT
+            _ = -REPEAT
         elif dropped.exc_type is Overdue:
             pass  # `_tick` raises it again
         else:
@@ -370,6 +357,9 @@ class Interrupts:
         return False
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        if is_entering(frame):
+            _ = -REPEAT
+            return
         if self._heard and (self._ticked or self._overdue > MOST_CAUGHT):
             self._ticked = False
             if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -383,7 +373,7 @@ class Interrupts:
                     # `try`, where each Overdue is caught. The next one comes in the
                     # handler, or between two rounds.
                     overdue = Overdue()
-                    _ = -_REPEAT
+                    _ = -REPEAT
                     raise overdue
                 raise Overdue
             return

@@ -6,7 +6,8 @@ interrupt may come right after the lock was acquired, which is then held forever
 other thread that needs it waits forever, such as the one that receives the ranks'
 answers. `threading.Event` and `concurrent.futures.Future` have such a condition
 variable. Here the `with` statement calls the lock itself, which is written in C: the
-interrupt comes before the lock is acquired, or within the block.
+interrupt comes before the lock is acquired, or within the block. In Python 3.14 this
+needs a signal handler that looks at `is_entering` of `ipc/interrupts.py`.
 """
 
 from __future__ import annotations

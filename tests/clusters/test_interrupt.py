@@ -379,3 +379,20 @@ def test_a_signal_handler_of_a_cell_raises_in_user_code_only(cluster: Cluster):
         assert cluster["len(heard)"] == [2] * 4
     finally:
         cluster.execute("signal.signal(signal.SIGUSR1, signal.SIG_DFL)")
+
+
+def test_an_interrupt_leaves_a_block_that_it_has_entered(cluster: Cluster):
+    with pytest.raises(CellError, match="KeyboardInterrupt"):
+        cluster.execute(
+            "import _thread\n"
+            "left = False\n"
+            "class Block:\n"
+            "    __enter__ = staticmethod(_thread.interrupt_main)\n"
+            "    def __exit__(self, *error):\n"
+            "        global left\n"
+            "        left = True\n"
+            "with Block():\n"
+            "    while True: pass",
+            timeout_s=60,
+        )
+    assert cluster["left"] == [True] * 4

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from nbdist.ipc.interrupts import defer_interrupts
+from nbdist.ipc.interrupts import defer_interrupts, interrupt
+from tests.processes import HANG_S
 
 
 def press(then: Callable[[], object]) -> None:
@@ -63,3 +67,49 @@ def test_on_interrupt_is_called_at_each_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt):
         press_twice()
     assert asked == [0, 1]
+
+
+class Interrupted:
+    """Interrupts the main thread in the call of `__enter__`."""
+
+    __enter__ = staticmethod(_thread.interrupt_main)
+
+    def __init__(self) -> None:
+        self.has_left = False
+
+    def __exit__(self, *_error: object) -> None:
+        self.has_left = True
+
+
+def test_a_block_that_was_entered_is_left() -> None:
+    before = signal.signal(signal.SIGINT, interrupt)
+    block = Interrupted()
+    try:
+        with pytest.raises(KeyboardInterrupt), block:
+            threading.Event().wait(HANG_S)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert block.has_left
+
+
+NOTEBOOK = """
+import signal, threading
+import ipykernel.kernelbase as kernelbase
+from nbdist import Cluster
+from tests.ipc.test_interrupts import Interrupted
+Cluster.stop(Cluster(1, device="cpu").start())
+for handler in (signal.getsignal(signal.SIGINT), kernelbase.default_int_handler):
+    signal.signal(signal.SIGINT, handler)
+    block = Interrupted()
+    try:
+        with block:
+            threading.Event().wait(60)
+    except KeyboardInterrupt:
+        print(block.has_left)
+"""
+
+
+def test_a_notebook_leaves_what_it_has_entered() -> None:
+    program = [sys.executable, "-c", NOTEBOOK]
+    run = subprocess.run(program, capture_output=True, text=True, timeout=2 * HANG_S)
+    assert run.stdout.split() == ["True", "True"], run.stderr

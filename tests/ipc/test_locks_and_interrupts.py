@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from types import FrameType
 
 import pytest
 
+from nbdist.ipc.interrupts import interrupt, is_entering
 from nbdist.ipc.locks import Condition, Event, Future, await_all
 from tests.processes import HANG_S
 from tests.seed import SEED
@@ -38,10 +40,10 @@ class _Interrupter:
         self.count = 0
         self._is_armed = False
 
-    def handle(self, _number: int, _frame: object) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         if self._is_armed:
-            self._is_armed = False
-            raise KeyboardInterrupt
+            self._is_armed = is_entering(frame)
+            interrupt(number, frame)
 
     def run(self, step: Callable[[], object]) -> None:
         """Repeat the step until it has been interrupted once."""

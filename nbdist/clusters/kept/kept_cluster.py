@@ -56,6 +56,7 @@ from nbdist.errors import (
 )
 from nbdist.ipc import folders
 from nbdist.ipc.fork_messages import socket_address
+from nbdist.ipc.interrupts import spare_entries
 from nbdist.ipc.locks import Future
 from nbdist.ipc.private_files import make_run_folder, remove_folders
 from nbdist.ipc.shm_payload import Shipment
@@ -174,6 +175,7 @@ class KeptCluster(Cluster):
         return cluster
 
     def _attach(self, folder: Path, **options: Any) -> None:
+        spare_entries()
         self._is_stopping = False
         by_force = options.pop("by_force", False)
         hello = Hello(self.purpose, os.getpid(), by_force)
