@@ -6,10 +6,12 @@ the cells have defined. From Python 3.14 on, Python's own default is a fork serv
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import context
+from multiprocessing import context, forkserver
 from typing import Any
 
 __all__ = ["prefer_fork", "pythons_own"]
@@ -26,13 +28,21 @@ def prefer_fork() -> None:
 
 @contextmanager
 def pythons_own() -> Iterator[None]:
-    """Within this block, begin with Python's own default and without a choice.
+    """Within this block, begin as a new process: with Python's default, and no choice.
 
-    A process can choose its method once. What was chosen before is restored at the end.
+    A process can choose its method once, and its fork server keeps the script that was
+    `__main__` first. What was there before is there again at the end.
     """
-    before = _chooser._default_context, _chooser._actual_context
+    chosen = _chooser._default_context, _chooser._actual_context
     _chooser._default_context, _chooser._actual_context = _PYTHONS, None
+    server: Any = forkserver._forkserver
+    before = dict(vars(server))
+    vars(server).update(vars(forkserver.ForkServer()))
     try:
         yield
     finally:
-        _chooser._default_context, _chooser._actual_context = before
+        if server._forkserver_pid is not None:
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            server._stop()
+        vars(server).update(before)
+        _chooser._default_context, _chooser._actual_context = chosen

@@ -244,6 +244,35 @@ if __name__ == "__main__":
     assert cluster[method] == before
 
 
+def test_the_fork_server_of_a_script_ends_with_it(cluster: Cluster, script):
+    module = "__import__('multiprocessing.forkserver').forkserver"
+    server = f"{module}._forkserver._forkserver_pid"
+    before = cluster[server]
+    text = """
+import multiprocessing as mp
+import os
+import sys
+
+def child(queue):
+    queue.put((NUMBER, sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"]))
+
+if __name__ == "__main__":
+    mp.set_start_method("forkserver")
+    queue = mp.SimpleQueue()
+    process = mp.Process(target=child, args=(queue,))
+    process.start()
+    print(queue.get(), flush=True)
+    process.join()
+else:
+    NUMBER = {}
+"""
+    for number in DRAW.sample(range(100), 2):
+        result = cluster.run_script(script(text.format(number)), [str(number)])
+        shown = [result[rank].stdout.strip() for rank in range(4)]
+        assert shown == [f"({number}, '{number}', '0')"] * 4
+    assert cluster[server] == before
+
+
 @pytest.mark.parametrize("victim", [1, DRAW.choice([0, 2, 3])], ids=["exits", "raises"])
 def test_all_ranks_begin_again_after_one_fails(cluster: Cluster, victim: int):
     notes: list[str] = []
