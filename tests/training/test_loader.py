@@ -9,6 +9,8 @@ import itertools
 import pickle
 import time
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
+from nbdist.engine import start_method
 from nbdist.errors import UsageError
 from nbdist.telemetry import internal_metrics
 from nbdist.training.data import device_prefetch
@@ -28,6 +31,14 @@ from nbdist.training.data.loader import Loader, loader
 from tests.processes import HANG_S, Program, runs, wait_until
 
 SIZES = st.integers(1, 8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forks() -> Iterator[None]:
+    """Workers are forked, as on a rank: elsewhere Python 3.14 has another default."""
+    with start_method.pythons_own():
+        start_method.prefer_fork()
+        yield
 
 
 class Numbers(Dataset):
@@ -234,19 +245,26 @@ def test_an_error_of_the_data_names_its_worker_and_line():
 
 
 RANK_WITH_WORKERS = """
-import os, time, torch
+import multiprocessing, os, sys, time, torch
 from nbdist.training.data.loader import loader
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 1000
     def __getitem__(self, index):
         os.write(1, f"{os.getpid()}\\n".encode())  # one write: two workers share it
         time.sleep(3600)
-next(iter(loader(Slow(), 4, num_workers=2)))
+if __name__ == "__main__":
+    multiprocessing.set_start_method("{method}")
+    next(iter(loader(Slow(), 4, num_workers=2)))
 """
 
 
-def test_workers_die_with_their_rank():
-    with Program(RANK_WITH_WORKERS) as rank:
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_die_with_their_rank(method: str, tmp_path: Path):
+    script = tmp_path / "rank.py"  # what an unforked worker imports
+    script.write_text(RANK_WITH_WORKERS.replace("{method}", method))
+    with Program(
+        f"import runpy; runpy.run_path({str(script)!r}, None, '__main__')"
+    ) as rank:
         workers = [psutil.Process(int(rank.line())) for _ in range(2)]
         rank.kill()
         # torch's workers look for their parent between samples, and these have one for

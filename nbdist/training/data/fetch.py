@@ -6,6 +6,10 @@ be a process of its own to MPI.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,5 +96,13 @@ def first_item(items: list[Any]) -> Any:
 
 
 def _die_with_rank(_worker: int) -> None:
-    """Have Linux end this worker process when its rank ends in any way."""
+    """Have this worker process end when its rank ends in any way."""
     die_with_parent()
+    rank = multiprocessing.parent_process()
+    if rank is not None and rank.pid != os.getppid():  # a fork server is in between
+        threading.Thread(target=_end_after, args=(rank,), daemon=True).start()
+
+
+def _end_after(rank: Any) -> None:
+    rank.join()
+    os.kill(os.getpid(), signal.SIGKILL)
