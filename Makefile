@@ -159,7 +159,7 @@ $(VENV)/.torch: | $(RUN)
 	@touch $@
 
 $(RUN):
-	@$(PYTHON) -c 'import sys; (3, 10) <= sys.version_info < (3, 14) or sys.exit( \
-		"nbdist needs Python 3.10 to 3.13, and $(PYTHON) is " + sys.version.split()[0] \
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit( \
+		"nbdist needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] \
 		+ ": name another, as in make demo PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
