@@ -580,7 +580,7 @@ class _Gate:
         """Give a request the descriptor that its rank waits for."""
         if not _starts_with_others(request):
             return request, descriptors
-        number = max(request.descriptors) + 1
+        number = max(*request.descriptors, *_of_libffi()) + 1
         return replace(
             request,
             environment={**request.environment, GATE: str(number)},
@@ -850,7 +850,11 @@ def _become(
     Args:
         of_imports: The environment variables that imported modules have set.
     """
-    _renumber(dict(zip(request.descriptors, descriptors, strict=True)))
+    numbers = dict(zip(request.descriptors, descriptors, strict=True))
+    of_libffi = _of_libffi() - numbers.keys()
+    _renumber(numbers | {number: number for number in of_libffi})
+    for number in of_libffi:
+        os.set_inheritable(number, False)
     os.setpgid(0, 0)
     request.apply()
     if request.module == ENGINE:
@@ -862,6 +866,19 @@ def _become(
     sys.orig_argv = [sys.executable, "-m", request.module, *request.arguments]
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+
+
+def _of_libffi() -> set[int]:
+    """The descriptors of libffi, which it maps for each hundred callbacks of `ctypes`.
+
+    It opens its own file with the first callback, and remembers the number.
+    """
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            if "libffi" in os.path.basename(os.readlink(f"/proc/self/fd/{name}")):
+                found.add(int(name))
+    return found
 
 
 def _renumber(descriptors: Mapping[int, int]) -> None:
