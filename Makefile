@@ -19,7 +19,7 @@ RUN := $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help demo lab quick test at-once alone more soak unforked upstream gpu simgpu simgpu-soak simgpu-mutants mutants bench reliability lint docs wheel clean
+.PHONY: help demo lab quick test at-once alone more soak unforked upstream gpu simgpu simgpu-soak simgpu-mutants mutants matrix bench reliability lint docs wheel clean
 .NOTPARALLEL:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make simgpu  the CUDA tests on simulated GPUs; installs 6 GB in $(SIMGPU_VENV)"
 	@echo "make simgpu-soak  thousands of random calls on simulated GPUs"
 	@echo "make mutants  whether the tests catch deliberate faults; writes a table into CONTRIBUTING.md"
+	@echo "make matrix  a quick part of the tests with other versions of Python and torch"
 	@echo "make bench  measure, and write docs/benchmarks.md"
 	@echo "make reliability  run the fault matrix and the random faults, and write docs/reliability.md"
 	@echo "make lint   ruff and mypy"
@@ -115,6 +116,9 @@ simgpu-mutants: | $(SIMGPU_VENV)/bin/python
 
 mutants: $(VENV)/.test
 	$(RUN) tests/mutants/run.py
+
+matrix: | $(RUN)
+	$(RUN) tests/matrix.py
 
 bench: $(VENV)/.test
 	$(RUN) -m benchmarks

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import Specifier
 
 import nbdist
 from nbdist.errors import UsageError
@@ -26,6 +27,7 @@ from nbdist.kernel_versions import (
     untested_torch,
 )
 from nbdist.magics import DistMagics
+from tests import matrix
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -282,6 +284,21 @@ def test_an_ipykernel_that_loses_requests_is_refused(
         else:
             with pytest.raises(UsageError, match=f"ipykernel {version}, which loses"):
                 check_loaded()
+
+
+def test_the_page_has_the_table_of_the_matrix() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert f"\n\n{matrix.table()}\n" in page
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    oldest = Specifier(project["project"]["requires-python"])
+    (torch,) = (
+        Requirement(text).specifier
+        for text in project["project"]["dependencies"]
+        if text.startswith("torch")
+    )
+    versions = [(row["python"], row["torch"]) for row in matrix.rows()]
+    assert (oldest.version, f"{Specifier(str(torch)).version}.0") in versions
+    assert "newest" in dict(versions).values()
 
 
 def test_the_page_and_the_code_name_the_same_runs_of_torch() -> None:
